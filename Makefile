@@ -17,7 +17,9 @@ WORKERS := -n $(shell nproc) --dist loadgroup
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NATIVE := $(wildcard runtime/native/CMakeLists.txt runtime/native/src/* runtime/native/include/* runtime/native/cmake/*)
+NATIVE := $(shell find runtime/native -type f -not -path '*/tests/*' -not -path '*/fuzz/*')
+# C and C++ sources that clang-format checks.
+C_SOURCES := $(shell find runtime/native examples benchmarks -type f \( -name '*.c' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' \))
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
@@ -59,11 +61,13 @@ fuzz: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(C_SOURCES)
 
 bench: $(STAMP)
 	@# llama.cpp is compiled for this machine's instructions. Where it cannot be, generation.py names what it leaves out.

@@ -1,10 +1,11 @@
-"""This checkout beside another one, taking turns: the passes of passes.py, the generation of generation.py, the first tokens.
+"""This checkout beside another one, taking turns: the passes of passes.py, the generation of
+generation.py, the first tokens.
 
     python benchmarks/before_after.py OTHER [--size 134M] [--rounds 15] [--json FILE]
 
-OTHER is a checkout of another commit with a .venv of its own (`make .venv/.installed`). Each side runs its own runtime over
-the bundle that it built itself; one waits while the other is measured. Prints medians with quartiles, and this side's over
-the other's.
+OTHER is a checkout of another commit with a .venv of its own (`make .venv/.installed`). Each side
+runs its own runtime over the bundle that it built itself; one waits while the other is measured.
+Prints medians with quartiles, and this side's over the other's.
 """
 
 from __future__ import annotations
@@ -52,13 +53,27 @@ class Side:
         self.bundles = {}
         for precision in PRECISIONS:
             code = say.replace("PRECISION", repr(precision))
-            done = subprocess.run([python, "-c", code], cwd=root / "benchmarks", check=True, capture_output=True, text=True)
+            done = subprocess.run(
+                [python, "-c", code],
+                cwd=root / "benchmarks",
+                check=True,
+                capture_output=True,
+                text=True,
+            )
             self.bundles[precision] = done.stdout.strip().splitlines()[-1]
         where = "from first_token import compiled; print(compiled())"
-        done = subprocess.run([python, "-c", where], cwd=root / "benchmarks", check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            [python, "-c", where],
+            cwd=root / "benchmarks",
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         self.program = done.stdout.strip().splitlines()[-1]
         command = [str(python), "-c", WORKER, json.dumps(self.bundles)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, *what: object) -> list[float]:
         assert self.process.stdin is not None
@@ -71,34 +86,59 @@ class Side:
     def first_tokens(self) -> list[float]:
         """Milliseconds from the start of a process to its first committed tokens, hashes checked."""
         environment = os.environ | {"DLM_ONNXRUNTIME": _native.onnxruntime_library() or ""}
-        command = [self.program, self.bundles["int8"], "1", str(GIVEN), str(NEW_TOKENS), str(time.monotonic_ns())]
+        command = [
+            self.program,
+            self.bundles["int8"],
+            "1",
+            str(GIVEN),
+            str(NEW_TOKENS),
+            str(time.monotonic_ns()),
+        ]
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
         return [float(done.stdout.split()[-1])]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path)
     parser.add_argument("--size", default="134M")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    sides = {"this": Side(ROOT, arguments.size), "other": Side(arguments.other.resolve(), arguments.size)}
+    sides = {
+        "this": Side(ROOT, arguments.size),
+        "other": Side(arguments.other.resolve(), arguments.size),
+    }
     found: dict[str, dict[str, list[float]]] = {}
     for number in range(arguments.rounds + 1):
-        for name, side in sorted(sides.items(), reverse=number % 2 == 1):  # neither is always the second
-            rows = {f"{p}, pass of {sizes}": side.ask(p, *sizes) for p in PRECISIONS for sizes in PASSES}
+        for name, side in sorted(
+            sides.items(), reverse=number % 2 == 1
+        ):  # neither is always the second
+            rows = {
+                f"{p}, pass of {sizes}": side.ask(p, *sizes) for p in PRECISIONS for sizes in PASSES
+            }
             rows["int8, 128 given, 128 new, 128 passes"] = side.ask("int8")
             rows["int8, first tokens of a process"] = side.first_tokens()
             for row, values in rows.items():
                 if number:  # the first round warms up
                     found.setdefault(row, {}).setdefault(name, []).extend(values)
-    result: dict[str, Any] = {"machine": machine(), "size": arguments.size, "rounds": arguments.rounds, "rows": {}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "size": arguments.size,
+        "rounds": arguments.rounds,
+        "rows": {},
+    }
     for row, by_side in found.items():
         quartiles = {name: statistics.quantiles(values, n=4) for name, values in by_side.items()}
         ratio = quartiles["this"][1] / quartiles["other"][1]
-        result["rows"][row] = {"ratio": ratio} | {name: {"quartiles_ms": values} for name, values in quartiles.items()}
-        shown = (f"{name} {q[1]:.2f} ({q[0]:.2f} .. {q[2]:.2f}) ms" for name, q in quartiles.items())
+        result["rows"][row] = {"ratio": ratio} | {
+            name: {"quartiles_ms": values} for name, values in quartiles.items()
+        }
+        shown = (
+            f"{name} {q[1]:.2f} ({q[0]:.2f} .. {q[2]:.2f}) ms" for name, q in quartiles.items()
+        )
         print(f"{row}: {'; '.join(shown)}; {ratio:.3f} x", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

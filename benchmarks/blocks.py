@@ -1,10 +1,12 @@
-"""The exact cache of a block-causal denoiser: what a block costs far behind the text, and beside no cache.
+"""The exact cache of a block-causal denoiser: what a block costs far behind the text, and beside no
+cache.
 
     python benchmarks/blocks.py [--precisions fp32,int8] [--depths 0,512,2048,8192] [--rounds 9] [--json FILE]
 
-A random denoiser in SDAR's layout, blocks of 32 tokens. A pass over a block is timed behind so many stored tokens; what it
-takes more than behind none is attention, which grows with them. Then generations with `cache=block` and `cache=none`, four
-passes a block, in turn, of which canvases must be equal.
+A random denoiser in SDAR's layout, blocks of 32 tokens. A pass over a block is timed behind so many
+stored tokens; what it takes more than behind none is attention, which grows with them. Then
+generations with `cache=block` and `cache=none`, four passes a block, in turn, of which canvases
+must be equal.
 """
 
 from __future__ import annotations
@@ -22,9 +24,24 @@ import dlm_runtime
 
 BLOCK, LONGEST, VOCABULARY = 32, 16_384, 32_000
 SHAPE = {
-    **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64},
-    **{"intermediate_size": 2048, "vocab_size": VOCABULARY, "max_position_embeddings": LONGEST, "block_size": BLOCK},
-    **{"mask_token_id": VOCABULARY - 1, "eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2},
+    **{
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    **{
+        "intermediate_size": 2048,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LONGEST,
+        "block_size": BLOCK,
+    },
+    **{
+        "mask_token_id": VOCABULARY - 1,
+        "eos_token_id": VOCABULARY - 2,
+        "pad_token_id": VOCABULARY - 2,
+    },
 }
 GIVEN, NEW, PASSES_PER_BLOCK = 512, 128, 4
 
@@ -40,14 +57,21 @@ def bundle_of(precision: str) -> Path:
 def generate(bundle: dlm_runtime.Bundle, cache: str, canvases: dict[str, tuple[int, ...]]) -> float:
     """The seconds of one generation; its canvas goes into ``canvases``."""
     given = [(i * 7919) % (VOCABULARY - 2) for i in range(GIVEN)]
-    fields = {"cache": cache, "commit": "static", "steps_per_block": PASSES_PER_BLOCK, "stop": "none"}
+    fields = {
+        "cache": cache,
+        "commit": "static",
+        "steps_per_block": PASSES_PER_BLOCK,
+        "stop": "none",
+    }
     result = bundle.generate(tokens=given, max_new_tokens=NEW, preset="sdar", **fields)
     canvases[cache] = tuple(result.tokens)
     return result.timings["total"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--precisions", default="fp32,int8")
     parser.add_argument("--depths", default="0,512,2048,8192")
     parser.add_argument("--rounds", type=int, default=9)
@@ -60,13 +84,22 @@ def main() -> None:
             def time_one(depth: int, bundle: dlm_runtime.Bundle = bundle) -> float:
                 return bundle.time_passes(BLOCK, depth, BLOCK, 3)[-1]
 
-            runs = {f"behind {depth} tokens": partial(time_one, int(depth)) for depth in arguments.depths.split(",")}
+            runs = {
+                f"behind {depth} tokens": partial(time_one, int(depth))
+                for depth in arguments.depths.split(",")
+            }
             passes = interleave(runs, arguments.rounds)
             show(f"{precision}: a pass over {BLOCK} tokens", passes, next(iter(passes)))
             canvases: dict[str, tuple[int, ...]] = {}
-            kinds = {cache: partial(generate, bundle, cache, canvases) for cache in ("block", "none")}
+            kinds = {
+                cache: partial(generate, bundle, cache, canvases) for cache in ("block", "none")
+            }
             whole = interleave(kinds, max(3, arguments.rounds // 3), warm_ups=1)
-            show(f"{precision}: {GIVEN} given and {NEW} new tokens, {PASSES_PER_BLOCK} passes a block", whole, "none")
+            show(
+                f"{precision}: {GIVEN} given and {NEW} new tokens, {PASSES_PER_BLOCK} passes a block",
+                whole,
+                "none",
+            )
             if precision == "fp32" and len(set(canvases.values())) != 1:
                 raise SystemExit("the canvases with and without the cache are not equal")
             result[precision] = {"passes": passes, "generations": whole}

@@ -2,9 +2,10 @@
 
     python benchmarks/caches.py [--lengths 4096,16384] [--passes 32,4096,32;4,4096,4] [--rounds 7] [--json FILE]
 
-Memory and passes: random denoisers of two layers with int8 weights and heads of 128, four and sixteen of them. Memory: one
-block of two passes over a canvas of each length, in a process of its own; a token takes 2 * layers * kv_heads * bytes of a row.
-Passes take turns in one process. Loss: builds of the demo, which judge rounding by itself.
+Memory and passes: random denoisers of two layers with int8 weights and heads of 128, four and
+sixteen of them. Memory: one block of two passes over a canvas of each length, in a process of its
+own; a token takes 2 * layers * kv_heads * bytes of a row. Passes take turns in one process. Loss:
+builds of the demo, which judge rounding by itself.
 """
 
 from __future__ import annotations
@@ -31,9 +32,19 @@ def bundle_of(purpose: str, cache: str) -> Path:
     heads = HEADS[purpose]
     ids = {"vocab_size": VOCABULARY, "embedding_size": VOCABULARY, "mask_token_id": VOCABULARY - 1}
     ends = {"eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2}
-    shape = {"d_model": 128 * heads, "n_layers": 2, "n_heads": heads, "n_kv_heads": heads, "mlp_hidden_size": 64 * heads}
-    source = random_checkpoint(f"caches-{purpose}", llada_config(**shape, **ids, **ends, max_sequence_length=LONGEST))
-    return built(source, f"caches-{purpose}-{cache}", "--precision", "int8", *QUICKLY, "--cache-dtype", cache)
+    shape = {
+        "d_model": 128 * heads,
+        "n_layers": 2,
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "mlp_hidden_size": 64 * heads,
+    }
+    source = random_checkpoint(
+        f"caches-{purpose}", llada_config(**shape, **ids, **ends, max_sequence_length=LONGEST)
+    )
+    return built(
+        source, f"caches-{purpose}-{cache}", "--precision", "int8", *QUICKLY, "--cache-dtype", cache
+    )
 
 
 def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
@@ -45,19 +56,37 @@ def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
     from dlm_export.planning.bench import peak_rss_bytes
 
     with dlm_runtime.open(folder, threads=threads, check_hashes=False) as bundle:
-        fields: dict[str, Any] = {"cache": "dual", "block_length": BLOCK_LENGTH, "steps_per_block": 2, "stop": "none"}
+        fields: dict[str, Any] = {
+            "cache": "dual",
+            "block_length": BLOCK_LENGTH,
+            "steps_per_block": 2,
+            "stop": "none",
+        }
         given = [(i * 7919) % (VOCABULARY - 2) for i in range(length - BLOCK_LENGTH)]
         done = bundle.generate(tokens=given, max_new_tokens=BLOCK_LENGTH, **fields)
         formula = network_of(bundle.manifest).cache_bytes(*CACHE_ROWS[CACHE_DTYPES[cache]]) * length
-    return {"formula_bytes": formula, "cache_bytes": done.cache_bytes, "peak_rss_bytes": peak_rss_bytes()}
+    return {
+        "formula_bytes": formula,
+        "cache_bytes": done.cache_bytes,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
 
 
 def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, dict[str, float]]:
-    """A pass over each cache, in turn; the best of ten each time, as filling the cache goes before them."""
+    """A pass over each cache, in turn; the best of ten each time, as filling the cache goes before
+    them.
+    """
     import dlm_runtime
 
-    opened = {cache: dlm_runtime.open(bundle_of("passes", cache), threads=threads, check_hashes=False) for cache in CACHES}
-    return interleave({cache: lambda b=b: min(b.time_passes(*sizes, 10)) for cache, b in opened.items()}, rounds, warm_ups=1)
+    opened = {
+        cache: dlm_runtime.open(bundle_of("passes", cache), threads=threads, check_hashes=False)
+        for cache in CACHES
+    }
+    return interleave(
+        {cache: lambda b=b: min(b.time_passes(*sizes, 10)) for cache, b in opened.items()},
+        rounds,
+        warm_ups=1,
+    )
 
 
 def lost() -> dict[str, Any]:
@@ -71,31 +100,57 @@ def lost() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="4096,16384", help="of canvases, with commas; empty: none")
-    parser.add_argument("--passes", default="32,4096,32;4,4096,4", help="T,S,R of passes, with semicolons")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lengths", default="4096,16384", help="of canvases, with commas; empty: none"
+    )
+    parser.add_argument(
+        "--passes", default="32,4096,32;4,4096,4", help="T,S,R of passes, with semicolons"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # BUNDLE CACHE LENGTH: in the process of a run
+    parser.add_argument(
+        "--one", nargs=3, help=argparse.SUPPRESS
+    )  # BUNDLE CACHE LENGTH: in the process of a run
     arguments = parser.parse_args()
     if arguments.one:
         folder, cache, length = arguments.one
         print(json.dumps(held(folder, cache, int(length), arguments.threads)))
         return
-    told: dict[str, Any] = {"machine": machine(), "heads": HEADS, "memory": [], "passes": [], "demo": lost()}
+    told: dict[str, Any] = {
+        "machine": machine(),
+        "heads": HEADS,
+        "memory": [],
+        "passes": [],
+        "demo": lost(),
+    }
     for cache, found in told["demo"].items():
         for name in ("prefix", "dual"):
             masked, frontier = found[name]["masked"], found[name]["frontier"]
             flips = f"{frontier['flips']} of {frontier['committed']} commits flip"
-            print(f"demo {cache} {name:6}  cross-entropy {masked['ce_increase']:+.4%}, top-1 {masked['top1']:.3%}, {flips}")
+            print(
+                f"demo {cache} {name:6}  cross-entropy {masked['ce_increase']:+.4%}, top-1 {masked['top1']:.3%}, {flips}"
+            )
     for length in map(int, filter(None, arguments.lengths.split(","))):
         for cache in CACHES:
-            one = ["--one", str(bundle_of("memory", cache)), cache, str(length)]  # nothing is imported there that builds
+            one = [
+                "--one",
+                str(bundle_of("memory", cache)),
+                cache,
+                str(length),
+            ]  # nothing is imported there that builds
             command = [sys.executable, __file__, "--threads", str(arguments.threads), *one]
-            row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            row = json.loads(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            )
             told["memory"].append({"cache": cache, "length": length} | row)
-            sizes = ", ".join(f"{name.removesuffix('_bytes')} {value / 2**20:.1f} MiB" for name, value in row.items())
+            sizes = ", ".join(
+                f"{name.removesuffix('_bytes')} {value / 2**20:.1f} MiB"
+                for name, value in row.items()
+            )
             print(f"{length:6} tokens  {cache}  {sizes}", flush=True)
     for text in arguments.passes.split(";"):
         tokens, cached, rows = map(int, text.split(","))

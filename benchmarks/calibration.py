@@ -1,9 +1,11 @@
-"""Calibration on denoising states against clean text, from the same samples: what it changes, by mask-ratio bucket.
+"""Calibration on denoising states against clean text, from the same samples: what it changes, by
+mask-ratio bucket.
 
     python benchmarks/calibration.py [--recipes fp8,int8-static,nvfp4] [--judged 200] [--json FILE]
 
-On the demo, and on the same denoiser with outliers injected into its activations: eight channels of every norm's output are
-scaled by 30 and the matrices behind them by 1/30, which leaves the function as it was.
+On the demo, and on the same denoiser with outliers injected into its activations: eight channels of
+every norm's output are scaled by 30 and the matrices behind them by 1/30, which leaves the function
+as it was.
 """
 
 from __future__ import annotations
@@ -43,12 +45,20 @@ def with_outliers(source: Source) -> Source:
     return replace(source, parameters=folded)
 
 
-def measure(source: Source, recipe: str, kind: str, data: Path, judged: int, seed: int) -> dict[str, Any]:
+def measure(
+    source: Source, recipe: str, kind: str, data: Path, judged: int, seed: int
+) -> dict[str, Any]:
     folder = ROOT / "build" / "benchmarks" / f"calibration-{recipe}-{kind}"
     quantise = QuantiseOptions(calibration=CalibrationOptions(source=kind, seed=seed))
-    build_from(source, folder, BuildOptions(precision=recipe, force=True, check_parity=False, quantise=quantise))
+    build_from(
+        source,
+        folder,
+        BuildOptions(precision=recipe, force=True, check_parity=False, quantise=quantise),
+    )
     judging = accuracy.JudgingOptions(
-        CalibrationOptions(data=data), Effort("full", judged), opening=Opening("onnxruntime", threads=1)
+        CalibrationOptions(data=data),
+        Effort("full", judged),
+        opening=Opening("onnxruntime", threads=1),
     )
     found = accuracy.judge_bundle(folder, source, judging, Silent()).as_dict()
     with dlm_runtime.open(folder) as bundle:
@@ -58,7 +68,9 @@ def measure(source: Source, recipe: str, kind: str, data: Path, judged: int, see
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipes", default="fp8,int8-static,nvfp4")
     parser.add_argument("--data", type=Path, default=ROOT / "examples" / "demo" / "heldout.jsonl")
     parser.add_argument("--judged", type=int, default=200)
@@ -71,13 +83,17 @@ def main() -> None:
         for recipe in arguments.recipes.split(","):
             for seed in range(arguments.seeds):
                 for kind in ("denoising", "text"):
-                    row = {"denoiser": name} | measure(source, recipe, kind, arguments.data, arguments.judged, seed)
+                    row = {"denoiser": name} | measure(
+                        source, recipe, kind, arguments.data, arguments.judged, seed
+                    )
                     rows.append(row)
                     overall, frontier = row["overall"], row["frontier"]
                     print(
                         f"{name:20} {recipe:12} {kind:10} seed {seed} ce {overall['ce_increase']:+.2%} "
                         f"top1 {overall['top1']:.4f} flips {frontier['flips']}/{frontier['committed']} | "
-                        + " ".join(f"{b['mask_ratio']}:{b['ce_increase']:+.2%}" for b in row["buckets"]),
+                        + " ".join(
+                            f"{b['mask_ratio']}:{b['ce_increase']:+.2%}" for b in row["buckets"]
+                        ),
                         flush=True,
                     )
     if arguments.json:

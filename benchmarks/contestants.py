@@ -1,7 +1,8 @@
 """Who is measured: this project's runtime, the reference loop in torch, llama.cpp.
 
-Names are ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and ``llama.cpp-TYPE`` (F16, Q8_0, Q4_0).
-Each engine is imported only by its own contestant: one process runs one of them, and its memory is measured.
+Names are ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and
+``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each engine is imported only by its own contestant: one
+process runs one of them, and its memory is measured.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ class Contestant(ABC):
         return {}
 
     @abstractmethod
-    def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
-        """Fill ``new`` tokens behind each prompt; ``passes`` stops a loop whose passes all cost the same after about so many.
+    def generate(
+        self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None
+    ) -> dict[str, Any]:
+        """Fill ``new`` tokens behind each prompt; ``passes`` stops a loop whose passes all cost the
+        same after about so many.
 
-        Returns ``canvases``, ``nfe`` (of the whole loop), ``timed_passes``, ``seconds`` (of those), and, where the engine or
-        the loop tells, ``selection_s`` (of those) and ``cache_bytes``.
+        Returns ``canvases``, ``nfe`` (of the whole loop), ``timed_passes``, ``seconds`` (of those),
+        and, where the engine or the loop tells, ``selection_s`` (of those) and ``cache_bytes``.
         """
 
     @abstractmethod
     def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
-        """A pass of ``T`` tokens over ``S`` cached ones that scores ``R`` rows; calling it returns its seconds."""
+        """A pass of ``T`` tokens over ``S`` cached ones that scores ``R`` rows; calling it returns
+        its seconds.
+        """
 
     @abstractmethod
     def best_tokens(self, canvas: Canvas) -> list[int]:
@@ -59,14 +65,22 @@ class Native(Contestant):
     def __init__(self, size: str, precision: str, threads: int) -> None:
         import dlm_runtime
 
-        self.bundle = dlm_runtime.open(bundle_of(size, precision), threads=threads, check_hashes=False)
+        self.bundle = dlm_runtime.open(
+            bundle_of(size, precision), threads=threads, check_hashes=False
+        )
         graph = self.bundle.manifest["loop"]["graph"]["file"]
         entries = self.bundle.manifest["files"]
-        self.weights_bytes = sum(entry["bytes"] for name, entry in entries.items() if name in (graph, f"{graph}.data"))
+        self.weights_bytes = sum(
+            entry["bytes"] for name, entry in entries.items() if name in (graph, f"{graph}.data")
+        )
 
-    def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
+    def generate(
+        self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None
+    ) -> dict[str, Any]:
         began = time.perf_counter()
-        done = self.bundle.generate_batch(tokens=prompts, max_new_tokens=new, max_batch=len(prompts), **policy)
+        done = self.bundle.generate_batch(
+            tokens=prompts, max_new_tokens=new, max_batch=len(prompts), **policy
+        )
         nfe = max(one.nfe for one in done)
         return {
             "seconds": time.perf_counter() - began,
@@ -86,14 +100,20 @@ class Native(Contestant):
 
 
 def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[], Any]:
-    """A pass in torch as the reference loop makes it: body, scored rows, head, softmax and the two best."""
+    """A pass in torch as the reference loop makes it: body, scored rows, head, softmax and the two
+    best.
+    """
     import torch
 
     c, dtype = denoiser.network, denoiser.final_norm.weight.dtype
     ids, rows = torch.randint(0, 1000, (B, T)), torch.arange(R)
     positions = torch.arange(S, S + T).expand(B, T)
     shapes = [(B, kv_heads, S, head_size) for kv_heads, head_size in c.cache_shapes()]
-    past = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for shape in shapes] if S else None
+    past = (
+        [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for shape in shapes]
+        if S
+        else None
+    )
 
     @torch.no_grad()
     def run() -> Any:
@@ -126,11 +146,14 @@ class Torch(Contestant):
         self.denoiser = families.load(families.open_weights(opened, network), network, dtype)
         self.weights_bytes = sum(p.numel() * p.element_size() for p in self.denoiser.parameters())
         if kind.endswith("-compile"):
-            # A loop has two shapes of the body, the canvas and a block; the head, left eager, has as many as a block has rows.
+            # A loop has two shapes of the body, the canvas and a block; the head, left eager, has
+            # as many as a block has rows.
             torch._dynamo.config.recompile_limit = 256
             self.denoiser.hidden = torch.compile(self.denoiser.hidden, dynamic=False)  # type: ignore[method-assign]
 
-    def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
+    def generate(
+        self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None
+    ) -> dict[str, Any]:
         from dlm_export.network import reference
         from dlm_runtime.policy import Policy
 
@@ -153,7 +176,12 @@ class Torch(Contestant):
             canvas, nfe = done.tokens, done.nfe
         except _Enough:
             pass
-        return {"seconds": time.perf_counter() - began, "canvases": [canvas], "nfe": nfe, "timed_passes": steps}
+        return {
+            "seconds": time.perf_counter() - began,
+            "canvases": [canvas],
+            "nfe": nfe,
+            "timed_passes": steps,
+        }
 
     def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
         return clocked(torch_pass(self.denoiser, B, T, S, R))

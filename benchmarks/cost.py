@@ -1,12 +1,14 @@
-"""What a quantised build costs by stage: against layers and calibration states, and beside another version of dlm-export.
+"""What a quantised build costs by stage: against layers and calibration states, and beside another
+version of dlm-export.
 
     python benchmarks/cost.py [--layers 4,8,16] [--states 64,256] [--precision nvfp4] [--json FILE]
     python benchmarks/cost.py --size 1B --layers 16 --samples 128 --states-per-sample 8 --beside OTHER/bin/dlm-export \
         --beside-samples 2 [--json FILE]
 
-Random checkpoints in LLaDA's layout; weights are rounded by GPTQ (--solver). ``--beside`` builds the same checkpoint with an
-installation of another version, in turn, on fewer samples where it would take hours: what is compared is seconds a state.
-Memory: the largest resident set, and of it what belongs to the process alone, mapped files left out.
+Random checkpoints in LLaDA's layout; weights are rounded by GPTQ (--solver). ``--beside`` builds
+the same checkpoint with an installation of another version, in turn, on fewer samples where it
+would take hours: what is compared is seconds a state. Memory: the largest resident set, and of it
+what belongs to the process alone, mapped files left out.
 """
 
 from __future__ import annotations
@@ -23,11 +25,22 @@ from shapes import ROOT, SHAPES, checkpoint, machine
 from watching import finished
 
 
-def build(program: list[str], source: Path, arguments: argparse.Namespace, samples: int, extra: list[str]) -> dict[str, Any]:
+def build(
+    program: list[str], source: Path, arguments: argparse.Namespace, samples: int, extra: list[str]
+) -> dict[str, Any]:
     """Build once with one program; seconds a stage, peaks in bytes."""
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
         output = Path(folder) / "bundle"
-        command = [*program, "build", str(source), "-o", str(output), "--precision", arguments.precision, "--json"]
+        command = [
+            *program,
+            "build",
+            str(source),
+            "-o",
+            str(output),
+            "--precision",
+            arguments.precision,
+            "--json",
+        ]
         command += ["--solver", arguments.solver, "--calib-samples", str(samples)]
         command += ["--calib-states", str(arguments.states_per_sample), *extra]
         text, moved = finished(command)
@@ -37,7 +50,9 @@ def build(program: list[str], source: Path, arguments: argparse.Namespace, sampl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=list(SHAPES), default="134M", help="Width of the layers.")
     parser.add_argument("--layers", default="4,8,16")
     parser.add_argument("--samples", default="8,32")
@@ -57,12 +72,21 @@ def main() -> None:
         for samples in map(int, arguments.samples.split(",")):
             contestants = [("here", ours, samples, judging)]
             if arguments.beside is not None:
-                contestants.append(("beside", [str(arguments.beside)], arguments.beside_samples, ["--no-verify"]))
+                contestants.append(
+                    ("beside", [str(arguments.beside)], arguments.beside_samples, ["--no-verify"])
+                )
             for name, program, count, extra in contestants:
-                row = {"version": name, "layers": layers, "samples": count, "states": count * arguments.states_per_sample}
+                row = {
+                    "version": name,
+                    "layers": layers,
+                    "samples": count,
+                    "states": count * arguments.states_per_sample,
+                }
                 row |= build(program, source, arguments, count, extra)
                 stages = row["stages_s"]
-                row["seconds_a_state"] = (stages["make states"] + stages["calibrate"]) / row["states"]
+                row["seconds_a_state"] = (stages["make states"] + stages["calibrate"]) / row[
+                    "states"
+                ]
                 rows.append(row)
                 print(
                     f"{name:7} {layers:3} layers {row['states']:5} states: {row['seconds']:7.1f} s, "

@@ -1,12 +1,14 @@
-"""Small denoisers against autoregressive decoding: passes of a few tokens here, and llama.cpp's tokens and prompts.
+"""Small denoisers against autoregressive decoding: passes of a few tokens here, and llama.cpp's
+tokens and prompts.
 
     python benchmarks/edge.py [--sizes 0.6B,1.7B] [--threads 1,2] [--rounds 5] [--json FILE]
 
-The shapes are Qwen3's with a tied embedding, as SDAR has them, with random weights. A pass of this runtime computes T tokens
-over 256 cached ones. llama.cpp runs the autoregressive model of the same shape: one token after 256 others, and prompts of T
-tokens. Each model is in its own process, and all take turns. ``rate`` is the time of reading the weights once at the speed of
-a plain read of memory, measured in the same run. Needs benchmarks/requirements.txt; without llama.cpp only this runtime is
-measured.
+The shapes are Qwen3's with a tied embedding, as SDAR has them, with random weights. A pass of this
+runtime computes T tokens over 256 cached ones. llama.cpp runs the autoregressive model of the same
+shape: one token after 256 others, and prompts of T tokens. Each model is in its own process, and
+all take turns. ``rate`` is the time of reading the weights once at the speed of a plain read of
+memory, measured in the same run. Needs benchmarks/requirements.txt; without llama.cpp only this
+runtime is measured.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Ours:
 
 
 class Theirs:
-    """A GGUF; ``time`` is the seconds of decoding some tokens after others, with logits of the last one."""
+    """A GGUF; ``time`` is the seconds of decoding some tokens after others, with logits of the last
+    one.
+    """
 
     def __init__(self, size: str, file_type: str, threads: int) -> None:
         from gguf_files import gguf_of
@@ -82,7 +86,11 @@ class Theirs:
         batch = self.model.batch
         batch.n_tokens = count
         for i in range(count):
-            batch.token[i], batch.pos[i], batch.logits[i] = (first + i) * 7919 % 150_000, first + i, i == count - 1
+            batch.token[i], batch.pos[i], batch.logits[i] = (
+                (first + i) * 7919 % 150_000,
+                first + i,
+                i == count - 1,
+            )
             batch.seq_id[i][0] = 0
         if self.model.llama.llama_decode(self.model.context, batch):
             raise SystemExit("llama.cpp failed in a pass")
@@ -94,7 +102,9 @@ class Process:
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, __file__, "--worker", *map(str, arguments)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.facts = self.ask("facts")
 
     def ask(self, *what: object) -> Any:
@@ -119,7 +129,11 @@ def work(side: str, size: str, kind: str, threads: str) -> None:
     for line in sys.stdin:
         what = json.loads(line)
         if what == ["facts"]:
-            found: Any = {"weights_bytes": model.weights_bytes, "open_s": model.open_s, "peak_rss_bytes": peak_rss_bytes()}
+            found: Any = {
+                "weights_bytes": model.weights_bytes,
+                "open_s": model.open_s,
+                "peak_rss_bytes": peak_rss_bytes(),
+            }
         else:
             found = model.time(*what)
         print(json.dumps(found), flush=True)
@@ -141,7 +155,9 @@ def read_rate(threads: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default="0.6B,1.7B", help=f"of {', '.join(TIED)}")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=5)
@@ -160,9 +176,14 @@ def main() -> None:
                 runs = {f"pass of {count}": ours.timed(count, CACHED) for count in TOKENS}
                 if theirs is not None:
                     runs["llama.cpp token"] = theirs.timed(1, CACHED)
-                    runs |= {f"llama.cpp prompt of {count}": theirs.timed(count, 0) for count in TOKENS[1:]}
+                    runs |= {
+                        f"llama.cpp prompt of {count}": theirs.timed(count, 0)
+                        for count in TOKENS[1:]
+                    }
                 rows = interleave(runs, arguments.rounds)
-                about = {"ours": ours.facts | {"peak_rss_bytes": ours.ask("facts")["peak_rss_bytes"]}}
+                about = {
+                    "ours": ours.facts | {"peak_rss_bytes": ours.ask("facts")["peak_rss_bytes"]}
+                }
                 if theirs is not None:
                     about["theirs"] = theirs.facts
                 title = f"{size}, {bits}, {threads} thread{'s' * (threads > 1)}"

@@ -3,10 +3,11 @@
     python benchmarks/engines.py [--sizes demo,134M] [--precisions fp16,bf16,int8,int4,fp8,nvfp4,mixed]
                                  [--targets rtx4090,rtx5090,gb10] [--json FILE]
 
-The bundle is built once a precision, without engines; each engine then by `dlm-export engine` in a process of its own. Peak
-memory is that process's largest resident set, mapped files included, over the size of the bundle's weights. The demo's bundles
-are calibrated on its own data and judged on the 64 commands kept from it, by ONNX Runtime on the graph that the entry names.
-Random denoisers are calibrated on few random ids and not judged: there, what is measured is the builder.
+The bundle is built once a precision, without engines; each engine then by `dlm-export engine` in a
+process of its own. Peak memory is that process's largest resident set, mapped files included, over
+the size of the bundle's weights. The demo's bundles are calibrated on its own data and judged on
+the 64 commands kept from it, by ONNX Runtime on the graph that the entry names. Random denoisers
+are calibrated on few random ids and not judged: there, what is measured is the builder.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from dlm_export import targets
 
 FEW = ("--calib-samples", "8", "--calib-states", "4", "--no-verify")
 JUDGED = 64
-LEAST_TARGET = {"nvfp4": "rtx5090", "mixed": "rtx5090"}  # the bundle is built for; others go by their SM
+LEAST_TARGET = {
+    "nvfp4": "rtx5090",
+    "mixed": "rtx5090",
+}  # the bundle is built for; others go by their SM
 
 
 def bundle(size: str, precision: str) -> Path:
@@ -38,7 +42,17 @@ def bundle(size: str, precision: str) -> Path:
         target = LEAST_TARGET.get(precision, "rtx4090")
         options = ["--target", target, "--precision", precision, "--no-engine", "--force", "--json"]
         effort = ["--judge", "full", "--judged", str(JUDGED)] if size == "demo" else list(FEW)
-        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(output), *options, *effort]
+        command = [
+            sys.executable,
+            "-m",
+            "dlm_export.cli",
+            "build",
+            str(source),
+            "-o",
+            str(output),
+            *options,
+            *effort,
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return output
 
@@ -58,9 +72,21 @@ def judged(folder: Path) -> dict[str, Any]:
 
 
 def measure(size: str, precision: str, target: str) -> dict[str, Any]:
-    """Build one engine; seconds of the process and of the builder, peak resident bytes as the kernel reports them."""
+    """Build one engine; seconds of the process and of the builder, peak resident bytes as the
+    kernel reports them.
+    """
     folder = bundle(size, precision)
-    command = [sys.executable, "-m", "dlm_export.cli", "engine", str(folder), "--target", target, "--force", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "dlm_export.cli",
+        "engine",
+        str(folder),
+        "--target",
+        target,
+        "--force",
+        "--json",
+    ]
     text, row = finished(command)
     entry, peak = json.loads(text)["engines"][target], row["peak_rss_bytes"]
     weights = (folder / "denoiser.onnx.data").stat().st_size
@@ -87,7 +113,9 @@ def measure(size: str, precision: str, target: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default="demo,134M")
     parser.add_argument("--precisions", default="fp16,bf16,int8,int4,fp8,nvfp4,mixed")
     parser.add_argument("--targets", default="rtx4090,rtx5090,gb10")
@@ -98,15 +126,25 @@ def main() -> None:
         for precision in arguments.precisions.split(","):
             for target in arguments.targets.split(","):
                 if precision not in targets.find(target).precisions:
-                    print(f"{size:>5} {precision:>6} {target}: not a precision of this target", flush=True)
+                    print(
+                        f"{size:>5} {precision:>6} {target}: not a precision of this target",
+                        flush=True,
+                    )
                     continue
                 rows.append(row := measure(size, precision, target))
-                sizes = [row[name] / 2**20 for name in ("weights_bytes", "engine_bytes", "peak_rss_bytes")]
+                sizes = [
+                    row[name] / 2**20
+                    for name in ("weights_bytes", "engine_bytes", "peak_rss_bytes")
+                ]
                 print(
                     f"{size:>5} {precision:>6} {target:>8}: {row['build_s']:6.1f} s, weights {sizes[0]:7.1f} MiB, "
                     f"engine {sizes[1]:7.1f} MiB, peak {sizes[2]:7.0f} MiB ({row['peak_over_weights']:.2f} x weights), "
                     f"held {row['held']}, {row['fallbacks']} fallbacks"
-                    + (f", top-1 {row['top1']:.4f}, flips {row['flips']}, right {row['task']:.3f}" if "top1" in row else ""),
+                    + (
+                        f", top-1 {row['top1']:.4f}, flips {row['flips']}, right {row['task']:.3f}"
+                        if "top1" in row
+                        else ""
+                    ),
                     flush=True,
                 )
     if arguments.json:

@@ -1,9 +1,11 @@
-"""Export time and peak memory: `dlm-export build` of random checkpoints, each in a process of its own.
+"""Export time and peak memory: `dlm-export build` of random checkpoints, each in a process of its
+own.
 
     python benchmarks/export.py [--sizes 134M,1B] [--precisions fp32,fp16,fp32+parity,int8,nvfp4] [--json FILE]
 
-Peak memory is the process's largest resident set, mapped files included, over the size of the written weights and over that of
-the parameters in fp16. Quantised bundles that need states are calibrated on few random ids: what is measured is the exporter.
+Peak memory is the process's largest resident set, mapped files included, over the size of the
+written weights and over that of the parameters in fp16. Quantised bundles that need states are
+calibrated on few random ids: what is measured is the exporter.
 """
 
 from __future__ import annotations
@@ -23,12 +25,26 @@ CALIBRATION = ("--calib-samples", "8", "--calib-states", "4")
 
 
 def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
-    """Build once; seconds a stage as the build reports them, peak resident bytes as the kernel does."""
+    """Build once; seconds a stage as the build reports them, peak resident bytes as the kernel
+    does.
+    """
     source = checkpoint(size)
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
         output = Path(folder) / "bundle"
-        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(output), "--precision", precision]
-        text, row = finished([*command, "--json", *CALIBRATION] + ([] if check_parity else ["--no-verify"]))
+        command = [
+            sys.executable,
+            "-m",
+            "dlm_export.cli",
+            "build",
+            str(source),
+            "-o",
+            str(output),
+            "--precision",
+            precision,
+        ]
+        text, row = finished(
+            [*command, "--json", *CALIBRATION] + ([] if check_parity else ["--no-verify"])
+        )
         report, peak = json.loads(text), row["peak_rss_bytes"]
         weights = (output / "denoiser.onnx.data").stat().st_size
         shutil.rmtree(output)
@@ -43,12 +59,16 @@ def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
         "peak_rss_bytes": peak,
         "peak_over_weights": round(peak / weights, 2),
         "peak_over_fp16": round(peak / (2 * report["parameters"]), 2),
-        "worst_relative": max(row["relative"] for row in report["parity"]["graph"]) if check_parity else None,
+        "worst_relative": max(row["relative"] for row in report["parity"]["graph"])
+        if check_parity
+        else None,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default="134M,1B")
     parser.add_argument("--precisions", default="fp32,fp16,fp32+parity,int8,nvfp4")
     parser.add_argument("--json", type=Path)

@@ -1,6 +1,7 @@
-/* Milliseconds to a bundle's first committed tokens: first_token BUNDLE CHECK_HASHES PROMPT NEW_TOKENS STARTED
- * STARTED is CLOCK_MONOTONIC in ns just before this process was made. Prints ms when main began, when the bundle was open and
- * when the first pass had committed. first_token.py runs it. */
+/* Milliseconds to a bundle's first committed tokens: first_token BUNDLE CHECK_HASHES PROMPT
+ * NEW_TOKENS STARTED STARTED is CLOCK_MONOTONIC in ns just before this process was made. Prints ms
+ * when main began, when the bundle was open and when the first pass had committed. first_token.py
+ * runs it. */
 #define _POSIX_C_SOURCE 200809L
 #include <inttypes.h>
 #include <stdio.h>
@@ -15,7 +16,7 @@ static double ms_since(int64_t started) {
   return (double)((int64_t)now.tv_sec * 1000000000 + now.tv_nsec - started) / 1e6;
 }
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
   if (argc != 6) return 2;
   const int64_t started = strtoll(argv[5], NULL, 10);
   const double began = ms_since(started);
@@ -27,10 +28,10 @@ int main(int argc, char **argv) {
   dlm_generate_options options;
   dlm_generate_options_init(&options);
   options.max_new_tokens = atoi(argv[4]);
-  dlm_bundle *bundle = NULL;
-  dlm_session *session = NULL;
+  dlm_bundle* bundle = NULL;
+  dlm_session* session = NULL;
   dlm_step step;
-  int32_t *tokens = malloc(count * sizeof *tokens);
+  int32_t* tokens = malloc(count * sizeof *tokens);
   for (size_t i = 0; tokens != NULL && i < count; ++i) tokens[i] = (int32_t)(i % 1000);
   dlm_status status = dlm_bundle_open(argv[1], &open_options, message, sizeof message, &bundle);
   const double opened = ms_since(started);
@@ -38,7 +39,8 @@ int main(int argc, char **argv) {
   if (status == DLM_OK) status = dlm_session_start(session, &options, tokens, count);
   if (status == DLM_OK) status = dlm_session_step(session, &step);
   if (status != DLM_OK || step.committed < 1) {
-    fprintf(stderr, "first_token: %s: %s%s\n", dlm_status_name(status), message, dlm_session_last_error(session));
+    fprintf(stderr, "first_token: %s: %s%s\n", dlm_status_name(status), message,
+            dlm_session_last_error(session));
     return 1;
   }
   printf("%.3f %.3f %.3f\n", began, opened, ms_since(started));

@@ -1,4 +1,5 @@
-"""Milliseconds from the start of a C process to the first committed tokens of a bundle, its files in the page cache.
+"""Milliseconds from the start of a C process to the first committed tokens of a bundle, its files
+in the page cache.
 
 python benchmarks/first_token.py [--size 134M] [--precision int8] [--rounds 15] [--json FILE]
 """
@@ -42,7 +43,9 @@ def compiled() -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="134M")
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--rounds", type=int, default=15)
@@ -55,17 +58,38 @@ def main() -> None:
         for check in (1, 0):
             runs = []
             for _ in range(2 + arguments.rounds):
-                command = [str(program), str(bundle), str(check), str(prompt), str(new_tokens), str(time.monotonic_ns())]
-                text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+                command = [
+                    str(program),
+                    str(bundle),
+                    str(check),
+                    str(prompt),
+                    str(new_tokens),
+                    str(time.monotonic_ns()),
+                ]
+                text = subprocess.run(
+                    command, env=environment, check=True, capture_output=True, text=True
+                ).stdout
                 runs.append([float(value) for value in text.split()])
-            name = f"{prompt} given, {new_tokens} new, {'hashes checked' if check else 'sizes only'}"
+            name = (
+                f"{prompt} given, {new_tokens} new, {'hashes checked' if check else 'sizes only'}"
+            )
             rows[name] = {}
             for stage, values in zip(STAGES, zip(*runs[2:], strict=True), strict=True):
                 low, median, high = statistics.quantiles(values, n=4)
                 rows[name][stage] = {"median_ms": median, "q1_ms": low, "q3_ms": high}
-            print(name, *(f"{stage} {row['median_ms']:.0f} ms" for stage, row in rows[name].items()), sep="; ", flush=True)
+            print(
+                name,
+                *(f"{stage} {row['median_ms']:.0f} ms" for stage, row in rows[name].items()),
+                sep="; ",
+                flush=True,
+            )
     if arguments.json:
-        result = {"machine": machine(), "size": arguments.size, "precision": arguments.precision, "rows": rows}
+        result = {
+            "machine": machine(),
+            "size": arguments.size,
+            "precision": arguments.precision,
+            "rows": rows,
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,15 +1,17 @@
-"""Whole generations side by side: this runtime, the reference loop in torch, llama.cpp; each in a process of its own.
+"""Whole generations side by side: this runtime, the reference loop in torch, llama.cpp; each in a
+process of its own.
 
     python benchmarks/generation.py --quick
     python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 128] [--new 128] [--batch 1] [--rounds 3]
                                     [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
-Contestants take turns, round after round; the others are stopped meanwhile, so that threads that spin take nothing from it.
-Each has the threads (all cores or half of them) and the OMP_WAIT_POLICY that a pass of its own was fastest by, measured before.
-One whose process ends is named with the reason, and the others go on. Random denoisers run LLaDA's static loop, one token a
-pass, blocks of 32, the same NFE for all: with dual cache here and in torch, over the whole canvas in llama.cpp, which keeps no
-cache for LLaDA. The trained demo runs each one's own best: threshold 0.9, with dual cache or without, and its answers are
-checked.
+Contestants take turns, round after round; the others are stopped meanwhile, so that threads that
+spin take nothing from it. Each has the threads (all cores or half of them) and the OMP_WAIT_POLICY
+that a pass of its own was fastest by, measured before. One whose process ends is named with the
+reason, and the others go on. Random denoisers run LLaDA's static loop, one token a pass, blocks of
+32, the same NFE for all: with dual cache here and in torch, over the whole canvas in llama.cpp,
+which keeps no cache for LLaDA. The trained demo runs each one's own best: threshold 0.9, with dual
+cache or without, and its answers are checked.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ from timing import interleave, spread
 from dlm_runtime.policy import PRESETS
 
 BLOCK = 32
-STATIC = PRESETS["llada"].with_fields({"cache": "dual", "stop": "none", "block_length": BLOCK}).as_dict()
+STATIC = (
+    PRESETS["llada"].with_fields({"cache": "dual", "stop": "none", "block_length": BLOCK}).as_dict()
+)
 THRESHOLD = PRESETS["fast-dllm"].as_dict()
 NATIVE_NAMES = (f"{NATIVE}-fp32", f"{NATIVE}-int8", f"{NATIVE}-int4-rtn")
 ALL = NATIVE_NAMES + TORCH_NAMES + LLAMA_NAMES
@@ -51,7 +55,9 @@ WAIT_POLICIES = ("passive", "active")  # OpenMP's, by which torch and llama.cpp 
 TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the pass that settings are tried with
 QUICK = (*NATIVE_NAMES[:2], "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
 PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))  # (T, S, R)
-DEMO_NEW = 64  # tokens of an answer of the demo, eos included, as examples/demo/evaluate.py asks for
+DEMO_NEW = (
+    64  # tokens of an answer of the demo, eos included, as examples/demo/evaluate.py asks for
+)
 DEMO_TURN = 50  # commands a turn: enough that a contestant answers from warm caches
 
 
@@ -81,11 +87,25 @@ class Worker:
     def __init__(self, name: str, size: str, settings: Settings) -> None:
         self.log = ROOT / "build" / "benchmarks" / f"worker-{size}-{name}.log"
         self.name, self.ended = name, ""
-        command = [sys.executable, str(Path(__file__).with_name("worker.py")), size, name, str(settings.threads)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "OMP_WAIT_POLICY": settings.wait}
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("worker.py")),
+            size,
+            name,
+            str(settings.threads),
+        ]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(settings.threads),
+            "OMP_WAIT_POLICY": settings.wait,
+        }
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
             )
         self.about = self.ask(do="about")
 
@@ -102,7 +122,11 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             status, last = self.process.wait(), self.log.read_text().splitlines()[-1:]
-            cause = signal.Signals(-status).name if status < 0 else f"with status {status}: {' '.join(last)}"
+            cause = (
+                signal.Signals(-status).name
+                if status < 0
+                else f"with status {status}: {' '.join(last)}"
+            )
             self.ended = f"its process ended, {cause}"
             print(f"{self.name}: {self.ended}; {self.log} has what it said", file=sys.stderr)
             return {"not_offered": self.ended}
@@ -117,10 +141,16 @@ class Worker:
 
 
 def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, float | None]]:
-    """The fastest settings of a contestant, and the milliseconds of each that was tried; None where it ended."""
+    """The fastest settings of a contestant, and the milliseconds of each that was tried; None where
+    it ended.
+    """
     waits = WAIT_POLICIES[:1] if name.startswith(NATIVE) else WAIT_POLICIES
     tried = {}
-    for settings in (Settings(count, wait) for count in dict.fromkeys((threads, max(1, threads // 2))) for wait in waits):
+    for settings in (
+        Settings(count, wait)
+        for count in dict.fromkeys((threads, max(1, threads // 2)))
+        for wait in waits
+    ):
         with contextlib.closing(Worker(name, size, settings)) as worker:
             answers = [worker.ask(do="pass", **TRIED) for _ in range(4)]
         times = [answer["seconds"] for answer in answers[1:] if "seconds" in answer]
@@ -130,13 +160,17 @@ def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, floa
 
 
 class Fleet:
-    """The workers of a size, in the order of their names, each with the best ``settings`` of those ``tried``."""
+    """The workers of a size, in the order of their names, each with the best ``settings`` of those
+    ``tried``.
+    """
 
     def __init__(self, names: list[str], size: str, threads: int) -> None:
         for name in names:
             prepare(name, size)
         found = {name: settle(name, size, threads) for name in names}
-        self.settings = {name: {"chosen": str(best), "ms": tried} for name, (best, tried) in found.items()}
+        self.settings = {
+            name: {"chosen": str(best), "ms": tried} for name, (best, tried) in found.items()
+        }
         self.workers: list[Worker] = []
         try:
             for name in names:
@@ -164,12 +198,17 @@ def prepare(name: str, size: str) -> None:
 
 def available(names: list[str]) -> tuple[list[str], str | None]:
     """The contestants that can run here, and why the others cannot."""
-    missing = [module for module in ("llama_cpp", "gguf") if importlib.util.find_spec(module) is None]
+    missing = [
+        module for module in ("llama_cpp", "gguf") if importlib.util.find_spec(module) is None
+    ]
     left = [name for name in names if not (missing and name in LLAMA_NAMES)]
     if len(left) == len(names):
         return names, None
     skipped = ", ".join(name for name in names if name not in left)
-    return left, f"{skipped}: left out, {' and '.join(missing)} not installed (pip install -r benchmarks/requirements.txt)"
+    return (
+        left,
+        f"{skipped}: left out, {' and '.join(missing)} not installed (pip install -r benchmarks/requirements.txt)",
+    )
 
 
 def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -181,21 +220,34 @@ def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def generations(workers: list[Worker], scenario: Scenario, rounds: int, sampled: int | None) -> dict[str, dict[str, Any]]:
-    """One row a contestant: the spread of a whole generation in ms, tokens a second, what of it was timed, its memory."""
-    sampled = sampled and max(1, sampled // scenario.batch)  # a pass of a batch costs as much as that many
+def generations(
+    workers: list[Worker], scenario: Scenario, rounds: int, sampled: int | None
+) -> dict[str, dict[str, Any]]:
+    """One row a contestant: the spread of a whole generation in ms, tokens a second, what of it was
+    timed, its memory.
+    """
+    sampled = sampled and max(
+        1, sampled // scenario.batch
+    )  # a pass of a batch costs as much as that many
     numbers = random.Random(1)
-    prompts = [[numbers.randrange(1000) for _ in range(scenario.prompt)] for _ in range(scenario.batch)]
+    prompts = [
+        [numbers.randrange(1000) for _ in range(scenario.prompt)] for _ in range(scenario.batch)
+    ]
     request = {"do": "generate", "prompts": prompts, "new": scenario.new, "policy": STATIC}
     rows: dict[str, dict[str, Any]] = {}
     answers: dict[str, dict[str, Any]] = {}
 
     def turn(worker: Worker) -> float:
         answer = answers[worker.name] = worker.ask(**request, passes=sampled)
-        return math.nan if worker.ended else float(answer["seconds"] * answer["nfe"] / answer["timed_passes"])
+        return (
+            math.nan
+            if worker.ended
+            else float(answer["seconds"] * answer["nfe"] / answer["timed_passes"])
+        )
 
     for worker in workers:
-        # A first pass, or block, or all of a loop that cannot be cut short: compilers, allocators and caches.
+        # A first pass, or block, or all of a loop that cannot be cut short: compilers, allocators
+        # and caches.
         first = worker.ask(**request, passes=1)
         rows[worker.name] = first if "not_offered" in first else {"first_s": first["seconds"]}
     for name, times in in_turns(workers, rows, turn, rounds, warm_ups=0).items():
@@ -204,7 +256,9 @@ def generations(workers: list[Worker], scenario: Scenario, rounds: int, sampled:
             "tokens_per_s": scenario.batch * scenario.new / times["median_ms"] * 1e3,
             "nfe": answer["nfe"],
             "timed_passes": answer["timed_passes"],
-            "selection_share": answer["selection_s"] / answer["seconds"] if "selection_s" in answer else None,
+            "selection_share": answer["selection_s"] / answer["seconds"]
+            if "selection_s" in answer
+            else None,
             "peak_rss_bytes": answer["peak_rss_bytes"],
             "cache_bytes": answer.get("cache_bytes"),
         }
@@ -212,10 +266,20 @@ def generations(workers: list[Worker], scenario: Scenario, rounds: int, sampled:
 
 
 def in_turns(
-    workers: list[Worker], rows: dict[str, dict[str, Any]], turn: Callable[[Worker], float], rounds: int, warm_ups: int
+    workers: list[Worker],
+    rows: dict[str, dict[str, Any]],
+    turn: Callable[[Worker], float],
+    rounds: int,
+    warm_ups: int,
 ) -> dict[str, dict[str, float]]:
-    """The times of those that answered so far, and still do at the end; ``rows`` then says why the others do not."""
-    runs = {worker.name: partial(turn, worker) for worker in workers if "not_offered" not in rows[worker.name]}
+    """The times of those that answered so far, and still do at the end; ``rows`` then says why the
+    others do not.
+    """
+    runs = {
+        worker.name: partial(turn, worker)
+        for worker in workers
+        if "not_offered" not in rows[worker.name]
+    }
     times = interleave(runs, rounds, warm_ups)
     for worker in workers:
         if worker.ended:
@@ -224,7 +288,9 @@ def in_turns(
     return times
 
 
-def passes(workers: list[Worker], batch: int, T: int, S: int, R: int, rounds: int) -> dict[str, dict[str, Any]]:
+def passes(
+    workers: list[Worker], batch: int, T: int, S: int, R: int, rounds: int
+) -> dict[str, dict[str, Any]]:
     """One row a contestant: the spread of a pass in ms."""
     request = {"do": "pass", "B": batch, "T": T, "S": S, "R": R}
     rows = {worker.name: worker.ask(**request) for worker in workers}
@@ -237,26 +303,38 @@ def passes(workers: list[Worker], batch: int, T: int, S: int, R: int, rounds: in
 
 
 def agreement(workers: list[Worker], size: str) -> dict[str, float]:
-    """Share of the 256 rows of a half-masked canvas whose likeliest token is the first contestant's, of all that answered."""
+    """Share of the 256 rows of a half-masked canvas whose likeliest token is the first
+    contestant's, of all that answered.
+    """
     numbers = random.Random(2)
     mask = json.loads((checkpoint(size) / "config.json").read_text())["mask_token_id"]
     canvas = [numbers.randrange(1000) for _ in range(128)] + [mask] * 128
     answers = {worker.name: worker.ask(do="best_tokens", canvas=canvas) for worker in workers}
     found = {name: answer["tokens"] for name, answer in answers.items() if "tokens" in answer}
     wanted = next(iter(found.values()), [])
-    return {name: sum(a == b for a, b in zip(tokens, wanted, strict=True)) / len(wanted) for name, tokens in found.items()}
+    return {
+        name: sum(a == b for a, b in zip(tokens, wanted, strict=True)) / len(wanted)
+        for name, tokens in found.items()
+    }
 
 
 def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]]:
-    """The demo's held-out commands, in turns: ms a command, tokens a second of the answers (eos counted), NFE, exact match."""
+    """The demo's held-out commands, in turns: ms a command, tokens a second of the answers (eos
+    counted), NFE, exact match.
+    """
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     eos = json.loads((DEMO / "config.json").read_text())["eos_token_id"]
-    lines = [json.loads(line) for line in (ROOT / "examples" / "demo" / "heldout.jsonl").read_text().splitlines()[:count]]
+    lines = [
+        json.loads(line)
+        for line in (ROOT / "examples" / "demo" / "heldout.jsonl").read_text().splitlines()[:count]
+    ]
     entered = [name for name in names if not name.endswith("-compile")]
     rows: dict[str, dict[str, Any]] = {
-        name: {"not_offered": "it would compile anew for every length of a prompt"} for name in names if name not in entered
+        name: {"not_offered": "it would compile anew for every length of a prompt"}
+        for name in names
+        if name not in entered
     }
     with contextlib.closing(Fleet(entered, "demo", threads)) as fleet:
         done: dict[str, list[dict[str, Any]]] = {name: [] for name in entered}
@@ -264,7 +342,9 @@ def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]
             for worker in fleet.workers:
                 for line in lines[first : first + DEMO_TURN]:
                     prompt = tokenizer.encode(line["prompt"]).ids
-                    answer = worker.ask(do="generate", prompts=[prompt], new=DEMO_NEW, policy=THRESHOLD, passes=None)
+                    answer = worker.ask(
+                        do="generate", prompts=[prompt], new=DEMO_NEW, policy=THRESHOLD, passes=None
+                    )
                     if worker.ended:
                         break
                     given = answer["canvases"][0][len(prompt) :]
@@ -277,11 +357,16 @@ def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]
                             "right": _is_same_call(tokenizer.decode(call), line["completion"]),
                         }
                     )
-        rows |= {worker.name: {"not_offered": worker.ended} for worker in fleet.workers if worker.ended}
+        rows |= {
+            worker.name: {"not_offered": worker.ended} for worker in fleet.workers if worker.ended
+        }
     for name, answers in done.items():
         if name in rows:
             continue
-        total = {key: sum(answer[key] for answer in answers) for key in ("seconds", "nfe", "tokens", "right")}
+        total = {
+            key: sum(answer[key] for answer in answers)
+            for key in ("seconds", "nfe", "tokens", "right")
+        }
         rows[name] = spread([answer["seconds"] for answer in answers]) | {
             "tokens_per_s": total["tokens"] / total["seconds"],
             "nfe": total["nfe"] / len(answers),
@@ -299,14 +384,18 @@ def _is_same_call(answer: str, wanted: str) -> bool:
         return False
 
 
-def measure(size: str, names: list[str], scenarios: list[Scenario], options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    size: str, names: list[str], scenarios: list[Scenario], options: argparse.Namespace
+) -> dict[str, Any]:
     """All that is measured of random denoisers of a size; memory is that after the first scenario."""
     result: dict[str, Any] = {"size": size, "scenarios": [], "passes": []}
     with contextlib.closing(Fleet(names, size, options.threads)) as fleet:
         result["about"] = {worker.name: worker.about for worker in fleet.workers}
         result["settings"] = fleet.settings
         for scenario in scenarios:
-            rows = generations(fleet.workers, scenario, options.rounds, options.sampled_passes or None)
+            rows = generations(
+                fleet.workers, scenario, options.rounds, options.sampled_passes or None
+            )
             result["scenarios"].append(asdict(scenario) | {"rows": rows})
             _tell(f"{size}, {scenario}", rows)
         for batch in options.batch:
@@ -322,7 +411,11 @@ def _tell(title: str, rows: dict[str, dict[str, Any]]) -> None:
     """Progress, on stderr."""
     print(title, file=sys.stderr)
     for name, row in rows.items():
-        text = f"{row['median_ms']:10.1f} ms {ratio(row)}" if "median_ms" in row else f"not offered: {row['not_offered']}"
+        text = (
+            f"{row['median_ms']:10.1f} ms {ratio(row)}"
+            if "median_ms" in row
+            else f"not offered: {row['not_offered']}"
+        )
         print(f"  {name:20} {text}", file=sys.stderr, flush=True)
 
 
@@ -331,33 +424,50 @@ def _numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="134M alone, fewer contestants")
     parser.add_argument("--sizes", default="134M,1B")
-    parser.add_argument("--contestants", help=f"of {KNOWN}; the first is the one that others agree with or not")
+    parser.add_argument(
+        "--contestants", help=f"of {KNOWN}; the first is the one that others agree with or not"
+    )
     parser.add_argument("--prompts", type=_numbers, default=[128])
     parser.add_argument("--new", type=_numbers, default=[128])
     parser.add_argument("--batch", type=_numbers, default=[1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--sampled-passes", type=int, default=0, help="time so many, over batch, where all cost the same; 0: all"
+        "--sampled-passes",
+        type=int,
+        default=0,
+        help="time so many, over batch, where all cost the same; 0: all",
     )
-    parser.add_argument("--demo", type=int, default=600, help="held-out commands of the trained demo; 0: none")
+    parser.add_argument(
+        "--demo", type=int, default=600, help="held-out commands of the trained demo; 0: none"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     if options.quick:
         options.sizes = "134M"
-    wanted = options.contestants.split(",") if options.contestants else list(QUICK if options.quick else ALL)
+    wanted = (
+        options.contestants.split(",")
+        if options.contestants
+        else list(QUICK if options.quick else ALL)
+    )
     for name in wanted:
         if not name.startswith(f"{NATIVE}-") and name not in TORCH_NAMES + LLAMA_NAMES:
             raise SystemExit(f"{name!r} is no contestant: one of {KNOWN}")
     names, note = available(wanted)
     if note:
         print(note, file=sys.stderr)
-    scenarios = [Scenario(p, n, b) for b in options.batch for n in options.new for p in options.prompts]
-    scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))  # the one whose memory is told comes first
+    scenarios = [
+        Scenario(p, n, b) for b in options.batch for n in options.new for p in options.prompts
+    ]
+    scenarios.sort(
+        key=lambda s: s != Scenario(128, 128, 1)
+    )  # the one whose memory is told comes first
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": shlex.join(["python", "benchmarks/generation.py", *sys.argv[1:]]),

@@ -1,7 +1,9 @@
-"""The benchmarks' checkpoints as GGUF files of llama.cpp's LLaDA or Qwen3 architecture, written once under build/.
+"""The benchmarks' checkpoints as GGUF files of llama.cpp's LLaDA or Qwen3 architecture, written
+once under build/.
 
-The file format is that of the ``gguf`` package. Keys and tensor names are those that llama.cpp's own converter writes for
-LLaDA (conversion/llada.py there) and Qwen3. The benchmarks use token ids, so the files hold only the size of the vocabulary.
+The file format is that of the ``gguf`` package. Keys and tensor names are those that llama.cpp's
+own converter writes for LLaDA (conversion/llada.py there) and Qwen3. The benchmarks use token ids,
+so the files hold only the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ LAYER_TENSORS = {
 
 
 def gguf_of(size: str, file_type: str) -> Path:
-    """The GGUF of a size of ``shapes``, in one of llama.cpp's ``FILE_TYPES``; those but F16 as llama.cpp itself quantises."""
+    """The GGUF of a size of ``shapes``, in one of llama.cpp's ``FILE_TYPES``; those but F16 as
+    llama.cpp itself quantises.
+    """
     path = ROOT / "build" / "benchmarks" / f"{size}-{file_type}.gguf"
     if not path.is_file():
         partial = path.with_suffix(".partial")
@@ -37,9 +41,13 @@ def gguf_of(size: str, file_type: str) -> Path:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key matrix ``[heads * D, in]`` in the order for RoPE over neighbours; ours turns pairs D / 2 apart."""
+    """Rows of a query or key matrix ``[heads * D, in]`` in the order for RoPE over neighbours; ours
+    turns pairs D / 2 apart.
+    """
     rows, inputs = weight.shape
-    ordered: np.ndarray = weight.reshape(heads, 2, rows // heads // 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
+    ordered: np.ndarray = (
+        weight.reshape(heads, 2, rows // heads // 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
+    )
     return ordered
 
 
@@ -79,18 +87,26 @@ def _write(size: str, path: Path) -> None:
     writer.add_file_type(FILE_TYPES["F16"])
 
     def add(name: str, parameter: str, heads: int = 0) -> None:
-        """Matrices as ``[out, in]`` in fp16 (ours are ``[in, out]``), norms in fp32, as llama.cpp wants them."""
+        """Matrices as ``[out, in]`` in fp16 (ours are ``[in, out]``), norms in fp32, as llama.cpp
+        wants them.
+        """
         value = weights.read(parameter, np.dtype(np.float32))
         if value.ndim == 2:
             value = (value if parameter == "embed.weight" else value.T).astype(np.float16)
-        writer.add_tensor(f"{name}.weight", np.ascontiguousarray(_interleaved(value, heads) if heads else value))
+        writer.add_tensor(
+            f"{name}.weight", np.ascontiguousarray(_interleaved(value, heads) if heads else value)
+        )
 
     add("token_embd", "embed.weight")
     for i in range(len(c.layers)):
         add(f"blk.{i}.attn_norm", f"blocks.{i}.attention_norm.weight")
         add(f"blk.{i}.ffn_norm", f"blocks.{i}.mlp_norm.weight")
         for ours, theirs in LAYER_TENSORS.items():
-            heads = {"attention.q": attention.heads, "attention.k": attention.kv_heads}.get(ours, 0) if is_llada else 0
+            heads = (
+                {"attention.q": attention.heads, "attention.k": attention.kv_heads}.get(ours, 0)
+                if is_llada
+                else 0
+            )
             add(f"blk.{i}.{theirs}", f"blocks.{i}.{ours}.weight", heads)
         if attention.qk_norm:
             add(f"blk.{i}.attn_q_norm", f"blocks.{i}.attention.q_norm.weight")

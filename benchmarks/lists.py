@@ -1,10 +1,12 @@
-"""Ways to run a block-causal denoiser's cache over one list of requests, in turn: NFE, ms a request, tokens/s.
+"""Ways to run a block-causal denoiser's cache over one list of requests, in turn: NFE, ms a
+request, tokens/s.
 
     python benchmarks/lists.py BUNDLE --data FILE.jsonl [--count 40] [--rounds 5] [--set threshold=0.85] [--json FILE]
     python benchmarks/lists.py BUNDLE --data FILE.jsonl --effort
 
-Each line of the file has a `prompt`. Told are medians and quartiles over the rounds, and how many canvases are not the first
-way's. With `--effort` ways are the bundle's levels, and the quicker levels' loops with blocks stored by passes of their own.
+Each line of the file has a `prompt`. Told are medians and quartiles over the rounds, and how many
+canvases are not the first way's. With `--effort` ways are the bundle's levels, and the quicker
+levels' loops with blocks stored by passes of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ STORED_OTHERWISE = (("high", "open"), ("medium", "pass"), ("low", "pass"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--count", type=int, default=40)
@@ -48,7 +52,10 @@ def main() -> None:
     ways, request = WAYS, {"max_new_tokens": arguments.new_tokens}
     if arguments.effort:
         ways = {level: {"effort": level} for level in reversed(LEVELS)}
-        ways |= {f"{level}, store={way}": {"effort": level, "store": way} for level, way in STORED_OTHERWISE}
+        ways |= {
+            f"{level}, store={way}": {"effort": level, "store": way}
+            for level, way in STORED_OTHERWISE
+        }
     else:
         request |= {"preset": arguments.preset} | policy_changes(arguments.set)
     with dlm_runtime.open(arguments.bundle) as bundle:
@@ -58,7 +65,9 @@ def main() -> None:
 
         made = {name: run(changes) for name, changes in ways.items()}
         times = interleave(
-            {name: clocked(lambda changes=changes: run(changes)) for name, changes in ways.items()}, arguments.rounds, 0
+            {name: clocked(lambda changes=changes: run(changes)) for name, changes in ways.items()},
+            arguments.rounds,
+            0,
         )
     first, rows = next(iter(made.values())), {}
     for name, found in made.items():
@@ -67,7 +76,9 @@ def main() -> None:
         rows[name] = row | {
             "nfe": sum(one.nfe for one in found) / len(found),
             "tokens_per_s": tokens / (row["median_ms"] * len(prompts) / 1e3),
-            "unequal": sum(one.tokens != other.tokens for one, other in zip(found, first, strict=True)),
+            "unequal": sum(
+                one.tokens != other.tokens for one, other in zip(found, first, strict=True)
+            ),
         }
         told = rows[name]
         print(

@@ -50,7 +50,9 @@ def facts() -> dict[str, str]:
 
 
 class Llama:
-    """A GGUF on the CPU; the context is made anew when the number of tokens changes. Keys and values are held in fp32."""
+    """A GGUF on the CPU; the context is made anew when the number of tokens changes. Keys and
+    values are held in fp32.
+    """
 
     def __init__(self, path: Path, threads: int, *, is_causal: bool) -> None:
         self.llama, self.threads, self.is_causal = quiet_llama(), threads, is_causal
@@ -88,7 +90,9 @@ class Llama:
         """The ids of plain text."""
         data = text.encode()
         tokens = (self.llama.llama_token * len(data))()
-        count = self.llama.llama_tokenize(self.vocabulary, data, len(data), tokens, len(data), False, False)
+        count = self.llama.llama_tokenize(
+            self.vocabulary, data, len(data), tokens, len(data), False, False
+        )
         return list(tokens[:count])
 
     def prepare(self, B: int, L: int) -> None:
@@ -113,12 +117,18 @@ class Llama:
             self.batch.seq_id[i][0] = i // L
 
     def logits(self, canvases: np.ndarray) -> np.ndarray:
-        """Logits ``[B, L, V]`` of a pass over canvases ``[B, L]``, in the engine's own memory until the next pass."""
+        """Logits ``[B, L, V]`` of a pass over canvases ``[B, L]``, in the engine's own memory until
+        the next pass.
+        """
         B, L = canvases.shape
         self.prepare(B, L)
-        if self.is_causal:  # forget the sequences before; those without causal attention have no such memory
+        if (
+            self.is_causal
+        ):  # forget the sequences before; those without causal attention have no such memory
             self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
         np.ctypeslib.as_array(self.batch.token, shape=(B * L,))[:] = canvases.ravel()
         if self.llama.llama_decode(self.context, self.batch):
             raise SystemExit(f"llama.cpp failed in a pass of {B} x {L} tokens")
-        return np.ctypeslib.as_array(self.llama.llama_get_logits(self.context), shape=(B, L, self.vocab_size))
+        return np.ctypeslib.as_array(
+            self.llama.llama_get_logits(self.context), shape=(B, L, self.vocab_size)
+        )

@@ -1,7 +1,8 @@
 """llama.cpp's LLaDA through llama-cpp-python, and the denoising loop over its logits.
 
-llama.cpp keeps no keys and values for LLaDA (llama-model.cpp creates no memory for it, so that llama_decode runs its encoder),
-and its encoder scores every row, whatever the batch asks for: each pass is one over the whole canvas, head included.
+llama.cpp keeps no keys and values for LLaDA (llama-model.cpp creates no memory for it, so that
+llama_decode runs its encoder), and its encoder scores every row, whatever the batch asks for: each
+pass is one over the whole canvas, head included.
 """
 
 from __future__ import annotations
@@ -25,15 +26,25 @@ class LlamaCpp(Contestant):
         path = gguf_of(size, file_type)
         self.weights_bytes = path.stat().st_size
         self.llama = Llama(path, threads, is_causal=False)
-        self.mask, self.eos = (self.llama.number(f"tokenizer.ggml.{name}_token_id") for name in ("mask", "eos"))
+        self.mask, self.eos = (
+            self.llama.number(f"tokenizer.ggml.{name}_token_id") for name in ("mask", "eos")
+        )
 
     def facts(self) -> dict[str, Any]:
         return facts()
 
-    def generate(self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None) -> dict[str, Any]:
+    def generate(
+        self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None
+    ) -> dict[str, Any]:
         loop = Policy(**policy)
-        if loop.commit not in ("static", "threshold") or loop.score != "confidence" or loop.steps_per_block:
-            raise NotOffered("the loop over llama.cpp knows one token a pass, and threshold, by confidence")
+        if (
+            loop.commit not in ("static", "threshold")
+            or loop.score != "confidence"
+            or loop.steps_per_block
+        ):
+            raise NotOffered(
+                "the loop over llama.cpp knows one token a pass, and threshold, by confidence"
+            )
         mask, given = self.mask, len(prompts[0])
         canvases = np.array([[*prompt, *[mask] * new] for prompt in prompts])
         self.llama.prepare(*canvases.shape)
@@ -48,7 +59,11 @@ class LlamaCpp(Contestant):
                 for sequence in np.flatnonzero(is_open & (blocks == mask).any(1)):
                     masked = np.flatnonzero(blocks[sequence] == mask)
                     guess, confidence = _score(logits[sequence, start + masked], mask)
-                    chosen = confidence >= loop.threshold if loop.commit == "threshold" else np.zeros(len(masked), bool)
+                    chosen = (
+                        confidence >= loop.threshold
+                        if loop.commit == "threshold"
+                        else np.zeros(len(masked), bool)
+                    )
                     chosen[confidence.argmax()] = True
                     blocks[sequence, masked[chosen]] = guess[chosen]
                 selection += time.perf_counter() - selecting

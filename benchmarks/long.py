@@ -1,9 +1,11 @@
-"""What a block costs far behind the text: canvases of 4k, 16k and 32k tokens, each block opened by a full pass or a refresh.
+"""What a block costs far behind the text: canvases of 4k, 16k and 32k tokens, each block opened by
+a full pass or a refresh.
 
     python benchmarks/long.py [--lengths 4096,16384,32768] [--precisions fp32,int8] [--refresh 0,32,64] [--json FILE]
 
-A small random denoiser fills the last 128 tokens in blocks of 32, four passes a block, dual cache. Each run is a process of its
-own, so that its largest resident set is its own; one that asks for more memory than --memory is reported as such.
+A small random denoiser fills the last 128 tokens in blocks of 32, four passes a block, dual cache.
+Each run is a process of its own, so that its largest resident set is its own; one that asks for
+more memory than --memory is reported as such.
 """
 
 from __future__ import annotations
@@ -31,18 +33,28 @@ def bundle_of(precision: str) -> Path:
 
     ids = {"vocab_size": VOCABULARY, "embedding_size": VOCABULARY, "mask_token_id": VOCABULARY - 1}
     ends = {"eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2}
-    source = random_checkpoint("long", llada_config(**SHAPE, **ids, **ends, max_sequence_length=LONGEST))
+    source = random_checkpoint(
+        "long", llada_config(**SHAPE, **ids, **ends, max_sequence_length=LONGEST)
+    )
     return built(source, f"long-{precision}", "--precision", precision, *QUICKLY)
 
 
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
-    """One generation, each step timed: seconds of the first pass, ms of later blocks' openings and other passes; bytes held."""
+    """One generation, each step timed: seconds of the first pass, ms of later blocks' openings and
+    other passes; bytes held.
+    """
     import dlm_runtime
     from dlm_export.bundle import network_of
     from dlm_export.planning.bench import peak_rss_bytes
 
     with dlm_runtime.open(path, threads=threads, check_hashes=False) as bundle:
-        policy = bundle.policy("llada", cache="dual", block_length=BLOCK_LENGTH, steps_per_block=PASSES_PER_BLOCK, stop="none")
+        policy = bundle.policy(
+            "llada",
+            cache="dual",
+            block_length=BLOCK_LENGTH,
+            steps_per_block=PASSES_PER_BLOCK,
+            stop="none",
+        )
         given = [(i * 7919) % (VOCABULARY - 2) for i in range(length - NEW_TOKENS)]
         seconds, opened = [], peak_rss_bytes()
         began = time.perf_counter()
@@ -52,7 +64,10 @@ def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, A
             result, began = event.result, time.perf_counter()
         assert result is not None
         assert result.nfe == len(seconds) == NEW_TOKENS // BLOCK_LENGTH * PASSES_PER_BLOCK
-    later = [seconds[at : at + PASSES_PER_BLOCK] for at in range(PASSES_PER_BLOCK, len(seconds), PASSES_PER_BLOCK)]
+    later = [
+        seconds[at : at + PASSES_PER_BLOCK]
+        for at in range(PASSES_PER_BLOCK, len(seconds), PASSES_PER_BLOCK)
+    ]
     return {
         "first_pass_s": round(seconds[0], 3),
         "opening_ms": round(statistics.median(block[0] for block in later) * 1e3, 2),
@@ -66,14 +81,18 @@ def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", default="4096,16384,32768")
     parser.add_argument("--precisions", default="fp32,int8")
     parser.add_argument("--refresh", default="0,32,64")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--memory", type=float, default=8, help="GiB that a run may allocate.")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # BUNDLE LENGTH REFRESH: in the process of a run
+    parser.add_argument(
+        "--one", nargs=3, help=argparse.SUPPRESS
+    )  # BUNDLE LENGTH REFRESH: in the process of a run
     arguments = parser.parse_args()
     if arguments.one:
         resource.setrlimit(resource.RLIMIT_DATA, (int(arguments.memory * 2**30),) * 2)
@@ -81,28 +100,51 @@ def main() -> None:
         print(json.dumps(generate(Path(path), int(length), int(refresh), arguments.threads)))
         return
     rows: list[dict[str, Any]] = []
-    print("canvas  precision  refresh  first pass s  opening ms  other ms  a block ms  moving ms  cache MiB  peak RSS MiB")
+    print(
+        "canvas  precision  refresh  first pass s  opening ms  other ms  a block ms  moving ms  cache MiB  peak RSS MiB"
+    )
     for length in map(int, arguments.lengths.split(",")):
         for precision in arguments.precisions.split(","):
             for refresh in arguments.refresh.split(","):
-                command = [sys.executable, __file__, "--threads", str(arguments.threads), "--memory", str(arguments.memory)]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--threads",
+                    str(arguments.threads),
+                    "--memory",
+                    str(arguments.memory),
+                ]
                 command += ["--one", str(bundle_of(precision)), str(length), refresh]
                 done = subprocess.run(command, capture_output=True, text=True)
-                row: dict[str, Any] = {"length": length, "precision": precision, "refresh": int(refresh)}
+                row: dict[str, Any] = {
+                    "length": length,
+                    "precision": precision,
+                    "refresh": int(refresh),
+                }
                 label = f"{length:6}  {precision:9}  {refresh:>7}"
                 if done.returncode:
-                    row["failed"] = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"
+                    row["failed"] = (
+                        done.stderr.strip().splitlines()[-1]
+                        if done.stderr.strip()
+                        else f"exit {done.returncode}"
+                    )
                     print(f"{label}  {row['failed']}", flush=True)
                 else:
                     row |= json.loads(done.stdout)
                     block_ms = row["opening_ms"] + (PASSES_PER_BLOCK - 1) * row["other_ms"]
                     sizes = (row["cache_bytes"] / 2**20, row["peak_rss_bytes"] / 2**20)
                     times = f"{row['first_pass_s']:12.2f}  {row['opening_ms']:10.1f}  {row['other_ms']:8.1f}  {block_ms:10.1f}"
-                    print(f"{label}  {times}  {row['moving_ms']:9.2f}  {sizes[0]:9.1f}  {sizes[1]:12.1f}", flush=True)
+                    print(
+                        f"{label}  {times}  {row['moving_ms']:9.2f}  {sizes[0]:9.1f}  {sizes[1]:12.1f}",
+                        flush=True,
+                    )
                 rows.append(row)
     if arguments.json:
         arguments.json.write_text(
-            json.dumps({"machine": machine(), "memory_gib": arguments.memory, "rows": rows}, indent=1) + "\n"
+            json.dumps(
+                {"machine": machine(), "memory_gib": arguments.memory, "rows": rows}, indent=1
+            )
+            + "\n"
         )
 
 

@@ -1,10 +1,12 @@
-"""A mixture of experts beside what it could be instead: a dense denoiser of its active size, and all experts computed.
+"""A mixture of experts beside what it could be instead: a dense denoiser of its active size, and
+all experts computed.
 
     python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 
-About a billion random parameters in LLaDA-MoE's layout, 8 of 64 experts a token. Passes of the three take turns in one process;
-limits are the roofline's, by what ``dlm-export bench`` measures of this machine. Memory is that of a process of its own for
-each, behind passes of 1, 4, 32 and 256 tokens, and behind one of one token alone: experts that no token chose are not read.
+About a billion random parameters in LLaDA-MoE's layout, 8 of 64 experts a token. Passes of the
+three take turns in one process; limits are the roofline's, by what ``dlm-export bench`` measures of
+this machine. Memory is that of a process of its own for each, behind passes of 1, 4, 32 and 256
+tokens, and behind one of one token alone: experts that no token chose are not read.
 """
 
 from __future__ import annotations
@@ -29,11 +31,23 @@ from dlm_export.planning import roofline
 ACTIVE, COUNT, SIZE, VOCABULARY = 8, 64, 512, 32_000
 SHAPE = {
     **{"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16},
-    **{"num_experts": COUNT, "expert_intermediate_size": SIZE, "dense_intermediate_size": ACTIVE * SIZE},
+    **{
+        "num_experts": COUNT,
+        "expert_intermediate_size": SIZE,
+        "dense_intermediate_size": ACTIVE * SIZE,
+    },
     **{"vocab_size": VOCABULARY, "max_position_embeddings": 4096},
-    **{"mask_token_id": VOCABULARY - 1, "eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2},
+    **{
+        "mask_token_id": VOCABULARY - 1,
+        "eos_token_id": VOCABULARY - 2,
+        "pad_token_id": VOCABULARY - 2,
+    },
 }
-KINDS = {f"{ACTIVE} of {COUNT} experts": (ACTIVE, 1), "dense, active size": (ACTIVE, 0), "all experts": (COUNT, 1)}
+KINDS = {
+    f"{ACTIVE} of {COUNT} experts": (ACTIVE, 1),
+    "dense, active size": (ACTIVE, 0),
+    "all experts": (COUNT, 1),
+}
 """Experts a token, and whether layers have them."""
 PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))  # (T, S, R)
 
@@ -43,14 +57,20 @@ def bundle_of(kind: str, layers: int, precision: str) -> Path:
     from checkpoints import llada_moe_config
 
     active, has_experts = KINDS[kind]
-    shape = SHAPE | {"num_hidden_layers": layers, "moe_layer_freq": [has_experts] * layers, "num_experts_per_tok": active}
+    shape = SHAPE | {
+        "num_hidden_layers": layers,
+        "moe_layer_freq": [has_experts] * layers,
+        "num_experts_per_tok": active,
+    }
     name = f"{kind.replace(' ', '-').replace(',', '')}-{layers}"
     source = random_checkpoint(name, llada_moe_config(**shape), shards=4)
     return built(source, f"{name}-{precision}", "--precision", precision, *QUICKLY)
 
 
 def memory(path: Path) -> dict[str, int]:
-    """Bytes that this process holds behind passes: its own, and of mapped files, also where few tokens were routed."""
+    """Bytes that this process holds behind passes: its own, and of mapped files, also where few
+    tokens were routed.
+    """
     with dlm_runtime.open(path, check_hashes=False) as bundle:
         bundle.time_passes(1, 0, 1, 1)
         few = figures(Path("/proc/self/status"))["RssFile"]
@@ -69,7 +89,9 @@ def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--rounds", type=int, default=9)
@@ -80,29 +102,50 @@ def main() -> None:
         print(json.dumps(memory(arguments.memory_of)))
         return
     folders = {kind: bundle_of(kind, arguments.layers, arguments.precision) for kind in KINDS}
-    result: dict[str, Any] = {"machine": machine(), "layers": arguments.layers, "memory": {}, "passes": {}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "layers": arguments.layers,
+        "memory": {},
+        "passes": {},
+    }
     for kind, folder in folders.items():
         told = subprocess.run(
-            [sys.executable, __file__, "--memory-of", str(folder)], check=True, capture_output=True, text=True
+            [sys.executable, __file__, "--memory-of", str(folder)],
+            check=True,
+            capture_output=True,
+            text=True,
         )
         held = result["memory"][kind] = json.loads(told.stdout)
-        print(f"{kind}: {held['own'] / 2**20:.0f} MiB of its own, {held['mapped'] / 2**20:.0f} MiB mapped,", end=" ")
+        print(
+            f"{kind}: {held['own'] / 2**20:.0f} MiB of its own, {held['mapped'] / 2**20:.0f} MiB mapped,",
+            end=" ",
+        )
         print(f"{held['mapped_behind_one_token'] / 2**20:.0f} MiB behind passes of one token")
     rates = roofline.measure(0).rates()
     bounds = {kind: limits(folder, rates) for kind, folder in folders.items()}
     with contextlib.ExitStack() as stack:
-        opened = {kind: stack.enter_context(dlm_runtime.open(folder, check_hashes=False)) for kind, folder in folders.items()}
+        opened = {
+            kind: stack.enter_context(dlm_runtime.open(folder, check_hashes=False))
+            for kind, folder in folders.items()
+        }
         for size in PASSES:
 
             def time_one(bundle: dlm_runtime.Bundle, size: tuple[int, int, int]) -> float:
                 return bundle.time_passes(*size, 1)[0]
 
-            rows = interleave({kind: partial(time_one, bundle, size) for kind, bundle in opened.items()}, arguments.rounds)
+            rows = interleave(
+                {kind: partial(time_one, bundle, size) for kind, bundle in opened.items()},
+                arguments.rounds,
+            )
             T, S, R = size
             show(f"T = {T}, S = {S}, R = {R}", rows, next(iter(KINDS)))
             for kind, row in rows.items():
                 seconds, touched = bounds[kind][size]
-                row |= {"limit_ms": seconds * 1e3, "touched_bytes": touched, "times_limit": row["median_ms"] / seconds / 1e3}
+                row |= {
+                    "limit_ms": seconds * 1e3,
+                    "touched_bytes": touched,
+                    "times_limit": row["median_ms"] / seconds / 1e3,
+                }
                 least = f"{seconds * 1e3:.1f} ms, {touched / 2**20:.0f} MiB touched"
                 print(f"  {kind:28} limit {least}: {row['times_limit']:.2f} times")
             result["passes"][f"T={T} S={S} R={R}"] = rows

@@ -1,9 +1,10 @@
-"""Milliseconds a pass, fp32 to INT4: the native runtime, its graph in plain ONNX Runtime, and eager torch in fp32 and bf16.
+"""Milliseconds a pass, fp32 to INT4: the native runtime, its graph in plain ONNX Runtime, and eager
+torch in fp32 and bf16.
 
     python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
 
-One interleaved run in one process. Plain ONNX Runtime computes the functions of the graph for which the native runtime has
-operators of its own. Whole generations, and llama.cpp, are in generation.py.
+One interleaved run in one process. Plain ONNX Runtime computes the functions of the graph for which
+the native runtime has operators of its own. Whole generations, and llama.cpp, are in generation.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 
-PASSES = ((1, 32, 224, 32), (1, 256, 0, 256), (1, 256, 0, 32), (4, 32, 224, 32), (8, 32, 224, 32))  # (B, T, S, R)
+PASSES = (
+    (1, 32, 224, 32),
+    (1, 256, 0, 256),
+    (1, 256, 0, 32),
+    (4, 32, 224, 32),
+    (8, 32, 224, 32),
+)  # (B, T, S, R)
 PRECISIONS = ("fp32", "fp16", "int8", "int8-static", "int4-rtn")
 
 
@@ -36,11 +43,17 @@ def session(path: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-    return onnxruntime.InferenceSession(str(path / "denoiser.onnx"), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        str(path / "denoiser.onnx"), options, providers=["CPUExecutionProvider"]
+    )
 
 
-def onnx_pass(engine: onnxruntime.InferenceSession, B: int, T: int, S: int, R: int) -> Callable[[], Any]:
-    """A pass of the graph that fetches what the loop fetches: the best tokens and their probabilities."""
+def onnx_pass(
+    engine: onnxruntime.InferenceSession, B: int, T: int, S: int, R: int
+) -> Callable[[], Any]:
+    """A pass of the graph that fetches what the loop fetches: the best tokens and their
+    probabilities.
+    """
     rng = np.random.default_rng(0)
     feeds = {
         "input_ids": rng.integers(0, 1000, (B, T)),
@@ -50,7 +63,9 @@ def onnx_pass(engine: onnxruntime.InferenceSession, B: int, T: int, S: int, R: i
     for port in engine.get_inputs():
         if port.name.startswith("past"):
             shape = (B, port.shape[1], S, port.shape[3])
-            feeds[port.name] = rng.standard_normal(shape).astype(np.float16 if "16" in port.type else np.float32)
+            feeds[port.name] = rng.standard_normal(shape).astype(
+                np.float16 if "16" in port.type else np.float32
+            )
     return lambda: engine.run(["top_token", "top_prob"], feeds)
 
 
@@ -60,7 +75,9 @@ def native_pass(bundle: dlm_runtime.Bundle, B: int, T: int, S: int, R: int) -> C
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="134M")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
@@ -69,19 +86,33 @@ def main() -> None:
     network = families.read_network(opened, Overrides())
     denoisers = {
         "torch fp32": families.load(families.open_weights(opened, network), network),
-        "torch bf16": families.load(families.open_weights(opened, network), network, torch.bfloat16),
+        "torch bf16": families.load(
+            families.open_weights(opened, network), network, torch.bfloat16
+        ),
     }
     folders = {precision: bundle_of(arguments.size, precision) for precision in PRECISIONS}
     engines = {f"onnxruntime {name}": session(folder) for name, folder in folders.items()}
-    result: dict[str, Any] = {"machine": machine(), "size": arguments.size, "rounds": arguments.rounds, "passes": {}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "size": arguments.size,
+        "rounds": arguments.rounds,
+        "passes": {},
+    }
     with contextlib.ExitStack() as stack:
         bundles: dict[str, dlm_runtime.Bundle] = {}
         for name, folder in folders.items():
-            bundles[f"native {name}"] = stack.enter_context(dlm_runtime.open(folder, check_hashes=False))
+            bundles[f"native {name}"] = stack.enter_context(
+                dlm_runtime.open(folder, check_hashes=False)
+            )
         for B, T, S, R in PASSES:
             runs = {name: native_pass(bundle, B, T, S, R) for name, bundle in bundles.items()}
-            runs |= {name: clocked(onnx_pass(engine, B, T, S, R)) for name, engine in engines.items()}
-            runs |= {name: clocked(torch_pass(denoiser, B, T, S, R)) for name, denoiser in denoisers.items()}
+            runs |= {
+                name: clocked(onnx_pass(engine, B, T, S, R)) for name, engine in engines.items()
+            }
+            runs |= {
+                name: clocked(torch_pass(denoiser, B, T, S, R))
+                for name, denoiser in denoisers.items()
+            }
             result["passes"][f"B={B} T={T} S={S} R={R}"] = rows = interleave(runs, arguments.rounds)
             show(f"B = {B}, T = {T}, S = {S}, R = {R}", rows, "torch fp32")
     if arguments.json:

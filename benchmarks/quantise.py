@@ -1,8 +1,10 @@
-"""What each recipe costs the demo denoiser: size, masked cross-entropy by bucket, agreement, flips, passes, exact match.
+"""What each recipe costs the demo denoiser: size, masked cross-entropy by bucket, agreement, flips,
+passes, exact match.
 
     python benchmarks/quantise.py [--recipes int8,int4,...] [--data examples/demo/heldout.jsonl] [--json FILE]
 
-Bundles are calibrated on the demo's own calibration.jsonl and judged on held-out commands, all of them run freely.
+Bundles are calibrated on the demo's own calibration.jsonl and judged on held-out commands, all of
+them run freely.
 """
 
 from __future__ import annotations
@@ -32,13 +34,22 @@ CHECKPOINT = ROOT / "examples" / "demo-denoiser"
 RECIPES = "int8,int8-static,int4,int4-rtn,int4-awq,fp8,nvfp4,nvfp4-weight,mixed,auto"
 
 
-def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[str, Any]) -> dict[str, Any]:
-    """Build one precision, judge it on ``data`` and answer every command at the preset's own threshold and the fitted one."""
+def measure(
+    checkpoint: Path, name: str, data: Path, judged: int, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """Build one precision, judge it on ``data`` and answer every command at the preset's own
+    threshold and the fitted one.
+    """
     lines = [json.loads(line) for line in data.read_text().splitlines()]
     folder = ROOT / "build" / "benchmarks" / "-".join(["demo", name, *map(str, extra.values())])
     source = open_source(checkpoint)
     is_quantised = name not in ("fp32", "fp16")
-    options = BuildOptions(precision=name, force=True, check_parity=False, quantise=QuantiseOptions(recipe_changes=extra))
+    options = BuildOptions(
+        precision=name,
+        force=True,
+        check_parity=False,
+        quantise=QuantiseOptions(recipe_changes=extra),
+    )
     report = build_from(source, folder, options)
     row: dict[str, Any] = {
         "precision": name,
@@ -48,16 +59,26 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
     threshold = 0.9
     if is_quantised:
         judging = accuracy.JudgingOptions(
-            CalibrationOptions(data=data), Effort("full", judged), opening=Opening("onnxruntime", threads=1)
+            CalibrationOptions(data=data),
+            Effort("full", judged),
+            opening=Opening("onnxruntime", threads=1),
         )
         judgement = accuracy.judge_bundle(folder, source, judging, Silent())
         found = judgement.as_dict()
         row |= {key: found[key] for key in ("buckets", "overall", "frontier", "noise_floor")}
-        row["free_running"] = {k: v for k, v in found["free_running"].items() if not isinstance(v, list)}
+        row["free_running"] = {
+            k: v for k, v in found["free_running"].items() if not isinstance(v, list)
+        }
         with dlm_runtime.open(folder) as bundle:
             own = load_data(source.network, source.path, bundle.tokenizer, CalibrationOptions())
             fitted = accuracy.fit_threshold(
-                source, bundle, own.calibration[:FITTED], "fast-dllm", 0, lambda: None, recording=None
+                source,
+                bundle,
+                own.calibration[:FITTED],
+                "fast-dllm",
+                0,
+                lambda: None,
+                recording=None,
             )
         row["threshold"] = fitted.as_dict()
         threshold = fitted.refitted.threshold
@@ -65,24 +86,37 @@ def measure(checkpoint: Path, name: str, data: Path, judged: int, extra: dict[st
         for label, value in (("at_0.9", 0.9), ("at_fitted", threshold)):
             result = evaluate(bundle, lines, preset="fast-dllm", threshold=value)
             right = result["right"]["all"]
-            row[label] = {"exact_match": sum(right) / len(right), "nfe": sum(result["nfe"]) / len(result["nfe"])}
+            row[label] = {
+                "exact_match": sum(right) / len(right),
+                "nfe": sum(result["nfe"]) / len(result["nfe"]),
+            }
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipes", default=f"fp32,{RECIPES}")
     parser.add_argument("--data", type=Path, default=ROOT / "examples" / "demo" / "heldout.jsonl")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--judged", type=int, default=600)
-    parser.add_argument("--embedding", choices=["int8", "fp8"], help="Quantise the embedding table as well.")
+    parser.add_argument(
+        "--embedding", choices=["int8", "fp8"], help="Quantise the embedding table as well."
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     extra = {} if arguments.embedding is None else {"embedding": arguments.embedding}
     rows = []
     for name in arguments.recipes.split(","):
         rows.append(
-            measure(arguments.checkpoint, name, arguments.data, arguments.judged, {} if name in ("fp32", "fp16") else extra)
+            measure(
+                arguments.checkpoint,
+                name,
+                arguments.data,
+                arguments.judged,
+                {} if name in ("fp32", "fp16") else extra,
+            )
         )
         row = rows[-1]
         line = f"{name:13} {row['bytes'] / 2**20:6.2f} MiB"
@@ -99,7 +133,11 @@ def main() -> None:
             line += f" | {label} {row[label]['exact_match']:.2%} nfe {row[label]['nfe']:.2f}"
         print(line, flush=True)
         if "buckets" in row:
-            print("   by bucket " + " ".join(f"{b['mask_ratio']}:{b['ce_increase']:+.2%}" for b in row["buckets"]), flush=True)
+            print(
+                "   by bucket "
+                + " ".join(f"{b['mask_ratio']}:{b['ce_increase']:+.2%}" for b in row["buckets"]),
+                flush=True,
+            )
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 

@@ -1,14 +1,16 @@
-"""An 8 B denoiser from checkpoint to tokens on this machine, and the headers of one of 100 B through inspect and plan.
+"""An 8 B denoiser from checkpoint to tokens on this machine, and the headers of one of 100 B
+through inspect and plan.
 
     python benchmarks/real_size.py [--layers 32] [--precisions int8,int4,nvfp4] [--keep] [--json FILE] [-- BUILD OPTIONS]
     python benchmarks/real_size.py --layers 4 --precisions int8 -- --no-verify
 
-The checkpoint has LLaDA-8B's released shape (arXiv:2502.09992; d 4096, 32 heads, MLP 12288, vocabulary 126464, bf16, shards
-with an index) and random weights. What stands behind ``--`` goes to every ``dlm-export build``: ``--judged``,
-``--calib-samples``, ``--no-verify`` and the like. Each step is a process of its own: seconds, stages, the most memory it held
-at a time, its own and that of mapped files apart, and the bytes that went through its disk and its calls. Files are dropped
-from the system's cache before each step. Beside them stand this machine's rates, measured in the same run. Everything is
-removed afterwards unless --keep; what was kept is taken up by the next run.
+The checkpoint has LLaDA-8B's released shape (arXiv:2502.09992; d 4096, 32 heads, MLP 12288,
+vocabulary 126464, bf16, shards with an index) and random weights. What stands behind ``--`` goes to
+every ``dlm-export build``: ``--judged``, ``--calib-samples``, ``--no-verify`` and the like. Each
+step is a process of its own: seconds, stages, the most memory it held at a time, its own and that
+of mapped files apart, and the bytes that went through its disk and its calls. Files are dropped
+from the system's cache before each step. Beside them stand this machine's rates, measured in the
+same run. Everything is removed afterwards unless --keep; what was kept is taken up by the next run.
 """
 
 from __future__ import annotations
@@ -41,8 +43,20 @@ IDS = {
     "eos_token_id": 126_081,
     "pad_token_id": 126_081,
 }
-REAL = {"d_model": 4096, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12_288, "max_sequence_length": 4096}
-LARGE = {"d_model": 10_240, "n_heads": 80, "n_kv_heads": 80, "mlp_hidden_size": 28_672, "max_sequence_length": 4096}
+REAL = {
+    "d_model": 4096,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "mlp_hidden_size": 12_288,
+    "max_sequence_length": 4096,
+}
+LARGE = {
+    "d_model": 10_240,
+    "n_heads": 80,
+    "n_kv_heads": 80,
+    "mlp_hidden_size": 28_672,
+    "max_sequence_length": 4096,
+}
 LARGE_LAYERS = 76  # 100 B parameters
 SHARD_BYTES = 4 << 30
 POOL = 1 << 24  # normal numbers that all tensors are taken from
@@ -77,21 +91,29 @@ def header(shapes: Shapes) -> tuple[bytes, int]:
     return struct.pack("<Q", len(text)) + text, offset
 
 
-def values(name: str, shape: tuple[int, ...], pool: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """bf16 weights in pieces, as bits: normal ones that keep activations near unit size, and ones in norms."""
+def values(
+    name: str, shape: tuple[int, ...], pool: np.ndarray, rng: np.random.Generator
+) -> Iterator[np.ndarray]:
+    """bf16 weights in pieces, as bits: normal ones that keep activations near unit size, and ones
+    in norms.
+    """
     is_norm = len(shape) == 1
     scale = 1.0 if name.endswith("wte.weight") else 1 / math.sqrt(shape[-1])
     scaled = (1 + 0.1 * pool if is_norm else pool * np.float32(scale)).view(np.uint32) >> 16
     bits, left = scaled.astype(np.uint16), math.prod(shape)
     while left:
-        start = int(rng.integers(POOL // 2))  # from somewhere else each time: no two tensors, nor pieces of one, are alike
+        start = int(
+            rng.integers(POOL // 2)
+        )  # from somewhere else each time: no two tensors, nor pieces of one, are alike
         piece = bits[start : start + min(left, POOL // 2)]
         left -= piece.size
         yield piece
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) -> int:
-    """Write config.json, the index and its shards; the bytes of weights. ``has_data=False``: headers, and holes behind them."""
+    """Write config.json, the index and its shards; the bytes of weights. ``has_data=False``:
+    headers, and holes behind them.
+    """
     shapes = llada_shapes(config)
     files = shards(shapes)
     rng = np.random.default_rng(0)
@@ -129,12 +151,15 @@ def forget(folder: Path) -> None:
 
 
 def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
-    """Run a command of dlm-export by itself, print its row and return it with what the command printed as JSON."""
+    """Run a command of dlm-export by itself, print its row and return it with what the command
+    printed as JSON.
+    """
     forget(reads)
     text, moved = watched([sys.executable, "-m", "dlm_export.cli", *arguments, "--json"])
     row, seconds = {"step": name, **moved}, moved["seconds"]
     gib = {
-        key: row[f"{key}_bytes"] / 2**30 for key in ("peak_anonymous", "peak_mapped", "peak_rss", "disk_read", "disk_written")
+        key: row[f"{key}_bytes"] / 2**30
+        for key in ("peak_anonymous", "peak_mapped", "peak_rss", "disk_read", "disk_written")
     }
     told = f"{name:24} {seconds:8.1f} s  own {gib['peak_anonymous']:6.2f} GiB  mapped {gib['peak_mapped']:6.2f}  "
     told += f"both {gib['peak_rss']:6.2f}  read {gib['disk_read']:6.2f}  written {gib['disk_written']:6.2f}"
@@ -147,9 +172,15 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
     if arguments[0] == "bench":
         for one in row["result"]["passes"]:
             told = f"T = {one['tokens']}, S = {one['cached']}: {one['ms']:.0f} ms"
-            print(f"    a pass, {told}, {one['ratio']:.2f} of the limit's {one['limit_ms']:.0f}", flush=True)
+            print(
+                f"    a pass, {told}, {one['ratio']:.2f} of the limit's {one['limit_ms']:.0f}",
+                flush=True,
+            )
         held = row["result"]["memory"]
-        print(f"    {held['peak_rss_bytes'] / 2**30:.2f} GiB resident, {held['ratio']:.2f} of weights and cache", flush=True)
+        print(
+            f"    {held['peak_rss_bytes'] / 2**30:.2f} GiB resident, {held['ratio']:.2f} of weights and cache",
+            flush=True,
+        )
     return row
 
 
@@ -157,7 +188,9 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
 
 
 def disk_rates(folder: Path) -> dict[str, float]:
-    """Bytes a second of one large file, written with its flush to the disk and read back from there."""
+    """Bytes a second of one large file, written with its flush to the disk and read back from
+    there.
+    """
     path, block = folder / "probe", np.random.default_rng(0).bytes(8 << 20)
     try:
         began = time.perf_counter()
@@ -171,7 +204,10 @@ def disk_rates(folder: Path) -> dict[str, float]:
         with path.open("rb", buffering=0) as file:
             while file.read(8 << 20):
                 pass
-        return {"write": PROBE_BYTES / (written - began), "read": PROBE_BYTES / (time.perf_counter() - read)}
+        return {
+            "write": PROBE_BYTES / (written - began),
+            "read": PROBE_BYTES / (time.perf_counter() - read),
+        }
     finally:
         path.unlink(missing_ok=True)
 
@@ -195,20 +231,27 @@ def measure_machine(folder: Path) -> dict[str, Any]:
 def require_room(folder: Path, needed: float) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise SystemExit(f"{folder}: needs {needed / 1e9:.1f} GB of disk, only {free / 1e9:.1f} GB are free")
+        raise SystemExit(
+            f"{folder}: needs {needed / 1e9:.1f} GB of disk, only {free / 1e9:.1f} GB are free"
+        )
 
 
-def carry(folder: Path, layers: int, precisions: list[str], build_options: list[str], keep: bool) -> list[dict[str, Any]]:
+def carry(
+    folder: Path, layers: int, precisions: list[str], build_options: list[str], keep: bool
+) -> list[dict[str, Any]]:
     """Through inspect, plan and, a precision, build, run and bench."""
     checkpoint = folder / "checkpoint"
     config = llada_config(n_layers=layers, **REAL, **IDS)
     parameters = sum(math.prod(shape) for shape in llada_shapes(config).values())
-    # An int8 bundle, the largest of the usual ones: a byte a weight with its padding, four of the embedding table.
+    # An int8 bundle, the largest of the usual ones: a byte a weight with its padding, four of the
+    # embedding table.
     bundle_bytes = 1.05 * parameters + 3 * IDS["vocab_size"] * REAL["d_model"]
     kept = (checkpoint / "config.json").exists()
     if kept and json.loads((checkpoint / "config.json").read_text()) != config:
         raise SystemExit(f"{checkpoint} is not of {layers} layers: remove {folder} first")
-    require_room(folder, 2 * parameters * (not kept) + bundle_bytes * (len(precisions) if keep else 1))
+    require_room(
+        folder, 2 * parameters * (not kept) + bundle_bytes * (len(precisions) if keep else 1)
+    )
     told = f"{layers} layers, {parameters / 1e9:.2f} B parameters"
     if kept:
         print(f"{told}, of a run before", flush=True)
@@ -254,7 +297,9 @@ def carry(folder: Path, layers: int, precisions: list[str], build_options: list[
 def carry_headers(folder: Path) -> list[dict[str, Any]]:
     """100 B parameters of which only headers are there: what needs no weights."""
     checkpoint = folder / "headers"
-    size = write_checkpoint(checkpoint, llada_config(n_layers=LARGE_LAYERS, **LARGE, **IDS), has_data=False)
+    size = write_checkpoint(
+        checkpoint, llada_config(n_layers=LARGE_LAYERS, **LARGE, **IDS), has_data=False
+    )
     print(f"headers of {size / 2e9:.0f} B parameters, {size / 1e9:.0f} GB of holes", flush=True)
     return [
         step("inspect 100B", ["inspect", str(checkpoint)], checkpoint),
@@ -263,10 +308,18 @@ def carry_headers(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32, help="of LLaDA-8B's width; 32 are the released ones")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", type=int, default=32, help="of LLaDA-8B's width; 32 are the released ones"
+    )
     parser.add_argument("--precisions", default="int8,int4,nvfp4")
-    parser.add_argument("--keep", action="store_true", help="leave checkpoint and bundles in build/benchmarks/real-size")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave checkpoint and bundles in build/benchmarks/real-size",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("build_options", nargs="*", metavar="-- BUILD OPTIONS")
     arguments = parser.parse_args()
@@ -277,9 +330,20 @@ def main() -> None:
         require_room(folder, PROBE_BYTES)
         measured = measure_machine(folder)
         rows = carry_headers(folder)
-        rows += carry(folder, arguments.layers, arguments.precisions.split(","), arguments.build_options, arguments.keep)
+        rows += carry(
+            folder,
+            arguments.layers,
+            arguments.precisions.split(","),
+            arguments.build_options,
+            arguments.keep,
+        )
         if arguments.json:
-            found = {"machine": machine(), "measured": measured, "layers": arguments.layers, "rows": rows}
+            found = {
+                "machine": machine(),
+                "measured": measured,
+                "layers": arguments.layers,
+                "rows": rows,
+            }
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         if not arguments.keep:

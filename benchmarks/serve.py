@@ -1,14 +1,18 @@
-"""The HTTP service of examples/embed/serve under load on loopback: how much it gets through, what it holds, what it loses.
+"""The HTTP service of examples/embed/serve under load on loopback: how much it gets through, what
+it holds, what it loses.
 
     python benchmarks/serve.py SERVER BUNDLE --data FILE.jsonl [--seconds 30] [--soak 600] [--rounds 3] [--json FILE]
 
-SERVER is the program that examples/embed/README.md builds; each line of the file has a `prompt`. wrk, which has to be
-installed, keeps so many connections busy, each with the next request when its last is answered. The stages:
+SERVER is the program that examples/embed/README.md builds; each line of the file has a `prompt`.
+wrk, which has to be installed, keeps so many connections busy, each with the next request when its
+last is answered. The stages:
 
-- load: requests a second and latencies over 1, 4 and 16 connections, with requests that share passes (16) and one at a time, in
+- load: requests a second and latencies over 1, 4 and 16 connections, with requests that share
+  passes (16) and one at a time, in
   turn; medians of the rounds.
 - soak: 16 connections, and the server's resident memory every ten seconds.
-- overload: 64 clients on a server that takes 4 + 8 requests; who gets 429 waits as long as Retry-After says. All that was sent
+- overload: 64 clients on a server that takes 4 + 8 requests; who gets 429 waits as long as
+  Retry-After says. All that was sent
   is counted against all that was answered.
 - stop: 16 clients, SIGTERM between them; what was taken is counted against what was answered.
 """
@@ -59,9 +63,15 @@ class Server:
     """A running service."""
 
     def __init__(self, program: Path, bundle: Path, *options: str) -> None:
-        environment = os.environ | {"DLM_ONNXRUNTIME": os.environ.get("DLM_ONNXRUNTIME") or _native.onnxruntime_library() or ""}
+        environment = os.environ | {
+            "DLM_ONNXRUNTIME": os.environ.get("DLM_ONNXRUNTIME")
+            or _native.onnxruntime_library()
+            or ""
+        }
         command = [str(program), str(bundle), "--port", "0", *options]
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         found = re.search(r":(\d+), (.*)", self.process.stdout.readline())
         if found is None:
@@ -85,7 +95,16 @@ class Server:
 
 def wrk(server: Server, folder: Path, connections: int, seconds: float) -> dict[str, float]:
     """One run of it; ``requests`` were answered, ``refused`` of them with another status than 2xx."""
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:.0f}s", "--timeout", "60s", "-s", str(folder / "post.lua")]
+    command = [
+        "wrk",
+        "-t1",
+        f"-c{connections}",
+        f"-d{seconds:.0f}s",
+        "--timeout",
+        "60s",
+        "-s",
+        str(folder / "post.lua"),
+    ]
     environment = os.environ | {"DLM_BODIES": str(folder / "bodies")}
     command.append(f"http://127.0.0.1:{server.port}")
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
@@ -98,16 +117,29 @@ def load(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for _ in range(arguments.rounds):
         for connections in (1, 4, 16):
             for name, running in (("shared", RUNNING), ("one at a time", 1)):
-                server = Server(arguments.server, arguments.bundle, "--max-running", str(running), *arguments.limits)
+                server = Server(
+                    arguments.server,
+                    arguments.bundle,
+                    "--max-running",
+                    str(running),
+                    *arguments.limits,
+                )
                 wrk(server, folder, connections, 2)  # warm
-                rows.setdefault((connections, name), []).append(wrk(server, folder, connections, arguments.seconds))
+                rows.setdefault((connections, name), []).append(
+                    wrk(server, folder, connections, arguments.seconds)
+                )
                 server.stop()
     out = {}
     for (connections, name), found in rows.items():
         row = {key: round(statistics.median(each[key] for each in found), 3) for key in found[0]}
-        out[f"{connections} connections, {name}"] = row | {"per_s_all": [round(each["per_s"], 1) for each in found]}
+        out[f"{connections} connections, {name}"] = row | {
+            "per_s_all": [round(each["per_s"], 1) for each in found]
+        }
         times = f"p50 {row['p50_ms']:.1f}  p95 {row['p95_ms']:.1f}  p99 {row['p99_ms']:.1f} ms"
-        print(f"{connections:3} connections, {name:14} {row['per_s']:7.1f} requests/s  {times}", flush=True)
+        print(
+            f"{connections:3} connections, {name:14} {row['per_s']:7.1f} requests/s  {times}",
+            flush=True,
+        )
     return out
 
 
@@ -127,8 +159,13 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     thread.join()
     counts = server.stop()
     half = samples[len(samples) // 2 :]
-    print(f"soak of {arguments.soak:.0f} s: {row['requests']:.0f} requests, {row['failed']:.0f} failed; the server: {counts}")
-    print(f"  resident KiB: first {samples[0]}, second half {min(half)} .. {max(half)}, last {samples[-1]}", flush=True)
+    print(
+        f"soak of {arguments.soak:.0f} s: {row['requests']:.0f} requests, {row['failed']:.0f} failed; the server: {counts}"
+    )
+    print(
+        f"  resident KiB: first {samples[0]}, second half {min(half)} .. {max(half)}, last {samples[-1]}",
+        flush=True,
+    )
     return row | {"resident_kib": samples, "server": counts}
 
 
@@ -140,7 +177,9 @@ class Clients:
         self.outcomes: Counter[str] = Counter()
         self.latencies: list[float] = []
         self.lock, self.is_over = threading.Lock(), threading.Event()
-        self.threads = [threading.Thread(target=self.run, args=(number,)) for number in range(count)]
+        self.threads = [
+            threading.Thread(target=self.run, args=(number,)) for number in range(count)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -151,7 +190,9 @@ class Clients:
             began = time.perf_counter()
             outcome, wait = "unanswered", 0.0
             try:
-                connection.request("POST", "/v1/completions", self.bodies[number % len(self.bodies)])
+                connection.request(
+                    "POST", "/v1/completions", self.bodies[number % len(self.bodies)]
+                )
                 response = connection.getresponse()
                 response.read()
                 outcome, wait = str(response.status), float(response.getheader("Retry-After", "0"))
@@ -175,7 +216,15 @@ class Clients:
 
 
 def overload(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    server = Server(arguments.server, arguments.bundle, "--max-running", "4", "--max-waiting", "8", *arguments.limits)
+    server = Server(
+        arguments.server,
+        arguments.bundle,
+        "--max-running",
+        "4",
+        "--max-waiting",
+        "8",
+        *arguments.limits,
+    )
     clients = Clients(server, folder, 64)
     time.sleep(arguments.seconds)
     outcomes = clients.join()
@@ -184,7 +233,13 @@ def overload(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sent = sum(outcomes.values())
     print(f"overload: {sent} sent, {outcomes}; the server: {counts}")
     print(f"  of 200: p50 {times[49]:.1f}, p99 {times[98]:.1f} ms", flush=True)
-    return {"sent": sent, "outcomes": outcomes, "server": counts, "p50_ms": times[49], "p99_ms": times[98]}
+    return {
+        "sent": sent,
+        "outcomes": outcomes,
+        "server": counts,
+        "p50_ms": times[49],
+        "p99_ms": times[98],
+    }
 
 
 def stop(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -198,7 +253,10 @@ def stop(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         seconds = time.perf_counter() - began
         outcomes = clients.join()
         out.append({"seconds": seconds, "server": counts, "clients": outcomes})
-        print(f"stop: {1e3 * seconds:.0f} ms; the server: {counts}; the clients: {outcomes}", flush=True)
+        print(
+            f"stop: {1e3 * seconds:.0f} ms; the server: {counts}; the clients: {outcomes}",
+            flush=True,
+        )
     return out
 
 
@@ -206,7 +264,9 @@ STAGES = {"load": load, "overload": overload, "stop": stop, "soak": soak}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("server", type=Path)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--data", type=Path, required=True)
@@ -220,10 +280,17 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.limits = ["--max-tokens", str(arguments.max_new_tokens), "--preset", arguments.preset]
     prompts = [json.loads(line)["prompt"] for line in arguments.data.read_text().splitlines()]
-    result: dict[str, Any] = {"machine": machine(), "load_average": os.getloadavg(), "max_new_tokens": arguments.max_new_tokens}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "load_average": os.getloadavg(),
+        "max_new_tokens": arguments.max_new_tokens,
+    }
     with TemporaryDirectory() as name:
         folder = Path(name)
-        bodies = (json.dumps({"prompt": prompt, "max_tokens": arguments.max_new_tokens}) for prompt in prompts)
+        bodies = (
+            json.dumps({"prompt": prompt, "max_tokens": arguments.max_new_tokens})
+            for prompt in prompts
+        )
         (folder / "bodies").write_text("\n".join(bodies) + "\n")
         (folder / "post.lua").write_text(SCRIPT)
         print(f"load of the machine before: {os.getloadavg()[0]:.2f}", flush=True)

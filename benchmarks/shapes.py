@@ -1,4 +1,6 @@
-"""The models of the benchmarks: the demo, and random checkpoints of LLaDA and SDAR in bf16, written once under build/."""
+"""The models of the benchmarks: the demo, and random checkpoints of LLaDA and SDAR in bf16, written
+once under build/.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,47 @@ DEMO = ROOT / "examples" / "demo-denoiser"
 sys.path.insert(0, str(ROOT / "tests"))
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "134M": {"d_model": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 12, "mlp_hidden_size": 2048, "vocab": 32_000},
-    "1B": {"d_model": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "mlp_hidden_size": 5632, "vocab": 50_304},
+    "134M": {
+        "d_model": 768,
+        "n_layers": 12,
+        "n_heads": 12,
+        "n_kv_heads": 12,
+        "mlp_hidden_size": 2048,
+        "vocab": 32_000,
+    },
+    "1B": {
+        "d_model": 2048,
+        "n_layers": 16,
+        "n_heads": 16,
+        "n_kv_heads": 16,
+        "mlp_hidden_size": 5632,
+        "vocab": 50_304,
+    },
 }
 
 TIED: dict[str, dict[str, Any]] = {
-    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
-    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144},
-    "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
+    "0.6B": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 3072,
+    },
+    "1.7B": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 6144,
+    },
+    "4B": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "intermediate_size": 9728,
+    },
 }
-"""Qwen3's shapes with a tied embedding, which SDAR has: 8 key and value heads of 128, vocabulary 151,936."""
+"""Qwen3's shapes with a tied embedding, which SDAR has: 8 key and value heads of 128, vocabulary
+151,936.
+"""
 
 
 QUICKLY = ("--no-verify", "--calib-samples", "4", "--calib-states", "4")
@@ -30,7 +63,9 @@ QUICKLY = ("--no-verify", "--calib-samples", "4", "--calib-states", "4")
 
 
 def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Path:
-    """The folder of a random checkpoint in bf16, written once; ``config`` is one of tests/checkpoints.py."""
+    """The folder of a random checkpoint in bf16, written once; ``config`` is one of
+    tests/checkpoints.py.
+    """
     path = FOLDER / f"checkpoint-{name}"
     if not path.is_dir():
         import torch
@@ -46,26 +81,47 @@ def built(source: Path, name: str, *arguments: str) -> Path:
     """The bundle of a checkpoint, built once."""
     path = FOLDER / f"bundle-{name}"
     if not path.is_dir():
-        command = [sys.executable, "-m", "dlm_export.cli", "build", str(source), "-o", str(path), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "dlm_export.cli",
+            "build",
+            str(source),
+            "-o",
+            str(path),
+            *arguments,
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return path
 
 
 def checkpoint(name: str, layers: int | None = None) -> Path:
-    """The folder of a random checkpoint of a shape of ``SHAPES``, with so many layers, or of the trained one: ``demo``."""
+    """The folder of a random checkpoint of a shape of ``SHAPES``, with so many layers, or of the
+    trained one: ``demo``.
+    """
     if name == "demo":
         return DEMO
     from checkpoints import llada_config, sdar_config
 
     if name in TIED:
         heads = {"num_key_value_heads": 8, "head_dim": 128}
-        ids = {"vocab_size": 151_936, "mask_token_id": 151_669, "eos_token_id": 151_645, "pad_token_id": 151_643}
+        ids = {
+            "vocab_size": 151_936,
+            "mask_token_id": 151_669,
+            "eos_token_id": 151_645,
+            "pad_token_id": 151_643,
+        }
         tied = {"tie_word_embeddings": True, "max_position_embeddings": 4096}
         return random_checkpoint(name, sdar_config(**TIED[name], **heads, **ids, **tied), shards=4)
     shape = dict(SHAPES[name])
     shape["n_layers"] = layers or shape["n_layers"]
     vocab = shape.pop("vocab")
-    ids = {"vocab_size": vocab, "embedding_size": vocab, "mask_token_id": vocab - 1, "eos_token_id": vocab - 2}
+    ids = {
+        "vocab_size": vocab,
+        "embedding_size": vocab,
+        "mask_token_id": vocab - 1,
+        "eos_token_id": vocab - 2,
+    }
     config = llada_config(**shape, **ids, pad_token_id=vocab - 2, max_sequence_length=4096)
     return random_checkpoint(name if layers is None else f"{name}-{layers}", config, shards=4)
 
@@ -83,5 +139,7 @@ def machine() -> dict[str, Any]:
 
     from dlm_export.targets import this_machine
 
-    packages = {name: metadata.version(name) for name in ("torch", "onnxruntime", "onnx", "dlm-export")}
+    packages = {
+        name: metadata.version(name) for name in ("torch", "onnxruntime", "onnx", "dlm-export")
+    }
     return this_machine() | packages | {"python": platform.python_version()}

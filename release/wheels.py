@@ -1,11 +1,14 @@
-"""Builds what a release is made of into dist/: the sdist, and wheels for x86-64 and aarch64 with the native library compiled.
+"""Builds what a release is made of into dist/: the sdist, and wheels for x86-64 and aarch64 with
+the native library compiled.
 
     python release/wheels.py [--architecture x86_64] [--architecture aarch64]
 
-Wheels are made of the sdist, so that it is proved to hold everything. The library has the C++ library in it (libstdc++ linked
-statically): what the wheel then needs of a system is glibc alone, and its tag says of which version, read from the symbols that
-the library asks for and checked by auditwheel. For aarch64 Debian's cross compiler is needed: g++-aarch64-linux-gnu. If it is
-missing, the script says so before it builds anything, builds the sdist and the other wheel, and exits with 1.
+Wheels are made of the sdist, so that it is proved to hold everything. The library has the C++
+library in it (libstdc++ linked statically): what the wheel then needs of a system is glibc alone,
+and its tag says of which version, read from the symbols that the library asks for and checked by
+auditwheel. For aarch64 Debian's cross compiler is needed: g++-aarch64-linux-gnu. If it is missing,
+the script says so before it builds anything, builds the sdist and the other wheel, and exits with
+1.
 """
 
 from __future__ import annotations
@@ -33,23 +36,35 @@ def run(*command: str | Path, **variables: str) -> str:
     """Standard output of a program; what it says goes to stderr, and a failure ends this one."""
     print("$", *command, file=sys.stderr, flush=True)
     words = [str(part) for part in command]
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        words, cwd=ROOT, env=os.environ | variables, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
         sys.exit(f"{command[0]}: exit {done.returncode}\n{done.stdout}")
     return done.stdout
 
 
 def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
-    """The oldest glibc that has every symbol that the wheel's library asks for. Exits where it asks for a C++ library."""
+    """The oldest glibc that has every symbol that the wheel's library asks for. Exits where it asks
+    for a C++ library.
+    """
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
-        named = [name for name in archive.namelist() if Path(name).name.startswith("libdlm_runtime.so")]
-        (library,) = [archive.extract(name, folder) for name in named if archive.read(name).startswith(b"\x7fELF")]
+        named = [
+            name for name in archive.namelist() if Path(name).name.startswith("libdlm_runtime.so")
+        ]
+        (library,) = [
+            archive.extract(name, folder)
+            for name in named
+            if archive.read(name).startswith(b"\x7fELF")
+        ]
         symbols = run(OBJDUMP[architecture], "-T", library)
         needed = re.findall(r"NEEDED +(\S+)", run(OBJDUMP[architecture], "-p", library))
     if "GLIBCXX_" in symbols or any(name.startswith("libstdc++") for name in needed):
         sys.exit(f"{wheel.name}: its library asks for a libstdc++: {STATIC} did not reach CMake")
     print(f"{wheel.name} needs {', '.join(needed)}", file=sys.stderr)
-    return max((int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", symbols))
+    return max(
+        (int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", symbols)
+    )
 
 
 def obstacle(architecture: str) -> str | None:
@@ -69,15 +84,33 @@ def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
     variables, isolation = {}, []
     if architecture != platform.machine():
         settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / TOOLCHAIN}")
-        # What sysconfig calls the platform, for the tag. pip believes it too, and would fetch the other processor's CMake.
-        variables, isolation = {"_PYTHON_HOST_PLATFORM": f"linux-{architecture}"}, ["--no-build-isolation"]
+        # What sysconfig calls the platform, for the tag. pip believes it too, and would fetch the
+        # other processor's CMake.
+        variables, isolation = (
+            {"_PYTHON_HOST_PLATFORM": f"linux-{architecture}"},
+            ["--no-build-isolation"],
+        )
     options = [part for setting in settings for part in ("-C", setting)]
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *isolation, "--wheel-dir", folder]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        *isolation,
+        "--wheel-dir",
+        folder,
+    ]
     run(*pip, *options, sdist, **variables)
     plain = next(folder.glob("*.whl"))
     major, minor = glibc_of(plain, architecture)
     tag = f"manylinux_{major}_{minor}_{architecture}"
-    name = run(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", tag, plain).strip().splitlines()[-1]
+    name = (
+        run(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", tag, plain)
+        .strip()
+        .splitlines()[-1]
+    )
     said = run(sys.executable, "-m", "auditwheel", "show", folder / name)
     if tag not in said:
         sys.exit(f"{name}: auditwheel does not agree with its tag:\n{said}")
@@ -92,9 +125,13 @@ def keep(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--architecture", action="append", choices=sorted(OBJDUMP), help="[default: all]")
+    parser.add_argument(
+        "--architecture", action="append", choices=sorted(OBJDUMP), help="[default: all]"
+    )
     chosen = parser.parse_args().architecture or sorted(OBJDUMP, reverse=True)
-    obstacles = {architecture: why for architecture in chosen if (why := obstacle(architecture)) is not None}
+    obstacles = {
+        architecture: why for architecture in chosen if (why := obstacle(architecture)) is not None
+    }
     for architecture, why in obstacles.items():
         print(f"No wheel for {architecture}: {why}", file=sys.stderr, flush=True)
     if len(obstacles) == len(chosen):
@@ -109,7 +146,12 @@ def main() -> None:
                 folder.mkdir()
                 keep(build_wheel(sdist, architecture, folder))
     if obstacles:
-        sys.exit("Not built: " + "; ".join(f"the wheel for {architecture} ({why})" for architecture, why in obstacles.items()))
+        sys.exit(
+            "Not built: "
+            + "; ".join(
+                f"the wheel for {architecture} ({why})" for architecture, why in obstacles.items()
+            )
+        )
 
 
 if __name__ == "__main__":

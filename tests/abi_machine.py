@@ -1,7 +1,9 @@
-"""Any calls of the C ABI in any order, as Hypothesis draws them, checked against a model of what handles there are.
+"""Any calls of the C ABI in any order, as Hypothesis draws them, checked against a model of what
+handles there are.
 
-A program: ``abi_machine.py EXAMPLES STEPS``. It runs in a process of its own, over the library that $DLM_RUNTIME_LIBRARY
-names, so that a crash is a failure and not the end of the tests. Handles are NULL, or there: the header defines nothing else.
+A program: ``abi_machine.py EXAMPLES STEPS``. It runs in a process of its own, over the library that
+$DLM_RUNTIME_LIBRARY names, so that a crash is a failure and not the end of the tests. Handles are
+NULL, or there: the header defines nothing else.
 """
 
 from __future__ import annotations
@@ -13,10 +15,27 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from dlm_runtime import _native
-from dlm_runtime._native import BeforePassFn, GenerateOptions, PassFn, Request, Result, SchedulerOptions, Stats, Step, StepFn
+from dlm_runtime._native import (
+    BeforePassFn,
+    GenerateOptions,
+    PassFn,
+    Request,
+    Result,
+    SchedulerOptions,
+    Stats,
+    Step,
+    StepFn,
+)
 
 OK, INVALID, NOT_FOUND, ENGINE_FAILED, CANCELLED, INTERNAL, BUSY = 0, 1, 2, 5, 7, 8, 10
 VOCAB, MASK, END, CANVAS = 12, 0, 1, 48
@@ -30,10 +49,18 @@ def usually(right: st.SearchStrategy[Any], wrong: st.SearchStrategy[Any]) -> st.
 
 WRONG_NUMBERS = st.sampled_from([-1, 0, 1, 3, CANVAS + 1, 1 << 24, (1 << 31) - 1, -(1 << 31)])
 NUMBERS = usually(st.integers(0, 24), WRONG_NUMBERS)
-NO_STATUS = ("dlm_automaton_shortest", "dlm_job_wait", "dlm_bundle_max_new_tokens")  # that return another number
+NO_STATUS = (
+    "dlm_automaton_shortest",
+    "dlm_job_wait",
+    "dlm_bundle_max_new_tokens",
+)  # that return another number
 IDS = st.integers(0, VOCAB - 1)
-TOKENS = usually(st.lists(IDS, max_size=20), st.lists(IDS | st.sampled_from([-1, VOCAB, 1 << 30]), max_size=20))
-REALS = st.sampled_from([0.0, 0.5, 1.0, -1.0, 2.0, 1e-3, 1e300, float("nan"), float("inf"), float("-inf")])
+TOKENS = usually(
+    st.lists(IDS, max_size=20), st.lists(IDS | st.sampled_from([-1, VOCAB, 1 << 30]), max_size=20)
+)
+REALS = st.sampled_from(
+    [0.0, 0.5, 1.0, -1.0, 2.0, 1e-3, 1e300, float("nan"), float("inf"), float("-inf")]
+)
 SIZES = st.sampled_from([0, 1, 7, 8, 40, 10**6])
 CAPACITIES = usually(st.just(CANVAS), st.integers(0, 9))
 RARELY = st.integers(0, 9).map(lambda drawn: drawn == 0)
@@ -50,7 +77,13 @@ def policies(draw: st.DrawFn) -> _native.Policy:
             while (choice := field.choices[number]) is not None:
                 known.append(choice)
                 number += 1
-            setattr(policy, name, draw(usually(st.sampled_from(known), st.sampled_from([b"", b"no such \xff", None]))))
+            setattr(
+                policy,
+                name,
+                draw(
+                    usually(st.sampled_from(known), st.sampled_from([b"", b"no such \xff", None]))
+                ),
+            )
         elif field.kind == 2:
             setattr(policy, name, draw(REALS))
         elif field.kind == 1:
@@ -61,7 +94,9 @@ def policies(draw: st.DrawFn) -> _native.Policy:
 
 
 class Calls(RuleBasedStateMachine):
-    """One bundle with a session, a scheduler and its jobs. ``inside``: how deep in a call of the session, through callbacks."""
+    """One bundle with a session, a scheduler and its jobs. ``inside``: how deep in a call of the
+    session, through callbacks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +144,9 @@ class Calls(RuleBasedStateMachine):
         return int(self.stops_at == 0)
 
     def _step(self, _: Any, step: Any) -> int:
-        return self._noting(lambda: self._from_inside() if 0 < step.contents.length <= CANVAS else 1 // 0)
+        return self._noting(
+            lambda: self._from_inside() if 0 < step.contents.length <= CANVAS else 1 // 0
+        )
 
     def _before_pass(self, _: Any) -> int:
         return self._noting(self._from_inside)
@@ -161,7 +198,9 @@ class Calls(RuleBasedStateMachine):
         options.max_new_tokens = draw.draw(NUMBERS, "max_new_tokens")
         options.steps = draw.draw(usually(st.just(0), st.sampled_from([4, -1])))
         options.max_steps = draw.draw(usually(st.sampled_from([0, 3]), st.just(-1)))
-        options.deadline_ms = draw.draw(usually(st.just(0.0), st.sampled_from([1e-6, 1e9, -1.0, float("nan")])))
+        options.deadline_ms = draw.draw(
+            usually(st.just(0.0), st.sampled_from([1e-6, 1e9, -1.0, float("nan")]))
+        )
         if draw.draw(st.booleans()):
             options.on_step = self.on_step
         if draw.draw(RARELY):
@@ -171,16 +210,33 @@ class Calls(RuleBasedStateMachine):
     # ---- Calls ----
 
     @initialize(
-        wrong=usually(st.none(), st.tuples(st.sampled_from([f for f, _ in _native.Denoiser._fields_[1:10]]), WRONG_NUMBERS)),
+        wrong=usually(
+            st.none(),
+            st.tuples(
+                st.sampled_from([f for f, _ in _native.Denoiser._fields_[1:10]]), WRONG_NUMBERS
+            ),
+        ),
         layers=st.integers(1, 2),
         has_cache=st.booleans(),
         has_end=st.booleans(),
         visible_block=usually(st.sampled_from([0, 0, 8]), st.just(-1)),
     )
-    def open(self, wrong: Any, layers: int, has_cache: bool, has_end: bool, visible_block: int) -> None:
+    def open(
+        self, wrong: Any, layers: int, has_cache: bool, has_end: bool, visible_block: int
+    ) -> None:
         told = _native.initialised(_native.Denoiser)
-        told.vocab_size, told.mask_token_id, told.max_canvas_length, told.layers = VOCAB, MASK, CANVAS, layers
-        told.kv_heads, told.head_size, told.has_cache, told.visible_block = 1, 2, has_cache, visible_block
+        told.vocab_size, told.mask_token_id, told.max_canvas_length, told.layers = (
+            VOCAB,
+            MASK,
+            CANVAS,
+            layers,
+        )
+        told.kv_heads, told.head_size, told.has_cache, told.visible_block = (
+            1,
+            2,
+            has_cache,
+            visible_block,
+        )
         ends = (C.c_int32 * 1)(END)
         told.eos_token_ids, told.eos_count = C.cast(ends, _native.i32p), int(has_end)
         refused = [*self.refused(wrong)] if wrong else []
@@ -193,11 +249,15 @@ class Calls(RuleBasedStateMachine):
         elif refused:  # what is taken with other sizes: not what the callback fills
             lib.dlm_bundle_destroy(self.bundle)
             self.bundle = C.c_void_p()
-        made = lib.dlm_session_create(self.bundle, self.message, len(self.message), C.byref(self.session))
+        made = lib.dlm_session_create(
+            self.bundle, self.message, len(self.message), C.byref(self.session)
+        )
         assert (self._said(made) == OK) == bool(self.bundle) == bool(self.session)
         options = _native.initialised(SchedulerOptions)
         options.max_running, options.max_waiting = 2, 3
-        made = lib.dlm_scheduler_create(self.bundle, C.byref(options), self.message, len(self.message), C.byref(self.scheduler))
+        made = lib.dlm_scheduler_create(
+            self.bundle, C.byref(options), self.message, len(self.message), C.byref(self.scheduler)
+        )
         assert (self._said(made) == OK) == bool(self.bundle)
 
     @staticmethod
@@ -232,17 +292,30 @@ class Calls(RuleBasedStateMachine):
         assert all(0 <= token < VOCAB for token in canvas[: length.value])
         assert all(now == then for now, then in zip(canvas, tokens, strict=False) if then != MASK)
 
-    @rule(draw=st.data(), each=st.lists(TOKENS, max_size=3), max_batch=usually(st.just(2), WRONG_NUMBERS), lacks=RARELY)
-    def generate_batch(self, draw: st.DataObject, each: list[list[int]], max_batch: int, lacks: bool) -> None:
+    @rule(
+        draw=st.data(),
+        each=st.lists(TOKENS, max_size=3),
+        max_batch=usually(st.just(2), WRONG_NUMBERS),
+        lacks=RARELY,
+    )
+    def generate_batch(
+        self, draw: st.DataObject, each: list[list[int]], max_batch: int, lacks: bool
+    ) -> None:
         options = self._options(draw)
         canvases = [(C.c_int32 * CANVAS)(*tokens) for tokens in each]
         requests = (Request * max(len(each), 1))()
         for request, canvas, tokens in zip(requests, canvases, each, strict=False):
-            request.tokens, request.count, request.capacity = C.cast(canvas, _native.i32p), len(tokens), CANVAS
+            request.tokens, request.count, request.capacity = (
+                C.cast(canvas, _native.i32p),
+                len(tokens),
+                CANVAS,
+            )
         if lacks:
             requests[0].tokens = None
         status = self._in_session(
-            lambda: lib.dlm_session_generate_batch(self.session, C.byref(options), requests, len(each), max_batch, None)
+            lambda: lib.dlm_session_generate_batch(
+                self.session, C.byref(options), requests, len(each), max_batch, None
+            )
         )
         assert all((status == OK) == (request.length > 0) for request in requests[: len(each)])
 
@@ -255,11 +328,14 @@ class Calls(RuleBasedStateMachine):
     @rule(has_step=st.integers(0, 9))
     def step(self, has_step: int) -> None:
         step = Step()
-        status = self._in_session(lambda: lib.dlm_session_step(self.session, C.byref(step) if has_step else None))
+        status = self._in_session(
+            lambda: lib.dlm_session_step(self.session, C.byref(step) if has_step else None)
+        )
         assert status != OK or all(0 <= step.canvas[i] < VOCAB for i in range(step.length))
 
     @rule(
-        request=st.sampled_from([0, 1, 2, 2**64 - 1]), size=st.sampled_from([C.sizeof(Result), C.sizeof(Result) + 8, 8, 0, 20])
+        request=st.sampled_from([0, 1, 2, 2**64 - 1]),
+        size=st.sampled_from([C.sizeof(Result), C.sizeof(Result) + 8, 8, 0, 20]),
     )
     def result(self, request: int, size: int) -> None:
         room = (C.c_uint8 * (C.sizeof(Result) + 16))(*([7] * (C.sizeof(Result) + 16)))
@@ -274,10 +350,20 @@ class Calls(RuleBasedStateMachine):
     @rule(tokens=TOKENS, rows=st.lists(NUMBERS, max_size=3), capacity=st.integers(0, 3 * VOCAB))
     def logits(self, tokens: list[int], rows: list[int], capacity: int) -> None:
         room = (C.c_float * max(capacity, 1))()
-        given = ((C.c_int32 * max(len(tokens), 1))(*tokens), len(tokens), (C.c_int32 * max(len(rows), 1))(*rows), len(rows))
+        given = (
+            (C.c_int32 * max(len(tokens), 1))(*tokens),
+            len(tokens),
+            (C.c_int32 * max(len(rows), 1))(*rows),
+            len(rows),
+        )
         self._in_session(lambda: lib.dlm_session_logits(self.session, *given, room, capacity))
 
-    @rule(fails=st.integers(0, 3), stops_at=st.integers(-1, 4), reenters=st.booleans(), before=st.booleans())
+    @rule(
+        fails=st.integers(0, 3),
+        stops_at=st.integers(-1, 4),
+        reenters=st.booleans(),
+        before=st.booleans(),
+    )
     def arrange(self, fails: int, stops_at: int, reenters: bool, before: bool) -> None:
         """How the callbacks of later calls behave."""
         self.fails_at = self.passes + fails if fails else 0
@@ -288,9 +374,17 @@ class Calls(RuleBasedStateMachine):
     @rule(draw=st.data(), tokens=TOKENS, lacks_job=RARELY, given=st.sampled_from([0, 0, 0, -1, 3]))
     def submit(self, draw: st.DataObject, tokens: list[int], lacks_job: bool, given: int) -> None:
         options, job = self._options(draw), C.c_void_p()
-        call = (C.byref(options), None, given, (C.c_int32 * max(len(tokens), 1))(*tokens), len(tokens))
+        call = (
+            C.byref(options),
+            None,
+            given,
+            (C.c_int32 * max(len(tokens), 1))(*tokens),
+            len(tokens),
+        )
         out = None if lacks_job else C.byref(job)
-        status = self._said(lib.dlm_scheduler_submit(self.scheduler, *call, self.message, len(self.message), out))
+        status = self._said(
+            lib.dlm_scheduler_submit(self.scheduler, *call, self.message, len(self.message), out)
+        )
         assert (status == OK) == bool(job)
         if job:
             self.jobs.append(job)
@@ -298,8 +392,16 @@ class Calls(RuleBasedStateMachine):
     @rule(before=st.booleans())
     def make_passes(self, before: bool) -> None:
         callback = self.before_pass if before else C.cast(None, BeforePassFn)
-        status = self._said(lib.dlm_scheduler_run(self.scheduler, 1, callback, None, self.message, len(self.message)))
-        assert status != OK or self.is_stopped or all(lib.dlm_job_wait(job, 0) == 1 for job in self.jobs)
+        status = self._said(
+            lib.dlm_scheduler_run(
+                self.scheduler, 1, callback, None, self.message, len(self.message)
+            )
+        )
+        assert (
+            status != OK
+            or self.is_stopped
+            or all(lib.dlm_job_wait(job, 0) == 1 for job in self.jobs)
+        )
         self.is_stopped = False
 
     is_stopped = False
@@ -331,12 +433,19 @@ class Calls(RuleBasedStateMachine):
         self.session = C.c_void_p()
         lib.dlm_session_create(self.bundle, None, 0, C.byref(self.session))
 
-    @rule(draw=st.data(), capacity=st.integers(0, 20), name=st.sampled_from([None, b"", b"fast", b"x" * 500]))
+    @rule(
+        draw=st.data(),
+        capacity=st.integers(0, 20),
+        name=st.sampled_from([None, b"", b"fast", b"x" * 500]),
+    )
     def ask_for_a_preset(self, draw: st.DataObject, capacity: int, name: bytes | None) -> None:
         policy, room = draw.draw(policies()), (C.c_uint8 * 24)(*([7] * 24))
         message = C.cast(room, C.c_char_p)
         for call in (lib.dlm_bundle_preset, lib.dlm_bundle_effort):
-            assert self._is_known(call(self.bundle, name, message, capacity, C.byref(policy))) in (INVALID, NOT_FOUND)
+            assert self._is_known(call(self.bundle, name, message, capacity, C.byref(policy))) in (
+                INVALID,
+                NOT_FOUND,
+            )
             assert all(byte == 7 for byte in room[capacity:]), "written behind the end"
 
     @rule()
@@ -346,7 +455,9 @@ class Calls(RuleBasedStateMachine):
         for name, (result, arguments) in _native._SIGNATURES.items():
             if name.endswith(("field_at", "kernel_set_at", "status_name", "version")):
                 continue
-            status = getattr(lib, name)(*(kind() if kind in numbers else None for kind in arguments))
+            status = getattr(lib, name)(
+                *(kind() if kind in numbers else None for kind in arguments)
+            )
             assert result is not C.c_int32 or name in NO_STATUS or status == INVALID, name
 
     def teardown(self) -> None:

@@ -63,7 +63,9 @@ def dream_config(**changes: Any) -> dict[str, Any]:
 
 
 def a2d_qwen3_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny Qwen3 converted to a denoiser (A2D): heads wider than hidden/heads, q and k normed a head."""
+    """config.json of a tiny Qwen3 converted to a denoiser (A2D): heads wider than hidden/heads, q
+    and k normed a head.
+    """
     return {
         "architectures": ["A2DQwen3LMHeadModel"],
         "model_type": "a2d-qwen3",
@@ -122,13 +124,24 @@ def llada_moe_config(**changes: Any) -> dict[str, Any]:
 
 def sdar_config(**changes: Any) -> dict[str, Any]:
     """config.json of a tiny SDAR under the released keys: Qwen3's, and the length of a block."""
-    other = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4, "fuse_cross_entropy": True}
+    other = {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "block_size": 4,
+        "fuse_cross_entropy": True,
+    }
     return a2d_qwen3_config(**other | {"tie_word_embeddings": False} | changes)
 
 
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny Fast-dLLM v2 under the released keys: Qwen2.5's, and the length of a block; no mask token."""
-    other = {"architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen", "bd_size": 32}
+    """config.json of a tiny Fast-dLLM v2 under the released keys: Qwen2.5's, and the length of a
+    block; no mask token.
+    """
+    other = {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "model_type": "Fast_dLLM_Qwen",
+        "bd_size": 32,
+    }
     return dream_config(**other | {"tie_word_embeddings": True, "mask_token_id": None} | changes)
 
 
@@ -139,7 +152,9 @@ def a2d_config(trunk: str, **changes: Any) -> dict[str, Any]:
 
 
 def llada2_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny LLaDA2 under the released keys: 16 experts in 4 groups, the first layer dense."""
+    """config.json of a tiny LLaDA2 under the released keys: 16 experts in 4 groups, the first layer
+    dense.
+    """
     return {
         "architectures": ["LLaDA2MoeModelLM"],
         "model_type": "llada2_moe",
@@ -177,9 +192,21 @@ def llada2_config(**changes: Any) -> dict[str, Any]:
 
 
 def qwen3_moe_config(architecture: str, **changes: Any) -> dict[str, Any]:
-    """config.json of a tiny RND1 (``RND1LM``) or SDAR-MoE (``SDARMoeForCausalLM``) under the released keys: Qwen3-MoE's."""
-    mixture = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
-    further = {"architectures": [architecture], "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False}
+    """config.json of a tiny RND1 (``RND1LM``) or SDAR-MoE (``SDARMoeForCausalLM``) under the
+    released keys: Qwen3-MoE's.
+    """
+    mixture = {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    }
+    further = {
+        "architectures": [architecture],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    }
     return a2d_qwen3_config(**mixture | further | changes)
 
 
@@ -191,7 +218,14 @@ def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}wte.weight": (vocab, hidden)}
     for i in range(config["n_layers"]):
         block = f"{prefix}blocks.{i}."
-        rows = {"q_proj": hidden, "k_proj": kv, "v_proj": kv, "attn_out": hidden, "ff_proj": mlp, "up_proj": mlp}
+        rows = {
+            "q_proj": hidden,
+            "k_proj": kv,
+            "v_proj": kv,
+            "attn_out": hidden,
+            "ff_proj": mlp,
+            "up_proj": mlp,
+        }
         for name, out in rows.items():
             shapes[f"{block}{name}.weight"] = (out, hidden)
             if config["include_qkv_bias"] and name in ("q_proj", "k_proj", "v_proj"):
@@ -217,7 +251,10 @@ def a2d_qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def llada_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Released tensor names and shapes, ``[out, in]``."""
-    hidden, head_size = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
+    hidden, head_size = (
+        config["hidden_size"],
+        config["hidden_size"] // config["num_attention_heads"],
+    )
     dense = config | {"intermediate_size": config["dense_intermediate_size"]}
     norms = {"q_norm": (head_size,), "k_norm": (head_size,)} if config["qk_layernorm"] else None
     shapes = _qwen_shapes(dense, bias=False, attention=norms)
@@ -225,11 +262,15 @@ def llada_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if not has_experts:
             continue
         layer = f"model.layers.{i}."
-        shapes = _with_experts(shapes, layer, hidden, config["num_experts"], config["expert_intermediate_size"])
+        shapes = _with_experts(
+            shapes, layer, hidden, config["num_experts"], config["expert_intermediate_size"]
+        )
         if config["moe_router_enable_expert_bias"]:
             shapes[f"{layer}mlp.expert_bias"] = (config["num_experts"],)
         if config["shared_expert_intermediate_size"]:
-            shapes |= _gated_shapes(f"{layer}shared_expert.", hidden, config["shared_expert_intermediate_size"])
+            shapes |= _gated_shapes(
+                f"{layer}shared_expert.", hidden, config["shared_expert_intermediate_size"]
+            )
     return shapes
 
 
@@ -242,14 +283,22 @@ def llada2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer = f"model.layers.{i}."
         shapes[f"{layer}attention.query_key_value.weight"] = ((heads + 2 * kv_heads) * size, hidden)
         shapes[f"{layer}attention.dense.weight"] = (hidden, heads * size)
-        shapes[f"{layer}attention.query_layernorm.weight"] = shapes[f"{layer}attention.key_layernorm.weight"] = (size,)
-        shapes[f"{layer}input_layernorm.weight"] = shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}attention.query_layernorm.weight"] = shapes[
+            f"{layer}attention.key_layernorm.weight"
+        ] = (size,)
+        shapes[f"{layer}input_layernorm.weight"] = shapes[
+            f"{layer}post_attention_layernorm.weight"
+        ] = (hidden,)
         if i < config["first_k_dense_replace"]:
             shapes |= _gated_shapes(f"{layer}mlp.", hidden, config["intermediate_size"])
             continue
-        shapes = _with_experts(shapes, layer, hidden, config["num_experts"], config["moe_intermediate_size"])
+        shapes = _with_experts(
+            shapes, layer, hidden, config["num_experts"], config["moe_intermediate_size"]
+        )
         shapes[f"{layer}mlp.gate.expert_bias"] = (config["num_experts"],)
-        shapes |= _gated_shapes(f"{layer}mlp.shared_experts.", hidden, config["moe_intermediate_size"])
+        shapes |= _gated_shapes(
+            f"{layer}mlp.shared_experts.", hidden, config["moe_intermediate_size"]
+        )
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
 
 
@@ -300,9 +349,14 @@ def _qwen_shapes(
         shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, q)
         for name, shape in (attention or {}).items():
             shapes[f"{layer}self_attn.{name}.weight"] = shape
-        shapes[f"{layer}mlp.gate_proj.weight"] = shapes[f"{layer}mlp.up_proj.weight"] = (mlp, hidden)
+        shapes[f"{layer}mlp.gate_proj.weight"] = shapes[f"{layer}mlp.up_proj.weight"] = (
+            mlp,
+            hidden,
+        )
         shapes[f"{layer}mlp.down_proj.weight"] = (hidden, mlp)
-        shapes[f"{layer}input_layernorm.weight"] = shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}input_layernorm.weight"] = shapes[
+            f"{layer}post_attention_layernorm.weight"
+        ] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
@@ -324,8 +378,12 @@ SHAPES = {
 }
 
 
-def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Weights that keep activations near unit size and spread the logits, so that predictions are not all ties."""
+def random_tensor(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Weights that keep activations near unit size and spread the logits, so that predictions are
+    not all ties.
+    """
     noise = torch.randn(shape, generator=generator)
     if "norm" in name or "ln_f" in name:
         return (1 + 0.1 * noise).to(dtype)
@@ -333,11 +391,18 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generat
         return (0.1 * noise).to(dtype)
     is_table = name.endswith(("wte.weight", "embed_tokens.weight", "word_embeddings.weight"))
     is_head = name in ("model.transformer.ff_out.weight", "lm_head.weight")
-    return (noise * (1.0 if is_table else (3.0 if is_head else 1.0) / math.sqrt(shape[-1]))).to(dtype)
+    return (noise * (1.0 if is_table else (3.0 if is_head else 1.0) / math.sqrt(shape[-1]))).to(
+        dtype
+    )
 
 
 def write_checkpoint(
-    path: Path, config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1
+    path: Path,
+    config: dict[str, Any],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
 ) -> Path:
     """Write config.json and safetensors (one file, or shards with an index) into ``path``."""
     shapes = SHAPES[config["architectures"][0]](config)
@@ -347,39 +412,60 @@ def write_checkpoint(
     names = list(shapes)
     weight_map = {}
     for shard in range(shards):
-        file = "model.safetensors" if shards == 1 else f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        file = (
+            "model.safetensors"
+            if shards == 1
+            else f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        )
         mine = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
         tensors = {name: random_tensor(name, shapes[name], dtype, generator) for name in mine}
-        save_file(tensors, path / file, metadata={"format": "pt"})  # as transformers writes it, and old versions insist on
+        save_file(
+            tensors, path / file, metadata={"format": "pt"}
+        )  # as transformers writes it, and old versions insist on
         weight_map |= dict.fromkeys(mine, file)
     if shards > 1:
-        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     return path
 
 
 # ---- Quantised, in the layout of modelopt's unified export ----
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-LINEARS = ("proj.weight", "attn_out.weight", "ff_out.weight")  # how the matrices of both layouts end, and LLaDA's head
+LINEARS = (
+    "proj.weight",
+    "attn_out.weight",
+    "ff_out.weight",
+)  # how the matrices of both layouts end, and LLaDA's head
 
 
-def quantised_fp8(base: str, w: torch.Tensor, *, per_channel: bool = False, input_amax: float | None = 3.5) -> dict[str, Any]:
+def quantised_fp8(
+    base: str, w: torch.Tensor, *, per_channel: bool = False, input_amax: float | None = 3.5
+) -> dict[str, Any]:
     """A weight ``[out, in]`` and its scales as FP8; ``base`` is its name without ``.weight``."""
     amax = w.float().abs().amax(1) if per_channel else w.float().abs().amax()
     scale = amax / 448
     codes = (w.float() / (scale[:, None] if per_channel else scale)).to(torch.float8_e4m3fn)
     tensors = {f"{base}.weight": codes, f"{base}.weight_scale": scale}
-    return tensors | ({} if input_amax is None else {f"{base}.input_scale": torch.tensor(input_amax) / 448})
+    return tensors | (
+        {} if input_amax is None else {f"{base}.input_scale": torch.tensor(input_amax) / 448}
+    )
 
 
-def quantised_nvfp4(base: str, w: torch.Tensor, *, input_amax: float | None = 3.5) -> dict[str, Any]:
-    """A weight ``[out, in]`` and its scales as NVFP4, two codes a byte, the earlier in the low nibble."""
+def quantised_nvfp4(
+    base: str, w: torch.Tensor, *, input_amax: float | None = 3.5
+) -> dict[str, Any]:
+    """A weight ``[out, in]`` and its scales as NVFP4, two codes a byte, the earlier in the low
+    nibble.
+    """
     rows, inputs = w.shape
     scale_2 = w.float().abs().amax() / (6 * 448)
     groups = w.float().view(rows, inputs // 16, 16)
     scale = (groups.abs().amax(-1) / (6 * scale_2)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     scaled = groups / (scale.float() * scale_2)[..., None]
-    # The first of two equally near values: not the rounding of any exporter, and as good for what reads it.
+    # The first of two equally near values: not the rounding of any exporter, and as good for what
+    # reads it.
     magnitude = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
     codes = (magnitude + 8 * (scaled < 0)).view(rows, inputs).to(torch.uint8)
     tensors = {
@@ -387,13 +473,19 @@ def quantised_nvfp4(base: str, w: torch.Tensor, *, input_amax: float | None = 3.
         f"{base}.weight_scale": scale,
         f"{base}.weight_scale_2": scale_2,
     }
-    return tensors | ({} if input_amax is None else {f"{base}.input_scale": torch.tensor(input_amax) / (6 * 448)})
+    return tensors | (
+        {} if input_amax is None else {f"{base}.input_scale": torch.tensor(input_amax) / (6 * 448)}
+    )
 
 
-def write_quantised(path: Path, config: dict[str, Any], algorithm: str, *, seed: int = 0, head: bool = False) -> Path:
-    """A checkpoint as modelopt exports it: ``FP8``, ``FP8_PER_CHANNEL_PER_TOKEN``, ``NVFP4``, ``W4A16_NVFP4`` or mixed.
+def write_quantised(
+    path: Path, config: dict[str, Any], algorithm: str, *, seed: int = 0, head: bool = False
+) -> Path:
+    """A checkpoint as modelopt exports it: ``FP8``, ``FP8_PER_CHANNEL_PER_TOKEN``, ``NVFP4``,
+    ``W4A16_NVFP4`` or mixed.
 
-    ``MIXED_PRECISION`` is NVFP4 in the MLP and FP8 in attention. The head stays as it is unless ``head``.
+    ``MIXED_PRECISION`` is NVFP4 in the MLP and FP8 in attention. The head stays as it is unless
+    ``head``.
     """
     write_checkpoint(path, config, seed=seed)
     heads = ("model.transformer.ff_out", "lm_head")
@@ -409,7 +501,9 @@ def write_quantised(path: Path, config: dict[str, Any], algorithm: str, *, seed:
             tensors[name] = tensor
         elif mine.startswith("FP8"):
             is_dynamic = mine != "FP8"
-            tensors |= quantised_fp8(base, tensor, per_channel=is_dynamic, input_amax=None if is_dynamic else 3.5)
+            tensors |= quantised_fp8(
+                base, tensor, per_channel=is_dynamic, input_amax=None if is_dynamic else 3.5
+            )
         else:
             tensors |= quantised_nvfp4(base, tensor, input_amax=3.5 if mine == "NVFP4" else None)
         if is_linear:
@@ -419,7 +513,11 @@ def write_quantised(path: Path, config: dict[str, Any], algorithm: str, *, seed:
     if algorithm == "MIXED_PRECISION":
         said["quantized_layers"] = layers
     else:
-        said |= {"exclude_modules": [] if head else list(heads)} | ({"group_size": 16} if "NVFP4" in algorithm else {})
+        said |= {"exclude_modules": [] if head else list(heads)} | (
+            {"group_size": 16} if "NVFP4" in algorithm else {}
+        )
     producer = {"name": "modelopt", "version": "0.47.0"}
-    (path / "hf_quant_config.json").write_text(json.dumps({"producer": producer, "quantization": said}))
+    (path / "hf_quant_config.json").write_text(
+        json.dumps({"producer": producer, "quantization": said})
+    )
     return path

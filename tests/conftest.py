@@ -18,11 +18,17 @@ from dlm_export.graph import trace
 # Tiny denoisers: a second thread costs more than it computes, and much more beside other work.
 torch.set_num_threads(1)
 
-# Files that share what takes long to make (engines, the demo) run on one worker; every other file is a group of its own. The
-# native build is one folder for all workers.
+# Files that share what takes long to make (engines, the demo) run on one worker; every other file
+# is a group of its own. The native build is one folder for all workers.
 GROUPS = {
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
-    "engines": ("test_engines", "test_audit", "test_device_graph", "test_device_builds", "test_engine_refusals"),
+    "engines": (
+        "test_engines",
+        "test_audit",
+        "test_device_graph",
+        "test_device_builds",
+        "test_engine_refusals",
+    ),
 }
 
 
@@ -54,7 +60,9 @@ def _traced_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def llada_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random LLaDA: full heads, one file, fp32."""
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "llada", llada_config(), seed=1)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("checkpoints") / "llada", llada_config(), seed=1
+    )
 
 
 @pytest.fixture(scope="session")
@@ -83,4 +91,6 @@ def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def several_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The second demo, block-causal, as an fp32 bundle."""
-    return _build(DEMO_CHECKPOINT.parent / "demo-several", tmp_path_factory.mktemp("bundles") / "several")
+    return _build(
+        DEMO_CHECKPOINT.parent / "demo-several", tmp_path_factory.mktemp("bundles") / "several"
+    )

@@ -15,7 +15,24 @@ from dlm_runtime.constraints.compiled import Constraint
 from dlm_runtime.constraints.vocabulary import Vocabulary
 
 # What JSON is written with, pieces of these, and bytes that are no characters by themselves.
-PIECES = ('{"', '":', '":"', '","', '"}', "ab", "ba", "aab", "12", "-0", "true", "null", '{"a":', "\\n", "é", "\u20ac")
+PIECES = (
+    '{"',
+    '":',
+    '":"',
+    '","',
+    '"}',
+    "ab",
+    "ba",
+    "aab",
+    "12",
+    "-0",
+    "true",
+    "null",
+    '{"a":',
+    "\\n",
+    "é",
+    "\u20ac",
+)
 
 
 class Longest(Vocabulary):
@@ -23,40 +40,73 @@ class Longest(Vocabulary):
 
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
         fits = [
-            [(len(spelled), token) for token, spelled in enumerate(self.tokens) if spelled and self._starts(token, text)]
+            [
+                (len(spelled), token)
+                for token, spelled in enumerate(self.tokens)
+                if spelled and self._starts(token, text)
+            ]
             for text in texts
         ]
         return [max(found)[1] if found else -1 for found in fits]
 
 
-def made_up_vocabulary(size: int, never: Sequence[int], kind: type[Vocabulary] = Vocabulary) -> Vocabulary:
-    """Every printable byte, ``PIECES``, and parts of characters; in an order of its own, None for the ids of ``never``."""
+def made_up_vocabulary(
+    size: int, never: Sequence[int], kind: type[Vocabulary] = Vocabulary
+) -> Vocabulary:
+    """Every printable byte, ``PIECES``, and parts of characters; in an order of its own, None for
+    the ids of ``never``.
+    """
     single = [bytes([byte]) for byte in range(0x20, 0x7F)]
-    spelled = [*(piece.encode() for piece in PIECES), b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"\xb6", b"\x9f", *single]
+    spelled = [
+        *(piece.encode() for piece in PIECES),
+        b"\xc3",
+        b"\xa9",
+        b"\xe2\x82",
+        b"\xac",
+        b"\xb6",
+        b"\x9f",
+        *single,
+    ]
     order = np.random.default_rng(5).permutation(len(spelled))
     chosen = iter(spelled[index] for index in order)
     return kind(tuple(None if token in never else next(chosen, None) for token in range(size)))
 
 
 def compiled(
-    expression: str, vocabulary: Vocabulary, size: int, ends: Sequence[int] = (7,), is_of_json: bool = False
+    expression: str,
+    vocabulary: Vocabulary,
+    size: int,
+    ends: Sequence[int] = (7,),
+    is_of_json: bool = False,
 ) -> Automaton:
     """An expression over a vocabulary."""
-    return compile_automaton(byte_automaton(expression, CompileLimits(), is_of_json), vocabulary, size, ends, CompileLimits())
+    return compile_automaton(
+        byte_automaton(expression, CompileLimits(), is_of_json),
+        vocabulary,
+        size,
+        ends,
+        CompileLimits(),
+    )
 
 
 def following(automaton: Automaton, state: int, token: int) -> int:
     """The state behind a token, -1 for none; by the arrays as they are documented."""
     for edge in range(automaton.edge_starts[state], automaton.edge_starts[state + 1]):
         group = automaton.edge_groups[edge]
-        members = automaton.group_classes[automaton.group_starts[group] : automaton.group_starts[group + 1]]
+        members = automaton.group_classes[
+            automaton.group_starts[group] : automaton.group_starts[group + 1]
+        ]
         if automaton.token_class[token] in members:
             return int(automaton.edge_states[edge])
     return -1
 
 
-def drawn_text(texts: ByteAutomaton, source: random.Random, length: int, is_ascii: bool = False) -> str:
-    """A random text of an automaton: about ``length`` random bytes, and then a shortest way to an end."""
+def drawn_text(
+    texts: ByteAutomaton, source: random.Random, length: int, is_ascii: bool = False
+) -> str:
+    """A random text of an automaton: about ``length`` random bytes, and then a shortest way to an
+    end.
+    """
     table = texts.table[:, :128] if is_ascii else texts.table
     distances = shortest_ends(texts, is_ascii)
     state, drawn = 0, bytearray()
@@ -73,8 +123,12 @@ def drawn_text(texts: ByteAutomaton, source: random.Random, length: int, is_asci
         state = int(table[state, byte])
 
 
-def drawn_texts(texts: ByteAutomaton, source: random.Random, count: int, is_ascii: bool = False) -> set[str]:
-    """Random texts of an automaton, a shortest one among them; fewer than ``count`` if it has fewer."""
+def drawn_texts(
+    texts: ByteAutomaton, source: random.Random, count: int, is_ascii: bool = False
+) -> set[str]:
+    """Random texts of an automaton, a shortest one among them; fewer than ``count`` if it has
+    fewer.
+    """
     if shortest_ends(texts, is_ascii)[0] == len(texts.table):
         return set()
     lengths = [0, *(source.choice((0, 1, 2, 4, 8, 20)) for _ in range(count - 1))]
@@ -82,7 +136,9 @@ def drawn_texts(texts: ByteAutomaton, source: random.Random, count: int, is_asci
 
 
 def shortest_ends(texts: ByteAutomaton, is_ascii: bool = False) -> np.ndarray:
-    """The fewest bytes from each state to an accepting one; the number of states if no text of ASCII leads there."""
+    """The fewest bytes from each state to an accepting one; the number of states if no text of
+    ASCII leads there.
+    """
     table = texts.table[:, :128] if is_ascii else texts.table
     distances = np.where(texts.accepting, 0, len(table))
     while True:
@@ -93,12 +149,34 @@ def shortest_ends(texts: ByteAutomaton, is_ascii: bool = False) -> np.ndarray:
         distances = closer
 
 
-def one_class(vocab_size: int, tokens: Sequence[int], edges: Sequence[tuple[int, int]], distances: Sequence[int]) -> Constraint:
-    """A constraint in which ``tokens`` are one class, and ``edges``, sorted, lead from state to state by it."""
+def one_class(
+    vocab_size: int,
+    tokens: Sequence[int],
+    edges: Sequence[tuple[int, int]],
+    distances: Sequence[int],
+) -> Constraint:
+    """A constraint in which ``tokens`` are one class, and ``edges``, sorted, lead from state to
+    state by it.
+    """
     classes = [0 if token in tokens else -1 for token in range(vocab_size)]
-    starts = [sum(1 for source, _ in edges if source < state) for state in range(len(distances) + 1)]
+    starts = [
+        sum(1 for source, _ in edges if source < state) for state in range(len(distances) + 1)
+    ]
     made_of = [0] * 8
-    numbers = [vocab_size, len(distances), 1, 1, 1, len(edges), *made_of, *classes, 0, 1, 0, *starts]
+    numbers = [
+        vocab_size,
+        len(distances),
+        1,
+        1,
+        1,
+        len(edges),
+        *made_of,
+        *classes,
+        0,
+        1,
+        0,
+        *starts,
+    ]
     numbers += [to for _, to in edges] + [0] * len(edges) + list(distances)
     data = b"DLMAUTO\x01" + struct.pack(f"<{len(numbers)}i", *numbers)
     return Constraint(data + hashlib.sha256(data).digest())

@@ -23,7 +23,9 @@ def load(checkpoint: Path) -> Denoiser:
 
 
 def under_native_loop(denoiser: Denoiser) -> Bundle:
-    """A bundle whose passes torch makes, cache included: the loop is native, the network is the reference's."""
+    """A bundle whose passes torch makes, cache included: the loop is native, the network is the
+    reference's.
+    """
     c = denoiser.network
     (cache,) = set(c.cache_shapes())
 
@@ -63,13 +65,20 @@ def under_native_loop(denoiser: Denoiser) -> Bundle:
 
 
 class ArithmeticDenoiser:
-    """A denoiser without weights: tokens and probabilities are integer hashes of the canvas, exact on every machine.
+    """A denoiser without weights: tokens and probabilities are integer hashes of the canvas, exact
+    on every machine.
 
-    Prediction of a row depends on its position, its token and how many positions are masked; ``past`` is not looked at.
-    Counts the passes it makes.
+    Prediction of a row depends on its position, its token and how many positions are masked;
+    ``past`` is not looked at. Counts the passes it makes.
     """
 
-    def __init__(self, vocab_size: int = 40, shift: int = 0, eos: int | None = None, visible_block: int | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int = 40,
+        shift: int = 0,
+        eos: int | None = None,
+        visible_block: int | None = None,
+    ) -> None:
         self.info = DenoiserInfo(
             vocab_size=vocab_size,
             mask_token_id=vocab_size - 1,

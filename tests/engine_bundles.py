@@ -1,4 +1,6 @@
-"""Bundles for GPUs that the tests of engines share, each built once a session, and what the tests do to copies of them."""
+"""Bundles for GPUs that the tests of engines share, each built once a session, and what the tests
+do to copies of them.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def gpu_bundle(
     engines: bool = False,
     rotate_down: bool = False,
 ) -> Path:
-    """A bundle of ``source`` for GPUs, not to be changed; ``engines``: with those that TensorRT-RTX builds here."""
+    """A bundle of ``source`` for GPUs, not to be changed; ``engines``: with those that TensorRT-RTX
+    builds here.
+    """
     key = (precision, targets, source, activations, engines, rotate_down)
     if key not in _bundles:
         _folders.append(tempfile.TemporaryDirectory())
@@ -80,11 +84,17 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder by its name."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def edit_device_graph(bundle: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
-    """Change ``device.onnx`` of a bundle in place; the manifest's hashes go along, as a defect of the exporter's would."""
+    """Change ``device.onnx`` of a bundle in place; the manifest's hashes go along, as a defect of
+    the exporter's would.
+    """
     path = bundle / "device.onnx"
     model = onnx.load(path, load_external_data=False)
     edit(model)

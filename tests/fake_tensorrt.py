@@ -1,8 +1,9 @@
 """A ``tensorrt`` that behaves as TensorRT 10 on a device, without one.
 
-Its classes, methods, arguments and enumerations are those of tests/golden/tensorrt_api.json, taken from real bindings: a name
-that is not there raises AttributeError, a call with other arguments TypeError. Every call is kept in ``module.calls``.
-What standard TensorRT has otherwise than TensorRT-RTX, of which the bindings are, is in ``RTX_ONLY`` and ``FLAGS``.
+Its classes, methods, arguments and enumerations are those of tests/golden/tensorrt_api.json, taken
+from real bindings: a name that is not there raises AttributeError, a call with other arguments
+TypeError. Every call is kept in ``module.calls``. What standard TensorRT has otherwise than
+TensorRT-RTX, of which the bindings are, is in ``RTX_ONLY`` and ``FLAGS``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,25 @@ from typing import Any
 
 API = json.loads((Path(__file__).parent / "golden" / "tensorrt_api.json").read_text())
 VERSION = "10.13.3.9"  # JetPack 7.0
-STREAMING = {"IStreamWriter", "build_serialized_network_to_stream"}  # not in 10.3, which is JetPack 6's
+STREAMING = {
+    "IStreamWriter",
+    "build_serialized_network_to_stream",
+}  # not in 10.3, which is JetPack 6's
 # NvInfer.h of 10.14 has no compute network: an engine is for the GPU that builds it.
-RTX_ONLY = {"ComputeCapability", "num_compute_capabilities", "get_compute_capability", "set_compute_capability"}
-FLAGS = {"EXPLICIT_BATCH": 0, "STRONGLY_TYPED": 1}  # NetworkDefinitionCreationFlag, NvInfer.h of 10.14
+RTX_ONLY = {
+    "ComputeCapability",
+    "num_compute_capabilities",
+    "get_compute_capability",
+    "set_compute_capability",
+}
+FLAGS = {
+    "EXPLICIT_BATCH": 0,
+    "STRONGLY_TYPED": 1,
+}  # NetworkDefinitionCreationFlag, NvInfer.h of 10.14
 NAMES = ("HALF", "BF16", "FLOAT", "INT8", "INT4", "FP8", "FP4")
-INSPECTED = dict(zip(NAMES, ("Half", "BFloat16", "Float", "Int8", "Int4", "FP8", "FP4"), strict=True))
+INSPECTED = dict(
+    zip(NAMES, ("Half", "BFloat16", "Float", "Int8", "Int4", "FP8", "FP4"), strict=True)
+)
 
 
 class Number(enum.Enum):
@@ -36,10 +50,12 @@ class Number(enum.Enum):
 
 @dataclass
 class Device:
-    """What the fake does: the network that its parser finds, the engine's size, what it logs and what its inspector tells.
+    """What the fake does: the network that its parser finds, the engine's size, what it logs and
+    what its inspector tells.
 
-    ``network`` is of ``describe``, None has it called; ``engine_bytes`` None is as many as the weights. ``logs`` are severity
-    and text, said while parsing; ``shown_as`` types by layer, in place of the network's. ``is_old``: TensorRT 10.3.
+    ``network`` is of ``describe``, None has it called; ``engine_bytes`` None is as many as the
+    weights. ``logs`` are severity and text, said while parsing; ``shown_as`` types by layer, in
+    place of the network's. ``is_old``: TensorRT 10.3.
     """
 
     network: dict[str, Any] | None = None
@@ -50,9 +66,11 @@ class Device:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The network of a device graph as TensorRT's parser makes it, as far as the audit looks: plain values, for JSON.
+    """The network of a device graph as TensorRT's parser makes it, as far as the audit looks: plain
+    values, for JSON.
 
-    Constants are layers whose output is called ``<initialiser>_output``; a matrix of a multiplication passes a shuffle.
+    Constants are layers whose output is called ``<initialiser>_output``; a matrix of a
+    multiplication passes a shuffle.
     """
     import onnx
 
@@ -84,7 +102,10 @@ def describe(path: Path) -> dict[str, Any]:
     inputs = []
     for value in graph.input:
         kind = value.type.tensor_type
-        tensors[value.name] = [of_onnx[kind.elem_type], [dim.dim_value or -1 for dim in kind.shape.dim]]
+        tensors[value.name] = [
+            of_onnx[kind.elem_type],
+            [dim.dim_value or -1 for dim in kind.shape.dim],
+        ]
         inputs.append(value.name)
     for held in graph.initializer:
         tensors[f"{held.name}_output"] = [of_onnx[held.data_type], list(held.dims)]
@@ -118,14 +139,20 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def module(device: Device | None = None) -> Any:
-    """The fake, for ``sys.modules["tensorrt"]``; ``calls`` has ``(name, arguments by name)`` in order."""
+    """The fake, for ``sys.modules["tensorrt"]``; ``calls`` has ``(name, arguments by name)`` in
+    order.
+    """
     device = device or Device()
     absent = RTX_ONLY | (STREAMING if device.is_old else set())
     trt: Any = ModuleType("tensorrt")
     trt.__spec__ = ModuleSpec("tensorrt", None)
     trt.__version__ = "10.3.0" if device.is_old else VERSION
     trt.calls = []
-    enums = {name: Number(name.rpartition(".")[2], members) for name, members in API["enums"].items() if name not in absent}
+    enums = {
+        name: Number(name.rpartition(".")[2], members)
+        for name, members in API["enums"].items()
+        if name not in absent
+    }
     enums["NetworkDefinitionCreationFlag"] = Number("NetworkDefinitionCreationFlag", FLAGS)
     for name, made in enums.items():
         if "." not in name:
@@ -138,7 +165,9 @@ def module(device: Device | None = None) -> Any:
 
 
 def _class(trt: Any, name: str, absent: set[str], behaviour: _Behaviour) -> type:
-    base: type = bytes if name == "IHostMemory" else object  # only bytes lend their memory before Python 3.12
+    base: type = (
+        bytes if name == "IHostMemory" else object
+    )  # only bytes lend their memory before Python 3.12
     described = API["classes"][name]
     settable = {key: value for key, value in described["properties"].items() if key not in absent}
 
@@ -186,7 +215,9 @@ def _method(
     return call
 
 
-def _bind(trt: Any, signature: list[list[Any]], arguments: Any, named: Any) -> dict[str, Any] | None:
+def _bind(
+    trt: Any, signature: list[list[Any]], arguments: Any, named: Any
+) -> dict[str, Any] | None:
     """Arguments by name where they fit a signature in number, name and type."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
@@ -198,7 +229,9 @@ def _bind(trt: Any, signature: list[list[Any]], arguments: Any, named: Any) -> d
     except TypeError:
         return None
     types = {name: text for name, text, _ in signature}
-    return dict(bound) if all(_is(trt, types[name], value) for name, value in bound.items()) else None
+    return (
+        dict(bound) if all(_is(trt, types[name], value) for name, value in bound.items()) else None
+    )
 
 
 def _is(trt: Any, text: str, value: Any) -> bool:
@@ -206,12 +239,21 @@ def _is(trt: Any, text: str, value: Any) -> bool:
         return isinstance(value, (tuple, list)) and all(isinstance(size, int) for size in value)
     if text == "SupportsInt":
         return hasattr(value, "__int__")
-    plain: dict[str, Any] = {"str": str, "bool": bool, "Buffer": (bytes, bytearray, memoryview), "IStreamReaderV2": ()}
-    return isinstance(value, plain[text] if text in plain else getattr(trt, text, None) or trt.ILogger.Severity)
+    plain: dict[str, Any] = {
+        "str": str,
+        "bool": bool,
+        "Buffer": (bytes, bytearray, memoryview),
+        "IStreamReaderV2": (),
+    }
+    return isinstance(
+        value, plain[text] if text in plain else getattr(trt, text, None) or trt.ILogger.Severity
+    )
 
 
 class _Behaviour:
-    """What the methods and properties do that do anything, called ``<class>_<method>`` and ``<class>_get_<property>``."""
+    """What the methods and properties do that do anything, called ``<class>_<method>`` and
+    ``<class>_get_<property>``.
+    """
 
     def __init__(self, trt: Any, device: Device) -> None:
         self.trt, self.device = trt, device
@@ -242,7 +284,9 @@ class _Behaviour:
         self.weights_bytes = (Path(model).parent / "denoiser.onnx.data").stat().st_size
         described = self.device.network or describe(Path(model))
         tensors = {
-            name: self.made("ITensor", _name=name, _dtype=self.trt.DataType[kind], _shape=tuple(shape))
+            name: self.made(
+                "ITensor", _name=name, _dtype=self.trt.DataType[kind], _shape=tuple(shape)
+            )
             for name, (kind, shape) in described["tensors"].items()
         }
         layers = [
@@ -256,7 +300,9 @@ class _Behaviour:
             )
             for kind, name, metadata, inputs, outputs in described["layers"]
         ]
-        parser.network.__dict__.update(inputs=[tensors[name] for name in described["inputs"]], layers=layers)
+        parser.network.__dict__.update(
+            inputs=[tensors[name] for name in described["inputs"]], layers=layers
+        )
         return not any(severity == "ERROR" for severity, _ in self.device.logs)
 
     def INetworkDefinition_get_num_inputs(self, network: Any) -> int:
@@ -286,7 +332,13 @@ class _Behaviour:
     # ---- Building ----
 
     def Builder_create_builder_config(self, builder: Any) -> Any:
-        return self.made("IBuilderConfig", profiles=[], _progress_monitor=None, _profiling_verbosity=None, timings=None)
+        return self.made(
+            "IBuilderConfig",
+            profiles=[],
+            _progress_monitor=None,
+            _profiling_verbosity=None,
+            timings=None,
+        )
 
     def Builder_create_optimization_profile(self, builder: Any) -> Any:
         return self.made("IOptimizationProfile")
@@ -295,10 +347,14 @@ class _Behaviour:
         config.profiles.append(profile)
         return len(config.profiles) - 1
 
-    def IBuilderConfig_create_timing_cache(self, config: Any, serialized_timing_cache: bytes) -> Any:
+    def IBuilderConfig_create_timing_cache(
+        self, config: Any, serialized_timing_cache: bytes
+    ) -> Any:
         return self.made("ITimingCache", held=bytes(serialized_timing_cache))
 
-    def IBuilderConfig_set_timing_cache(self, config: Any, cache: Any, ignore_mismatch: bool) -> bool:
+    def IBuilderConfig_set_timing_cache(
+        self, config: Any, cache: Any, ignore_mismatch: bool
+    ) -> bool:
         config.__dict__["timings"] = cache
         return True
 
@@ -308,7 +364,9 @@ class _Behaviour:
     def ITimingCache_serialize(self, cache: Any) -> Any:
         return self.memory(cache.held + b"timed ")
 
-    def Builder_build_serialized_network_to_stream(self, builder: Any, network: Any, config: Any, writer: Any) -> bool:
+    def Builder_build_serialized_network_to_stream(
+        self, builder: Any, network: Any, config: Any, writer: Any
+    ) -> bool:
         plan = self.Builder_build_serialized_network(builder, network, config)
         if plan is None:
             return False
@@ -345,8 +403,16 @@ class _Behaviour:
         """A layer as the inspector has it: quantisation merged into the multiplication."""
         path = layer.name.partition("/")[0]
         types = self.device.shown_as.get(path) or [self._codes(tensor) for tensor in layer.inputs]
-        tensors = [{"Name": f"{path}.{i}", "Dimensions": [1], "Format/Datatype": kind} for i, kind in enumerate(types)]
-        return {"Name": f"__myl_{path}_7", "LayerType": "gemm", "Inputs": tensors, "Metadata": layer.metadata}
+        tensors = [
+            {"Name": f"{path}.{i}", "Dimensions": [1], "Format/Datatype": kind}
+            for i, kind in enumerate(types)
+        ]
+        return {
+            "Name": f"__myl_{path}_7",
+            "LayerType": "gemm",
+            "Inputs": tensors,
+            "Metadata": layer.metadata,
+        }
 
     def _codes(self, tensor: Any) -> str:
         makers = {output.name: layer for layer in self.network.layers for output in layer.outputs}

@@ -1,4 +1,6 @@
-"""Hostile files, by kind: each is refused as it is read, or asks for what no limit allows as it is used."""
+"""Hostile files, by kind: each is refused as it is read, or asks for what no limit allows as it is
+used.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,11 @@ def _bpe(**changes: Any) -> dict[str, Any]:
 
 
 def _unigram(**changes: Any) -> dict[str, Any]:
-    return {"type": "Unigram", "vocab": [[word, -float(i)] for word, i in WORDS.items()], "unk_id": 0} | changes
+    return {
+        "type": "Unigram",
+        "vocab": [[word, -float(i)] for word, i in WORDS.items()],
+        "unk_id": 0,
+    } | changes
 
 
 def _word_piece(**changes: Any) -> dict[str, Any]:
@@ -107,14 +113,24 @@ def _sequence(kind: str, parts: list[Any]) -> dict[str, Any]:
 
 
 def _template(single: list[Any], special: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": single,
+        "special_tokens": special,
+    }
 
 
 def harmless() -> dict[str, Any]:
     """tokenizer.json for a denoiser of 160 ids, which each hostile one changes."""
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     added = [_added("<mask>", 150, special=True), _added("<end>", 151, special=True)]
-    return {"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "Whitespace"}, "model": _word_level()} | empty
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": _word_level(),
+    } | empty
 
 
 def _changed(changes: dict[str, dict[str, Any]]) -> dict[str, bytes]:
@@ -128,30 +144,78 @@ def tokenizers() -> dict[str, bytes]:
     maps = ("AAAA", "////", "!", 7)
     made = _changed(
         {
-            **{f"{name} is {value!r}": {name: value} for name in parts for value in (7, "x", [7], {"type": "Python"})},
-            **{f"an id of {value!r:.20}": {"model": _word_level(WORDS | {"x": value})} for value in HUGE},
-            **{f"an added id of {value!r:.20}": {"added_tokens": [_added("x", value)]} for value in HUGE},
             **{
-                f"BPE's {k} is {v!r}": {"model": _bpe(**{k: v})} for k in ("vocab", "merges") for v in (7, "x", [7], {"w1": -1})
+                f"{name} is {value!r}": {name: value}
+                for name in parts
+                for value in (7, "x", [7], {"type": "Python"})
             },
-            **{f"Unigram's unk_id is {v!r}": {"model": _unigram(unk_id=v)} for v in (-1, 10**6, 2**64, "x", 1.5)},
-            **{f"Unigram's vocab is {v!r}": {"model": _unigram(vocab=v)} for v in (7, [], [7], [["w", "x"]], {"w": 1})},
-            **{f"a pattern of {regex!r:.20}": {"pre_tokenizer": _split(regex)} for regex in patterns},
-            **{f"a map of {v!r}": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": v}} for v in maps},
-            **{f"truncation to {v!r}": {"truncation": {"max_length": v, "stride": 0}} for v in (-1, 2**64, "x")},
-            **{f"padding by {v!r}": {"padding": {"strategy": {"Fixed": v}}} for v in (-1, 2**64, "x")},
+            **{
+                f"an id of {value!r:.20}": {"model": _word_level(WORDS | {"x": value})}
+                for value in HUGE
+            },
+            **{
+                f"an added id of {value!r:.20}": {"added_tokens": [_added("x", value)]}
+                for value in HUGE
+            },
+            **{
+                f"BPE's {k} is {v!r}": {"model": _bpe(**{k: v})}
+                for k in ("vocab", "merges")
+                for v in (7, "x", [7], {"w1": -1})
+            },
+            **{
+                f"Unigram's unk_id is {v!r}": {"model": _unigram(unk_id=v)}
+                for v in (-1, 10**6, 2**64, "x", 1.5)
+            },
+            **{
+                f"Unigram's vocab is {v!r}": {"model": _unigram(vocab=v)}
+                for v in (7, [], [7], [["w", "x"]], {"w": 1})
+            },
+            **{
+                f"a pattern of {regex!r:.20}": {"pre_tokenizer": _split(regex)}
+                for regex in patterns
+            },
+            **{
+                f"a map of {v!r}": {
+                    "normalizer": {"type": "Precompiled", "precompiled_charsmap": v}
+                }
+                for v in maps
+            },
+            **{
+                f"truncation to {v!r}": {"truncation": {"max_length": v, "stride": 0}}
+                for v in (-1, 2**64, "x")
+            },
+            **{
+                f"padding by {v!r}": {"padding": {"strategy": {"Fixed": v}}}
+                for v in (-1, 2**64, "x")
+            },
             "merges of unknown tokens": {"model": _bpe(merges=[["x", "y"]])},
             "merges into an unknown token": {"model": _bpe(merges=[["w1", "w2"]])},
             "BPE's dropout of 7": {"model": _bpe(dropout=7.0)},
             "no vocabulary": {"model": _word_level({})},
             "ids that no denoiser has": {
-                "model": _word_level({"w0": 0} | {f"x{i}": 10**6 + i for i in range(99)}, unk_token="x7")
+                "model": _word_level(
+                    {"w0": 0} | {f"x{i}": 10**6 + i for i in range(99)}, unk_token="x7"
+                )
             },
-            "more added tokens than ids": {"added_tokens": [_added("e" * (i + 1), 160 + i) for i in range(1000)]},
+            "more added tokens than ids": {
+                "added_tokens": [_added("e" * (i + 1), 160 + i) for i in range(1000)]
+            },
         }
     )
-    raw = (b"", b"[]", b"{}", b"null", b"\xff\xfe{}", b"\0" * 99, DEEP.encode(), b'{"model":' * 999, b'{"version": "9.0"}')
-    return made | {f"it is {text[:12]!r}": text for text in raw} | {"cut": made["no vocabulary"][:-1]}
+    raw = (
+        b"",
+        b"[]",
+        b"{}",
+        b"null",
+        b"\xff\xfe{}",
+        b"\0" * 99,
+        DEEP.encode(),
+        b'{"model":' * 999,
+        b'{"version": "9.0"}',
+    )
+    return (
+        made | {f"it is {text[:12]!r}": text for text in raw} | {"cut": made["no vocabulary"][:-1]}
+    )
 
 
 def tokenizers_in_use() -> dict[str, bytes]:
@@ -160,18 +224,37 @@ def tokenizers_in_use() -> dict[str, bytes]:
     prepend = {"type": "Prepend", "prepend": "w1 " * 10**5}
     return _changed(
         {
-            "BPE's unknown token is unknown": {"model": _bpe(unk_token="nowhere"), "pre_tokenizer": None},
-            "WordPiece's unknown token is unknown": {"model": _word_piece(unk_token="nowhere"), "pre_tokenizer": None},
-            "WordLevel's unknown token is unknown": {"model": _word_level(unk_token="nowhere"), "pre_tokenizer": None},
-            "a text doubled sixty times": {"normalizer": _sequence("normalizers", [_replace("e", "ee")] * 60)},
-            "a letter that becomes a million": {"normalizer": _sequence("normalizers", [_replace("e", "e" * 10**5)] * 3)},
+            "BPE's unknown token is unknown": {
+                "model": _bpe(unk_token="nowhere"),
+                "pre_tokenizer": None,
+            },
+            "WordPiece's unknown token is unknown": {
+                "model": _word_piece(unk_token="nowhere"),
+                "pre_tokenizer": None,
+            },
+            "WordLevel's unknown token is unknown": {
+                "model": _word_level(unk_token="nowhere"),
+                "pre_tokenizer": None,
+            },
+            "a text doubled sixty times": {
+                "normalizer": _sequence("normalizers", [_replace("e", "ee")] * 60)
+            },
+            "a letter that becomes a million": {
+                "normalizer": _sequence("normalizers", [_replace("e", "e" * 10**5)] * 3)
+            },
             "a million words in front": {"normalizer": _sequence("normalizers", [prepend] * 99)},
-            "a text doubled by a pattern": {"normalizer": _sequence("normalizers", [_replace(".", "ee", "Regex")] * 60)},
-            "an answer doubled sixty times": {"decoder": _sequence("decoders", [_replace("w", "ww")] * 60)},
+            "a text doubled by a pattern": {
+                "normalizer": _sequence("normalizers", [_replace(".", "ee", "Regex")] * 60)
+            },
+            "an answer doubled sixty times": {
+                "decoder": _sequence("decoders", [_replace("w", "ww")] * 60)
+            },
             "a pattern that tries everything": {"pre_tokenizer": _split("(?:e|ee|eee)+[xyz]")},
             "a template of unknown tokens": {"post_processor": _template([piece], {})},
             "a template that is longer than a canvas": {
-                "post_processor": _template([piece] * 999, {"x": {"id": "x", "ids": [1] * 9**5, "tokens": ["w1"] * 9**5}})
+                "post_processor": _template(
+                    [piece] * 999, {"x": {"id": "x", "ids": [1] * 9**5, "tokens": ["w1"] * 9**5}}
+                )
             },
         }
     )
@@ -208,8 +291,28 @@ def templates() -> dict[str, str]:
 
 def configs() -> dict[str, dict[str, Any]]:
     """Changes to a LLaDA's config.json."""
-    keys = ("d_model", "n_layers", "n_heads", "mlp_hidden_size", "vocab_size", "embedding_size", "rope_theta", "rms_norm_eps")
-    values = (-1, 0, 1 << 24, 10**400, 1e400, float("nan"), "x" * 10**5, [0] * 10**5, {"a": {"b": 1}}, True)
+    keys = (
+        "d_model",
+        "n_layers",
+        "n_heads",
+        "mlp_hidden_size",
+        "vocab_size",
+        "embedding_size",
+        "rope_theta",
+        "rms_norm_eps",
+    )
+    values = (
+        -1,
+        0,
+        1 << 24,
+        10**400,
+        1e400,
+        float("nan"),
+        "x" * 10**5,
+        [0] * 10**5,
+        {"a": {"b": 1}},
+        True,
+    )
     single = {f"{key} is {value!r:.20}": {key: value} for key in keys for value in values}
     for key in ("rms_norm_eps", "rope_theta", "vocab_size"):  # embedding_size decides
         del single[f"{key} is {1 << 24}"]
@@ -219,7 +322,9 @@ def configs() -> dict[str, dict[str, Any]]:
         "an eos id of 400 digits": {"eos_token_id": [10**400]},
         "a mask id of 400 digits": {"mask_token_id": 10**400},
         "a rope_scaling of 400 digits": {"rope_scaling": {"type": "linear", "factor": 10**400}},
-        "rope in itself": {"rope_parameters": {"full_attention": {"full_attention": {"rope_theta": 1}}}},
+        "rope in itself": {
+            "rope_parameters": {"full_attention": {"full_attention": {"rope_theta": 1}}}
+        },
         "quantised by a stranger": {"quantization_config": {"quant_method": "x" * 10**5}},
         "quantised by a list": {"quantization_config": [[[]]]},
     }
@@ -243,7 +348,8 @@ def indexes() -> dict[str, bytes]:
     )
     maps = {f"a shard called {name!r:.20}": {"weight_map": {"x": name}} for name in names}
     maps |= {
-        f"weight_map is {value!r}": {"weight_map": value} for value in (7, None, [], "x", {"x": 7}, {"x": None}, {"x": []})
+        f"weight_map is {value!r}": {"weight_map": value}
+        for value in (7, None, [], "x", {"x": 7}, {"x": None}, {"x": []})
     }
     maps |= {"a tensor that is not there": {"weight_map": {"x" * 10**5: "model.safetensors"}}}
     maps |= {"many shards": {"weight_map": {f"t{i}": f"s{i}" for i in range(10**5)}}}
@@ -254,14 +360,25 @@ def indexes() -> dict[str, bytes]:
 def data_files() -> dict[str, bytes]:
     """Calibration data as JSONL, for the harmless tokenizer with a template."""
     lines: dict[str, Any] = {
-        **{f"text is {value!r:.20}": {"text": value} for value in (7, None, [], {}, "", "\ud800", 10**400)},
-        **{f"messages is {value!r}": {"messages": value} for value in (7, [], [7], [{}], [{"role": 7, "content": "x"}])},
+        **{
+            f"text is {value!r:.20}": {"text": value}
+            for value in (7, None, [], {}, "", "\ud800", 10**400)
+        },
+        **{
+            f"messages is {value!r}": {"messages": value}
+            for value in (7, [], [7], [{}], [{"role": 7, "content": "x"}])
+        },
         "half a prompt": {"prompt": "\udcff", "completion": "w1"},
         "an empty completion": {"prompt": "w1", "completion": " "},
         "a prompt that is a list": {"prompt": ["w1"], "completion": "w2"},
         "a text that is too long": {"text": "w1 " * 10**5},
     }
-    raw = {"deep": DEEP.encode(), "a number": b"9" * 10**5, "not UTF-8": b'{"text": "\xff"}', "NULs": b"\0" * 10**5}
+    raw = {
+        "deep": DEEP.encode(),
+        "a number": b"9" * 10**5,
+        "not UTF-8": b'{"text": "\xff"}',
+        "NULs": b"\0" * 10**5,
+    }
     raw |= {
         "a line without an end": b"x" * (3 << 20),
         "nothing": b"",
@@ -287,7 +404,8 @@ def recipes() -> dict[str, bytes]:
         "a format that clears the screen": b'[layers]\n"*" = "\\u001b[2J\\u0000"',
         "a pattern that clears the screen": b'[layers]\n"\\u001b[2J\\u0000" = "int8-dynamic"',
         "a pattern that tries everything": b'[layers]\n"' + b"*a" * 60 + b'" = "int8-dynamic"',
-        "many patterns": b"[layers]\n" + b"".join(b'"x%d" = "int8-dynamic"\n' % i for i in range(40_000)),
+        "many patterns": b"[layers]\n"
+        + b"".join(b'"x%d" = "int8-dynamic"\n' % i for i in range(40_000)),
         "a name of a million": b'name = "' + b"x" * 10**6 + b'"\n[layers]\n"x" = "int8-dynamic"',
         "a date": b"name = 1979-05-27",
     }
@@ -310,25 +428,53 @@ def measurements(measured: dict[str, Any]) -> dict[str, bytes]:
         return json.dumps(made).encode()
 
     places: tuple[tuple[Any, ...], ...] = (
-        *(("bundle", "parameters"), ("machine", "memory_bytes"), ("passes", 0, "ms"), ("passes", 0, "tokens")),
+        *(
+            ("bundle", "parameters"),
+            ("machine", "memory_bytes"),
+            ("passes", 0, "ms"),
+            ("passes", 0, "tokens"),
+        ),
         *(("generation", "tokens_per_s"), ("roofline", "read_bytes_per_s")),
     )
     values = (10**400, -1, 1e400, "x", None, [])
-    made = {f"{'.'.join(map(str, p))} is {v!r:.20}": changed(*p, value=v) for p in places for v in values}
+    made = {
+        f"{'.'.join(map(str, p))} is {v!r:.20}": changed(*p, value=v)
+        for p in places
+        for v in values
+    }
     made["half a character"] = changed("bundle", "precision", value="\ud800")
-    raw = {"deep": DEEP.encode(), "nothing": b"", "a number": b"9" * 5000, "a list": b"[]", "too large": b" " * (2 << 20)}
+    raw = {
+        "deep": DEEP.encode(),
+        "nothing": b"",
+        "a number": b"9" * 5000,
+        "a list": b"[]",
+        "too large": b" " * (2 << 20),
+    }
     return made | raw | {"no passes": changed("passes", value=[])}
 
 
 def goldens() -> dict[str, bytes]:
     """Golden files of the right names and a wrong inside."""
 
-    def archive(provenance: bytes, compression: int = zipfile.ZIP_STORED, said: int | None = None) -> bytes:
+    def archive(
+        provenance: bytes, compression: int = zipfile.ZIP_STORED, said: int | None = None
+    ) -> bytes:
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w", compression) as made:
-            for name in ("provenance", "mask_ratios", "tokens", "lengths", "rows", "row_counts", "logits"):
+            for name in (
+                "provenance",
+                "mask_ratios",
+                "tokens",
+                "lengths",
+                "rows",
+                "row_counts",
+                "logits",
+            ):
                 array = io.BytesIO()
-                np.save(array, np.frombuffer(provenance, np.uint8) if name == "provenance" else np.zeros(1))
+                np.save(
+                    array,
+                    np.frombuffer(provenance, np.uint8) if name == "provenance" else np.zeros(1),
+                )
                 made.writestr(f"{name}.npy", array.getvalue())
         data = out.getvalue()
         if said is not None:  # sizes in the central directory of the first entry
@@ -348,6 +494,8 @@ def goldens() -> dict[str, bytes]:
         "provenance is no JSON": archive(b"\xff"),
         "provenance is a number": archive(b"9" * 5000),
         "provenance is half a character": archive(b'{"format": "\\ud800"}'),
-        "of another version": archive(b'{"format": {"name": "dlm-export golden logits", "version": "\\u001b[2J"}}'),
+        "of another version": archive(
+            b'{"format": {"name": "dlm-export golden logits", "version": "\\u001b[2J"}}'
+        ),
         "nothing": b"",
     }

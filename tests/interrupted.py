@@ -1,6 +1,8 @@
-"""Builds that are ended by a signal at a chosen file operation, in processes forked from one that has imported everything.
+"""Builds that are ended by a signal at a chosen file operation, in processes forked from one that
+has imported everything.
 
-As a script: ``interrupted.py KIND FOLDER [CHECKPOINT]`` ends builds in FOLDER and prints what it found as JSON lines.
+As a script: ``interrupted.py KIND FOLDER [CHECKPOINT]`` ends builds in FOLDER and prints what it
+found as JSON lines.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from dlm_export.signals import dying_by_signal
 
 Build = Callable[[Path, str, bool], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.truncate", "fcntl.flock"}
+EVENTS = {
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.listdir",
+    "os.scandir",
+    "os.truncate",
+    "fcntl.flock",
+}
 NEIGHBOURS = ("notes.txt", ".bundle.old", ".bundle.dlm-export.txt")
 
 
@@ -37,7 +49,9 @@ def fake_build(out: Path, name: str, force: bool) -> None:
             for path in folder.rglob("*")
             if path.is_file()
         }
-        (folder / "manifest.json").write_text(json.dumps({"schema_version": 3, "loop": {}, "name": name, "files": files}))
+        (folder / "manifest.json").write_text(
+            json.dumps({"schema_version": 3, "loop": {}, "name": name, "files": files})
+        )
 
 
 def fake_name(out: Path) -> str:
@@ -52,12 +66,16 @@ def fake_name(out: Path) -> str:
 
 
 def in_child(work: Callable[[], None]) -> tuple[int, str]:
-    """Run in a forked process, as the command line would; its exit status (negative: a signal) and what it said."""
+    """Run in a forked process, as the command line would; its exit status (negative: a signal) and
+    what it said.
+    """
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
         os.close(read)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background is started to ignore
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # which a job in the background is started to ignore
         code, said = 0, ""
         try:
             with dying_by_signal():
@@ -77,7 +95,9 @@ def in_child(work: Callable[[], None]) -> tuple[int, str]:
 
 
 def count_operations(folder: Path, on_operation: Callable[[int], None]) -> None:
-    """Call ``on_operation`` with a number before each operation of this process on files below ``folder``; behind moves too."""
+    """Call ``on_operation`` with a number before each operation of this process on files below
+    ``folder``; behind moves too.
+    """
     numbers, mine, busy = itertools.count(1), os.getpid(), []
 
     def happened() -> None:
@@ -87,8 +107,12 @@ def count_operations(folder: Path, on_operation: Callable[[int], None]) -> None:
             busy.clear()
 
     def heard(event: str, arguments: tuple[Any, ...]) -> None:
-        paths = [os.fsdecode(each) for each in arguments if isinstance(each, (str, bytes, os.PathLike))]
-        if event in EVENTS and (event == "fcntl.flock" or any(str(folder) in path for path in paths)):
+        paths = [
+            os.fsdecode(each) for each in arguments if isinstance(each, (str, bytes, os.PathLike))
+        ]
+        if event in EVENTS and (
+            event == "fcntl.flock" or any(str(folder) in path for path in paths)
+        ):
             happened()
 
     renamed = outputs._renameat2
@@ -115,8 +139,12 @@ def operations(build: Build, out: Path, force: bool) -> int:
     return int(log.read_text())
 
 
-def end_at(build: Build, out: Path, number: int, sent: signal.Signals, force: bool, with_second: bool) -> dict[str, Any]:
-    """End a build before its operation ``number``; with a second build to the same path right before that."""
+def end_at(
+    build: Build, out: Path, number: int, sent: signal.Signals, force: bool, with_second: bool
+) -> dict[str, Any]:
+    """End a build before its operation ``number``; with a second build to the same path right
+    before that.
+    """
     seen = out.parent.parent / "second"
     seen.unlink(missing_ok=True)
 
@@ -133,14 +161,21 @@ def end_at(build: Build, out: Path, number: int, sent: signal.Signals, force: bo
 
     code, said = in_child(work)
     second = json.loads(seen.read_text()) if seen.exists() else None
-    return {"at": number, "signal": sent.name, "force": force, "code": code, "said": said, "second": second}
+    return {
+        "at": number,
+        "signal": sent.name,
+        "force": force,
+        "code": code,
+        "said": said,
+        "second": second,
+    }
 
 
 def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Signals, bool, bool]]:
     """Operation, signal, whether an old bundle stands there, whether a second build comes.
 
-    ``total`` has the operations of a build without and with an old bundle. All of a fake build, each with SIGKILL and with one
-    of the others; 50 of a real one.
+    ``total`` has the operations of a build without and with an old bundle. All of a fake build,
+    each with SIGKILL and with one of the others; 50 of a real one.
     """
     if kind == "fake":
         for force in (False, True):
@@ -155,12 +190,16 @@ def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Si
 
 
 def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -> None:
-    """End builds in every way of ``cases`` and say what stands there then, and after the next build."""
+    """End builds in every way of ``cases`` and say what stands there then, and after the next
+    build.
+    """
     out = folder / "out" / "bundle"
     old, parent = folder / "old", out.parent
     build(old, "old", False)
     parent.mkdir()
-    total = {force: operations(build, out, force) for force in (False, True)}  # the first leaves what the second replaces
+    total = {
+        force: operations(build, out, force) for force in (False, True)
+    }  # the first leaves what the second replaces
     for number, sent, force, with_second in cases(kind, total):
         shutil.rmtree(parent)
         parent.mkdir()
@@ -178,7 +217,9 @@ def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -
 
 
 def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
-    """Builds of a checkpoint, told apart by the length of their canvas; their graphs are traced here, before any fork."""
+    """Builds of a checkpoint, told apart by the length of their canvas; their graphs are traced
+    here, before any fork.
+    """
     import torch
     from traces import trace_once
 
@@ -193,7 +234,10 @@ def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
     trace.trace_pass = trace_once
     lengths = {"old": 64, "new": 65, "second": 66, "next": 67}
     for length in lengths.values():
-        trace_once(families.read_network(Checkpoint(checkpoint), Overrides(max_canvas_length=length)), "fp32")
+        trace_once(
+            families.read_network(Checkpoint(checkpoint), Overrides(max_canvas_length=length)),
+            "fp32",
+        )
 
     def run_build(out: Path, name: str, force: bool) -> None:
         options = BuildOptions(force=force, check_parity=False)
@@ -201,11 +245,17 @@ def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
 
     def name_of(out: Path) -> str:
         with dlm_runtime.open(out, engine="none") as bundle:  # checks every hash
-            return next(name for name, length in lengths.items() if length == bundle.max_canvas_length)
+            return next(
+                name for name, length in lengths.items() if length == bundle.max_canvas_length
+            )
 
     return run_build, name_of
 
 
 if __name__ == "__main__":
     chosen, where = sys.argv[1], Path(sys.argv[2])
-    run(chosen, where, *((fake_build, fake_name) if chosen == "fake" else real_build(Path(sys.argv[3]))))
+    run(
+        chosen,
+        where,
+        *((fake_build, fake_name) if chosen == "fake" else real_build(Path(sys.argv[3]))),
+    )

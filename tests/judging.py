@@ -25,10 +25,11 @@ def judge(
     free_runs: int | None = None,
     on_done: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """Judge a candidate on all held-out samples, with both loops run freely on the first ``free_runs`` of them (None: all).
+    """Judge a candidate on all held-out samples, with both loops run freely on the first
+    ``free_runs`` of them (None: all).
 
-    The frontier's canvases are the reference's. ``on_done`` is called ``len(samples) + min(free_runs, len(samples))`` times.
-    Raises JudgeError.
+    The frontier's canvases are the reference's. ``on_done`` is called ``len(samples) +
+    min(free_runs, len(samples))`` times. Raises JudgeError.
     """
     if free_runs is not None and free_runs < 1:
         raise JudgeError("judging needs at least one free run")

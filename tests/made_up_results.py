@@ -1,22 +1,54 @@
-"""Made-up results of a quantised bundle, in the form in which report.py takes them: every section is there."""
+"""Made-up results of a quantised bundle, in the form in which report.py takes them: every section
+is there.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 RATIOS = [0.05 + i / 10 for i in range(10)]
-HOSTILE = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&\x00\u202e\ud800 {{ 7 * 7 }} $x$"
-ROLES = ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")
+HOSTILE = (
+    "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&\x00\u202e\ud800 {{ 7 * 7 }} $x$"
+)
+ROLES = (
+    "attention.q",
+    "attention.k",
+    "attention.v",
+    "attention.out",
+    "mlp.gate",
+    "mlp.up",
+    "mlp.down",
+)
 
 
 def made_up_effort() -> dict[str, Any]:
-    points = [{"changes": {"threshold": 0.5 + i / 10}, "quality": 0.6 + i / 20, "nfe": 4.0 + i * i} for i in range(5)]
-    levels = dict(zip(("instant", "low", "medium", "high"), (points[0], points[1], points[2], points[4]), strict=True))
-    return {"preset": "fast-dllm", "quality": "task", "found_by": "replay", "samples": 11, "curve": points, "levels": levels}
+    points = [
+        {"changes": {"threshold": 0.5 + i / 10}, "quality": 0.6 + i / 20, "nfe": 4.0 + i * i}
+        for i in range(5)
+    ]
+    levels = dict(
+        zip(
+            ("instant", "low", "medium", "high"),
+            (points[0], points[1], points[2], points[4]),
+            strict=True,
+        )
+    )
+    return {
+        "preset": "fast-dllm",
+        "quality": "task",
+        "found_by": "replay",
+        "samples": 11,
+        "curve": points,
+        "levels": levels,
+    }
 
 
 def made_up_manifest() -> dict[str, Any]:
-    layers = {f"blocks.{i}.{role}": "fp8" if "attention" in role else "nvfp4" for i in range(64) for role in ROLES}
+    layers = {
+        f"blocks.{i}.{role}": "fp8" if "attention" in role else "nvfp4"
+        for i in range(64)
+        for role in ROLES
+    }
     layers["blocks.11.mlp.down"] = "high"
     layers["blocks.12.mlp.experts.0.down_projection_with_a_long_name"] = "int8-dynamic"
     return {
@@ -32,7 +64,11 @@ def made_up_manifest() -> dict[str, Any]:
         "targets": ["cpu"],
         "precision": {
             "name": "mixed",
-            "recipe": {"default": "nvfp4", "formats": {"attention": {"format": "fp8", "observer": "mse"}}, "keep": ["lm_head"]},
+            "recipe": {
+                "default": "nvfp4",
+                "formats": {"attention": {"format": "fp8", "observer": "mse"}},
+                "keep": ["lm_head"],
+            },
             "layers": layers,
             "high_precision": ["lm_head", "embedding", *(f"blocks.{i}.norm_1" for i in range(12))],
             "calibration": None,
@@ -61,7 +97,12 @@ def made_up_accuracy() -> dict[str, Any]:
     ]
     overall = {key: value for key, value in buckets[6].items() if key != "mask_ratio"}
     names = [f"blocks.{i}.{role}" for i in range(12) for role in ROLES]
-    same = {"prompt": "turn the lights on", "answer": None, "reference": '{"call": 1}', "candidate": '{"call": 1}'}
+    same = {
+        "prompt": "turn the lights on",
+        "answer": None,
+        "reference": '{"call": 1}',
+        "candidate": '{"call": 1}',
+    }
     differing = {
         "prompt": HOSTILE,
         "answer": '{"call": "set_light", "room": "bedroom", "percent": 40}',
@@ -69,17 +110,27 @@ def made_up_accuracy() -> dict[str, Any]:
         "candidate": '{"call": "set_light", "room": "bathroom", "percent": 40}',
     }
     curve = [
-        {"threshold": t / 100, "quality": 0.5 + 0.3 * (t / 100) ** 0.5, "nfe": 8 + 12 * t / 100} for t in range(50, 100, 7)
+        {"threshold": t / 100, "quality": 0.5 + 0.3 * (t / 100) ** 0.5, "nfe": 8 + 12 * t / 100}
+        for t in range(50, 100, 7)
     ]
     return {
         "judgement": {
             "reference": "checkpoints/of/one/long/path/LLaDA-8B-Instruct, fp32",
             "candidate": "demo mixed",
             "data": {"samples": 200, "sha256": "c3" * 32, "seed": 1},
-            "effort": {"judge": "full", "stopped": "all", "states_of": "reference", "free_runs": 200},
+            "effort": {
+                "judge": "full",
+                "stopped": "all",
+                "states_of": "reference",
+                "free_runs": 200,
+            },
             "policy": {"commit": "threshold", "threshold": 0.9, "block_length": 32},
             "buckets": buckets,
-            "overall": {**overall, "reference_bits_per_byte": 1.2345, "candidate_bits_per_byte": 1.2411},
+            "overall": {
+                **overall,
+                "reference_bits_per_byte": 1.2345,
+                "candidate_bits_per_byte": 1.2411,
+            },
             "frontier": {
                 "buckets": [
                     {
@@ -107,7 +158,12 @@ def made_up_accuracy() -> dict[str, Any]:
                 "candidate_nfe": [6 + i * 7 % 13 for i in range(64)],
                 "nfe_ratio": 1.031,
                 "nfe_ratio_interval": [0.99, 1.07],
-                "task": {"reference": 0.795, "candidate": 0.789, "difference": -0.006, "difference_interval": [-0.018, 0.004]},
+                "task": {
+                    "reference": 0.795,
+                    "candidate": 0.789,
+                    "difference": -0.006,
+                    "difference_interval": [-0.018, 0.004],
+                },
                 "samples": [
                     {**differing, "reference_nfe": 9, "candidate_nfe": 11},
                     {**same, "reference_nfe": 4, "candidate_nfe": 4},
@@ -115,7 +171,12 @@ def made_up_accuracy() -> dict[str, Any]:
             },
             "noise_floor": {"ce_increase": 0.0004, "top1": 0.9991, "kl_mean": 0.0001},
             "layers": [
-                {"layer": n, "format": "nvfp4", "kl": 0.001 / (i + 1), "frontier_kl": 0.004 / (i + 1)}
+                {
+                    "layer": n,
+                    "format": "nvfp4",
+                    "kl": 0.001 / (i + 1),
+                    "frontier_kl": 0.004 / (i + 1),
+                }
                 for i, n in enumerate(names)
             ],
             "layers_method": "fisher",
@@ -158,7 +219,10 @@ def made_up_accuracy() -> dict[str, Any]:
                     "masked_amax": 12.5,
                     "committed_amax": 9.0,
                     "clean_amax": 7.0,
-                    "by_bucket": [None if i == 2 and b == 3 else 3 * (1 + 40 / (i + 3)) ** (b / 9) for b in range(10)],
+                    "by_bucket": [
+                        None if i == 2 and b == 3 else 3 * (1 + 40 / (i + 3)) ** (b / 9)
+                        for b in range(10)
+                    ],
                 }
                 for i, name in enumerate(names)
             ],
@@ -167,4 +231,9 @@ def made_up_accuracy() -> dict[str, Any]:
     }
 
 
-FILES = {"denoiser.onnx": 1_200_000, "denoiser.onnx.data": 92_000_000, "tokenizer.json": 1_400_000, "manifest.json": 9_000}
+FILES = {
+    "denoiser.onnx": 1_200_000,
+    "denoiser.onnx.data": 92_000_000,
+    "tokenizer.json": 1_400_000,
+    "manifest.json": 9_000,
+}

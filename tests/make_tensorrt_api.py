@@ -1,9 +1,11 @@
-"""Writes tests/golden/tensorrt_api.json: what engines are built with of TensorRT's Python API, as real bindings have it.
+"""Writes tests/golden/tensorrt_api.json: what engines are built with of TensorRT's Python API, as
+real bindings have it.
 
-Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs. The bindings bring no stubs;
-pybind11 writes each signature into the docstring. A class is ``{"methods": {name: [signature, ...]}, "properties": {name:
-whether it can be set}}``, a signature a list of ``[argument, type, whether it has a default]`` without self, or null for a
-method that engines are built without; an enumeration is its members and their numbers.
+Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs. The
+bindings bring no stubs; pybind11 writes each signature into the docstring. A class is ``{"methods":
+{name: [signature, ...]}, "properties": {name: whether it can be set}}``, a signature a list of
+``[argument, type, whether it has a default]`` without self, or null for a method that engines are
+built without; an enumeration is its members and their numbers.
 """
 
 from __future__ import annotations
@@ -72,7 +74,11 @@ def signatures(name: str, text: str) -> list[list[list[Any]]]:
         first_default = len(arguments.args) - len(arguments.defaults)
         found.append(
             [
-                [argument.arg, ast.unparse(argument.annotation).rpartition(".")[2], i >= first_default]
+                [
+                    argument.arg,
+                    ast.unparse(argument.annotation).rpartition(".")[2],
+                    i >= first_default,
+                ]
                 for i, argument in enumerate(arguments.args)
                 if argument.arg != "self"
             ]
@@ -87,7 +93,11 @@ def describe(of: type, kept: tuple[str, ...]) -> dict[str, Any]:
     for name, member in inspect.getmembers(of):
         if isinstance(member, property):
             properties[name] = member.fset is not None
-        elif callable(member) and not isinstance(member, type) and (not name.startswith("_") or name in kept):
+        elif (
+            callable(member)
+            and not isinstance(member, type)
+            and (not name.startswith("_") or name in kept)
+        ):
             methods[name] = signatures(name, member.__doc__ or "") if name in kept else None
     return {"methods": methods, "properties": properties}
 
@@ -111,7 +121,11 @@ def text() -> str:
     }
     lines = json.dumps(golden, indent=1)
     for _ in range(2):  # innermost first: a signature a line, for the file is read when it changes
-        lines = re.sub(r"\[\s+((?:[^\[\]{}]|\[[^\[\]]*\])*?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", lines)
+        lines = re.sub(
+            r"\[\s+((?:[^\[\]{}]|\[[^\[\]]*\])*?)\s+\]",
+            lambda found: "[" + " ".join(found[1].split()) + "]",
+            lines,
+        )
     return lines + "\n"
 
 

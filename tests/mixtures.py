@@ -1,6 +1,8 @@
-"""transformers' own mixtures of experts on the weights of a checkpoint: what families of that layer are compared with.
+"""transformers' own mixtures of experts on the weights of a checkpoint: what families of that layer
+are compared with.
 
-transformers 5 holds experts in stacks, gate and up one behind the other: its own loading puts released tensors into them.
+transformers 5 holds experts in stacks, gate and up one behind the other: its own loading puts
+released tensors into them.
 """
 
 from __future__ import annotations
@@ -14,10 +16,27 @@ from safetensors.torch import load_file, save_file
 
 
 def qwen3_moe(config: dict[str, Any], **fields: Any) -> transformers.PretrainedConfig:
-    """A configuration of transformers' Qwen3-MoE in the sizes of a released one; ``fields`` it has under other names."""
-    same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "vocab_size")
-    further = ("num_experts_per_tok", "rope_theta", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
-    return transformers.Qwen3MoeConfig(**{name: config[name] for name in (*same, *further)} | fields)
+    """A configuration of transformers' Qwen3-MoE in the sizes of a released one; ``fields`` it has
+    under other names.
+    """
+    same = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_experts",
+        "vocab_size",
+    )
+    further = (
+        "num_experts_per_tok",
+        "rope_theta",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+    )
+    return transformers.Qwen3MoeConfig(
+        **{name: config[name] for name in (*same, *further)} | fields
+    )
 
 
 @torch.no_grad()
@@ -29,19 +48,25 @@ def logits_of(
     ids: torch.Tensor,
     is_visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits ``[B, L, V]`` of a class of transformers on ``tensors`` in its own names; ``is_visible``: ``[L, L]``."""
+    """Logits ``[B, L, V]`` of a class of transformers on ``tensors`` in its own names;
+    ``is_visible``: ``[L, L]``.
+    """
     folder.mkdir()
     config.architectures = [kind.__name__]
     config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model, told = kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True)
+    model, told = kind.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
     assert not told["mismatched_keys"]
     length = ids.shape[1]
     visible = torch.ones(length, length, dtype=torch.bool) if is_visible is None else is_visible
     mask = torch.zeros(1, 1, length, length).masked_fill(~visible, torch.finfo(torch.float32).min)
-    logits: torch.Tensor = model.eval()(input_ids=ids, attention_mask=mask.expand(len(ids), -1, -1, -1), use_cache=False).logits
+    logits: torch.Tensor = model.eval()(
+        input_ids=ids, attention_mask=mask.expand(len(ids), -1, -1, -1), use_cache=False
+    ).logits
     return logits
 
 

@@ -19,9 +19,15 @@ def make_network(
     qkv_bias: bool = False,
     **fields: Any,
 ) -> NetworkSpec:
-    """A network whose layers are all alike, or those given; ``fields`` are further ones of ``NetworkSpec``."""
+    """A network whose layers are all alike, or those given; ``fields`` are further ones of
+    ``NetworkSpec``.
+    """
     attention = AttentionSpec(heads, kv_heads, head_size, Rope(1e4), qkv_bias=qkv_bias)
-    each = (LayerSpec(attention, MlpSpec(mlp_size), 1e-6),) * layers if isinstance(layers, int) else layers
+    each = (
+        (LayerSpec(attention, MlpSpec(mlp_size), 1e-6),) * layers
+        if isinstance(layers, int)
+        else layers
+    )
     known: dict[str, Any] = {
         "family": "llada",
         "architecture": "LLaDAModelLM",
@@ -33,4 +39,6 @@ def make_network(
         "eos_token_ids": (0,),
         "pad_token_id": None,
     }
-    return NetworkSpec(vocab_size=vocab_size, hidden_size=hidden_size, layers=each, **known | fields)
+    return NetworkSpec(
+        vocab_size=vocab_size, hidden_size=hidden_size, layers=each, **known | fields
+    )

@@ -8,7 +8,21 @@ from typing import Any
 NAMES = ("a", "id", "name", "größe", 'say "hi"', "back\\slash", "x y", "12")
 PATTERNS = ("^[a-c]{2,3}$", "ab", '^"?[^x]$', "^(on|off|a\\d)$", "^\\w+ \\w+$", "^[^\\W\\d]{1,4}$")
 FORMATS = ("date", "time", "date-time", "uuid", "email", "hostname", "ipv4", "uri")
-VALUES: tuple[Any, ...] = (None, True, 0, -3, 1.5, "", "a", 'q"', "tab\t", "é", [1, "b"], {"k": None}, {})
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -3,
+    1.5,
+    "",
+    "a",
+    'q"',
+    "tab\t",
+    "é",
+    [1, "b"],
+    {"k": None},
+    {},
+)
 
 
 def random_document(source: random.Random) -> dict[str, Any]:
@@ -16,7 +30,13 @@ def random_document(source: random.Random) -> dict[str, Any]:
     made = random_schema(source)
     if source.random() < 0.8:
         return made
-    return {"$defs": {"it": made}, "type": "array", "prefixItems": [{"$ref": "#/$defs/it"}], "items": False, "minItems": 1}
+    return {
+        "$defs": {"it": made},
+        "type": "array",
+        "prefixItems": [{"$ref": "#/$defs/it"}],
+        "items": False,
+        "minItems": 1,
+    }
 
 
 def random_schema(source: random.Random, depth: int = 3) -> dict[str, Any]:
@@ -30,7 +50,12 @@ def random_schema(source: random.Random, depth: int = 3) -> dict[str, Any]:
 def _string(source: random.Random, _: int) -> dict[str, Any]:
     low = source.randrange(4)
     limits = source.choice(
-        ({}, {"minLength": low}, {"maxLength": low + 2}, {"minLength": low, "maxLength": low + source.randrange(3)})
+        (
+            {},
+            {"minLength": low},
+            {"maxLength": low + 2},
+            {"minLength": low, "maxLength": low + source.randrange(3)},
+        )
     )
     return {"type": "string", **limits}
 
@@ -58,15 +83,24 @@ def _object(source: random.Random, depth: int) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": random_schema(source, depth - 1)}
     properties = {name: random_schema(source, depth - 1) for name in names}
     required = [name for name in names if source.random() < 0.6]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": source.random() < 0.5}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": source.random() < 0.5,
+    }
 
 
 def _array(source: random.Random, depth: int) -> dict[str, Any]:
     low = source.randrange(3)
     made: dict[str, Any] = {"type": "array", "items": random_schema(source, depth - 1)}
     if source.random() < 0.3:
-        made["prefixItems"] = [random_schema(source, depth - 1) for _ in range(source.randrange(1, 3))]
-    return made | source.choice(({}, {"minItems": low}, {"maxItems": low + 1}, {"minItems": low, "maxItems": low + 2}))
+        made["prefixItems"] = [
+            random_schema(source, depth - 1) for _ in range(source.randrange(1, 3))
+        ]
+    return made | source.choice(
+        ({}, {"minItems": low}, {"maxItems": low + 1}, {"minItems": low, "maxItems": low + 2})
+    )
 
 
 def _any_of(source: random.Random, depth: int) -> dict[str, Any]:
@@ -85,5 +119,7 @@ _MAKERS = {
     "object": _object,
     "array": _array,
     "anyOf": _any_of,
-    "types": lambda source, _: {"type": source.sample(["string", "integer", "number", "boolean", "null"], 2)},
+    "types": lambda source, _: {
+        "type": source.sample(["string", "integer", "number", "boolean", "null"], 2)
+    },
 }

@@ -1,4 +1,5 @@
-"""A2D conversions of Qwen3: per-head q/k norms, and heads wider than the hidden size over their number.
+"""A2D conversions of Qwen3: per-head q/k norms, and heads wider than the hidden size over their
+number.
 
 ``test_capture`` compares the same checkpoints with transformers' own Qwen3.
 """
@@ -31,12 +32,18 @@ from dlm_export.network import reference
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_runtime import PRESETS
 
-VARIANTS: list[dict[str, Any]] = [{}, {"tie_word_embeddings": True, "num_key_value_heads": 4}, {"head_dim": 8}]
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    {"head_dim": 8},
+]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("a2d") / "checkpoint", a2d_qwen3_config(), seed=7)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("a2d") / "checkpoint", a2d_qwen3_config(), seed=7
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +64,24 @@ def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tenso
         b = f"model.layers.{i}."
         h = _rms_norm(x, w[f"{b}input_layernorm.weight"], eps)
         q, k, v = (h @ w[f"{b}self_attn.{name}_proj.weight"].T for name in "qkv")
-        q = _rms_norm(q.unflatten(-1, (heads, D)), w[f"{b}self_attn.q_norm.weight"], eps).flatten(-2)
-        k = _rms_norm(k.unflatten(-1, (kv_heads, D)), w[f"{b}self_attn.k_norm.weight"], eps).flatten(-2)
-        x = x + _attention(q, k, v, heads, kv_heads, config["rope_theta"]) @ w[f"{b}self_attn.o_proj.weight"].T
+        q = _rms_norm(q.unflatten(-1, (heads, D)), w[f"{b}self_attn.q_norm.weight"], eps).flatten(
+            -2
+        )
+        k = _rms_norm(
+            k.unflatten(-1, (kv_heads, D)), w[f"{b}self_attn.k_norm.weight"], eps
+        ).flatten(-2)
+        x = (
+            x
+            + _attention(q, k, v, heads, kv_heads, config["rope_theta"])
+            @ w[f"{b}self_attn.o_proj.weight"].T
+        )
         h = _rms_norm(x, w[f"{b}post_attention_layernorm.weight"], eps)
         gate, up = (h @ w[f"{b}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ w[f"{b}mlp.down_proj.weight"].T
     x = _rms_norm(x, w["model.norm.weight"], eps)
-    return x @ w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T
+    return (
+        x @ w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T
+    )
 
 
 @torch.no_grad()
@@ -81,7 +98,12 @@ def test_logits_equal_an_independent_forward(tmp_path: Path, changes: dict[str, 
 def test_what_is_told_of_it(checkpoint: Path) -> None:
     network = families.read_network(Checkpoint(checkpoint), Overrides())
     attention = network.layers[0].attention
-    assert (network.family, network.shift, attention.qk_norm, attention.qkv_bias) == ("a2d-qwen3", 0, True, False)
+    assert (network.family, network.shift, attention.qk_norm, attention.qkv_bias) == (
+        "a2d-qwen3",
+        0,
+        True,
+        False,
+    )
     assert attention.head_size != network.hidden_size // attention.heads
 
 
@@ -90,7 +112,11 @@ def test_attention_is_fused_behind_the_norms(bundle: Path) -> None:
     model = onnx.load(bundle / GRAPH_FILE, load_external_data=False)
     layers = a2d_qwen3_config()["num_hidden_layers"]
     found = Counter(node.op_type for node in model.graph.node)
-    assert (found["CachedAttention"], found["Attention"], found["RotaryEmbedding"]) == (layers, 0, 0)
+    assert (found["CachedAttention"], found["Attention"], found["RotaryEmbedding"]) == (
+        layers,
+        0,
+        0,
+    )
     assert found["RMSNormalization"] == 4 * layers + 1
 
 
@@ -109,7 +135,11 @@ def test_whole_canvases_equal_the_reference(checkpoint: Path, bundle: Path, cach
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 def test_quantised_bundles_are_built(checkpoint: Path, tmp_path: Path, precision: str) -> None:
     small = QuantiseOptions(calibration=CalibrationOptions(samples=4, states_per_sample=2))
-    build(checkpoint, tmp_path / "bundle", BuildOptions(precision=precision, check_parity=False, quantise=small))
+    build(
+        checkpoint,
+        tmp_path / "bundle",
+        BuildOptions(precision=precision, check_parity=False, quantise=small),
+    )
     with dlm_runtime.open(tmp_path / "bundle", threads=1) as opened:
         assert len(opened.generate(tokens=[1, 2, 3], max_new_tokens=8).tokens) == 11
 

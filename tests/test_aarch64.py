@@ -1,7 +1,8 @@
-"""The native library on 64-bit Arm: cross-compiled, its tests and the demo run in an emulator, beside this processor.
+"""The native library on 64-bit Arm: cross-compiled, its tests and the demo run in an emulator,
+beside this processor.
 
-Needs g++-aarch64-linux-gnu and qemu-user, and for the demo ONNX Runtime's library for aarch64, which `make aarch64` fetches;
-$DLM_AARCH64_ONNXRUNTIME leads to another one.
+Needs g++-aarch64-linux-gnu and qemu-user, and for the demo ONNX Runtime's library for aarch64,
+which `make aarch64` fetches; $DLM_AARCH64_ONNXRUNTIME leads to another one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_native import EXAMPLE, HEADER, NEW_TOKENS, PROMPT, REPOSITORY, SOURCE, STRICT, compile_c, run, succeed, tool
+from test_native import (
+    EXAMPLE,
+    HEADER,
+    NEW_TOKENS,
+    PROMPT,
+    REPOSITORY,
+    SOURCE,
+    STRICT,
+    compile_c,
+    run,
+    succeed,
+    tool,
+)
 
 from dlm_export.build import BuildOptions, build
 from dlm_runtime import _native
@@ -25,12 +38,17 @@ SYSROOT = Path("/usr/aarch64-linux-gnu")
 CROSS, CROSS_C = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-gcc"
 HERE = Path(_native.library()._name).parent  # of the library of this processor
 DEMO = REPOSITORY / "examples"
-PROMPTS, PRESET = {"fp32": 20, "int8": 50}, "fast-dllm"  # held-out commands; an emulated pass in fp32 takes seconds
-# Kernels and ONNX Runtime's own products sum in another order; in INT8 an activation between two codes may then go to either,
-# and every layer behind sees it. Seen: 2.7e-5, and in INT8 0.43, with a median of 0.011, of logits up to 22.
+PROMPTS, PRESET = (
+    {"fp32": 20, "int8": 50},
+    "fast-dllm",
+)  # held-out commands; an emulated pass in fp32 takes seconds
+# Kernels and ONNX Runtime's own products sum in another order; in INT8 an activation between two
+# codes may then go to either, and every layer behind sees it. Seen: 2.7e-5, and in INT8 0.43, with
+# a median of 0.011, of logits up to 22.
 TOLERANCE, MEDIAN = {"fp32": 1e-4, "int8": 1.0}, {"fp32": 1e-5, "int8": 0.05}
 AGREEING = {"fp32": 1.0, "int8": 0.95}  # of answers, passes included
-# As Linux shows a Neoverse N1. ONNX Runtime reads it as it is loaded, and crashes on an x86-64's, which qemu would hand on.
+# As Linux shows a Neoverse N1. ONNX Runtime reads it as it is loaded, and crashes on an x86-64's,
+# which qemu would hand on.
 CPUINFO = """processor\t: {}
 BogoMIPS\t: 50.00
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
@@ -45,21 +63,31 @@ CPU revision\t: 1
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command before a program for aarch64: of a processor with dot products, and not much more to emulate."""
+    """The command before a program for aarch64: of a processor with dot products, and not much more
+    to emulate.
+    """
     found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if found is None or shutil.which(CROSS) is None:
         pytest.skip("g++-aarch64-linux-gnu or qemu-user is not installed")
     root = tmp_path_factory.mktemp("aarch64")
     (root / "lib").symlink_to(SYSROOT / "lib")
     (root / "proc").mkdir()
-    (root / "proc" / "cpuinfo").write_text("".join(CPUINFO.format(i) for i in range(os.cpu_count() or 1)))
+    (root / "proc" / "cpuinfo").write_text(
+        "".join(CPUINFO.format(i) for i in range(os.cpu_count() or 1))
+    )
     return [found, "-cpu", "neoverse-n1", "-L", str(root)]
 
 
 def compiled(*targets: str) -> Path:
     """The build folder, with these targets in it."""
     toolchain = f"-DCMAKE_TOOLCHAIN_FILE={SOURCE / 'cmake' / 'aarch64-linux-gnu.cmake'}"
-    options = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DDLM_BUILD_TESTS=ON", toolchain]
+    options = [
+        "-G",
+        "Ninja",
+        f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+        "-DDLM_BUILD_TESTS=ON",
+        toolchain,
+    ]
     succeed(tool("cmake"), "-S", SOURCE, "-B", BUILD, *options)
     succeed(tool("cmake"), "--build", BUILD, "--target", *targets)
     return BUILD
@@ -75,11 +103,17 @@ def test_kernels_for_aarch64_agree_with_plain_loops(emulator: list[str]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["native_test", "scheduler_test", "constraint_test", "text_test"])
 def test_native_tests_pass_on_aarch64(emulator: list[str], name: str) -> None:
-    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(*emulator, compiled(name) / name), flags=re.MULTILINE)
+    assert re.search(
+        r"^[1-9]\d* passed, 0 failed$",
+        succeed(*emulator, compiled(name) / name),
+        flags=re.MULTILINE,
+    )
 
 
 @pytest.mark.slow
-def test_a_request_on_aarch64_survives_the_failure_of_each_of_its_allocations(emulator: list[str]) -> None:
+def test_a_request_on_aarch64_survives_the_failure_of_each_of_its_allocations(
+    emulator: list[str],
+) -> None:
     out = succeed(*emulator, compiled("memory_test") / "memory_test")
     assert re.search(r"^[1-9]\d* allocations failed, 0 claims did$", out, re.MULTILINE)
 
@@ -91,7 +125,9 @@ def test_a_request_on_aarch64_survives_the_failure_of_each_of_its_allocations(em
 def onnxruntime() -> Path:
     """ONNX Runtime's library for aarch64."""
     chosen = os.environ.get("DLM_AARCH64_ONNXRUNTIME")
-    fetched = (REPOSITORY / "build" / "aarch64" / "onnxruntime").glob("onnxruntime/capi/libonnxruntime.so*")
+    fetched = (REPOSITORY / "build" / "aarch64" / "onnxruntime").glob(
+        "onnxruntime/capi/libonnxruntime.so*"
+    )
     found = Path(chosen) if chosen else next(iter(sorted(fetched)), None)
     if found is None:
         pytest.skip("ONNX Runtime's library for aarch64 is not there: `make aarch64` fetches it")
@@ -125,7 +161,10 @@ def test_the_c_example_answers_on_aarch64(
     arguments = [bundles[precision], str(NEW_TOKENS), PROMPT]
     here = run(compile_c(tmp_path / "here", EXAMPLE / "generate.c", HERE), *arguments)
     there = run(
-        *emulator, for_aarch64(tmp_path / "there", EXAMPLE / "generate.c"), *arguments, DLM_ONNXRUNTIME=str(onnxruntime)
+        *emulator,
+        for_aarch64(tmp_path / "there", EXAMPLE / "generate.c"),
+        *arguments,
+        DLM_ONNXRUNTIME=str(onnxruntime),
     )
     assert there.returncode == 0, there.stderr
     assert (there.stdout, there.stderr.split()[0]) == (here.stdout, here.stderr.split()[0])
@@ -133,18 +172,33 @@ def test_the_c_example_answers_on_aarch64(
 
 @dataclass(frozen=True)
 class Answers:
-    """``lines``: passes and text of each prompt; ``logits`` of their first passes, ``[prompts, masks, V]``."""
+    """``lines``: passes and text of each prompt; ``logits`` of their first passes, ``[prompts,
+    masks, V]``.
+    """
 
     lines: list[str]
     logits: np.ndarray
     engine: str
 
 
-def answers(command: list[str], bundle: Path, prompts: list[str], folder: Path, **variables: str) -> Answers:
+def answers(
+    command: list[str], bundle: Path, prompts: list[str], folder: Path, **variables: str
+) -> Answers:
     given, logits = folder / "prompts", folder / "logits"
     given.write_text("".join(f"{prompt}\n" for prompt in prompts))
     shell = f'"$@" < {given}'
-    done = run("sh", "-c", shell, "sh", *command, str(bundle), PRESET, str(NEW_TOKENS), str(logits), **variables)
+    done = run(
+        "sh",
+        "-c",
+        shell,
+        "sh",
+        *command,
+        str(bundle),
+        PRESET,
+        str(NEW_TOKENS),
+        str(logits),
+        **variables,
+    )
     assert done.returncode == 0, done.stderr
     values = np.fromfile(logits, np.float32).reshape(len(prompts), NEW_TOKENS, -1)
     return Answers(done.stdout.splitlines(), values, done.stderr.splitlines()[-1])
@@ -162,9 +216,13 @@ def test_the_demo_answers_on_aarch64_as_on_this_processor(
     lines = (DEMO / "demo" / "heldout.jsonl").read_text().splitlines()[: PROMPTS[precision]]
     prompts = [json.loads(line)["prompt"] for line in lines]
     source = Path(__file__).with_name("prompts_driver.c")
-    here = answers([str(compile_c(tmp_path / "here", source, HERE))], bundles[precision], prompts, tmp_path)
+    here = answers(
+        [str(compile_c(tmp_path / "here", source, HERE))], bundles[precision], prompts, tmp_path
+    )
     command = [*emulator, str(for_aarch64(tmp_path / "there", source))]
-    there = answers(command, bundles[precision], prompts, tmp_path, DLM_ONNXRUNTIME=str(onnxruntime))
+    there = answers(
+        command, bundles[precision], prompts, tmp_path, DLM_ONNXRUNTIME=str(onnxruntime)
+    )
     assert "neon-dotprod" in there.engine
     worst = np.abs(there.logits - here.logits).max()
     same = np.mean([one == other for one, other in zip(here.lines, there.lines, strict=True)])

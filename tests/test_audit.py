@@ -1,4 +1,6 @@
-"""The audit fails closed: a device graph that lost a quantisation names the layer, and no engine is written."""
+"""The audit fails closed: a device graph that lost a quantisation names the layer, and no engine is
+written.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,23 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from engine_bundles import contents, copy_of, dlm_export, edit_device_graph, gpu_bundle, read_manifest, refused
+from engine_bundles import (
+    contents,
+    copy_of,
+    dlm_export,
+    edit_device_graph,
+    gpu_bundle,
+    read_manifest,
+    refused,
+)
 from onnx import TensorProto, helper
 
 from dlm_export.tensorrt import audit
 from dlm_export.tensorrt.audit import AuditError
 
 BF16 = TensorProto.BFLOAT16
-# Both operands of each are quantised by themselves in one and shared with its neighbours in the other.
+# Both operands of each are quantised by themselves in one and shared with its neighbours in the
+# other.
 OWN, SHARED = "blocks.1.mlp.down", "blocks.2.attention.k"
 
 
@@ -31,7 +42,9 @@ def _producer(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
 
 
 def _initializer(model: onnx.ModelProto, name: str, dtype: int, array: np.ndarray) -> str:
-    model.graph.initializer.append(helper.make_tensor(name, dtype, array.shape, array.tobytes(), raw=True))
+    model.graph.initializer.append(
+        helper.make_tensor(name, dtype, array.shape, array.tobytes(), raw=True)
+    )
     return name
 
 
@@ -67,10 +80,17 @@ def fp8_activations(model: onnx.ModelProto, layer: str) -> None:
     drop_activation_pair(model, layer)
     node = _matmul(model, layer)
     scale = _initializer(model, f"{layer}.other_scale", BF16, np.full((), 0.02, ml_dtypes.bfloat16))
-    zero = _initializer(model, f"{layer}.other_zero", TensorProto.FLOAT8E4M3FN, np.zeros((), ml_dtypes.float8_e4m3fn))
+    zero = _initializer(
+        model,
+        f"{layer}.other_zero",
+        TensorProto.FLOAT8E4M3FN,
+        np.zeros((), ml_dtypes.float8_e4m3fn),
+    )
     codes, wide = f"{layer}.other_codes", f"{layer}.other_input"
     made = [
-        helper.make_node("QuantizeLinear", [node.input[0], scale, zero], [codes], f"{layer}/QuantizeLinear.9"),
+        helper.make_node(
+            "QuantizeLinear", [node.input[0], scale, zero], [codes], f"{layer}/QuantizeLinear.9"
+        ),
         helper.make_node("DequantizeLinear", [codes, scale], [wide], f"{layer}/DequantizeLinear.9"),
     ]
     at = list(model.graph.node).index(node)
@@ -101,8 +121,12 @@ def widen(model: onnx.ModelProto, layer: str) -> None:
     at = list(model.graph.node).index(node)
     values = np.full(_shape(model, node.input[1]), 0.01, np.float32)
     node.input[1] = _initializer(model, f"{layer}.wide", TensorProto.FLOAT, values)
-    before = helper.make_node("Cast", [node.input[0]], [f"{layer}.x"], f"{layer}/Cast.9", to=TensorProto.FLOAT)
-    after = helper.make_node("Cast", [f"{layer}.y"], [node.output[0]], f"{layer}/Cast.10", to=TensorProto.FLOAT16)
+    before = helper.make_node(
+        "Cast", [node.input[0]], [f"{layer}.x"], f"{layer}/Cast.9", to=TensorProto.FLOAT
+    )
+    after = helper.make_node(
+        "Cast", [f"{layer}.y"], [node.output[0]], f"{layer}/Cast.10", to=TensorProto.FLOAT16
+    )
     node.input[0], node.output[0] = f"{layer}.x", f"{layer}.y"
     model.graph.node.insert(at + 1, after)
     model.graph.node.insert(at, before)
@@ -133,7 +157,9 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def _parameters(mutations: list[tuple[str, Edit, str, str]]) -> Any:
     ids = [f"{precision}-{edit.__name__}-{layer}" for precision, edit, layer, _ in mutations]
-    return pytest.mark.parametrize(("bundle", "edit", "layer", "held"), mutations, ids=ids, indirect=["bundle"])
+    return pytest.mark.parametrize(
+        ("bundle", "edit", "layer", "held"), mutations, ids=ids, indirect=["bundle"]
+    )
 
 
 @_parameters(MUTATIONS)
@@ -143,7 +169,17 @@ def test_a_layer_that_lost_its_quantisation_is_named_and_no_engine_written(
     edit_device_graph(bundle, lambda model: edit(model, layer))
     before, asked = contents(bundle), read_manifest(bundle)["precision"]["layers"][layer]
     result = dlm_export("engine", bundle, "--target", "rtx5090")
-    refused(result, 3, ["was not written", "1 of 43 layers are not as asked", f"{layer} is ", held, f"{asked} was asked for"])
+    refused(
+        result,
+        3,
+        [
+            "was not written",
+            "1 of 43 layers are not as asked",
+            f"{layer} is ",
+            held,
+            f"{asked} was asked for",
+        ],
+    )
     assert result.stderr.count("was asked for") == 1, "other layers are named too"
     assert contents(bundle) == before
 
@@ -153,12 +189,18 @@ def test_a_layer_of_a_full_precision_bundle_that_was_widened_is_named(bundle: Pa
     edit_device_graph(bundle, lambda model: widen(model, SHARED))
     before = contents(bundle)
     result = dlm_export("engine", bundle, "--target", "rtx5090")
-    refused(result, 3, ["1 of 43 layers are not as asked", f"{SHARED} is float32, float16 was asked for"])
+    refused(
+        result,
+        3,
+        ["1 of 43 layers are not as asked", f"{SHARED} is float32, float16 was asked for"],
+    )
     assert contents(bundle) == before
 
 
 @_parameters([MUTATIONS[2], MUTATIONS[4], MUTATIONS[9]])
-def test_an_allowed_fallback_is_in_the_manifest_and_told(bundle: Path, edit: Edit, layer: str, held: str) -> None:
+def test_an_allowed_fallback_is_in_the_manifest_and_told(
+    bundle: Path, edit: Edit, layer: str, held: str
+) -> None:
     edit_device_graph(bundle, lambda model: edit(model, layer))
     result = dlm_export("engine", bundle, "--target", "rtx5090", "--allow-fallback")
     assert result.exit_code == 0, result.output
@@ -177,7 +219,11 @@ def test_a_missing_layer_is_never_allowed(bundle: Path) -> None:
     edit_device_graph(bundle, lambda model: remove_layer(model, layer))
     before = contents(bundle)
     for allow in ((), ("--allow-fallback",)):
-        refused(dlm_export("engine", bundle, "--target", "rtx5090", *allow), 3, [f"has no layer {layer}"])
+        refused(
+            dlm_export("engine", bundle, "--target", "rtx5090", *allow),
+            3,
+            [f"has no layer {layer}"],
+        )
     assert contents(bundle) == before
 
 
@@ -216,7 +262,10 @@ def _layer(paths: list[str], *types: str) -> dict[str, Any]:
     return {
         "Name": "__myl_Fused_myl0_7",
         "LayerType": "gemm",
-        "Inputs": [{"Name": f"x{i}", "Dimensions": [1, 32, 192], "Format/Datatype": each} for i, each in enumerate(types)],
+        "Inputs": [
+            {"Name": f"x{i}", "Dimensions": [1, 32, 192], "Format/Datatype": each}
+            for i, each in enumerate(types)
+        ],
         "Outputs": [{"Name": "y", "Dimensions": [1, 32, 192], "Format/Datatype": "Half"}],
         "Metadata": "\x1e".join(f"[ONNX Layer: {path}/MatMul]" for path in paths),
     }
@@ -236,17 +285,27 @@ def _layer(paths: list[str], *types: str) -> dict[str, Any]:
         ("fp8", (), "nowhere"),
     ],
 )
-def test_the_inspectors_types_bear_out_a_format_or_are_named(expected: str, types: tuple[str, ...], found: str) -> None:
-    report = _report(_layer(["blocks.0.q", "blocks.0.k"], *types), _layer(["blocks.0.v"], "FP4", "FP8", "Int8", "Int4"))
+def test_the_inspectors_types_bear_out_a_format_or_are_named(
+    expected: str, types: tuple[str, ...], found: str
+) -> None:
+    report = _report(
+        _layer(["blocks.0.q", "blocks.0.k"], *types),
+        _layer(["blocks.0.v"], "FP4", "FP8", "Int8", "Int4"),
+    )
     assert audit.inspector_table(report, {"blocks.0.k": expected})["blocks.0.k"] == found
 
 
 def test_a_path_is_not_taken_for_another_that_it_ends() -> None:
     report = _report(_layer(["blocks.10.q"], "FP8"), _layer(["blocks.0.q"], "Half"))
-    assert audit.inspector_table(report, {"blocks.0.q": "fp8", "0.q": "fp8"}) == {"blocks.0.q": "Half", "0.q": "nowhere"}
+    assert audit.inspector_table(report, {"blocks.0.q": "fp8", "0.q": "fp8"}) == {
+        "blocks.0.q": "Half",
+        "0.q": "nowhere",
+    }
 
 
-@pytest.mark.parametrize("report", ["", "{", "[]", "null", '{"Layers": ["gemm", "kgen"]}', "{}", '{"Layers": {}}'])
+@pytest.mark.parametrize(
+    "report", ["", "{", "[]", "null", '{"Layers": ["gemm", "kgen"]}', "{}", '{"Layers": {}}']
+)
 def test_a_report_without_layers_fails_the_audit(report: str) -> None:
     with pytest.raises(AuditError):
         audit.inspector_table(report, {"blocks.0.q": "fp8"})

@@ -1,4 +1,6 @@
-"""What a user can get wrong, at the command line: one sentence that names it, the right exit code, nothing left behind."""
+"""What a user can get wrong, at the command line: one sentence that names it, the right exit code,
+nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def _fails(*args: object, code: int = 2, says: tuple[str, ...] = ()) -> str:
     """Run a command that must fail; returns its only ``Error:`` line."""
     result = CliRunner().invoke(main, [str(arg) for arg in args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise AssertionError(f"a traceback instead of a sentence: {result.exception!r}") from result.exception
+        raise AssertionError(
+            f"a traceback instead of a sentence: {result.exception!r}"
+        ) from result.exception
     lines = result.output.strip().splitlines()
     assert result.exit_code == code, result.output
     assert sum(line.startswith("Error: ") for line in lines) == 1
@@ -60,7 +64,9 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out" / "bundle"
 
 
-def _build_fails(checkpoint: Path, out: Path, *options: object, code: int = 2, says: tuple[str, ...] = ()) -> str:
+def _build_fails(
+    checkpoint: Path, out: Path, *options: object, code: int = 2, says: tuple[str, ...] = ()
+) -> str:
     sentence = _fails("build", checkpoint, "-o", out, *options, code=code, says=says)
     assert os.listdir(out.parent) == [], "something was left behind"
     return sentence
@@ -118,7 +124,9 @@ def _tokenizer(checkpoint: Path, size: int) -> None:
     import tokenizers
 
     words = {f"w{i}": i for i in range(size)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(checkpoint / "tokenizer.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(
+        str(checkpoint / "tokenizer.json")
+    )
 
 
 def _snapshot(folder: Path) -> dict[str, str]:
@@ -143,17 +151,34 @@ def _pipe(checkpoint: Path) -> None:
 
 
 def _offsets(checkpoint: Path) -> None:
-    header = json.dumps({QUERY: {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}).encode()
+    header = json.dumps(
+        {QUERY: {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}
+    ).encode()
     (checkpoint / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
 
 
 FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no config.json": (lambda c: (c / "config.json").unlink(), ("config.json: no such file",)),
-    "config.json is not JSON": (lambda c: c.joinpath("config.json").write_text("{"), ("config.json: not readable as JSON",)),
-    "config.json is not UTF-8": (lambda c: c.joinpath("config.json").write_bytes(b'{"\xff": 1}'), ("not readable as JSON",)),
-    "config.json is nested": (lambda c: c.joinpath("config.json").write_text("[" * 10**6), ("config.json: not readable",)),
-    "config.json has a long number": (lambda c: c.joinpath("config.json").write_text("9" * 9999), ("config.json: expected",)),
-    "config.json is a list": (lambda c: c.joinpath("config.json").write_text("[]"), ("expected a JSON object, found list",)),
+    "config.json is not JSON": (
+        lambda c: c.joinpath("config.json").write_text("{"),
+        ("config.json: not readable as JSON",),
+    ),
+    "config.json is not UTF-8": (
+        lambda c: c.joinpath("config.json").write_bytes(b'{"\xff": 1}'),
+        ("not readable as JSON",),
+    ),
+    "config.json is nested": (
+        lambda c: c.joinpath("config.json").write_text("[" * 10**6),
+        ("config.json: not readable",),
+    ),
+    "config.json has a long number": (
+        lambda c: c.joinpath("config.json").write_text("9" * 9999),
+        ("config.json: expected",),
+    ),
+    "config.json is a list": (
+        lambda c: c.joinpath("config.json").write_text("[]"),
+        ("expected a JSON object, found list",),
+    ),
     "config.json is huge": (
         lambda c: os.truncate(c / "config.json", CONFIG_LIMIT_BYTES + 1),
         ("config.json: 12582913 bytes is too large",),
@@ -165,7 +190,10 @@ FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda c: os.truncate(c / WEIGHTS, (c / WEIGHTS).stat().st_size - 1000),
         (f"{WEIGHTS}: damaged or truncated",),
     ),
-    "weights are empty": (lambda c: c.joinpath(WEIGHTS).write_bytes(b""), (f"{WEIGHTS}: damaged or truncated",)),
+    "weights are empty": (
+        lambda c: c.joinpath(WEIGHTS).write_bytes(b""),
+        (f"{WEIGHTS}: damaged or truncated",),
+    ),
     "header of 1 TB": (
         lambda c: c.joinpath(WEIGHTS).write_bytes(struct.pack("<Q", 1 << 40) + bytes(1000)),
         (f"{WEIGHTS}: damaged or truncated",),
@@ -179,7 +207,10 @@ FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda c: _retensor(c, lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})),
         (QUERY, "stored as I8", "BF16, F16, F32"),
     ),
-    "a tensor is missing": (lambda c: _retensor(c, lambda t: t.pop(QUERY)), (f"1 tensors missing: {QUERY}",)),
+    "a tensor is missing": (
+        lambda c: _retensor(c, lambda t: t.pop(QUERY)),
+        (f"1 tensors missing: {QUERY}",),
+    ),
     "a tensor too many": (
         lambda c: _retensor(c, lambda t: t.update({"adapter.weight": torch.zeros(2)})),
         ("1 tensors not known: adapter.weight",),
@@ -196,7 +227,9 @@ FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_refused_by_the_name_of_what_is_wrong(checkpoint: Path, out: Path, name: str) -> None:
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_what_is_wrong(
+    checkpoint: Path, out: Path, name: str
+) -> None:
     change, says = FILES[name]
     change(checkpoint)
     _build_fails(checkpoint, out, says=says)
@@ -209,7 +242,9 @@ SHARDS: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("model-00002-of-00003.safetensors: shard is missing", "3 are listed"),
     ),
     "a shard is missing from the index": (
-        lambda c: _reindex(c, lambda m: [m.pop(k) for k in list(m) if m[k].startswith("model-00003")]),
+        lambda c: _reindex(
+            c, lambda m: [m.pop(k) for k in list(m) if m[k].startswith("model-00003")]
+        ),
         ("9 tensors missing", "model.norm.weight and 1 more"),
     ),
     "a shard's name leads out": (
@@ -221,44 +256,73 @@ SHARDS: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("'/etc/passwd' leaves the checkpoint's folder",),
     ),
     "a tensor is not where the index says": (
-        lambda c: _reindex(c, lambda m: m.update({"lm_head.weight": m["model.embed_tokens.weight"]})),
+        lambda c: _reindex(
+            c, lambda m: m.update({"lm_head.weight": m["model.embed_tokens.weight"]})
+        ),
         ("lm_head.weight is not in this shard",),
     ),
     "a tensor is in two shards": (
-        lambda c: save_file({"model.norm.weight": torch.ones(64)}, c / "model-00001-of-00003.safetensors"),
+        lambda c: save_file(
+            {"model.norm.weight": torch.ones(64)}, c / "model-00001-of-00003.safetensors"
+        ),
         ("model.norm.weight is in model-00001-of-00003.safetensors as well",),
     ),
-    "the index has no weight_map": (lambda c: c.joinpath(INDEX).write_text("{}"), (INDEX, "weight_map must map")),
-    "the index maps to numbers": (lambda c: c.joinpath(INDEX).write_text('{"weight_map": {"a": 1}}'), ("weight_map must map",)),
+    "the index has no weight_map": (
+        lambda c: c.joinpath(INDEX).write_text("{}"),
+        (INDEX, "weight_map must map"),
+    ),
+    "the index maps to numbers": (
+        lambda c: c.joinpath(INDEX).write_text('{"weight_map": {"a": 1}}'),
+        ("weight_map must map",),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_damaged_shards_are_refused_by_the_name_of_what_is_wrong(sharded: Path, out: Path, name: str) -> None:
+def test_damaged_shards_are_refused_by_the_name_of_what_is_wrong(
+    sharded: Path, out: Path, name: str
+) -> None:
     change, says = SHARDS[name]
     change(sharded)
     _build_fails(sharded, out, says=says)
 
 
-def test_a_checkpoint_that_is_no_folder_is_refused(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
+def test_a_checkpoint_that_is_no_folder_is_refused(
+    llada_checkpoint: Path, tmp_path: Path, out: Path
+) -> None:
     _build_fails(tmp_path / "nowhere", out, says=("nowhere' does not exist",))
     _build_fails(llada_checkpoint / WEIGHTS, out, says=(f"{WEIGHTS}' is a file",))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(checkpoint: Path, out: Path, traced: None, value: float) -> None:
+def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(
+    checkpoint: Path, out: Path, traced: None, value: float
+) -> None:
     _retensor(checkpoint, lambda t: t[QUERY].view(-1)[77:79].fill_(value))
-    _build_fails(checkpoint, out, "--no-verify", says=(f"{WEIGHTS}: {QUERY} holds 2 NaN or infinite weights",))
+    _build_fails(
+        checkpoint,
+        out,
+        "--no-verify",
+        says=(f"{WEIGHTS}: {QUERY} holds 2 NaN or infinite weights",),
+    )
 
 
-def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_tensor(checkpoint: Path, out: Path, traced: None) -> None:
+def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_tensor(
+    checkpoint: Path, out: Path, traced: None
+) -> None:
     _retensor(checkpoint, lambda t: t[QUERY].view(-1)[5].fill_(65520.0))
     options = ("--precision", "fp16", "--no-verify")
-    _build_fails(checkpoint, out, *options, says=(QUERY, "6.55e+04 do not fit float16", "--precision fp32"))
+    _build_fails(
+        checkpoint, out, *options, says=(QUERY, "6.55e+04 do not fit float16", "--precision fp32")
+    )
 
 
-@pytest.mark.parametrize("location", ["../outside.data", "/etc/passwd", "link.data", "denoiser.onnx.data.old"])
-def test_weights_outside_a_bundle_are_not_read(llada_bundle: Path, tmp_path: Path, out: Path, location: str) -> None:
+@pytest.mark.parametrize(
+    "location", ["../outside.data", "/etc/passwd", "link.data", "denoiser.onnx.data.old"]
+)
+def test_weights_outside_a_bundle_are_not_read(
+    llada_bundle: Path, tmp_path: Path, out: Path, location: str
+) -> None:
     """A graph may name any file; a link beside it may lead anywhere."""
     bundle = Path(shutil.copytree(llada_bundle, tmp_path / "crafted"))
     shutil.copy(bundle / graph.DATA_FILE, tmp_path / "outside.data")
@@ -270,7 +334,10 @@ def test_weights_outside_a_bundle_are_not_read(llada_bundle: Path, tmp_path: Pat
     data = model.SerializeToString()
     (bundle / graph.GRAPH_FILE).write_bytes(data)
     manifest = json.loads((bundle / "manifest.json").read_text())
-    manifest["files"][graph.GRAPH_FILE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest["files"][graph.GRAPH_FILE] = {
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     says = (f"{graph.GRAPH_FILE}: ", f"lies in '{location}', which is no file of the bundle")
     _fails("quantize", bundle, "-o", out, "--precision", "int8", says=says)
@@ -278,10 +345,14 @@ def test_weights_outside_a_bundle_are_not_read(llada_bundle: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[link=x]y[/link]", "\x1b[2J\u202e", "x" * 10**5])
-def test_a_name_in_a_bundle_does_not_steer_the_terminal(llada_bundle: Path, tmp_path: Path, name: str) -> None:
+def test_a_name_in_a_bundle_does_not_steer_the_terminal(
+    llada_bundle: Path, tmp_path: Path, name: str
+) -> None:
     bundle = Path(shutil.copytree(llada_bundle, tmp_path / "crafted"))
     manifest = json.loads((bundle / "manifest.json").read_text())
-    manifest["network"]["architecture"] = manifest["precision"]["name"] = manifest["targets"][0] = name
+    manifest["network"]["architecture"] = manifest["precision"]["name"] = manifest["targets"][0] = (
+        name
+    )
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     result = CliRunner().invoke(main, ["inspect", str(bundle)])
     assert (result.exit_code, result.exception) == (0, None)
@@ -326,23 +397,52 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("config.json: unknown architecture 'MysteryLM'", "LLaDAModelLM, LLaDAMoEModelLM"),
     ),
     "no architecture": ({"architectures": []}, ("unknown architecture None", "LLaDAModelLM")),
-    "architecture is an object": ({"architectures": [{"a": "b" * 10**6}]}, ("unknown architecture", "LLaDAModelLM")),
-    "no mask token": ({"mask_token_id": None}, ("config.json: no mask_token_id", "Pass --mask-token-id")),
-    "mask token outside": ({"mask_token_id": 160}, ("mask_token_id 160 is outside the vocabulary (0..159)",)),
+    "architecture is an object": (
+        {"architectures": [{"a": "b" * 10**6}]},
+        ("unknown architecture", "LLaDAModelLM"),
+    ),
+    "no mask token": (
+        {"mask_token_id": None},
+        ("config.json: no mask_token_id", "Pass --mask-token-id"),
+    ),
+    "mask token outside": (
+        {"mask_token_id": 160},
+        ("mask_token_id 160 is outside the vocabulary (0..159)",),
+    ),
     "mask token negative": ({"mask_token_id": -1}, ("mask_token_id -1 is outside",)),
-    "mask token is text": ({"mask_token_id": "x" * 10**6}, ("mask_token_id", "outside the vocabulary")),
-    "end token outside": ({"eos_token_id": [151, 2**40]}, ("eos_token_id 1099511627776 is outside",)),
-    "end token is the mask token": ({"eos_token_id": 150}, ("mask_token_id 150 is also an eos_token_id",)),
-    "a size is text": ({"d_model": "x" * 10**6}, ("config.json: d_model must be an integer in 1..",)),
-    "a size is missing": ({"d_model": None}, ("config.json: d_model must be an integer in 1..", "found None")),
+    "mask token is text": (
+        {"mask_token_id": "x" * 10**6},
+        ("mask_token_id", "outside the vocabulary"),
+    ),
+    "end token outside": (
+        {"eos_token_id": [151, 2**40]},
+        ("eos_token_id 1099511627776 is outside",),
+    ),
+    "end token is the mask token": (
+        {"eos_token_id": 150},
+        ("mask_token_id 150 is also an eos_token_id",),
+    ),
+    "a size is text": (
+        {"d_model": "x" * 10**6},
+        ("config.json: d_model must be an integer in 1..",),
+    ),
+    "a size is missing": (
+        {"d_model": None},
+        ("config.json: d_model must be an integer in 1..", "found None"),
+    ),
     "a size is huge": ({"d_model": 10**4000}, ("config.json: d_model must be an integer",)),
-    "a number is not finite": ({"rope_theta": float("inf")}, ("rope_theta must be a positive number, found inf",)),
+    "a number is not finite": (
+        {"rope_theta": float("inf")},
+        ("rope_theta must be a positive number, found inf",),
+    ),
     "an option is an object": ({"block_type": {"a": "b" * 10**6}}, ("block_type", 'only "llama"')),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_that_cannot_be_is_refused_by_its_key(checkpoint: Path, out: Path, name: str) -> None:
+def test_a_config_that_cannot_be_is_refused_by_its_key(
+    checkpoint: Path, out: Path, name: str
+) -> None:
     changes, says = CONFIGS[name]
     _config(checkpoint, **changes)
     _build_fails(checkpoint, out, says=says)
@@ -355,18 +455,36 @@ def test_a_mask_token_from_the_command_line_is_checked_too(checkpoint: Path, out
 
 
 TOKENIZERS: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "smaller, without the mask token": (lambda c: _tokenizer(c, 100), ("100 ids and none for mask_token_id 150",)),
-    "smaller": (lambda c: _tokenizer(c, 152), ("152 ids, smaller than the denoiser's vocabulary of 160",)),
-    "larger": (lambda c: _tokenizer(c, 161), ("the tokenizer has 161 ids, the denoiser's vocabulary only 160",)),
-    "not a tokenizer": (lambda c: c.joinpath("tokenizer.json").write_text("{}"), ("tokenizer.json: not a tokenizer",)),
-    "empty": (lambda c: c.joinpath("tokenizer.json").write_bytes(b""), ("tokenizer.json: not a tokenizer",)),
+    "smaller, without the mask token": (
+        lambda c: _tokenizer(c, 100),
+        ("100 ids and none for mask_token_id 150",),
+    ),
+    "smaller": (
+        lambda c: _tokenizer(c, 152),
+        ("152 ids, smaller than the denoiser's vocabulary of 160",),
+    ),
+    "larger": (
+        lambda c: _tokenizer(c, 161),
+        ("the tokenizer has 161 ids, the denoiser's vocabulary only 160",),
+    ),
+    "not a tokenizer": (
+        lambda c: c.joinpath("tokenizer.json").write_text("{}"),
+        ("tokenizer.json: not a tokenizer",),
+    ),
+    "empty": (
+        lambda c: c.joinpath("tokenizer.json").write_bytes(b""),
+        ("tokenizer.json: not a tokenizer",),
+    ),
     "vocab.json is damaged": (
         lambda c: [c.joinpath(name).write_text("[]") for name in ("vocab.json", "merges.txt")],
         ("vocab.json: expected a JSON object, found list",),
     ),
 }
 TEMPLATES: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "not UTF-8": (lambda c: c.joinpath("chat_template.jinja").write_bytes(b"\xff"), ("chat_template.jinja: not readable",)),
+    "not UTF-8": (
+        lambda c: c.joinpath("chat_template.jinja").write_bytes(b"\xff"),
+        ("chat_template.jinja: not readable",),
+    ),
     "too large": (
         lambda c: c.joinpath("chat_template.jinja").write_text("x" * ((1 << 20) + 1)),
         ("chat_template.jinja: 1048577 bytes is too large",),
@@ -391,7 +509,9 @@ TEMPLATES: dict[str, tuple[Change, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer_of_another_checkpoint_is_refused_with_both_sizes(checkpoint: Path, out: Path, name: str) -> None:
+def test_a_tokenizer_of_another_checkpoint_is_refused_with_both_sizes(
+    checkpoint: Path, out: Path, name: str
+) -> None:
     change, says = TOKENIZERS[name]
     change(checkpoint)
     _build_fails(checkpoint, out, says=says)
@@ -415,7 +535,10 @@ def test_a_chat_template_that_is_no_text_is_refused(checkpoint: Path, out: Path,
         (("--precision", "int3"), ("target cpu does not run 'int3'", "fp32, fp16, int8")),
         (("--precision", "int8", "--solver", "magic"), ("solver is 'magic'", "nearest, awq, gptq")),
         (("--precision", "missing.toml"), ("missing.toml: no such file",)),
-        (("--precision", "auto", "--auto-formats", "int9"), ("'int9' is not one that target cpu takes", "int4-g32")),
+        (
+            ("--precision", "auto", "--auto-formats", "int9"),
+            ("'int9' is not one that target cpu takes", "int4-g32"),
+        ),
         (("--max-canvas-length", "0"), ("--max-canvas-length",)),
     ],
 )
@@ -425,10 +548,14 @@ def test_unknown_choices_are_wrong_usage_and_list_what_there_is(
     _build_fails(llada_checkpoint, out, *options, code=2, says=says)
 
 
-def test_an_existing_bundle_is_kept_without_force(llada_bundle: Path, llada_checkpoint: Path) -> None:
+def test_an_existing_bundle_is_kept_without_force(
+    llada_bundle: Path, llada_checkpoint: Path
+) -> None:
     before = _snapshot(llada_bundle)
     siblings = os.listdir(llada_bundle.parent)
-    _fails("build", llada_checkpoint, "-o", llada_bundle, says=(f"{llada_bundle} exists", "--force"))
+    _fails(
+        "build", llada_checkpoint, "-o", llada_bundle, says=(f"{llada_bundle} exists", "--force")
+    )
     assert _snapshot(llada_bundle) == before
     assert os.listdir(llada_bundle.parent) == siblings
 
@@ -438,9 +565,13 @@ def _web_application(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fill", [lambda folder: (folder / "thesis.tex").write_text("years of work"), _web_application], ids=["thesis", "web"]
+    "fill",
+    [lambda folder: (folder / "thesis.tex").write_text("years of work"), _web_application],
+    ids=["thesis", "web"],
 )
-def test_force_never_replaces_a_folder_that_is_no_bundle(llada_checkpoint: Path, out: Path, fill: Change) -> None:
+def test_force_never_replaces_a_folder_that_is_no_bundle(
+    llada_checkpoint: Path, out: Path, fill: Change
+) -> None:
     out.mkdir()
     fill(out)
     before = _snapshot(out)
@@ -451,13 +582,17 @@ def test_force_never_replaces_a_folder_that_is_no_bundle(llada_checkpoint: Path,
 
 def test_force_replaces_a_bundle_of_an_older_schema(out: Path) -> None:
     out.mkdir()
-    (out / "manifest.json").write_text('{"schema_version": 1, "denoiser": {}, "tokens": {}, "files": {}}')
+    (out / "manifest.json").write_text(
+        '{"schema_version": 1, "denoiser": {}, "tokens": {}, "files": {}}'
+    )
     with bundle_files.staged(out, force=True, needed_bytes=0) as staging:
         (staging / "new").touch()
     assert os.listdir(out) == ["new"]
 
 
-def test_force_never_replaces_a_file_or_what_a_link_points_to(llada_checkpoint: Path, llada_bundle: Path, out: Path) -> None:
+def test_force_never_replaces_a_file_or_what_a_link_points_to(
+    llada_checkpoint: Path, llada_bundle: Path, out: Path
+) -> None:
     out.write_text("notes")
     _fails("build", llada_checkpoint, "-o", out, "--force", says=(f"{out} is not a bundle",))
     assert out.read_text() == "notes"
@@ -482,7 +617,9 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     def mount(size: str) -> Path:
         try:
             done = subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True
+                ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+                capture_output=True,
+                text=True,
             )
         except OSError as err:
             pytest.skip(f"cannot mount a tmpfs: {err}")
@@ -504,14 +641,25 @@ def test_a_build_that_will_not_fit_is_refused_before_it_starts(
     _build_fails(llada_checkpoint, out, code=1, says=(f"{out}: needs ", "only 8,388,608 are free"))
 
 
-# The claim takes 4 KiB, the weights 392, the graph 15, the manifest 3: each size fails at another file.
+# The claim takes 4 KiB, the weights 392, the graph 15, the manifest 3: each size fails at another
+# file.
 @pytest.mark.parametrize("size", ["64k", "400k", "412k"])
 def test_a_disk_that_fills_up_mid_write_leaves_nothing_behind(
-    llada_checkpoint: Path, small_disk: Callable[[str], Path], traced: None, monkeypatch: pytest.MonkeyPatch, size: str
+    llada_checkpoint: Path,
+    small_disk: Callable[[str], Path],
+    traced: None,
+    monkeypatch: pytest.MonkeyPatch,
+    size: str,
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 50))
     out = small_disk(size) / "bundle"
-    _build_fails(llada_checkpoint, out, "--no-verify", code=1, says=(f"{out}: the disk is full", "Nothing was left behind"))
+    _build_fails(
+        llada_checkpoint,
+        out,
+        "--no-verify",
+        code=1,
+        says=(f"{out}: the disk is full", "Nothing was left behind"),
+    )
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -531,7 +679,12 @@ def test_a_build_that_needs_more_memory_than_there_is_says_so(
     llada_checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "available_memory_bytes", lambda: 1000)
-    _build_fails(llada_checkpoint, out, code=1, says=("361,728 bytes, and 1,000 are available", "--no-verify"))
+    _build_fails(
+        llada_checkpoint,
+        out,
+        code=1,
+        says=("361,728 bytes, and 1,000 are available", "--no-verify"),
+    )
 
 
 # ---- Builds that end early ----
@@ -567,7 +720,11 @@ def test_ctrl_c_leaves_nothing_behind_and_an_old_bundle_as_it_was(
     before = _snapshot(out)
     monkeypatch.setattr(module, function, interrupt)
     if function == "_place":
-        monkeypatch.setattr(verify, "check_parity", lambda *_, **__: parity.Parity("fp32", parity.TOLERANCES["fp32"], [], []))
+        monkeypatch.setattr(
+            verify,
+            "check_parity",
+            lambda *_, **__: parity.Parity("fp32", parity.TOLERANCES["fp32"], [], []),
+        )
     result = CliRunner().invoke(main, ["build", str(llada_checkpoint), "-o", str(out), "--force"])
     assert result.exit_code == 1, result.output
     assert result.output.strip() == "Aborted!"
@@ -586,15 +743,21 @@ def test_a_build_that_differs_from_torch_exits_3_and_writes_no_bundle(
     _build_fails(llada_checkpoint, out, code=3, says=says)
 
 
-def test_verify_exits_3_for_a_checkpoint_with_other_weights(llada_bundle: Path, checkpoint: Path) -> None:
+def test_verify_exits_3_for_a_checkpoint_with_other_weights(
+    llada_bundle: Path, checkpoint: Path
+) -> None:
     _retensor(checkpoint, lambda t: t[QUERY].mul_(1.1))
     options = ("--count", 1, "--max-new-tokens", 2, "--json")
-    result = CliRunner().invoke(main, ["verify", str(llada_bundle), "--checkpoint", str(checkpoint), *map(str, options)])
+    result = CliRunner().invoke(
+        main, ["verify", str(llada_bundle), "--checkpoint", str(checkpoint), *map(str, options)]
+    )
     assert result.exit_code == 3, result.output
     assert f"Error: {llada_bundle}: mask ratio" in result.output
 
 
-def test_verify_refuses_a_checkpoint_of_another_shape(llada_bundle: Path, dream_checkpoint: Path) -> None:
+def test_verify_refuses_a_checkpoint_of_another_shape(
+    llada_bundle: Path, dream_checkpoint: Path
+) -> None:
     says = ("built from another checkpoint", "family is llada", "dream")
     _fails("verify", llada_bundle, "--checkpoint", dream_checkpoint, says=says)
 
@@ -607,16 +770,34 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         ("--tokens", ",".join(["7"] * 250), "--max-new-tokens", 7),
         ("canvas of 257 tokens (250 given and 7 new) is longer than the denoiser's 256",),
     ),
-    "more new tokens than the canvas": (("--tokens", "1", "--max-new-tokens", 2**24 - 1), ("longer than the denoiser's 256",)),
-    "more new tokens than an int32": (("--tokens", "1", "--max-new-tokens", 2**40), ("max_new_tokens = 1099511627776",)),
-    "id outside the vocabulary": (("--tokens", "3,160"), ("token id 160 at position 1 is outside the vocabulary (0..159)",)),
+    "more new tokens than the canvas": (
+        ("--tokens", "1", "--max-new-tokens", 2**24 - 1),
+        ("longer than the denoiser's 256",),
+    ),
+    "more new tokens than an int32": (
+        ("--tokens", "1", "--max-new-tokens", 2**40),
+        ("max_new_tokens = 1099511627776",),
+    ),
+    "id outside the vocabulary": (
+        ("--tokens", "3,160"),
+        ("token id 160 at position 1 is outside the vocabulary (0..159)",),
+    ),
     "negative id": (("--tokens", "3,-1"), ("token id -1 at position 1 is outside the vocabulary",)),
-    "id of 40 bits": (("--tokens", f"3,{2**40}"), (f"token id {2**40} at position 1 is outside the vocabulary",)),
-    "id that would wrap to a valid one": (("--tokens", f"3,{2**32 + 5}"), (f"token id {2**32 + 5}", "outside the vocabulary")),
+    "id of 40 bits": (
+        ("--tokens", f"3,{2**40}"),
+        (f"token id {2**40} at position 1 is outside the vocabulary",),
+    ),
+    "id that would wrap to a valid one": (
+        ("--tokens", f"3,{2**32 + 5}"),
+        (f"token id {2**32 + 5}", "outside the vocabulary"),
+    ),
     "ids that are no numbers": (("--tokens", "3,x"), ("'3,x' is not a list of integers",)),
     "empty canvas": (("--tokens", "", "--max-new-tokens", 0), ("the canvas is empty",)),
     "text without a tokenizer": (("--prompt", "hello"), ("this bundle has no tokenizer",)),
-    "nothing to start from": ((), ("give one of --prompt, --chat, --messages and --tokens, or --infill",)),
+    "nothing to start from": (
+        (),
+        ("give one of --prompt, --chat, --messages and --tokens, or --infill",),
+    ),
     "two prompts": (
         ("--prompt", "hello", "--tokens", "1"),
         ("give one of --prompt, --chat, --messages and --tokens, or --infill",),
@@ -625,27 +806,53 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         ("--tokens", "1", "--preset", "warp"),
         ('preset "warp" is not one of this bundle\'s', "llada, fast-dllm, dream"),
     ),
-    "unknown field": (("--tokens", "1", "--set", "sparkle=1"), ("unknown policy field 'sparkle'", "block_length")),
+    "unknown field": (
+        ("--tokens", "1", "--set", "sparkle=1"),
+        ("unknown policy field 'sparkle'", "block_length"),
+    ),
     "field without a value": (("--tokens", "1", "--set", "seed"), ("write FIELD=VALUE",)),
     "unknown commit": (
         ("--tokens", "1", "--commit", "magic"),
-        ('commit = "magic" is not one of: static, threshold, dynamic, factor, entropy_bound, timestep, sequential',),
+        (
+            'commit = "magic" is not one of: static, threshold, dynamic, factor, entropy_bound, timestep, sequential',
+        ),
     ),
-    "unknown cache": (("--tokens", "1", "--cache", "huge"), ('cache = "huge" is not one of: none, prefix, dual',)),
-    "unknown score": (("--tokens", "1", "--score", "vibes"), ('score = "vibes" is not one of: confidence, margin',)),
-    "field of another type": (("--tokens", "1", "--set", "threshold=high"), ("threshold = 'high' is not of the right type",)),
+    "unknown cache": (
+        ("--tokens", "1", "--cache", "huge"),
+        ('cache = "huge" is not one of: none, prefix, dual',),
+    ),
+    "unknown score": (
+        ("--tokens", "1", "--score", "vibes"),
+        ('score = "vibes" is not one of: confidence, margin',),
+    ),
+    "field of another type": (
+        ("--tokens", "1", "--set", "threshold=high"),
+        ("threshold = 'high' is not of the right type",),
+    ),
     "field that would wrap": (
         ("--tokens", "1", "--set", f"steps_per_block={2**32 + 1}"),
         ("steps_per_block = ", "out of range"),
     ),
-    "threshold above one": (("--tokens", "1", "--set", "threshold=1.5"), ("threshold = 1.5 is outside 0..1",)),
-    "threshold infinite": (("--tokens", "1", "--set", "threshold=1e999"), ("threshold = inf is outside 0..1",)),
-    "entropy against a threshold": (("--tokens", "1", "--commit", "threshold", "--score", "entropy"), ("entropies are not",)),
+    "threshold above one": (
+        ("--tokens", "1", "--set", "threshold=1.5"),
+        ("threshold = 1.5 is outside 0..1",),
+    ),
+    "threshold infinite": (
+        ("--tokens", "1", "--set", "threshold=1e999"),
+        ("threshold = inf is outside 0..1",),
+    ),
+    "entropy against a threshold": (
+        ("--tokens", "1", "--commit", "threshold", "--score", "entropy"),
+        ("entropies are not",),
+    ),
     "fewer steps than blocks": (
         ("--tokens", "1", "--max-new-tokens", 64, "--block-length", 16, "--steps", 3),
         ("steps = 3 is fewer than the 4 blocks of 16 tokens",),
     ),
-    "a draw at no temperature": (("--tokens", "1", "--set", "select=sample"), ("draws at a temperature above 0",)),
+    "a draw at no temperature": (
+        ("--tokens", "1", "--set", "select=sample"),
+        ("draws at a temperature above 0",),
+    ),
     "argmax at a temperature": (
         ("--tokens", "1", "--set", "select=argmax", "--temperature", 0.7),
         ('temperature = 0.7 is of select = "sample"',),
@@ -655,7 +862,9 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_that_the_bundle_does_not_take_is_wrong_usage(llada_bundle: Path, name: str) -> None:
+def test_a_request_that_the_bundle_does_not_take_is_wrong_usage(
+    llada_bundle: Path, name: str
+) -> None:
     options, says = REQUESTS[name]
     _fails("run", llada_bundle, "--threads", 1, *options, code=2, says=says)
 
@@ -678,13 +887,29 @@ def test_an_odd_value_is_wrong_usage_and_no_traceback(llada_bundle: Path, name: 
 
 
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
-    _fails("run", tmp_path, "--tokens", "1", code=2, says=(f"{tmp_path}: no manifest.json there, so it is not a bundle",))
+    _fails(
+        "run",
+        tmp_path,
+        "--tokens",
+        "1",
+        code=2,
+        says=(f"{tmp_path}: no manifest.json there, so it is not a bundle",),
+    )
     _fails("run", tmp_path / "nowhere", "--tokens", "1", code=2, says=("nowhere' does not exist",))
     (tmp_path / "manifest.json").write_text("{}")
-    _fails("run", tmp_path, "--tokens", "1", code=2, says=("manifest.json", '"schema_version" is missing'))
+    _fails(
+        "run",
+        tmp_path,
+        "--tokens",
+        "1",
+        code=2,
+        says=("manifest.json", '"schema_version" is missing'),
+    )
 
 
-def test_prompts_to_verify_with_need_a_tokenizer(llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_prompts_to_verify_with_need_a_tokenizer(
+    llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path
+) -> None:
     (tmp_path / "prompts.txt").write_text("hello\n")
     options = ("--checkpoint", llada_checkpoint, "--prompts", tmp_path / "prompts.txt")
     _fails("verify", llada_bundle, *options, code=2, says=("prompts.txt: there is no tokenizer",))
@@ -694,15 +919,24 @@ def test_prompts_to_verify_with_need_a_tokenizer(llada_bundle: Path, llada_check
 
 
 def test_a_missing_engine_is_named_with_what_to_do(
-    llada_bundle: Path, llada_checkpoint: Path, out: Path, traced: None, monkeypatch: pytest.MonkeyPatch
+    llada_bundle: Path,
+    llada_checkpoint: Path,
+    out: Path,
+    traced: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DLM_ONNXRUNTIME", "/nonexistent/libonnxruntime.so")
-    says = ("cannot load ONNX Runtime from $DLM_ONNXRUNTIME: /nonexistent/libonnxruntime.so", "Python finds what pip installs")
+    says = (
+        "cannot load ONNX Runtime from $DLM_ONNXRUNTIME: /nonexistent/libonnxruntime.so",
+        "Python finds what pip installs",
+    )
     _fails("run", llada_bundle, "--tokens", "1", code=1, says=says)
     _build_fails(llada_checkpoint, out, code=1, says=says)
 
 
-def test_a_library_that_is_no_engine_is_named(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_no_engine_is_named(
+    llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DLM_ONNXRUNTIME", "libm.so.6")
     _fails("run", llada_bundle, "--tokens", "1", code=1, says=("libm.so.6 is not ONNX Runtime",))
 
@@ -712,4 +946,7 @@ def test_a_process_of_its_own_prints_one_line_and_no_traceback(tmp_path: Path) -
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == f"Error: {tmp_path}: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.\n"
+    assert (
+        done.stderr
+        == f"Error: {tmp_path}: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.\n"
+    )

@@ -1,4 +1,6 @@
-"""``dlm-export bench``: what it measures is what it says, and the work of a pass is counted right. No time is asserted."""
+"""``dlm-export bench``: what it measures is what it says, and the work of a pass is counted right.
+No time is asserted.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,26 @@ def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
     assert set(told["bundle"]) == {"path", "precision", "parameters", "engine"}
     assert {"read_bytes_per_s", "int8_macs_per_s", "fp32_macs_per_s"} < set(told["roofline"])
     for row in told["passes"]:
-        assert set(row) == {"batch", "tokens", "cached", "rows", "ms", "quartiles_ms", "limit_ms", "ratio"}
-    made = {"prompt_tokens", "new_tokens", "preset", "changes", "nfe", "tokens_per_s", "seconds", "parts"}
+        assert set(row) == {
+            "batch",
+            "tokens",
+            "cached",
+            "rows",
+            "ms",
+            "quartiles_ms",
+            "limit_ms",
+            "ratio",
+        }
+    made = {
+        "prompt_tokens",
+        "new_tokens",
+        "preset",
+        "changes",
+        "nfe",
+        "tokens_per_s",
+        "seconds",
+        "parts",
+    }
     assert set(told["generation"]) == made
     for row in told["batches"]:
         assert set(row) == {"batch", "seconds", "tokens_per_s", "speedup", "cache_bytes"}
@@ -119,16 +139,22 @@ def test_figures_of_a_run_agree_with_each_other(told: dict[str, Any], llada_bund
     assert memory["weights_bytes"] == sum(file.stat().st_size for file in files)
     # Keys and values of 2 layers, 4 heads of 16, fp32, of all 16 positions: one copy.
     assert memory["cache_bytes"] == 2 * 2 * 4 * 16 * 4 * 16
-    assert memory["ratio"] == pytest.approx(memory["peak_rss_bytes"] / (memory["weights_bytes"] + memory["cache_bytes"]))
+    assert memory["ratio"] == pytest.approx(
+        memory["peak_rss_bytes"] / (memory["weights_bytes"] + memory["cache_bytes"])
+    )
     assert memory["peak_rss_bytes"] > 1 << 20
 
 
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("preset", ["llada", "fast-dllm"])
 def test_passes_are_counted_as_the_loop_counts_them(llada_bundle: Path, preset: str) -> None:
-    made = json.loads(invoke(llada_bundle, *SMALL, "--preset", preset, "--json").stdout)["generation"]
+    made = json.loads(invoke(llada_bundle, *SMALL, "--preset", preset, "--json").stdout)[
+        "generation"
+    ]
     with dlm_runtime.open(llada_bundle, threads=1) as bundle:
-        wanted = bundle.generate(tokens=[1, 2, 3, 4, 5, 6], max_new_tokens=10, preset=preset, stop="none")
+        wanted = bundle.generate(
+            tokens=[1, 2, 3, 4, 5, 6], max_new_tokens=10, preset=preset, stop="none"
+        )
     assert made["nfe"] == wanted.nfe == 10, "random weights are never sure of more than one token"
 
 
@@ -136,7 +162,9 @@ def test_passes_are_counted_as_the_loop_counts_them(llada_bundle: Path, preset: 
 def test_fields_of_the_policy_are_set_as_run_sets_them(llada_bundle: Path) -> None:
     options = ("--preset", "fast-dllm", "--set", "threshold=0.0", "--set", "block_length=5")
     made = json.loads(invoke(llada_bundle, *SMALL, *options, "--json").stdout)["generation"]
-    assert (made["nfe"], made["changes"]) == (2, {"threshold": 0.0, "block_length": 5}), "every block commits in one pass"
+    assert (made["nfe"], made["changes"]) == (2, {"threshold": 0.0, "block_length": 5}), (
+        "every block commits in one pass"
+    )
     printed = invoke(llada_bundle, *SMALL, *options).stdout
     assert "preset fast-dllm, threshold 0.0, block_length 5: 2 passes" in printed
 
@@ -149,35 +177,58 @@ def test_fields_of_the_policy_are_set_as_run_sets_them(llada_bundle: Path) -> No
         ("seed", "write FIELD=VALUE"),
     ],
 )
-def test_fields_that_bench_cannot_set_are_refused(llada_bundle: Path, change: str, said: str) -> None:
+def test_fields_that_bench_cannot_set_are_refused(
+    llada_bundle: Path, change: str, said: str
+) -> None:
     done = CliRunner().invoke(main, ["bench", str(llada_bundle), "--set", change])
     assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.usefixtures("known_machine")
-def test_medians_are_taken_and_warm_ups_left_out(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_medians_are_taken_and_warm_ups_left_out(
+    llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     totals, asked = iter([9.0, 8.0, 10.0]), []
 
     def generate(self: Bundle, **request: Any) -> list[Generation]:
         asked.append(request)
-        timings = {"prefill": 1.0, "passes": 4.0, "selection": 2.0, "cache": 0.5, "total": next(totals)}
-        return [Generation([], None, 7, timings, 0, {}, "length", 0, 0, [], [], [])] * len(request["tokens"])
+        timings = {
+            "prefill": 1.0,
+            "passes": 4.0,
+            "selection": 2.0,
+            "cache": 0.5,
+            "total": next(totals),
+        }
+        return [Generation([], None, 7, timings, 0, {}, "length", 0, 0, [], [], [])] * len(
+            request["tokens"]
+        )
 
     monkeypatch.setattr(Bundle, "generate_batch", generate)
     seconds = [9.0] * bench.WARM_UP + [0.004, 0.001, 0.003, 0.002, 0.005]
-    monkeypatch.setattr(Bundle, "time_passes", lambda self, tokens, cached, rows, repeats, batch: seconds[:repeats])
+    monkeypatch.setattr(
+        Bundle, "time_passes", lambda self, tokens, cached, rows, repeats, batch: seconds[:repeats]
+    )
     options = bench.BenchOptions(
-        Opening(threads=1), passes=(bench.PassSize(4, 0, 4),), prompt_tokens=3, new_tokens=18, rounds=5
+        Opening(threads=1),
+        passes=(bench.PassSize(4, 0, 4),),
+        prompt_tokens=3,
+        new_tokens=18,
+        rounds=5,
     )
     result = bench.bench(llada_bundle, options)
     assert result["generation"]["seconds"] == 9.0
     assert result["generation"]["tokens_per_s"] == 2.0
-    assert result["generation"]["parts"] == {"engine": 5.0, "selection": 2.0, "cache": 0.5, "other": 1.5}
+    assert result["generation"]["parts"] == {
+        "engine": 5.0,
+        "selection": 2.0,
+        "cache": 0.5,
+        "other": 1.5,
+    }
     assert result["passes"][0]["ms"] == pytest.approx(3.0)
     assert result["passes"][0]["quartiles_ms"] == pytest.approx([1.5, 4.5])
-    assert [(len(request["tokens"][0]), request["max_new_tokens"], request["stop"]) for request in asked] == [
-        (3, 18, "none")
-    ] * 3
+    assert [
+        (len(request["tokens"][0]), request["max_new_tokens"], request["stop"]) for request in asked
+    ] == [(3, 18, "none")] * 3
     assert all(len(request["tokens"]) == request["max_batch"] == 1 for request in asked)
 
 
@@ -195,7 +246,15 @@ def test_the_table_says_what_json_says(llada_bundle: Path) -> None:
     result = invoke(llada_bundle, *SMALL, "--batch", "2")
     assert result.exit_code == 0, result.output
     assert "times one's" in result.stdout
-    for words in ("fp32, ", "1.0 GB/s of reads", "int8 4 (2 at 32 rows)", "10 passes", "tokens/s", "selection", "times both"):
+    for words in (
+        "fp32, ",
+        "1.0 GB/s of reads",
+        "int8 4 (2 at 32 rows)",
+        "10 passes",
+        "tokens/s",
+        "selection",
+        "times both",
+    ):
         assert words in result.stdout
     assert len([line for line in result.stdout.splitlines() if " .. " in line]) == 4
 
@@ -204,10 +263,18 @@ def test_the_table_says_what_json_says(llada_bundle: Path) -> None:
 def test_without_being_asked_it_measures_what_fits_the_bundle(
     llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(llada_checkpoint, tmp_path / "b", BuildOptions(check_parity=False), overrides=Overrides(None, 40))
+    build(
+        llada_checkpoint,
+        tmp_path / "b",
+        BuildOptions(check_parity=False),
+        overrides=Overrides(None, 40),
+    )
     monkeypatch.setattr(bench, "WARM_UP", 1)
     result = json.loads(invoke(tmp_path / "b", "--rounds", 3, "--threads", 1, "--json").stdout)
-    assert [(row["tokens"], row["cached"], row["rows"]) for row in result["passes"]] == [(20, 20, 20), (40, 0, 40)]
+    assert [(row["tokens"], row["cached"], row["rows"]) for row in result["passes"]] == [
+        (20, 20, 20),
+        (40, 0, 40),
+    ]
     assert (result["generation"]["prompt_tokens"], result["generation"]["new_tokens"]) == (20, 20)
     assert result["generation"]["preset"] == "llada"
     assert result["memory"]["cache_bytes"] == 0
@@ -236,7 +303,9 @@ def test_without_being_asked_it_measures_what_fits_the_bundle(
         (("--threads", -1), "--threads"),
     ],
 )
-def test_what_cannot_be_measured_is_wrong_usage(llada_bundle: Path, arguments: tuple[object, ...], says: str) -> None:
+def test_what_cannot_be_measured_is_wrong_usage(
+    llada_bundle: Path, arguments: tuple[object, ...], says: str
+) -> None:
     result = invoke(llada_bundle, *SMALL, *arguments)
     assert result.exit_code == 2, result.output
     assert says in result.stderr
@@ -256,17 +325,25 @@ TELLING = [
 ]
 
 
-@given(st.tuples(*[st.floats(0, 1e3)] * 4), st.lists(st.floats(0.9, 1.1), min_size=len(TELLING), max_size=len(TELLING)))
+@given(
+    st.tuples(*[st.floats(0, 1e3)] * 4),
+    st.lists(st.floats(0.9, 1.1), min_size=len(TELLING), max_size=len(TELLING)),
+)
 @settings(deadline=None)
 def test_a_cost_is_the_nearest_to_what_was_measured_and_never_negative(
     planted: tuple[float, float, float, float], noise: list[float]
 ) -> None:
     exact = cost.loads(TELLING) @ np.array(planted) + 1e-3
-    measured = [one | {"ms": float(ms * off)} for one, ms, off in zip(TELLING, exact, noise, strict=True)]
+    measured = [
+        one | {"ms": float(ms * off)} for one, ms, off in zip(TELLING, exact, noise, strict=True)
+    ]
     found, errors = cost.fit_cost(measured)
     assert min(astuple(found)) >= 0
-    of_planted = (cost.loads(TELLING) @ np.array(planted) + 1e-3) / np.array([one["ms"] for one in measured]) - 1
-    # The planted figures but for the constant, which belongs to what a pass takes: none is nearer than what was found.
+    of_planted = (cost.loads(TELLING) @ np.array(planted) + 1e-3) / np.array(
+        [one["ms"] for one in measured]
+    ) - 1
+    # The planted figures but for the constant, which belongs to what a pass takes: none is nearer
+    # than what was found.
     assert np.square(errors).sum() <= np.square(of_planted).sum() * (1 + 1e-6) + 1e-9
 
 
@@ -279,19 +356,37 @@ def test_bench_fits_a_cost_to_passes_that_tell(llada_bundle: Path) -> None:
     assert re.search(r"Cost: \S+ ms a pass, .* off by \d+% in the median", shown)
 
 
-def test_prompts_are_requests_of_their_own_with_p50_and_p95(demo_bundle: Path, tmp_path: Path) -> None:
+def test_prompts_are_requests_of_their_own_with_p50_and_p95(
+    demo_bundle: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "data.jsonl"
     prompts = ["turn on the kitchen lights", "stop", "remind me to call the garage at seven"]
-    data.write_text("".join(json.dumps({"prompt": prompt, "completion": "{}"}) + "\n" for prompt in prompts))
-    arguments = (demo_bundle, *SMALL[2:], "--passes", "4,8,3", "--preset", "fast-dllm", "--data", data)
+    data.write_text(
+        "".join(json.dumps({"prompt": prompt, "completion": "{}"}) + "\n" for prompt in prompts)
+    )
+    arguments = (
+        demo_bundle,
+        *SMALL[2:],
+        "--passes",
+        "4,8,3",
+        "--preset",
+        "fast-dllm",
+        "--data",
+        data,
+    )
     told = json.loads(invoke(*arguments, "--json").stdout)["requests"]
     assert (told["count"], told["max_new_tokens"], told["data"]) == (3, 10, str(data))
     assert 0 < told["p50_ms"] <= told["p95_ms"]
     with dlm_runtime.open(demo_bundle, threads=1) as bundle:
-        passes = [bundle.generate(prompt=prompt, max_new_tokens=10, preset="fast-dllm").nfe for prompt in prompts]
+        passes = [
+            bundle.generate(prompt=prompt, max_new_tokens=10, preset="fast-dllm").nfe
+            for prompt in prompts
+        ]
     assert told["mean_nfe"] == sum(passes) / 3
     shown = invoke(*arguments, "--samples", 2).stdout
-    assert re.search(r"Requests: 2 prompts of .*: p50 [\d.]+ ms, p95 [\d.]+ ms, [\d.]+ passes", shown)
+    assert re.search(
+        r"Requests: 2 prompts of .*: p50 [\d.]+ ms, p95 [\d.]+ ms, [\d.]+ passes", shown
+    )
     data.write_text('{"text": "no prompt"}\n')
     refused = invoke(*arguments)
     assert (refused.exit_code, "holds no prompt" in refused.stderr) == (2, True)
@@ -328,13 +423,24 @@ def test_a_bundle_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_without_onnx_everything_but_the_roofline_is_measured(llada_bundle: Path) -> None:
-    command = [sys.executable, "-c", BLOCKED, "bench", str(llada_bundle), *map(str, SMALL), "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        BLOCKED,
+        "bench",
+        str(llada_bundle),
+        *map(str, SMALL),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["roofline"] is None
     assert "onnx is not installed" in result["notes"][0]
-    assert all(row["ms"] > 0 and row["limit_ms"] is None and row["ratio"] is None for row in result["passes"])
+    assert all(
+        row["ms"] > 0 and row["limit_ms"] is None and row["ratio"] is None
+        for row in result["passes"]
+    )
     assert result["generation"]["nfe"] == 10
 
 
@@ -381,43 +487,61 @@ def test_timed_passes_are_made_and_wrong_ones_refused() -> None:
 
 
 def test_work_of_a_pass_counted_by_hand() -> None:
-    # Matrices: q 16, k and v 8 each, out 16, gate, up and down 12 each: 84, and the head's 40. Three norms of 4, two rows of
-    # the embedding, all fp32. One layer's keys and values are 4 numbers a position.
+    # Matrices: q 16, k and v 8 each, out 16, gate, up and down 12 each: 84, and the head's 40.
+    # Three norms of 4, two rows of the embedding, all fp32. One layer's keys and values are 4
+    # numbers a position.
     network = make_network(**HAND)
     work = work_of(network, {}, tokens=2, cached=3, rows=1)
-    assert work == Work(4 * (84 + 40 + 12 + 8), 5 * 4 * 4, {"layers.full": 168, "attention.full": 80, "head.full": 40})
+    assert work == Work(
+        4 * (84 + 40 + 12 + 8),
+        5 * 4 * 4,
+        {"layers.full": 168, "attention.full": 80, "head.full": 40},
+    )
     # 12 codes and 3 scales; weight-only formats multiply in full precision.
-    work = work_of(network, {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}, 2, 3, 1)
+    work = work_of(
+        network, {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}, 2, 3, 1
+    )
     assert work.weight_bytes == 4 * (60 + 40 + 12 + 8) + 2 * (12 + 4 * 3)
-    assert work.macs == {"layers.full": 144, "layers.int8": 24, "attention.full": 80, "head.full": 40}
+    assert work.macs == {
+        "layers.full": 144,
+        "layers.int8": 24,
+        "attention.full": 80,
+        "head.full": 40,
+    }
     assert work.by_arithmetic() == {"full": 264, "int8": 24}
     biased = make_network(**HAND, qkv_bias=True)
     assert work_of(biased, {}, 2, 3, 1, element_bytes=2).weight_bytes == 2 * (144 + 4 + 2 + 2)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_counted_weights_are_those_that_the_denoiser_has(family: str, request: pytest.FixtureRequest) -> None:
+def test_counted_weights_are_those_that_the_denoiser_has(
+    family: str, request: pytest.FixtureRequest
+) -> None:
     checkpoint = Checkpoint(request.getfixturevalue(f"{family}_checkpoint"))
     network = families.read_network(checkpoint, Overrides())
     embedding = network.vocab_size * network.hidden_size
     counted = work_of(network, {}, tokens=network.vocab_size, cached=0, rows=1)
     assert not network.tied_head
     assert counted.weight_bytes == 4 * network.parameter_count()
-    assert work_of(network, {}, tokens=1, cached=0, rows=1).weight_bytes == counted.weight_bytes - 4 * (
-        embedding - network.hidden_size
-    )
+    assert work_of(
+        network, {}, tokens=1, cached=0, rows=1
+    ).weight_bytes == counted.weight_bytes - 4 * (embedding - network.hidden_size)
 
 
 sizes = st.tuples(st.integers(1, 600), st.integers(0, 5000), st.integers(0, 600), st.integers(1, 8))
 LARGE_SIZES = HAND | {"hidden_size": 64, "mlp_size": 96, "heads": 4, "head_size": 16}
 LARGE = make_network(**LARGE_SIZES)
-formats = st.dictionaries(st.sampled_from(list(LARGE.quantisable())), st.sampled_from(list(FORMATS)))
+formats = st.dictionaries(
+    st.sampled_from(list(LARGE.quantisable())), st.sampled_from(list(FORMATS))
+)
 RATES = Rates(1e9, {"full": 1e9, "int8": 4e9, "fp8": 4e9, "nvfp4": 8e9})
 
 
 @settings(max_examples=200, deadline=None)
 @given(size=sizes, layers=formats)
-def test_work_never_shrinks_as_a_pass_grows(size: tuple[int, int, int, int], layers: dict[str, str]) -> None:
+def test_work_never_shrinks_as_a_pass_grows(
+    size: tuple[int, int, int, int], layers: dict[str, str]
+) -> None:
     work = work_of(LARGE, layers, *size)
     for grown in range(4):
         larger = work_of(LARGE, layers, *(value + (i == grown) for i, value in enumerate(size)))
@@ -430,19 +554,29 @@ def test_work_never_shrinks_as_a_pass_grows(size: tuple[int, int, int, int], lay
 
 @settings(max_examples=100, deadline=None)
 @given(size=sizes, layers=formats)
-def test_a_pass_that_scores_nothing_pays_for_no_head(size: tuple[int, int, int, int], layers: dict[str, str]) -> None:
+def test_a_pass_that_scores_nothing_pays_for_no_head(
+    size: tuple[int, int, int, int], layers: dict[str, str]
+) -> None:
     tokens, cached, _, batch = size
     work = work_of(LARGE, layers, tokens, cached, 0, batch)
     assert not [kind for kind in work.macs if kind.startswith("head")]
-    no_vocabulary = work_of(make_network(**LARGE_SIZES | {"vocab_size": 4}), {}, tokens, cached, 0, batch)
+    no_vocabulary = work_of(
+        make_network(**LARGE_SIZES | {"vocab_size": 4}), {}, tokens, cached, 0, batch
+    )
     assert work_of(LARGE, {}, tokens, cached, 0, batch) == no_vocabulary
 
 
 @settings(max_examples=100, deadline=None)
 @given(size=sizes, layers=formats)
-def test_formats_change_bytes_and_arithmetic_but_not_the_count(size: tuple[int, int, int, int], layers: dict[str, str]) -> None:
+def test_formats_change_bytes_and_arithmetic_but_not_the_count(
+    size: tuple[int, int, int, int], layers: dict[str, str]
+) -> None:
     plain, quantised = work_of(LARGE, {}, *size), work_of(LARGE, layers, *size)
-    assert sum(plain.macs.values()) == sum(quantised.macs.values()) == sum(quantised.by_arithmetic().values())
+    assert (
+        sum(plain.macs.values())
+        == sum(quantised.macs.values())
+        == sum(quantised.by_arithmetic().values())
+    )
     assert quantised.weight_bytes <= plain.weight_bytes
     assert quantised.cache_bytes == plain.cache_bytes
     assert quantised.macs["attention.full"] == plain.macs["attention.full"]
@@ -451,7 +585,10 @@ def test_formats_change_bytes_and_arithmetic_but_not_the_count(size: tuple[int, 
 def test_the_limit_is_the_larger_of_reading_and_multiplying() -> None:
     rates = Rates(100.0, {"full": 10.0, "int8": 40.0})
     assert limit_s(Work(700, 300, {"layers.full": 20}), rates) == 10.0
-    assert limit_s(Work(700, 300, {"layers.full": 100, "head.full": 20, "layers.int8": 80}), rates) == 14.0
+    assert (
+        limit_s(Work(700, 300, {"layers.full": 100, "head.full": 20, "layers.int8": 80}), rates)
+        == 14.0
+    )
     with pytest.raises(KeyError, match="fp8"):
         limit_s(Work(1, 1, {"layers.fp8": 1}), rates)
 

@@ -1,4 +1,6 @@
-"""Block-causal decoding: the plan of its passes, the exact cache, editing, and the native loop against the reference."""
+"""Block-causal decoding: the plan of its passes, the exact cache, editing, and the native loop
+against the reference.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ BLOCK_CAUSAL = ("sdar", "llada2", "llada2.1", "fast-dllm-v2")
 
 
 def network_of(block: int, shift: int = 0, layers: int = 2) -> NetworkSpec:
-    network = make_network(layers=layers, heads=4, kv_heads=2, head_size=8, shift=shift, eos_token_ids=(7,))
+    network = make_network(
+        layers=layers, heads=4, kv_heads=2, head_size=8, shift=shift, eos_token_ids=(7,)
+    )
     return seeing(network, [("block", block)] * layers)
 
 
 def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
-    """A published loop on a network of this block, at thresholds that random denoisers reach; None: it does not take it."""
-    size = {"sub_block_length": next(part for part in (3, 2, 1) if block % part == 0)} if name == "fast-dllm-v2" else {}
+    """A published loop on a network of this block, at thresholds that random denoisers reach; None:
+    it does not take it.
+    """
+    size = (
+        {"sub_block_length": next(part for part in (3, 2, 1) if block % part == 0)}
+        if name == "fast-dllm-v2"
+        else {}
+    )
     reached = {"threshold": 0.1, "edit_threshold": 0.08}
     takes = not (name == "llada2.1" and shift)
     return PRESETS[name].with_fields(reached | size | changes) if takes else None
@@ -43,7 +53,9 @@ def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[np.ndarray, Policy, NetworkSpec]:
-    """Canvases with given tokens in front, and sometimes between; policies of every kind that block-causal networks take."""
+    """Canvases with given tokens in front, and sometimes between; policies of every kind that
+    block-causal networks take.
+    """
     block, shift = draw(st.integers(1, 6)), draw(st.integers(0, 1))
     undecided = np.array(draw(st.lists(st.booleans(), min_size=1, max_size=40)))
     undecided[: draw(st.integers(0, len(undecided)))] = False
@@ -55,7 +67,12 @@ def plans(draw: st.DrawFn) -> tuple[np.ndarray, Policy, NetworkSpec]:
     )
     sizes = [size for size in range(1, length + 1) if (policy.block_length or block) % size == 0]
     policy = replace(policy, sub_block_length=draw(st.sampled_from((0, *sizes))))
-    if policy.cache == "block" and policy.store == "pass" and policy.block_length in (0, block) and draw(st.booleans()):
+    if (
+        policy.cache == "block"
+        and policy.store == "pass"
+        and policy.block_length in (0, block)
+        and draw(st.booleans())
+    ):
         policy = replace(policy, cache="block-dual")
     return undecided, policy, network_of(block, shift, 1)
 
@@ -82,7 +99,9 @@ def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_g
         elif has_parts and stage.kind == "denoise":
             assert stage.start <= span.first <= stage.first <= span.last == stage.last
             assert span.first >= stage.first - network.shift
-            assert opened == (stage.first, stage.last) or not undecided[stage.first : stage.last].any()
+            assert (
+                opened == (stage.first, stage.last) or not undecided[stage.first : stage.last].any()
+            )
         elif has_parts and span.first == stage.start:
             assert span == Span(stored, stage.end, "append")
             opened = stage.first, stage.last
@@ -104,7 +123,12 @@ def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_g
         decided[stage.first : stage.last] = True
     assert decided.all()
     stages = plan(undecided, policy, network)
-    repeated = [position for stage in stages if stage.is_repeated for position in range(stage.first, stage.last)]
+    repeated = [
+        position
+        for stage in stages
+        if stage.is_repeated
+        for position in range(stage.first, stage.last)
+    ]
     assert len(repeated) == len(set(repeated))
     if stages:
         assert stages[-1].kind == "denoise", "nothing is stored that nothing reads"
@@ -115,7 +139,9 @@ def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_g
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Prompts that end on a block and inside one, canvases too; every preset, and each with another rule or cache."""
+    """Prompts that end on a block and inside one, canvases too; every preset, and each with another
+    rule or cache.
+    """
     block, shift = draw(st.sampled_from((1, 2, 3, 4, 6))), draw(st.integers(0, 1))
     name = draw(st.sampled_from(BLOCK_CAUSAL))
     policy = preset(name, block, shift, cache=draw(st.sampled_from(("block", "none"))))
@@ -133,9 +159,16 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         changes["block_length"] = block * draw(st.integers(1, 3))
     if not shift and policy.cache == "block" and draw(st.booleans()):
         changes["store"] = draw(st.sampled_from(("reuse", "open")))
-    elif policy.cache == "block" and policy.remask == "none" and "block_length" not in changes and draw(st.booleans()):
+    elif (
+        policy.cache == "block"
+        and policy.remask == "none"
+        and "block_length" not in changes
+        and draw(st.booleans())
+    ):
         changes["cache"] = "block-dual"
-        changes["sub_block_length"] = draw(st.sampled_from([size for size in range(1, block + 1) if block % size == 0]))
+        changes["sub_block_length"] = draw(
+            st.sampled_from([size for size in range(1, block + 1) if block % size == 0])
+        )
     prompt = draw(st.lists(st.integers(8, 98), max_size=14))
     return {
         "network": network_of(block, shift),
@@ -156,17 +189,27 @@ def seeded(network: NetworkSpec, seed: int) -> Denoiser:
 
 @settings(max_examples=80, deadline=None)
 @given(case=cases())
-def test_the_native_loop_equals_the_reference_token_for_token_and_pass_for_pass(case: dict[str, Any]) -> None:
+def test_the_native_loop_equals_the_reference_token_for_token_and_pass_for_pass(
+    case: dict[str, Any],
+) -> None:
     denoiser, policy = seeded(case["network"], case["seed"]), case["policy"]
     canvases: list[Canvas] = []
-    wanted = reference.generate(denoiser, case["tokens"], policy, case["new"], on_step=canvases.append)
+    wanted = reference.generate(
+        denoiser, case["tokens"], policy, case["new"], on_step=canvases.append
+    )
     with under_native_loop(denoiser) as bundle:
         out = bundle.generate(tokens=case["tokens"], max_new_tokens=case["new"], **policy.as_dict())
-        events = list(bundle.stream(tokens=case["tokens"], max_new_tokens=case["new"], **policy.as_dict()))
+        events = list(
+            bundle.stream(tokens=case["tokens"], max_new_tokens=case["new"], **policy.as_dict())
+        )
     assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
     assert sum(out.passes.values()) == out.nfe
-    assert [event.canvas for event in events[:-1]] == [canvas.tokens.tolist() for canvas in canvases[:-1]]
-    assert [event.undecided for event in events[:-1]] == [canvas.undecided.tolist() for canvas in canvases[:-1]]
+    assert [event.canvas for event in events[:-1]] == [
+        canvas.tokens.tolist() for canvas in canvases[:-1]
+    ]
+    assert [event.undecided for event in events[:-1]] == [
+        canvas.undecided.tolist() for canvas in canvases[:-1]
+    ]
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -180,13 +223,18 @@ def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
     for prompt_length in range(1, 2 * block + 2):
         denoiser = seeded(network_of(block, shift), prompt_length)
         tokens = [8 + i for i in range(prompt_length)]
-        plain = reference.generate(denoiser, tokens, policy.with_fields({"cache": "none"}), 3 * block + 1)
+        plain = reference.generate(
+            denoiser, tokens, policy.with_fields({"cache": "none"}), 3 * block + 1
+        )
         with under_native_loop(denoiser) as bundle:
             out = bundle.generate(tokens=tokens, max_new_tokens=3 * block + 1, **policy.as_dict())
         assert out.tokens == plain.tokens
-        # A denoiser that predicts the next position takes a pass at the end of what is finished in either case.
+        # A denoiser that predicts the next position takes a pass at the end of what is finished in
+        # either case.
         is_shared = shift and prompt_length % block == 0
-        only_store = (0 if is_shared else out.passes["prefill"]) + (0 if shift else out.passes["store"])
+        only_store = (0 if is_shared else out.passes["prefill"]) + (
+            0 if shift else out.passes["store"]
+        )
         assert out.nfe - only_store == plain.nfe
         assert out.passes["prefill"] == (prompt_length >= block)
         assert 0 < out.passes["store"] <= 4
@@ -194,17 +242,27 @@ def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in BLOCK_CAUSAL if preset(name, 4, 0) is not None])
 @pytest.mark.parametrize("block", [2, 4, 6])
-def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_canvas(name: str, block: int) -> None:
+def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_canvas(
+    name: str, block: int
+) -> None:
     policy = preset(name, block, 0)
     assert policy is not None
     for prompt_length in range(1, 2 * block + 2):
         denoiser = seeded(network_of(block), prompt_length)
-        request = {"tokens": [8 + i for i in range(prompt_length)], "max_new_tokens": 3 * block + 1} | policy.as_dict()
+        request = {
+            "tokens": [8 + i for i in range(prompt_length)],
+            "max_new_tokens": 3 * block + 1,
+        } | policy.as_dict()
         with under_native_loop(denoiser) as bundle:
-            stored, opened = (bundle.generate(**request | {"store": store}) for store in ("pass", "open"))
-            both = bundle.generate_batch(**request | {"tokens": [request["tokens"]] * 2, "store": "open"})
+            stored, opened = (
+                bundle.generate(**request | {"store": store}) for store in ("pass", "open")
+            )
+            both = bundle.generate_batch(
+                **request | {"tokens": [request["tokens"]] * 2, "store": "open"}
+            )
         assert opened.tokens == stored.tokens
-        # Where the first part of a block is given, there is nothing to open: it is stored by itself.
+        # Where the first part of a block is given, there is nothing to open: it is stored by
+        # itself.
         is_whole = not policy.sub_block_length or prompt_length % block < policy.sub_block_length
         saved = sum(stored.passes[kind] for kind in ("prefill", "store"))
         assert opened.nfe == stored.nfe - saved + (0 if is_whole or prompt_length < block else 1)
@@ -215,9 +273,13 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
 @pytest.mark.parametrize(
-    "changes", [{"temperature": 0.9, "top_p": 0.9, "seed": 3}, {"cfg_scale": 1.2}], ids=["drawn", "guided"]
+    "changes",
+    [{"temperature": 0.9, "top_p": 0.9, "seed": 3}, {"cfg_scale": 1.2}],
+    ids=["drawn", "guided"],
 )
-def test_draws_and_guidance_over_the_block_cache_are_the_references(name: str, shift: int, changes: dict[str, Any]) -> None:
+def test_draws_and_guidance_over_the_block_cache_are_the_references(
+    name: str, shift: int, changes: dict[str, Any]
+) -> None:
     """An edit takes the best token, and the canvas without what is given has a cache of its own."""
     policy = preset(name, 4, shift, **changes)
     if policy is None:
@@ -240,16 +302,23 @@ def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
         network = network_of(block, shift)
         denoiser, policy = seeded(network, block), preset("sdar", block, shift)
         assert policy is not None
-        run = reference.Run(network, start_canvas(list(range(8, 8 + prompt_length)), 14, 99), policy)
+        run = reference.Run(
+            network, start_canvas(list(range(8, 8 + prompt_length)), 14, 99), policy
+        )
         cache: list[Any] = [None] * len(network.layers)
         while (span := run.advance()) is not None:
             ids = torch.from_numpy(run.tokens)[None]
             positions = torch.arange(len(run.tokens))[None]
-            past = [read for kept in cache if (read := reference.outside(kept, span)) is not None] or None
+            past = [
+                read for kept in cache if (read := reference.outside(kept, span)) is not None
+            ] or None
             own = slice(span.first, span.last)
             hidden, presents = denoiser.hidden(ids[:, own], positions[:, own], past)
             if span.is_stored:
-                cache = [reference.store(kept, new, span) for kept, new in zip(cache, presents, strict=True)]
+                cache = [
+                    reference.store(kept, new, span)
+                    for kept, new in zip(cache, presents, strict=True)
+                ]
             logits = denoiser.project(hidden[0, run.rows])
             full = denoiser.project(denoiser.hidden(ids, positions)[0][0, run.rows + span.first])
             worst = max(worst, float((logits - full).abs().max()) if len(logits) else 0.0)
@@ -269,7 +338,9 @@ def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
 def test_a_batch_gives_each_request_what_it_gets_alone(
     block: int, shift: int, name: str, cache: str, prompts: list[int], most: int
 ) -> None:
-    """Canvases of one length whose prompts end at different places of the grid, over torch, which sees every cached row."""
+    """Canvases of one length whose prompts end at different places of the grid, over torch, which
+    sees every cached row.
+    """
     policy = preset(name, block, shift)
     if policy is None:
         return
@@ -280,11 +351,17 @@ def test_a_batch_gives_each_request_what_it_gets_alone(
     denoiser, length = seeded(network_of(block, shift), block), 20
     tokens = [[*range(8, 8 + prompt), *[99] * (length - prompt)] for prompt in prompts]
     with under_native_loop(denoiser) as bundle:
-        alone = [bundle.generate(tokens=one, max_new_tokens=0, **policy.as_dict()) for one in tokens]
-        out = bundle.generate_batch(tokens=tokens, max_new_tokens=0, max_batch=most, **policy.as_dict())
+        alone = [
+            bundle.generate(tokens=one, max_new_tokens=0, **policy.as_dict()) for one in tokens
+        ]
+        out = bundle.generate_batch(
+            tokens=tokens, max_new_tokens=0, max_batch=most, **policy.as_dict()
+        )
     assert [(one.tokens, one.nfe) for one in out] == [(one.tokens, one.nfe) for one in alone]
     if len({prompt // block for prompt in prompts}) == 1 and most >= len(prompts):
-        assert sum(out[0].passes.values()) == max(one.nfe for one in out), "together in as many passes as the slowest takes"
+        assert sum(out[0].passes.values()) == max(one.nfe for one in out), (
+            "together in as many passes as the slowest takes"
+        )
 
 
 def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() -> None:
@@ -292,7 +369,9 @@ def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() 
     policy = PRESETS["sdar"].with_fields({"store": "reuse", "threshold": 0.1, "stop": "none"})
     with under_native_loop(denoiser) as bundle:
         out = bundle.generate(tokens=[8] * 4, max_new_tokens=12, **policy.as_dict())
-        stored = bundle.generate(tokens=[8] * 4, max_new_tokens=12, **policy.as_dict() | {"store": "pass"})
+        stored = bundle.generate(
+            tokens=[8] * 4, max_new_tokens=12, **policy.as_dict() | {"store": "pass"}
+        )
         both = bundle.generate_batch(tokens=[[8] * 4] * 2, max_new_tokens=12, **policy.as_dict())
     assert (out.passes["prefill"], out.passes["store"]) == (1, 0)
     assert (stored.passes["prefill"], stored.passes["store"]) == (1, 2)
@@ -322,7 +401,9 @@ class Scripted:
 
 
 def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> None:
-    """Positions commit as 10, and are surely 20 once all of their block are decided; what was given stays."""
+    """Positions commit as 10, and are surely 20 once all of their block are decided; what was given
+    stays.
+    """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
         block = [ids[i] for i in range(position // 4 * 4, position // 4 * 4 + 4)]
@@ -331,10 +412,15 @@ def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> Non
     scripted = Scripted(predict, block=4)
     policy = PRESETS["llada2.1"].as_dict()
     out = scripted.bundle.generate(tokens=[1, 2, 3, 4, 6], max_new_tokens=7, **policy)
-    assert out.tokens == [1, 2, 3, 4, 6, 20, 10, 20, 10, 20, 10, 20], "0.9 is not above the threshold"
-    # Three and four positions one by one, then an edit that changes two and one that changes nothing, for each block.
+    assert out.tokens == [1, 2, 3, 4, 6, 20, 10, 20, 10, 20, 10, 20], (
+        "0.9 is not above the threshold"
+    )
+    # Three and four positions one by one, then an edit that changes two and one that changes
+    # nothing, for each block.
     assert out.passes == {"prefill": 1, "denoise": 3 + 2 + 4 + 2, "store": 1}
-    plain = scripted.bundle.generate(tokens=[1, 2, 3, 4, 6], max_new_tokens=7, **policy | {"remask": "none"})
+    plain = scripted.bundle.generate(
+        tokens=[1, 2, 3, 4, 6], max_new_tokens=7, **policy | {"remask": "none"}
+    )
     assert plain.tokens == [1, 2, 3, 4, 6, *[10] * 7]
 
 
@@ -344,7 +430,9 @@ def test_an_edit_that_never_settles_stops_at_its_cap(most: int) -> None:
         return (10 if ids[position] == 39 else ids[position] % 20 + 10), 0.99
 
     scripted = Scripted(predict, block=4)
-    out = scripted.bundle.generate(tokens=[1] * 4, max_new_tokens=4, **PRESETS["llada2.1"].as_dict() | {"edit_passes": most})
+    out = scripted.bundle.generate(
+        tokens=[1] * 4, max_new_tokens=4, **PRESETS["llada2.1"].as_dict() | {"edit_passes": most}
+    )
     assert out.passes == {"prefill": 1, "denoise": 1 + most, "store": 0}
     token = 10
     for _ in range(most):
@@ -352,7 +440,9 @@ def test_an_edit_that_never_settles_stops_at_its_cap(most: int) -> None:
     assert out.tokens[4:] == [token] * 4
 
 
-def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_position_before() -> None:
+def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_position_before() -> (
+    None
+):
     scripted = Scripted(lambda position, ids: ((position + 1) % 39, 0.99), block=8, shift=1)
     policy = PRESETS["fast-dllm-v2"].as_dict() | {"sub_block_length": 4}
     out = scripted.bundle.generate(tokens=[1] * 8, max_new_tokens=12, **policy)
@@ -367,7 +457,9 @@ def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_posit
 
 
 def test_a_sub_block_is_opened_by_a_pass_over_its_block_and_then_runs_alone() -> None:
-    """As Fast-dLLM v2's loop with its block cache; the row that predicts a sub-block's first position runs with it."""
+    """As Fast-dLLM v2's loop with its block cache; the row that predicts a sub-block's first
+    position runs with it.
+    """
     scripted = Scripted(lambda position, ids: ((position + 1) % 39, 0.5), block=8, shift=1)
     policy = PRESETS["fast-dllm-v2"].as_dict() | {"sub_block_length": 4, "cache": "block-dual"}
     out = scripted.bundle.generate(tokens=[1] * 8, max_new_tokens=8, **policy)
@@ -398,12 +490,21 @@ def test_a_block_that_holds_an_end_token_is_the_last() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"cache": "dual"}, 'cache = "dual" is for full attention, and this .* in blocks of 4: use cache = "block"'),
+        (
+            {"cache": "dual"},
+            'cache = "dual" is for full attention, and this .* in blocks of 4: use cache = "block"',
+        ),
         ({"cache": "prefix"}, 'cache = "prefix" is for full attention'),
-        ({"block_length": 6}, "block_length = 6 does not suit .* give a multiple of 4, or 0 for 4; sub_block_length"),
+        (
+            {"block_length": 6},
+            "block_length = 6 does not suit .* give a multiple of 4, or 0 for 4; sub_block_length",
+        ),
         ({"block_length": 2}, "block_length = 2 does not suit"),
         ({"sub_block_length": 3}, "sub_block_length = 3 does not divide the block of 4 positions"),
-        ({"cache": "none", "store": "reuse"}, 'store = "reuse" is of cache = "block", not of "none"'),
+        (
+            {"cache": "none", "store": "reuse"},
+            'store = "reuse" is of cache = "block", not of "none"',
+        ),
         ({"refresh": 4}, 'refresh = 4, but cache = "block" keeps no rows to refresh'),
         ({"edit_threshold": 1.5}, "edit_threshold = 1.5 is outside 0..1"),
         (
@@ -411,10 +512,15 @@ def test_a_block_that_holds_an_end_token_is_the_last() -> None:
             'cache = "block-dual" keeps rows .* as do 4 positions .* block_length = 4, or',
         ),
         ({"cache": "block-dual", "remask": "edit"}, 'remask = "edit" looks at a whole block again'),
-        ({"cache": "block-dual", "store": "open"}, 'store = "open" is of cache = "block", not of "block-dual"'),
+        (
+            {"cache": "block-dual", "store": "open"},
+            'store = "open" is of cache = "block", not of "block-dual"',
+        ),
     ],
 )
-def test_policies_that_a_block_causal_denoiser_does_not_take_are_refused(fields: dict[str, Any], sentence: str) -> None:
+def test_policies_that_a_block_causal_denoiser_does_not_take_are_refused(
+    fields: dict[str, Any], sentence: str
+) -> None:
     bundle = ArithmeticDenoiser(visible_block=4).bundle
     with pytest.raises(RequestError, match=sentence):
         bundle.generate(tokens=[1], max_new_tokens=8, **PRESETS["sdar"].as_dict() | fields)
@@ -423,15 +529,33 @@ def test_policies_that_a_block_causal_denoiser_does_not_take_are_refused(fields:
 @pytest.mark.parametrize(
     ("fields", "shift", "sentence"),
     [
-        ({"cache": "block"}, None, 'cache = "block" is for block-causal attention, and this denoiser\'s is full: use'),
+        (
+            {"cache": "block"},
+            None,
+            'cache = "block" is for block-causal attention, and this denoiser\'s is full: use',
+        ),
         ({"cache": "block-dual"}, None, 'cache = "block-dual" is for block-causal attention'),
         ({"sub_block_length": 8}, None, "sub_block_length = 8 is for block-causal attention"),
-        ({"remask": "edit", "cache": "block"}, 1, 'remask = "edit" predicts every position of a block by its own row'),
-        ({"store": "reuse", "cache": "block"}, 1, 'store = "reuse" leaves out the pass that predicts'),
-        ({"store": "open", "cache": "block"}, 1, 'store = "open" leaves out the pass that predicts'),
+        (
+            {"remask": "edit", "cache": "block"},
+            1,
+            'remask = "edit" predicts every position of a block by its own row',
+        ),
+        (
+            {"store": "reuse", "cache": "block"},
+            1,
+            'store = "reuse" leaves out the pass that predicts',
+        ),
+        (
+            {"store": "open", "cache": "block"},
+            1,
+            'store = "open" leaves out the pass that predicts',
+        ),
     ],
 )
-def test_policies_of_other_denoisers_are_refused(fields: dict[str, Any], shift: int | None, sentence: str) -> None:
+def test_policies_of_other_denoisers_are_refused(
+    fields: dict[str, Any], shift: int | None, sentence: str
+) -> None:
     bundle = ArithmeticDenoiser(shift=shift or 0, visible_block=None if shift is None else 4).bundle
     with pytest.raises(RequestError, match=sentence):
         bundle.generate(tokens=[1], max_new_tokens=8, **PRESETS["llada"].as_dict() | fields)

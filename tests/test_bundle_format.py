@@ -1,7 +1,8 @@
-"""The bundle's format: manifest.schema.json and the native reader agree, and no damage gets past them or crashes.
+"""The bundle's format: manifest.schema.json and the native reader agree, and no damage gets past
+them or crashes.
 
-The native reader checks ``loop`` and ``files``; what describes a bundle is checked by the schema, where it is read. The native
-library runs in this process, so a crash of it ends the test run.
+The native reader checks ``loop`` and ``files``; what describes a bundle is checked by the schema,
+where it is read. The native library runs in this process, so a crash of it ends the test run.
 """
 
 from __future__ import annotations
@@ -43,13 +44,24 @@ from dlm_runtime.manifest import check_manifest, validator
 from dlm_runtime.policy import presets_for
 from dlm_runtime.tools import FORMATS as CALL_FORMATS
 
-SCHEMA = json.loads((Path(dlm_runtime.__file__).parent / "manifest.schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads(
+    (Path(dlm_runtime.__file__).parent / "manifest.schema.json").read_text(encoding="utf-8")
+)
 VALIDATOR = validator()
-NATIVE = ("schema_version", "loop", "files")  # what the native reader reads; it knows the other members by name
+NATIVE = (
+    "schema_version",
+    "loop",
+    "files",
+)  # what the native reader reads; it knows the other members by name
 READ = (*NATIVE, "text")  # the last where it is there
 NATIVE_VALIDATOR = VALIDATOR.evolve(
     schema=SCHEMA
-    | {"required": NATIVE, "properties": {key: rule if key in READ else {} for key, rule in SCHEMA["properties"].items()}}
+    | {
+        "required": NATIVE,
+        "properties": {
+            key: rule if key in READ else {} for key, rule in SCHEMA["properties"].items()
+        },
+    }
 )
 DATA_FILE = "denoiser.onnx.data"
 
@@ -93,17 +105,26 @@ def _change(bundle: Path, *path: str, value: Any) -> None:
 def _relist(bundle: Path, name: str) -> None:
     """Bring a file's size and hash in the manifest up to date."""
     content = (bundle / name).read_bytes()
-    _change(bundle, "files", name, value={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+    _change(
+        bundle,
+        "files",
+        name,
+        value={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()},
+    )
 
 
 def _seal(entry: dict[str, Any]) -> None:
     """What a writer of an engine's entry does last."""
     bare = {key: value for key, value in entry.items() if key != "seal"}
-    entry["seal"] = hashlib.sha256(json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    entry["seal"] = hashlib.sha256(
+        json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, Any]:
-    """Give a manifest an engine that is none, but described without fault; the caller writes its file. Returns the entry."""
+    """Give a manifest an engine that is none, but described without fault; the caller writes its
+    file. Returns the entry.
+    """
     name, content = f"engines/{target}.engine", b"engine"
     files = manifest["files"]
     files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -135,14 +156,22 @@ def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, 
 def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
     """Give a manifest effort levels that nobody fitted. Returns them as ``loop`` has them."""
     point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5}
-    fitted = {"quality": "task", "found_by": "replay", "samples": 3, "curve": [point], "levels": dict.fromkeys(LEVELS, point)}
+    fitted = {
+        "quality": "task",
+        "found_by": "replay",
+        "samples": 3,
+        "curve": [point],
+        "levels": dict.fromkeys(LEVELS, point),
+    }
     manifest["effort"] = {"preset": "llada", **fitted}
     levels = {level: dict(manifest["loop"]["presets"]["llada"]) for level in LEVELS}
     manifest["loop"]["effort"] = {"preset": "llada", "levels": levels}
     return manifest["loop"]["effort"]
 
 
-def _write_with_engine(bundle: Path, change: Callable[[dict[str, Any]], object] = lambda entry: None) -> None:
+def _write_with_engine(
+    bundle: Path, change: Callable[[dict[str, Any]], object] = lambda entry: None
+) -> None:
     """Add an engine to the bundle on disk, changed before it is sealed."""
     manifest = _read(bundle)
     entry = _add_engine(manifest)
@@ -167,7 +196,9 @@ def _opens(bundle: Path, check_hashes: bool = False, engine: str = "auto") -> bo
 
 
 def _is_described(manifest: dict[str, Any], bundle: Path) -> bool:
-    """Whether Python's check takes a manifest; anything but a BundleError of one line is a defect and goes through."""
+    """Whether Python's check takes a manifest; anything but a BundleError of one line is a defect
+    and goes through.
+    """
     try:
         check_manifest(manifest, bundle)
     except BundleError as err:
@@ -180,7 +211,12 @@ def _is_described(manifest: dict[str, Any], bundle: Path) -> bool:
     return False
 
 
-def _refusal(bundle: Path, kind: type[DlmError] = BundleError, check_hashes: bool = False, engine: str = "auto") -> str:
+def _refusal(
+    bundle: Path,
+    kind: type[DlmError] = BundleError,
+    check_hashes: bool = False,
+    engine: str = "auto",
+) -> str:
     with pytest.raises(kind) as caught:
         dlm_runtime.open(bundle, engine=engine, threads=1, check_hashes=check_hashes)
     assert str(bundle) in str(caught.value), "the message does not say where"
@@ -194,8 +230,12 @@ def test_a_built_manifest_is_valid_under_the_schema(llada_bundle: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     manifest = _read(llada_bundle)
     assert manifest == bundle_files.read_manifest(llada_bundle)
-    assert [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(manifest)] == []
-    on_disk = {p.relative_to(llada_bundle).as_posix() for p in llada_bundle.rglob("*") if p.is_file()}
+    assert [
+        f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(manifest)
+    ] == []
+    on_disk = {
+        p.relative_to(llada_bundle).as_posix() for p in llada_bundle.rglob("*") if p.is_file()
+    }
     assert set(manifest["files"]) == on_disk - {"manifest.json"}
 
 
@@ -221,21 +261,33 @@ def test_an_opened_bundle_gives_back_the_manifest_that_was_written(bundle: Path)
         assert opened.manifest == _read(bundle)
 
 
-@pytest.mark.parametrize("style", [{"indent": 7}, {"separators": (",", ":")}, {"sort_keys": True}, {"ensure_ascii": True}])
-def test_the_way_a_manifest_is_laid_out_does_not_matter(bundle: Path, style: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "style",
+    [{"indent": 7}, {"separators": (",", ":")}, {"sort_keys": True}, {"ensure_ascii": True}],
+)
+def test_the_way_a_manifest_is_laid_out_does_not_matter(
+    bundle: Path, style: dict[str, Any]
+) -> None:
     manifest = _read(bundle)
     presets = manifest["loop"]["presets"]
     presets["übermäßig 😀"] = presets["llada"]
-    (bundle / "manifest.json").write_text(json.dumps(manifest, **({"ensure_ascii": False} | style)), encoding="utf-8")
+    (bundle / "manifest.json").write_text(
+        json.dumps(manifest, **({"ensure_ascii": False} | style)), encoding="utf-8"
+    )
     with dlm_runtime.open(bundle, threads=1) as opened:
         assert opened.manifest == manifest
         assert opened.policy("übermäßig 😀") == opened.policy("llada")
 
 
-def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_manifest_of_every_family_is_valid(
+    llada_checkpoint: Path, dream_checkpoint: Path, tmp_path: Path
+) -> None:
     for path in (llada_checkpoint, dream_checkpoint):
         network = families.read_network(Checkpoint(path), Overrides())
-        presets, default = presets_for(None, network.shift), families.FAMILIES[network.family].default_preset
+        presets, default = (
+            presets_for(None, network.shift),
+            families.FAMILIES[network.family].default_preset,
+        )
         (tmp_path / "denoiser.onnx").write_bytes(b"graph")
         (tmp_path / "chat.jinja").write_text("{{ messages }}")
         (tmp_path / "tokenizer.json").write_text("{}")
@@ -244,7 +296,10 @@ def test_the_manifest_of_every_family_is_valid(llada_checkpoint: Path, dream_che
             graph=trace.describe(network, "float16", is_simulated=False),
             opset=23,
             precision={"name": "fp16"},
-            kernels={"calls": {"Candidates": 1}, "plain": {"blocks.0.attention": "the kernel computes in fp32"}},
+            kernels={
+                "calls": {"Candidates": 1},
+                "plain": {"blocks.0.attention": "the kernel computes in fp32"},
+            },
             targets=["cpu"],
             presets=presets,
             default_preset=default,
@@ -289,12 +344,25 @@ def test_a_layout_that_is_not_known_is_refused_by_its_name(
     assert list(options["call_format"].choices) == list(CALL_FORMATS)
 
 
-def test_a_build_says_the_layout_and_a_bundle_keeps_it(llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_build_says_the_layout_and_a_bundle_keeps_it(
+    llada_checkpoint: Path, tmp_path: Path
+) -> None:
     asked = ["--no-verify", "--json-layout", "spaced", "--call-format", "tool_call"]
-    made = CliRunner().invoke(main, ["build", str(llada_checkpoint), "-o", str(tmp_path / "made"), *asked])
+    made = CliRunner().invoke(
+        main, ["build", str(llada_checkpoint), "-o", str(tmp_path / "made"), *asked]
+    )
     assert made.exit_code == 0, made.output
     again = CliRunner().invoke(
-        main, ["build", str(tmp_path / "made"), "-o", str(tmp_path / "again"), "--no-verify", "--json-layout", "lines"]
+        main,
+        [
+            "build",
+            str(tmp_path / "made"),
+            "-o",
+            str(tmp_path / "again"),
+            "--no-verify",
+            "--json-layout",
+            "lines",
+        ],
     )
     assert again.exit_code == 0, again.output
     for name, layout in (("made", "spaced"), ("again", "lines")):
@@ -326,7 +394,9 @@ def policies(draw: st.DrawFn) -> Policy:
 
 @examples(40)
 @given(policy=policies())
-def test_every_policy_of_the_schema_survives_the_round_trip(shared_bundle: Path, llada_bundle: Path, policy: Policy) -> None:
+def test_every_policy_of_the_schema_survives_the_round_trip(
+    shared_bundle: Path, llada_bundle: Path, policy: Policy
+) -> None:
     manifest = _read(llada_bundle)
     manifest["loop"]["presets"]["drawn"] = policy.as_dict()
     assert VALIDATOR.is_valid(manifest)
@@ -339,11 +409,15 @@ def test_a_preset_without_a_field_takes_the_default_of_the_schema(bundle: Path) 
     _change(bundle, "loop", "presets", "bare", value={})
     with dlm_runtime.open(bundle, threads=1, check_hashes=False) as opened:
         properties = SCHEMA["$defs"]["preset"]["properties"]
-        assert opened.policy("bare").as_dict() == {name: rule["default"] for name, rule in properties.items()}
+        assert opened.policy("bare").as_dict() == {
+            name: rule["default"] for name, rule in properties.items()
+        }
 
 
 @pytest.mark.parametrize("said", [None, 1, 24])
-def test_a_request_that_does_not_say_fills_as_many_tokens_as_the_bundle_says(bundle: Path, said: int | None) -> None:
+def test_a_request_that_does_not_say_fills_as_many_tokens_as_the_bundle_says(
+    bundle: Path, said: int | None
+) -> None:
     if said is not None:
         _change(bundle, "loop", "max_new_tokens", value=said)
     with dlm_runtime.open(bundle, threads=1, check_hashes=False) as opened:
@@ -359,20 +433,68 @@ def test_a_request_that_does_not_say_fills_as_many_tokens_as_the_bundle_says(bun
 
 def _paths(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [path]
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else []
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else []
+    )
     for key, value in items:
         found += _paths(value, (*path, key))
     return found
 
 
 EDGES = st.sampled_from(
-    [-1, 0, 1, 2, 64, 65, 160, 1 << 24, (1 << 24) + 1, 1 << 31, 1 << 32, 1 << 63, 1 << 64, 10**300, 0.5, 1.0, -0.0, 1e-9, 1e300]
+    [
+        -1,
+        0,
+        1,
+        2,
+        64,
+        65,
+        160,
+        1 << 24,
+        (1 << 24) + 1,
+        1 << 31,
+        1 << 32,
+        1 << 63,
+        1 << 64,
+        10**300,
+        0.5,
+        1.0,
+        -0.0,
+        1e-9,
+        1e300,
+    ]
 )
-TEXTS = st.sampled_from(["", "full", "entropy", "threshold", "manifest.json", "denoiser.onnx", "..", "a/../b", "\0", "ä" * 300])
+TEXTS = st.sampled_from(
+    [
+        "",
+        "full",
+        "entropy",
+        "threshold",
+        "manifest.json",
+        "denoiser.onnx",
+        "..",
+        "a/../b",
+        "\0",
+        "ä" * 300,
+    ]
+)
 SCALARS = (
-    st.none() | st.booleans() | EDGES | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS | st.text()
+    st.none()
+    | st.booleans()
+    | EDGES
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS
+    | st.text()
 )
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
 
 
 def _retyped(value: Any) -> Any:
@@ -380,14 +502,21 @@ def _retyped(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
     if isinstance(value, (dict, list)):
-        return list(value.items()) if isinstance(value, dict) else {str(i): item for i, item in enumerate(value)}
+        return (
+            list(value.items())
+            if isinstance(value, dict)
+            else {str(i): item for i, item in enumerate(value)}
+        )
     return str(value)
 
 
 def _damage(data: st.DataObject, manifest: dict[str, Any]) -> Any:
-    # The parent's name is drawn first, or most examples would land in the presets, which hold most values.
+    # The parent's name is drawn first, or most examples would land in the presets, which hold most
+    # values.
     top = data.draw(st.sampled_from([(), *((key,) for key in manifest)]), label="part")
-    path = data.draw(st.sampled_from([p for p in _paths(manifest) if p[: len(top)] == top]), label="path")
+    path = data.draw(
+        st.sampled_from([p for p in _paths(manifest) if p[: len(top)] == top]), label="path"
+    )
     kind = data.draw(st.sampled_from(["replace", "delete", "retype", "add"]), label="damage")
     if not path:
         return data.draw(VALUES)
@@ -417,7 +546,9 @@ def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     _write(shared_bundle, damaged)
     opened = _opens(shared_bundle)
     # The native reader may refuse more (see the schema's description), of what it reads never less.
-    faults = [f"{error.json_path}: {error.message}" for error in NATIVE_VALIDATOR.iter_errors(damaged)]
+    faults = [
+        f"{error.json_path}: {error.message}" for error in NATIVE_VALIDATOR.iter_errors(damaged)
+    ]
     assert not (opened and faults), faults
 
 
@@ -430,7 +561,9 @@ def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
     manifest["precision"] |= copy.deepcopy(QUANTISED)
     _add_engine(manifest)
     described = _damage(data, {key: value for key, value in manifest.items() if key not in NATIVE})
-    damaged = (described if isinstance(described, dict) else {}) | {key: manifest[key] for key in NATIVE}
+    damaged = (described if isinstance(described, dict) else {}) | {
+        key: manifest[key] for key in NATIVE
+    }
     _write(shared_bundle, damaged)
     if not _opens(shared_bundle, engine="onnxruntime"):
         return  # a member that the native reader does not know, or another file of text
@@ -448,7 +581,9 @@ def test_flipped_bytes_in_the_manifest_raise_or_open_and_never_crash(
     shared_bundle: Path, llada_bundle: Path, data: st.DataObject
 ) -> None:
     text = bytearray((llada_bundle / "manifest.json").read_bytes())
-    flips = st.lists(st.tuples(st.integers(0, len(text) - 1), st.integers(1, 255)), min_size=1, max_size=3)
+    flips = st.lists(
+        st.tuples(st.integers(0, len(text) - 1), st.integers(1, 255)), min_size=1, max_size=3
+    )
     for position, bits in data.draw(flips):
         text[position] ^= bits
     (shared_bundle / "manifest.json").write_bytes(text)
@@ -457,7 +592,9 @@ def test_flipped_bytes_in_the_manifest_raise_or_open_and_never_crash(
 
 @examples(40)
 @given(data=st.data())
-def test_a_truncated_manifest_is_refused(shared_bundle: Path, llada_bundle: Path, data: st.DataObject) -> None:
+def test_a_truncated_manifest_is_refused(
+    shared_bundle: Path, llada_bundle: Path, data: st.DataObject
+) -> None:
     text = (llada_bundle / "manifest.json").read_bytes().rstrip()
     (shared_bundle / "manifest.json").write_bytes(text[: data.draw(st.integers(0, len(text) - 1))])
     assert not _opens(shared_bundle)
@@ -499,7 +636,12 @@ QUANTISED: dict[str, Any] = {
         "difference": -0.5,
         "interval": [-1.0, 0.25],
     },
-    "tuning": {"processor": "any", "rows": 32, "ms": {"high": 2.5}, "ms_by_shape": {"8x8": {"high": 2.5}}},
+    "tuning": {
+        "processor": "any",
+        "rows": 32,
+        "ms": {"high": 2.5},
+        "ms_by_shape": {"8x8": {"high": 2.5}},
+    },
 }
 """What the manifest of a quantised bundle says beside its name."""
 
@@ -513,18 +655,30 @@ def _edges(rule: dict[str, Any]) -> list[Any]:
     step = 1 if "integer" in rule["type"] else 1e-6
     outside = [7] if rule["type"] == "string" else []
     outside += [
-        rule[key] + step * way for key, way in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0)) if key in rule
+        rule[key] + step * way
+        for key, way in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0))
+        if key in rule
     ]
     return [*outside, True, [], {}] + ([] if "null" in rule["type"] else [None])
 
 
-def _rules(rule: dict[str, Any], path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _rules(
+    rule: dict[str, Any], path: tuple[Any, ...]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     if "properties" not in rule:
-        return [(path, rule)] if rule.get("type") not in ("object", "array") and {"type", "const"} & rule.keys() else []
-    return [found for key, value in rule["properties"].items() for found in _rules(value, (*path, key))]
+        return (
+            [(path, rule)]
+            if rule.get("type") not in ("object", "array") and {"type", "const"} & rule.keys()
+            else []
+        )
+    return [
+        found for key, value in rule["properties"].items() for found in _rules(value, (*path, key))
+    ]
 
 
-def test_every_range_and_choice_of_the_schema_is_its_readers(shared_bundle: Path, llada_bundle: Path) -> None:
+def test_every_range_and_choice_of_the_schema_is_its_readers(
+    shared_bundle: Path, llada_bundle: Path
+) -> None:
     properties = SCHEMA["properties"]
     loop = properties["loop"]["properties"]
     rules = _rules(SCHEMA, ())
@@ -551,7 +705,9 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(shared_bundle: Path
     quantised["precision"] |= QUANTISED
     _add_engine(quantised)
     _add_effort(quantised)
-    assert [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(quantised)] == []
+    assert [
+        f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(quantised)
+    ] == []
     _write(shared_bundle, quantised)
     (shared_bundle / "engines").mkdir(exist_ok=True)
     (shared_bundle / "engines" / "rtx5090.engine").write_bytes(b"engine")
@@ -612,7 +768,8 @@ def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> N
 
 def test_a_newer_schema_version_is_refused_by_name(bundle: Path) -> None:
     _change(bundle, "schema_version", value=4)
-    # A newer version may have keys that this reader does not know: the version is what the user must hear of.
+    # A newer version may have keys that this reader does not know: the version is what the user
+    # must hear of.
     _change(bundle, "from_the_future", value={})
     message = _refusal(bundle)
     assert "schema_version 4 is newer" in message
@@ -620,9 +777,21 @@ def test_a_newer_schema_version_is_refused_by_name(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_bundle_of_an_older_schema_is_refused_with_the_command_that_builds_it_again(bundle: Path, version: int) -> None:
+def test_a_bundle_of_an_older_schema_is_refused_with_the_command_that_builds_it_again(
+    bundle: Path, version: int
+) -> None:
     # Its members are others: the version is what the user must hear of.
-    _write(bundle, {"schema_version": version, "family": "llada", "denoiser": {}, "tokens": {}, "graph": {}, "files": {}})
+    _write(
+        bundle,
+        {
+            "schema_version": version,
+            "family": "llada",
+            "denoiser": {},
+            "tokens": {},
+            "graph": {},
+            "files": {},
+        },
+    )
     message = _refusal(bundle)
     assert f"schema_version {version} is of an older dlm-export" in message
     assert f"`dlm-export build CHECKPOINT -o {bundle} --force`" in message
@@ -655,31 +824,69 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
         (("loop", "eos_token_ids"), [150], "an end token is the mask token"),
         (("loop", "graph", "top_k"), 65, "loop.graph.top_k"),
         (("loop", "default_preset"), "nowhere", "loop.default_preset: is not one of presets"),
-        (("loop", "graph", "file"), "other.onnx", "loop.graph.file: names a file that is not listed in files"),
+        (
+            ("loop", "graph", "file"),
+            "other.onnx",
+            "loop.graph.file: names a file that is not listed in files",
+        ),
         (("loop", "graph", "device_file"), "other.onnx", "not listed in files"),
         (("tokenizer",), "other.json", "tokenizer: names a file that is not listed in files"),
         (("tokenizer",), "../manifest.json", "not listed in files"),
         (("tokenizer",), ["tokenizer.json"], "not listed in files"),
-        (("chat_template",), {"file": "/etc/passwd", "special_tokens": {}}, "chat_template.file: names a file that is not"),
-        (("chat_template",), {"file": "denoiser.onnx", "special_tokens": {"bos_token": 1}}, "chat_template: expected"),
+        (
+            ("chat_template",),
+            {"file": "/etc/passwd", "special_tokens": {}},
+            "chat_template.file: names a file that is not",
+        ),
+        (
+            ("chat_template",),
+            {"file": "denoiser.onnx", "special_tokens": {"bos_token": 1}},
+            "chat_template: expected",
+        ),
         (("chat_template",), {"file": "denoiser.onnx"}, "chat_template: expected"),
         (("chat_template",), "chat.jinja", "chat_template: expected"),
         (("text",), {"file": "text.bin"}, "text.file: names a file that is not listed in files"),
         (("text",), {"refused": 1}, "text.refused: expected a string"),
         (("text",), {"file": "denoiser.onnx", "refused": "no"}, "text.refused: unknown key"),
-        (("text",), {"file": "denoiser.onnx", "chat_refused": []}, "text.chat_refused: expected a string"),
+        (
+            ("text",),
+            {"file": "denoiser.onnx", "chat_refused": []},
+            "text.chat_refused: expected a string",
+        ),
         (("loop", "vocab_size"), 161, "but the manifest makes it"),
-        (("loop", "graph", "ports", "layers", 1, "kv_heads"), 2, 'the input "past_key.1" is float [any, 4, any, 16], but'),
-        (("loop", "graph", "ports", "layers", 0, "head_size"), 8, 'the input "past_key.0" is float [any, 4, any, 16], but'),
+        (
+            ("loop", "graph", "ports", "layers", 1, "kv_heads"),
+            2,
+            'the input "past_key.1" is float [any, 4, any, 16], but',
+        ),
+        (
+            ("loop", "graph", "ports", "layers", 0, "head_size"),
+            8,
+            'the input "past_key.0" is float [any, 4, any, 16], but',
+        ),
         (("loop", "graph", "cache_dtype"), "float16", "but the manifest makes it float16"),
         (("loop", "graph", "cache_dtype"), "bfloat16", "but the manifest makes it bfloat16"),
-        (("loop", "graph", "cache_dtype"), "int8", "float [any, 4, any, 16], but the manifest makes it int8 [any, 4, any, 18]"),
-        (("loop", "graph", "cache_dtype"), "int4", 'expected "float32", "float16", "bfloat16" or "int8"'),
-        (("loop", "presets", "llada", "temperature"), 0.7, 'temperature = 0.7 is of select = "sample"'),
+        (
+            ("loop", "graph", "cache_dtype"),
+            "int8",
+            "float [any, 4, any, 16], but the manifest makes it int8 [any, 4, any, 18]",
+        ),
+        (
+            ("loop", "graph", "cache_dtype"),
+            "int4",
+            'expected "float32", "float16", "bfloat16" or "int8"',
+        ),
+        (
+            ("loop", "presets", "llada", "temperature"),
+            0.7,
+            'temperature = 0.7 is of select = "sample"',
+        ),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else None,
 )
-def test_values_that_contradict_each_other_are_refused(bundle: Path, path: tuple[str, ...], value: Any, sentence: str) -> None:
+def test_values_that_contradict_each_other_are_refused(
+    bundle: Path, path: tuple[str, ...], value: Any, sentence: str
+) -> None:
     _change(bundle, *path, value=value)
     assert sentence in _refusal(bundle)
 
@@ -687,13 +894,22 @@ def test_values_that_contradict_each_other_are_refused(bundle: Path, path: tuple
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda effort: effort.update(preset="nowhere"), "loop.effort.preset: is not one of presets"),
+        (
+            lambda effort: effort.update(preset="nowhere"),
+            "loop.effort.preset: is not one of presets",
+        ),
         (lambda effort: effort.update(sparkle=1), "loop.effort.sparkle: unknown key"),
         (lambda effort: effort.pop("levels"), 'loop.effort: the key "levels" is missing'),
-        (lambda effort: effort["levels"].pop("low"), 'loop.effort.levels: the key "low" is missing'),
+        (
+            lambda effort: effort["levels"].pop("low"),
+            'loop.effort.levels: the key "low" is missing',
+        ),
         (lambda effort: effort["levels"].update(most={}), "loop.effort.levels.most: unknown key"),
         (lambda effort: effort["levels"]["low"].update(threshold=7), "threshold = 7"),
-        (lambda effort: effort["levels"].update(low=[]), "loop.effort.levels.low: expected an object"),
+        (
+            lambda effort: effort["levels"].update(low=[]),
+            "loop.effort.levels.low: expected an object",
+        ),
     ],
 )
 def test_effort_levels_are_checked_as_presets_are(
@@ -722,7 +938,10 @@ def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path)
     import onnx
 
     with dlm_runtime.open(bundle, threads=1) as opened:
-        expected = [opened.generate(tokens=[1, 2, 3], max_new_tokens=24, cache=cache).tokens for cache in ("none", "dual")]
+        expected = [
+            opened.generate(tokens=[1, 2, 3], max_new_tokens=24, cache=cache).tokens
+            for cache in ("none", "dual")
+        ]
     manifest = _read(bundle)
     ports = manifest["loop"]["graph"]["ports"]
     path = bundle / "denoiser.onnx"
@@ -747,13 +966,18 @@ def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path)
     _relist(bundle, "denoiser.onnx")
     with dlm_runtime.open(bundle, threads=1) as opened:
         assert [
-            opened.generate(tokens=[1, 2, 3], max_new_tokens=24, cache=cache).tokens for cache in ("none", "dual")
+            opened.generate(tokens=[1, 2, 3], max_new_tokens=24, cache=cache).tokens
+            for cache in ("none", "dual")
         ] == expected
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a\nb", "\x7f", "ä", "x" * 129, 5, None, ["logits"]])
-@pytest.mark.parametrize("path", [("entropy",), ("layers", 1, "present_value")], ids=["entropy", "present_value"])
-def test_a_port_with_a_hostile_name_is_refused(bundle: Path, path: tuple[Any, ...], name: Any) -> None:
+@pytest.mark.parametrize(
+    "path", [("entropy",), ("layers", 1, "present_value")], ids=["entropy", "present_value"]
+)
+def test_a_port_with_a_hostile_name_is_refused(
+    bundle: Path, path: tuple[Any, ...], name: Any
+) -> None:
     _change(bundle, "loop", "graph", "ports", *path, value=name)
     assert f"{path[-1]}: expected" in _refusal(bundle)
     assert not VALIDATOR.is_valid(_read(bundle))
@@ -761,10 +985,16 @@ def test_a_port_with_a_hostile_name_is_refused(bundle: Path, path: tuple[Any, ..
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [(("logits",), "entropy"), (("layers", 1, "past_key"), "past_key.0"), (("layers", 0, "past_key"), "input_ids")],
+    [
+        (("logits",), "entropy"),
+        (("layers", 1, "past_key"), "past_key.0"),
+        (("layers", 0, "past_key"), "input_ids"),
+    ],
     ids=["of outputs", "of layers", "of inputs"],
 )
-def test_a_name_that_two_ports_share_is_refused(bundle: Path, path: tuple[Any, ...], name: str) -> None:
+def test_a_name_that_two_ports_share_is_refused(
+    bundle: Path, path: tuple[Any, ...], name: str
+) -> None:
     _change(bundle, "loop", "graph", "ports", *path, value=name)
     assert f'another port is called "{name}" too' in _refusal(bundle)
 
@@ -805,7 +1035,9 @@ def test_a_bundle_runs_without_what_describes_it(bundle: Path) -> None:
     _write(bundle, {key: value for key, value in _read(bundle).items() if key in NATIVE})
     with dlm_runtime.open(bundle, threads=1) as opened:
         assert opened.generate(tokens=[1, 2, 3], max_new_tokens=8).tokens == expected
-    with pytest.raises(BundleError, match=r"manifest\.json: the manifest: 'producer' is a required property"):
+    with pytest.raises(
+        BundleError, match=r"manifest\.json: the manifest: 'producer' is a required property"
+    ):
         bundle_files.read_manifest(bundle)
 
 
@@ -814,7 +1046,9 @@ def test_running_a_bundle_needs_no_jsonschema(bundle: Path) -> None:
         "import sys; sys.modules['jsonschema'] = None; import dlm_runtime; "
         "print(dlm_runtime.open(sys.argv[1], threads=1).generate(tokens=[1], max_new_tokens=2).nfe)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(bundle)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(bundle)], capture_output=True, text=True, check=False
+    )
     assert (done.stdout, done.stderr) == ("2\n", "")
 
 
@@ -822,7 +1056,11 @@ def test_running_a_bundle_needs_no_jsonschema(bundle: Path) -> None:
     ("path", "value", "sentence"),
     [
         (("producer", "version"), 1, "producer.version: 1 is not of type 'string'"),
-        (("producer", "sparkle"), 1, "producer: Additional properties are not allowed ('sparkle' was unexpected)"),
+        (
+            ("producer", "sparkle"),
+            1,
+            "producer: Additional properties are not allowed ('sparkle' was unexpected)",
+        ),
         (("targets",), [], "targets: [] should be non-empty"),
         (("targets", 0), 7, "targets[0]: 7 is not of type 'string'"),
         (("network",), [], "network: [] is not of type 'object'"),
@@ -831,9 +1069,21 @@ def test_running_a_bundle_needs_no_jsonschema(bundle: Path) -> None:
         (("precision", "name"), None, "precision.name: None is not of type 'string'"),
         (("precision", "layers"), {"a b\n": 1}, 'precision.layers["a b\\n"]: 1 is not of type'),
         (("precision", "layers"), {"x" * 10**6: {}}, "precision.layers.xxx"),
-        (("precision", "layers"), {"blocks.0.mlp.up": "int3"}, "precision.layers[\"blocks.0.mlp.up\"]: 'int3' is not one of"),
-        (("kernels", "calls"), {"Candidates": 0}, "kernels.calls.Candidates: 0 is less than the minimum of 1"),
-        (("kernels", "plain"), {"blocks.0.attention": None}, 'kernels.plain["blocks.0.attention"]: None is not of type'),
+        (
+            ("precision", "layers"),
+            {"blocks.0.mlp.up": "int3"},
+            "precision.layers[\"blocks.0.mlp.up\"]: 'int3' is not one of",
+        ),
+        (
+            ("kernels", "calls"),
+            {"Candidates": 0},
+            "kernels.calls.Candidates: 0 is less than the minimum of 1",
+        ),
+        (
+            ("kernels", "plain"),
+            {"blocks.0.attention": None},
+            'kernels.plain["blocks.0.attention"]: None is not of type',
+        ),
         (("opset",), 0, "opset: 0 is less than the minimum of 1"),
         (("audits",), {"../x": {}}, "audits: '../x' "),
         (("audits",), {"thor": {"method": "hearsay"}}, "audits.thor"),
@@ -868,8 +1118,12 @@ def test_a_bundle_with_an_engine_is_valid_and_opens_without_it(bundle: Path) -> 
         assert opened.engine.startswith("onnxruntime")
 
 
-@pytest.mark.parametrize("path", [(), ("built_from",), ("profiles",), ("profiles", "block")], ids=".".join)
-def test_an_unknown_key_of_an_engine_is_refused_by_name(bundle: Path, path: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "path", [(), ("built_from",), ("profiles",), ("profiles", "block")], ids=".".join
+)
+def test_an_unknown_key_of_an_engine_is_refused_by_name(
+    bundle: Path, path: tuple[str, ...]
+) -> None:
     def change(node: dict[str, Any]) -> None:
         for key in path:
             node = node[key]
@@ -903,11 +1157,17 @@ def test_an_engine_edited_by_hand_is_refused_with_the_command_that_builds_it_aga
     assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
 
 
-@pytest.mark.parametrize(("key", "file"), [("judged", "denoiser.onnx"), ("device", "denoiser.onnx"), ("weights", DATA_FILE)])
+@pytest.mark.parametrize(
+    ("key", "file"),
+    [("judged", "denoiser.onnx"), ("device", "denoiser.onnx"), ("weights", DATA_FILE)],
+)
 def test_an_engine_built_from_another_graph_is_refused(bundle: Path, key: str, file: str) -> None:
     _write_with_engine(bundle, lambda entry: entry["built_from"].update({key: "0" * 64}))
     message = _refusal(bundle, engine="tensorrt")
-    assert f"loop.engines.rtx5090.built_from.{key}: was built from another graph than this bundle's {file}" in message
+    assert (
+        f"loop.engines.rtx5090.built_from.{key}: was built from another graph than this bundle's {file}"
+        in message
+    )
     assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
 
 
@@ -963,14 +1223,20 @@ def test_a_damaged_engine_is_refused_where_the_schema_refuses_and_never_crashes(
     _write(shared_bundle, manifest)
     opened = _opens(shared_bundle, engine="none")
     if not VALIDATOR.is_valid(manifest):
-        assert not opened, [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(manifest)]
+        assert not opened, [
+            f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(manifest)
+        ]
 
 
-def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_there_are(bundle: Path) -> None:
+def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_there_are(
+    bundle: Path,
+) -> None:
     with dlm_runtime.open(bundle, threads=1) as opened:
         assert opened.engine.startswith("onnxruntime")
     _write_with_engine(bundle)
-    with pytest.raises(DlmError, match=r"TensorRT|CUDA"):  # this library has none, or this machine has no device
+    with pytest.raises(
+        DlmError, match=r"TensorRT|CUDA"
+    ):  # this library has none, or this machine has no device
         dlm_runtime.open(bundle)
 
 
@@ -985,15 +1251,38 @@ def test_an_unknown_engine_is_refused_with_the_choices(bundle: Path, engine: Any
 
 @pytest.mark.parametrize(
     "name",
-    ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a/.", "..", ".", "", "a/", "a\\b", "a b", "a\nb", "ä", "x" * 256],
+    [
+        "../x",
+        "a/../../x",
+        "/etc/passwd",
+        "a//b",
+        "./a",
+        "a/.",
+        "..",
+        ".",
+        "",
+        "a/",
+        "a\\b",
+        "a b",
+        "a\nb",
+        "ä",
+        "x" * 256,
+    ],
 )
-def test_a_file_name_that_leads_elsewhere_is_refused_before_it_is_touched(bundle: Path, name: str) -> None:
+def test_a_file_name_that_leads_elsewhere_is_refused_before_it_is_touched(
+    bundle: Path, name: str
+) -> None:
     # The file is there with the right size and hash: the name alone is wrong.
     content = b"outside"
     (bundle.parent / "x").write_bytes(content)
     (bundle / "a").mkdir()
     (bundle / "a" / "b").write_bytes(content)
-    _change(bundle, "files", name, value={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+    _change(
+        bundle,
+        "files",
+        name,
+        value={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()},
+    )
     assert "not a plain file name inside the bundle" in _refusal(bundle, check_hashes=True)
     assert not VALIDATOR.is_valid(_read(bundle))
 
@@ -1011,9 +1300,15 @@ def _fifo(path: Path) -> None:
     path.symlink_to("pipe")
 
 
-@pytest.mark.parametrize("make", [_fifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "folder", "zero"])
+@pytest.mark.parametrize(
+    "make",
+    [_fifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")],
+    ids=["fifo", "folder", "zero"],
+)
 @pytest.mark.parametrize("name", [DATA_FILE, "manifest.json"])
-def test_what_is_no_plain_file_is_refused_and_not_read(bundle: Path, name: str, make: Callable[[Path], None]) -> None:
+def test_what_is_no_plain_file_is_refused_and_not_read(
+    bundle: Path, name: str, make: Callable[[Path], None]
+) -> None:
     (bundle / name).unlink()
     make(bundle / name)
     assert f"{name}: not a plain file" in _refusal(bundle, check_hashes=True)
@@ -1021,7 +1316,9 @@ def test_what_is_no_plain_file_is_refused_and_not_read(bundle: Path, name: str, 
 
 @pytest.mark.parametrize("name", ["denoiser.onnx", DATA_FILE, "manifest.json", "deep/inside/file"])
 @pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
-def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(bundle: Path, tmp_path: Path, name: str, at: int) -> None:
+def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(
+    bundle: Path, tmp_path: Path, name: str, at: int
+) -> None:
     """Even one to the right bytes, on the name itself or on a folder on its way."""
     if not (bundle / name).exists():
         (bundle / name).parent.mkdir(parents=True)
@@ -1032,7 +1329,9 @@ def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(bundle: Path, tmp_p
     link.rename(tmp_path / "outside")
     link.symlink_to(tmp_path / "outside")
     message = _refusal(bundle, check_hashes=True)
-    assert f"{link}: not a plain file but a symbolic link, which may lead out of the bundle" in message
+    assert (
+        f"{link}: not a plain file but a symbolic link, which may lead out of the bundle" in message
+    )
     assert "cp -rL" in message
     assert f"{link}: not a plain file" in _refusal(bundle, check_hashes=False)
 
@@ -1101,7 +1400,9 @@ def _other_graph(path: Path, inputs: list[tuple[str, int, list[Any]]]) -> None:
 
     out = helper.make_tensor_value_info("out", inputs[0][1], None)
     values = [helper.make_tensor_value_info(*entry) for entry in inputs]
-    graph = helper.make_graph([helper.make_node("Identity", [inputs[0][0]], ["out"])], "other", values, [out])
+    graph = helper.make_graph(
+        [helper.make_node("Identity", [inputs[0][0]], ["out"])], "other", values, [out]
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     onnx.save(model, path)
 
@@ -1114,9 +1415,15 @@ PORTS = [(name, INT64, ["B", "T"]) for name in ("input_ids", "position_ids", "sc
     ("inputs", "sentence"),
     [
         ([("pixels", INT64, ["B", 3])], 'the input "pixels" is not known to this runtime'),
-        ([("input_ids", INT64, ["B", "T", 2])], 'the input "input_ids" is int64 [any, any, 2], but the manifest makes it'),
+        (
+            [("input_ids", INT64, ["B", "T", 2])],
+            'the input "input_ids" is int64 [any, any, 2], but the manifest makes it',
+        ),
         ([("input_ids", FLOAT, ["B", "T"])], 'the input "input_ids" is float'),
-        ([("input_ids", INT64, ["B", 8])], 'the input "input_ids" is int64 [any, 8], but the manifest makes it'),
+        (
+            [("input_ids", INT64, ["B", 8])],
+            'the input "input_ids" is int64 [any, 8], but the manifest makes it',
+        ),
         (PORTS, 'the input "past_key.0" is missing'),
     ],
     ids=["unknown", "rank", "type", "fixed length", "missing"],
@@ -1130,12 +1437,15 @@ def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x00" * 100, b"not a graph", b"\xff" * 5000], ids=["empty", "zeros", "text", "ones"]
+    "content",
+    [b"", b"\x00" * 100, b"not a graph", b"\xff" * 5000],
+    ids=["empty", "zeros", "text", "ones"],
 )
 def test_a_graph_that_is_no_onnx_is_refused(bundle: Path, content: bytes) -> None:
     (bundle / "denoiser.onnx").write_bytes(content)
     _relist(bundle, "denoiser.onnx")
-    # ONNX Runtime calls some of these a failure of its own, so the class says only that the user can act on it.
+    # ONNX Runtime calls some of these a failure of its own, so the class says only that the user
+    # can act on it.
     assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
 
 
@@ -1157,7 +1467,9 @@ def test_a_nan_weight_ends_generation_with_an_engine_error(bundle: Path) -> None
     import onnx
 
     model = onnx.load(bundle / "denoiser.onnx", load_external_data=False)
-    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == "blocks.0.mlp.down.weight")
+    tensor = next(
+        tensor for tensor in model.graph.initializer if tensor.name == "blocks.0.mlp.down.weight"
+    )
     offset = next(int(entry.value) for entry in tensor.external_data if entry.key == "offset")
     with (bundle / DATA_FILE).open("r+b") as data:
         data.seek(offset)
@@ -1176,7 +1488,9 @@ def _with_template(bundle: Path, template: bytes, tokenizer: bytes | None = None
     import tokenizers
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-    (bundle / "tokenizer.json").write_bytes(words.to_str().encode() if tokenizer is None else tokenizer)
+    (bundle / "tokenizer.json").write_bytes(
+        words.to_str().encode() if tokenizer is None else tokenizer
+    )
     (bundle / "chat.jinja").write_bytes(template)
     _relist(bundle, "tokenizer.json")
     _relist(bundle, "chat.jinja")

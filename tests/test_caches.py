@@ -1,4 +1,5 @@
-"""Keys and values stored in fp16 and INT8: the encoding, the kernels, whole loops beside torch, and what is refused.
+"""Keys and values stored in fp16 and INT8: the encoding, the kernels, whole loops beside torch, and
+what is refused.
 
 The kernels alone, against plain loops, are tested natively: runtime/native/tests/kernels_test.cc.
 """
@@ -39,14 +40,20 @@ from dlm_export.network import reference
 from dlm_export.network.caches import read_back
 from dlm_runtime import BundleError, _native
 
-CALLS = {"float32": "CachedAttention", "float16": "Fp16CachedAttention", "int8": "Int8CachedAttention"}
+CALLS = {
+    "float32": "CachedAttention",
+    "float16": "Fp16CachedAttention",
+    "int8": "Int8CachedAttention",
+}
 NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
 # Weights of a softmax within 2e-7, and sums of some hundred terms in another order.
 TOLERANCE = 2e-5
 UNJUDGED = QuantiseOptions(effort=Effort("none"))
 
 
-def _model(op_type: str, kinds: list[int], outputs: list[int], **attributes: int) -> onnx.ModelProto:
+def _model(
+    op_type: str, kinds: list[int], outputs: list[int], **attributes: int
+) -> onnx.ModelProto:
     """A graph of one call; inputs and outputs by their element types."""
     names, made = [f"i{i}" for i in range(len(kinds))], [f"o{i}" for i in range(len(outputs))]
     call = helper.make_node(op_type, names, made, domain=DOMAIN, **attributes)
@@ -56,7 +63,12 @@ def _model(op_type: str, kinds: list[int], outputs: list[int], **attributes: int
     ]
     body = ir.to_proto(functions._DEFINITIONS[op_type]())
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
-    return helper.make_model(helper.make_graph([call], "g", *ports), functions=[body], opset_imports=imports, ir_version=10)
+    return helper.make_model(
+        helper.make_graph([call], "g", *ports),
+        functions=[body],
+        opset_imports=imports,
+        ir_version=10,
+    )
 
 
 def _run(model: onnx.ModelProto, feeds: list[np.ndarray], *, by_kernels: bool) -> list[np.ndarray]:
@@ -64,13 +76,17 @@ def _run(model: onnx.ModelProto, feeds: list[np.ndarray], *, by_kernels: bool) -
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     if by_kernels:
         options.register_custom_ops_library(_native.library()._name)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     found: list[np.ndarray] = session.run(None, {f"i{i}": value for i, value in enumerate(feeds)})
     return found
 
 
 def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
-    """Rows ``[.., D]`` as they are stored, in plain numpy: of INT8 the least of all scales that suffices."""
+    """Rows ``[.., D]`` as they are stored, in plain numpy: of INT8 the least of all scales that
+    suffices.
+    """
     if cache_dtype != "int8":
         return rows.astype(NUMPY[cache_dtype])
     out = np.zeros((*rows.shape[:-1], rows.shape[-1] + 2), np.int8)
@@ -82,7 +98,8 @@ def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
             out[at][-1] = 127
             continue
         wanted = np.float32(max(np.abs(row).max(), 1e-30)) / np.float32(127)
-        # Of mantissas from 128 on: a smaller one is the same scale as a larger one with a lower exponent.
+        # Of mantissas from 128 on: a smaller one is the same scale as a larger one with a lower
+        # exponent.
         enough = np.where((scales >= wanted) & (m >= 0), scales, np.inf)
         best = np.unravel_index(enough.argmin(), enough.shape)
         codes = np.round(row / np.float32(scales[best]))
@@ -95,13 +112,21 @@ def _read(stored: np.ndarray, cache_dtype: str) -> np.ndarray:
         return stored.astype(np.float32)
     wide = stored.astype(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
-        power = np.where(wide[..., -1:] == 127, np.inf, np.ldexp(np.float32(1), stored[..., -1:].astype(np.int32) + 1))
+        power = np.where(
+            wide[..., -1:] == 127,
+            np.inf,
+            np.ldexp(np.float32(1), stored[..., -1:].astype(np.int32) + 1),
+        )
         return (wide[..., :-2] * ((128 + wide[..., -2:-1]) * power)).astype(np.float32)
 
 
 # ---- The encoding ----
 
-ROWS = st.lists(st.lists(st.floats(width=32, allow_subnormal=False), min_size=6, max_size=6), min_size=1, max_size=4)
+ROWS = st.lists(
+    st.lists(st.floats(width=32, allow_subnormal=False), min_size=6, max_size=6),
+    min_size=1,
+    max_size=4,
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -109,7 +134,9 @@ ROWS = st.lists(st.lists(st.floats(width=32, allow_subnormal=False), min_size=6,
 def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spread: int) -> None:
     """Any floats, and rows around every power of two, where the exponent of a scale changes."""
     near = np.random.default_rng(spread).uniform(-1, 1, (8, 6)).astype(np.float32)
-    near[:, 0] = np.float32(127 * 255) * (1 + np.arange(-4, 4, dtype=np.float32) * np.float32(2**-23))
+    near[:, 0] = np.float32(127 * 255) * (
+        1 + np.arange(-4, 4, dtype=np.float32) * np.float32(2**-23)
+    )
     near[:, 1:] *= 127 * 255
     x = np.concatenate([np.array(rows, np.float32), near * np.float32(2.0**power)])
     x[np.abs(x) > 3.3e38] = np.inf  # where 127 times the scale above it is no float any more
@@ -119,7 +146,9 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     definitions = functions._DEFINITIONS | {"Rows": lambda: function}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functions, "_DEFINITIONS", definitions)
-        model = _model("Rows", [onnx.TensorProto.FLOAT], [onnx.TensorProto.INT8, onnx.TensorProto.FLOAT])
+        model = _model(
+            "Rows", [onnx.TensorProto.FLOAT], [onnx.TensorProto.INT8, onnx.TensorProto.FLOAT]
+        )
     found, back = _run(model, [x], by_kernels=False)
     np.testing.assert_array_equal(found, _stored(x, "int8"))
     np.testing.assert_array_equal(back, _read(found, "int8"))
@@ -144,29 +173,60 @@ def test_other_rows_are_rounded_by_number(cache_dtype: str) -> None:
 
 
 def _pass(
-    rng: np.random.Generator, cache_dtype: str, B: int, T: int, S: int, H: int, G: int, D: int, rotary_size: int = 0
+    rng: np.random.Generator,
+    cache_dtype: str,
+    B: int,
+    T: int,
+    S: int,
+    H: int,
+    G: int,
+    D: int,
+    rotary_size: int = 0,
 ) -> list[np.ndarray]:
-    """What a call is fed: tables whose turns are exact, so that both sides store the same keys. Positions in any order."""
+    """What a call is fed: tables whose turns are exact, so that both sides store the same keys.
+    Positions in any order.
+    """
     q, k, v = (rng.normal(size=(B, T, heads * D)).astype(np.float32) for heads in (2 * H, G, G))
-    past = [_stored(rng.normal(size=(B, G, S, D)).astype(np.float32), cache_dtype) for _ in range(2)]
+    past = [
+        _stored(rng.normal(size=(B, G, S, D)).astype(np.float32), cache_dtype) for _ in range(2)
+    ]
     angles = rng.integers(0, 4, (50, (rotary_size or D) // 2))
     tables = [np.array(values, np.float32)[angles] for values in ([1, 0, -1, 0], [0, 1, 0, -1])]
-    return [q[..., : H * D], k, v, *past, rng.integers(0, 50, (B, T)), *tables, np.zeros((0, 4), np.int64)]
+    return [
+        q[..., : H * D],
+        k,
+        v,
+        *past,
+        rng.integers(0, 50, (B, T)),
+        *tables,
+        np.zeros((0, 4), np.int64),
+    ]
 
 
 def _segments(rng: np.random.Generator, tokens: int, cached: int) -> np.ndarray:
     """Requests that share a row, with any of the cached rows."""
-    firsts = np.array([0, *sorted(rng.choice(np.arange(1, tokens), min(2, tokens - 1), replace=False))], np.int64)
+    firsts = np.array(
+        [0, *sorted(rng.choice(np.arange(1, tokens), min(2, tokens - 1), replace=False))], np.int64
+    )
     starts = rng.integers(0, cached + 1, len(firsts))
-    return np.stack([starts, rng.integers(0, cached - starts + 1), firsts, np.diff([*firsts, tokens])], 1).astype(np.int64)
+    return np.stack(
+        [starts, rng.integers(0, cached - starts + 1), firsts, np.diff([*firsts, tokens])], 1
+    ).astype(np.int64)
 
 
 def _call(
-    cache_dtype: str, heads: int, kv_heads: int, rotary_size: int = 0, visible_block: int | None = None
+    cache_dtype: str,
+    heads: int,
+    kv_heads: int,
+    rotary_size: int = 0,
+    visible_block: int | None = None,
 ) -> onnx.ModelProto:
     kind, F = helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY[cache_dtype])), onnx.TensorProto.FLOAT
     kinds = [F, F, F, kind, kind, onnx.TensorProto.INT64, F, F, onnx.TensorProto.INT64]
-    name, settings = CALLS[cache_dtype], {"heads": heads, "kv_heads": kv_heads, "rotary_size": rotary_size}
+    name, settings = (
+        CALLS[cache_dtype],
+        {"heads": heads, "kv_heads": kv_heads, "rotary_size": rotary_size},
+    )
     if visible_block is not None:
         name = name.replace("Cached", f"{functions.BLOCK}Cached")
         settings["visible_block"] = visible_block
@@ -184,8 +244,15 @@ SHAPES = st.tuples(
 
 
 @pytest.mark.parametrize("cache_dtype", CALLS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(shape=SHAPES, seed=st.integers(0, 99), visible_block=st.none() | st.integers(1, 60), part=st.sampled_from([1, 2, 4]))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    shape=SHAPES,
+    seed=st.integers(0, 99),
+    visible_block=st.none() | st.integers(1, 60),
+    part=st.sampled_from([1, 2, 4]),
+)
 def test_kernels_attend_as_the_functions_say(
     kernels: str,  # noqa: F811
     cache_dtype: str,
@@ -210,10 +277,14 @@ def test_kernels_attend_as_the_functions_say(
 
 @pytest.mark.parametrize("cache_dtype", CALLS)
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_new_rows_are_attended_to_as_computed_and_stored_rounded(cache_dtype: str, by_kernels: bool) -> None:
+def test_new_rows_are_attended_to_as_computed_and_stored_rounded(
+    cache_dtype: str, by_kernels: bool
+) -> None:
     feeds = _pass(np.random.default_rng(1), cache_dtype, 1, 5, 0, 2, 2, 16)
     exact = _run(
-        _call("float32", 2, 2), [*feeds[:3], *[np.zeros((1, 2, 0, 16), np.float32)] * 2, *feeds[5:]], by_kernels=by_kernels
+        _call("float32", 2, 2),
+        [*feeds[:3], *[np.zeros((1, 2, 0, 16), np.float32)] * 2, *feeds[5:]],
+        by_kernels=by_kernels,
     )
     found = _run(_call(cache_dtype, 2, 2), feeds, by_kernels=by_kernels)
     np.testing.assert_array_equal(found[0], exact[0])
@@ -224,7 +295,9 @@ def test_new_rows_are_attended_to_as_computed_and_stored_rounded(cache_dtype: st
 @pytest.mark.parametrize("cache_dtype", CALLS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_what_is_not_finite_in_a_cached_row_reaches_every_result(cache_dtype: str, bad: float, by_kernels: bool) -> None:
+def test_what_is_not_finite_in_a_cached_row_reaches_every_result(
+    cache_dtype: str, bad: float, by_kernels: bool
+) -> None:
     feeds = _pass(np.random.default_rng(2), cache_dtype, 1, 3, 9, 2, 1, 8)
     rows = np.random.default_rng(3).normal(size=(1, 1, 9, 8)).astype(np.float32)
     rows[0, 0, 4, 3] = bad
@@ -239,7 +312,10 @@ def test_a_call_of_another_row_size_is_refused(kernels: str) -> None:  # noqa: F
     for cache_dtype, wrong in (("int8", 0), ("int8", 4), ("float16", 2)):
         feeds = _pass(np.random.default_rng(0), cache_dtype, 1, 3, 5, 2, 2, 16)
         feeds[3:5] = [np.zeros((1, 2, 5, 16 + wrong), NUMPY[cache_dtype])] * 2
-        with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="do not fit each other"):
+        with pytest.raises(
+            onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument,
+            match="do not fit each other",
+        ):
             _run(_call(cache_dtype, 2, 2), feeds, by_kernels=True)
 
 
@@ -253,24 +329,32 @@ HEADS: dict[str, dict[str, Any] | None] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(
+    llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """By the heads of their queries and keys."""
     folder = tmp_path_factory.mktemp("heads")
     found = {"llada": llada_checkpoint}
     for number, (name, changes) in enumerate(HEADS.items()):
         if changes is not None:
-            found[name] = write_checkpoint(folder / str(number), dream_config(**changes), seed=number)
+            found[name] = write_checkpoint(
+                folder / str(number), dream_config(**changes), seed=number
+            )
     return found
 
 
 @pytest.fixture(scope="module")
-def built(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+def built(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Path]:
     """Bundles by checkpoint and cache; each build proves its parity."""
     folder, found = tmp_path_factory.mktemp("caches"), {}
     for number, (name, checkpoint) in enumerate(checkpoints.items()):
         for cache in ("fp16", "int8"):
             found[name, cache] = folder / f"{number}-{cache}"
-            build(checkpoint, found[name, cache], BuildOptions(cache_dtype=cache, quantise=UNJUDGED))
+            build(
+                checkpoint, found[name, cache], BuildOptions(cache_dtype=cache, quantise=UNJUDGED)
+            )
     return found
 
 
@@ -282,15 +366,24 @@ CACHED = [name for name, fields in LOOPS.items() if "cache" in name or "dream-bl
 def test_both_loops_write_the_same_over_a_rounded_cache(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """A number between two codes may be stored as either by the two sides: a canvas in twenty may differ."""
+    """A number between two codes may be stored as either by the two sides: a canvas in twenty may
+    differ.
+    """
     denoiser, equal = load(checkpoints[name]), 0
     cache_dtype = graph.CACHE_DTYPES[cache]
     with dlm_runtime.open(built[name, cache], threads=1) as bundle:
         assert bundle.manifest["loop"]["graph"]["cache_dtype"] == cache_dtype
         for loop in CACHED:
             fields = dict(LOOPS[loop])
-            policy = bundle.policy(fields.pop("preset")).with_fields({n: v for n, v in fields.items() if n != "steps"})
-            ours = bundle.generate(tokens=[3, 1, 4, 1, 5], max_new_tokens=24, steps=fields.get("steps", 0), **policy.as_dict())
+            policy = bundle.policy(fields.pop("preset")).with_fields(
+                {n: v for n, v in fields.items() if n != "steps"}
+            )
+            ours = bundle.generate(
+                tokens=[3, 1, 4, 1, 5],
+                max_new_tokens=24,
+                steps=fields.get("steps", 0),
+                **policy.as_dict(),
+            )
             rest = ([3, 1, 4, 1, 5], policy, 24, fields.get("steps", 0))
             wanted = reference.generate(denoiser, *rest, cache_dtype=cache_dtype)
             equal += (ours.tokens, ours.nfe) == (wanted.tokens, wanted.nfe)
@@ -310,7 +403,11 @@ def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
     """What rounding does to logits is seen, and torch's rounding does the same."""
     denoiser, cache_dtype = load(checkpoints[name]), graph.CACHE_DTYPES[cache]
     ids = np.random.default_rng(5).integers(0, 150, 60)
-    feeds = {"input_ids": ids[None], "position_ids": np.arange(60)[None], "score_rows": np.arange(60)[None]}
+    feeds = {
+        "input_ids": ids[None],
+        "position_ids": np.arange(60)[None],
+        "score_rows": np.arange(60)[None],
+    }
     for i, (kv_heads, head_size) in enumerate(denoiser.network.cache_shapes()):
         width = caches.row_of(cache_dtype, head_size)[1]
         nothing = np.zeros((1, kv_heads, 0, width), NUMPY[cache_dtype])
@@ -318,22 +415,36 @@ def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.register_custom_ops_library(_native.library()._name)
-    session = onnxruntime.InferenceSession(built[name, cache] / graph.GRAPH_FILE, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        built[name, cache] / graph.GRAPH_FILE, options, providers=["CPUExecutionProvider"]
+    )
     names = [port.name for port in session.get_outputs()]
     first = dict(zip(names, session.run(names, feeds), strict=True))
     block = slice(20, 36)
-    feeds = {"input_ids": ids[None, block], "position_ids": np.arange(60)[None, block], "score_rows": np.arange(16)[None]}
+    feeds = {
+        "input_ids": ids[None, block],
+        "position_ids": np.arange(60)[None, block],
+        "score_rows": np.arange(16)[None],
+    }
     kept = np.r_[0:20, 36:60]
     for i in range(len(denoiser.network.layers)):
-        feeds |= {f"past_{kind}.{i}": first[f"present_{kind}.{i}"][:, :, kept] for kind in ("key", "value")}
+        feeds |= {
+            f"past_{kind}.{i}": first[f"present_{kind}.{i}"][:, :, kept]
+            for kind in ("key", "value")
+        }
     found = session.run(["logits"], feeds)[0][0]
     with torch.no_grad():
         whole, positions = torch.from_numpy(ids)[None], torch.arange(60)[None]
         _, presents = denoiser.hidden(whole, positions)
         exact = [(keys[:, :, kept], values[:, :, kept]) for keys, values in presents]
-        rounded = [(read_back(keys, cache_dtype), read_back(values, cache_dtype)) for keys, values in exact]
+        rounded = [
+            (read_back(keys, cache_dtype), read_back(values, cache_dtype)) for keys, values in exact
+        ]
         here = whole[:, block], positions[:, block]
-        expected, plain = (denoiser.project(denoiser.hidden(*here, past)[0][0]).numpy() for past in (rounded, exact))
+        expected, plain = (
+            denoiser.project(denoiser.hidden(*here, past)[0][0]).numpy()
+            for past in (rounded, exact)
+        )
     lost = np.abs(plain - found).max()
     # A code that flips is a step of one number; what rounding costs is half a step of all.
     assert np.abs(expected - found).max() < 0.2 * lost
@@ -341,16 +452,25 @@ def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
 
 
 def test_a_quantised_bundle_takes_a_rounded_cache(llada_checkpoint: Path, tmp_path: Path) -> None:
-    build(llada_checkpoint, tmp_path / "b", BuildOptions(precision="int8", cache_dtype="int8", quantise=SMALL))
+    build(
+        llada_checkpoint,
+        tmp_path / "b",
+        BuildOptions(precision="int8", cache_dtype="int8", quantise=SMALL),
+    )
     with dlm_runtime.open(tmp_path / "b", threads=1) as bundle:
         assert bundle.manifest["kernels"]["calls"]["Int8CachedAttention"] == 2
-        assert bundle.generate(tokens=[1, 2], max_new_tokens=16, cache="dual").cache_bytes == 2 * 2 * 4 * 18 * 18
+        assert (
+            bundle.generate(tokens=[1, 2], max_new_tokens=16, cache="dual").cache_bytes
+            == 2 * 2 * 4 * 18 * 18
+        )
 
 
 # ---- What a token takes ----
 
 
-def test_inspect_and_plan_tell_what_a_token_takes(built: dict[tuple[str, str], Path], llada_checkpoint: Path) -> None:
+def test_inspect_and_plan_tell_what_a_token_takes(
+    built: dict[tuple[str, str], Path], llada_checkpoint: Path
+) -> None:
     rows = 2 * 2 * 4  # keys and values, layers, heads of 16
     sizes = {"fp32": rows * 16 * 4, "fp16": rows * 16 * 2, "int8": rows * 18}
 
@@ -359,7 +479,10 @@ def test_inspect_and_plan_tell_what_a_token_takes(built: dict[tuple[str, str], P
         assert done.exit_code == 0, done.output
         return done.output
 
-    assert json.loads(told("inspect", str(llada_checkpoint), "--json"))["cache_bytes_per_token"] == sizes
+    assert (
+        json.loads(told("inspect", str(llada_checkpoint), "--json"))["cache_bytes_per_token"]
+        == sizes
+    )
     planned = json.loads(told("plan", str(built["llada", "int8"]), "--targets", "cpu", "--json"))
     assert list(planned["cache_bytes_per_token"].values()) == [sizes]
     line = "a token on a CPU, by --cache-dtype: fp32 1.0 KiB, fp16 512 B, int8 288 B"
@@ -382,7 +505,10 @@ def test_inspect_and_plan_tell_what_a_token_takes(built: dict[tuple[str, str], P
             ),
             "'int4' is not one of",
         ),
-        (("--cache-dtype", "int8", "--precision", "fp16"), "--cache-dtype int8 is for graphs that compute in fp32"),
+        (
+            ("--cache-dtype", "int8", "--precision", "fp16"),
+            "--cache-dtype int8 is for graphs that compute in fp32",
+        ),
         (("--cache-dtype", "fp32", "--precision", "fp16"), "keeps keys and values in fp16"),
         (("--cache-dtype", "int8", "--plain-graph"), "--plain-graph is for GPUs"),
     ],
@@ -390,14 +516,18 @@ def test_inspect_and_plan_tell_what_a_token_takes(built: dict[tuple[str, str], P
 def test_a_cache_that_is_not_to_be_had_is_refused(
     llada_checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], sentence: str
 ) -> None:
-    done = CliRunner().invoke(main, ["build", str(llada_checkpoint), "-o", str(tmp_path / "b"), *arguments])
+    done = CliRunner().invoke(
+        main, ["build", str(llada_checkpoint), "-o", str(tmp_path / "b"), *arguments]
+    )
     assert done.exit_code == 2
     assert sentence in " ".join(done.output.split())
     assert not (tmp_path / "b").exists()
 
 
 def test_a_plain_graph_takes_no_rounded_cache(llada_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(dlm_runtime.DlmError, match="needs an operator of ours, which --plain-graph keeps out"):
+    with pytest.raises(
+        dlm_runtime.DlmError, match="needs an operator of ours, which --plain-graph keeps out"
+    ):
         build(llada_checkpoint, tmp_path / "b", BuildOptions(plain_graph=True, cache_dtype="int8"))
 
 
@@ -406,7 +536,8 @@ def test_attention_that_has_no_kernel_takes_no_rounded_cache(llada_checkpoint: P
     node = next(node for node in traced.model.graph if node.op_type == "Attention")
     node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
     with pytest.raises(
-        caches.CacheError, match=r"blocks\.0\.attention keeps plain operators.*is_causal = 1.*Leave --cache-dtype"
+        caches.CacheError,
+        match=r"blocks\.0\.attention keeps plain operators.*is_causal = 1.*Leave --cache-dtype",
     ):
         fuse.fuse(traced, "int8")
 
@@ -419,7 +550,10 @@ def test_a_manifest_that_lies_about_the_cache_is_refused(
     manifest: dict[str, Any] = json.loads((bundle / "manifest.json").read_text())
     manifest["loop"]["graph"]["cache_dtype"] = claimed
     (bundle / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(BundleError, match=r'"past_key.0" is int8 \[any, 4, any, 18\], but the manifest makes it float'):
+    with pytest.raises(
+        BundleError,
+        match=r'"past_key.0" is int8 \[any, 4, any, 18\], but the manifest makes it float',
+    ):
         dlm_runtime.open(bundle)
 
 
@@ -429,7 +563,8 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
     manifest["loop"]["graph"]["device_file"] = "denoiser.onnx"
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
-        BundleError, match=r"cache_dtype: keys and values in int8 are for CPUs, and the bundle has a device_file"
+        BundleError,
+        match=r"cache_dtype: keys and values in int8 are for CPUs, and the bundle has a device_file",
     ):
         dlm_runtime.open(bundle)
 
@@ -438,7 +573,9 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
 
 
 def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any]]) -> None:
-    """Passes over rounded rows against passes over exact ones: int8 costs more than fp16, and neither much."""
+    """Passes over rounded rows against passes over exact ones: int8 costs more than fp16, and
+    neither much.
+    """
     for cache in ("prefix", "dual"):
         fp16, int8 = (demo_losses[name][cache]["masked"]["kl_mean"] for name in ("fp16", "int8"))
         assert 0 < fp16 < int8 < 0.01

@@ -45,7 +45,9 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The demo's, which puts user and assistant tokens around a prompt, with a chat template that does so for all turns."""
+    """The demo's, which puts user and assistant tokens around a prompt, with a chat template that
+    does so for all turns.
+    """
     loaded = (DEMO_CHECKPOINT / "tokenizer.json").read_bytes()
     config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))
     return Tokenizer(loaded, TURNS, {"eos_token": config["eos_token"]})
@@ -62,17 +64,25 @@ def write(path: Path, *records: Any) -> Path:
 def test_prompt_and_completion_become_a_wrapped_prompt_plain_completion_and_one_eos(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    path = write(tmp_path / "data.jsonl", {"prompt": "call amir", "completion": '{"name":"call"}', "id": 7})
+    path = write(
+        tmp_path / "data.jsonl", {"prompt": "call amir", "completion": '{"name":"call"}', "id": 7}
+    )
     (sample,) = read_samples(path, tokenizer, **LIMITS)
     prompt = tokenizer.encode("call amir")
     assert (prompt[0], prompt[-1]) == (USER, ASSISTANT)
     assert sample.tokens.tolist() == [*prompt, *tokenizer.encode_plain('{"name":"call"}'), EOS]
     assert sample.tokens.dtype == np.int64
     assert not {USER, ASSISTANT} & set(sample.tokens[len(prompt) :].tolist())
-    assert (sample.prompt_length, sample.prompt, sample.answer) == (len(prompt), "call amir", '{"name":"call"}')
+    assert (sample.prompt_length, sample.prompt, sample.answer) == (
+        len(prompt),
+        "call amir",
+        '{"name":"call"}',
+    )
 
 
-def test_the_last_message_of_the_assistant_is_the_completion(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_last_message_of_the_assistant_is_the_completion(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     chat = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "hello"},
@@ -80,7 +90,9 @@ def test_the_last_message_of_the_assistant_is_the_completion(tokenizer: Tokenize
         {"role": "assistant", "content": "done"},
         {"role": "user", "content": "thanks"},
     ]
-    (sample,) = read_samples(write(tmp_path / "chat.jsonl", {"messages": chat}), tokenizer, **LIMITS)
+    (sample,) = read_samples(
+        write(tmp_path / "chat.jsonl", {"messages": chat}), tokenizer, **LIMITS
+    )
     prompt = tokenizer.encode_chat(chat[:3])
     assert sample.tokens.tolist() == [*prompt, *tokenizer.encode_plain("done"), EOS]
     assert sample.prompt_length == len(prompt)
@@ -90,15 +102,21 @@ def test_the_last_message_of_the_assistant_is_the_completion(tokenizer: Tokenize
 
 
 def test_plain_text_has_no_prompt_and_no_wrapping(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (sample,) = read_samples(write(tmp_path / "data.jsonl", {"text": "call amir"}), tokenizer, **LIMITS)
+    (sample,) = read_samples(
+        write(tmp_path / "data.jsonl", {"text": "call amir"}), tokenizer, **LIMITS
+    )
     assert sample.tokens.tolist() == tokenizer.encode_plain("call amir")
     assert (sample.prompt_length, sample.prompt, sample.answer) == (0, None, None)
 
 
 def test_plain_text_keeps_the_token_that_opens_every_text(tmp_path: Path) -> None:
-    loaded = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"))
+    loaded = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>")
+    )
     loaded.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    loaded.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    loaded.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     ours = Tokenizer(loaded.to_str().encode(), None, {})
     (sample,) = read_samples(write(tmp_path / "data.jsonl", {"text": "a b"}), ours, **LIMITS)
     assert sample.tokens.tolist() == [0, 1, 2]
@@ -107,11 +125,16 @@ def test_plain_text_keeps_the_token_that_opens_every_text(tmp_path: Path) -> Non
 def test_paragraphs_of_a_text_file_are_samples(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "data.txt"
     path.write_bytes("\ufeff\r\ncall amir\r\n  at nine\r\n\r\n \r\n{not json\n\nlast".encode())
-    texts = [tokenizer.decode(sample.tokens.tolist()) for sample in read_samples(path, tokenizer, **LIMITS)]
+    texts = [
+        tokenizer.decode(sample.tokens.tolist())
+        for sample in read_samples(path, tokenizer, **LIMITS)
+    ]
     assert texts == ["call amir\n  at nine", "{not json", "last"]
 
 
-def test_blank_lines_are_skipped_and_reading_ends_at_the_limit(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_blank_lines_are_skipped_and_reading_ends_at_the_limit(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('\n{"text": "a"}\n\n  \n{"text": "b"}\nbroken\n', encoding="utf-8")
     assert len(read_samples(path, tokenizer, **LIMITS, limit=2)) == 2
@@ -126,23 +149,37 @@ def test_blank_lines_are_skipped_and_reading_ends_at_the_limit(tokenizer: Tokeni
         (b"plain words", "line 2: not JSON .*; plain text goes into a file called .txt"),
         (b"[" * 100_000, "line 2: not JSON"),
         (b"[1]", "line 2: a JSON list, an object is needed"),
-        (b'{"prompt": "a", "txt": "b"}', "line 2: neither prompt and completion, nor messages, nor text"),
+        (
+            b'{"prompt": "a", "txt": "b"}',
+            "line 2: neither prompt and completion, nor messages, nor text",
+        ),
         (b'{"text": ["a"]}', "line 2: text is a list, a string is needed"),
         (b'{"text": ""}', "line 2: no text"),
         (b'{"text": "\\ud800"}', "line 2: .*refuses this text"),
         (b'{"prompt": "a", "completion": null}', "line 2: completion is a NoneType"),
         (b'{"prompt": "a", "completion": " "}', "line 2: an empty completion"),
         (b'{"messages": {"role": "user"}}', "line 2: messages is not a list of objects"),
-        (b'{"messages": [{"role": "user", "content": ["a"]}]}', "line 2: a message without a content that is a string"),
+        (
+            b'{"messages": [{"role": "user", "content": ["a"]}]}',
+            "line 2: a message without a content that is a string",
+        ),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "line 2: messages hold no answer"),
-        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "line 2: messages hold no answer"),
+        (
+            b'{"messages": [{"role": "assistant", "content": "a"}]}',
+            "line 2: messages hold no answer",
+        ),
         (b'{"messages": []}', "line 2: messages hold no answer"),
         (b'{"text": "caf\xe9"}', "line 2: not UTF-8"),
-        (json.dumps({"text": "a " * 600}).encode(), r"line 2: \d+ tokens do not fit the canvas of 512"),
+        (
+            json.dumps({"text": "a " * 600}).encode(),
+            r"line 2: \d+ tokens do not fit the canvas of 512",
+        ),
         (b'{"text": "' + b"a" * (1 << 20) + b'"}', "line 2: longer than 1048576 bytes"),
     ],
 )
-def test_a_line_at_fault_is_named_by_its_number(tokenizer: Tokenizer, tmp_path: Path, line: bytes, message: str) -> None:
+def test_a_line_at_fault_is_named_by_its_number(
+    tokenizer: Tokenizer, tmp_path: Path, line: bytes, message: str
+) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
     with pytest.raises(CalibrationError, match=message) as caught:
@@ -171,7 +208,9 @@ def test_a_file_that_is_no_data_is_refused(tokenizer: Tokenizer, tmp_path: Path)
         read_samples(empty, tokenizer, **LIMITS, limit=0)
 
 
-def test_text_without_a_tokenizer_and_messages_without_a_template_are_refused(tmp_path: Path) -> None:
+def test_text_without_a_tokenizer_and_messages_without_a_template_are_refused(
+    tmp_path: Path,
+) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write(tmp_path / "chat.jsonl", {"messages": chat})
     bare = Tokenizer((DEMO_CHECKPOINT / "tokenizer.json").read_bytes(), None, {})
@@ -192,16 +231,25 @@ def test_the_demos_held_out_commands_are_samples(tokenizer: Tokenizer) -> None:
         assert sample.tokens[-1] == EOS
 
 
-def test_the_built_in_samples_come_as_chats_and_those_too_long_are_left_out(tokenizer: Tokenizer) -> None:
+def test_the_built_in_samples_come_as_chats_and_those_too_long_are_left_out(
+    tokenizer: Tokenizer,
+) -> None:
     samples = builtin_samples(tokenizer, **LIMITS)
     assert len(samples) == 64
     assert len({sample.prompt for sample in samples}) == 64
-    assert all(sample.tokens[0] == USER and sample.tokens[sample.prompt_length - 1] == ASSISTANT for sample in samples)
-    assert samples_sha256(builtin_samples(tokenizer, **LIMITS, limit=5)) == samples_sha256(samples[:5])
+    assert all(
+        sample.tokens[0] == USER and sample.tokens[sample.prompt_length - 1] == ASSISTANT
+        for sample in samples
+    )
+    assert samples_sha256(builtin_samples(tokenizer, **LIMITS, limit=5)) == samples_sha256(
+        samples[:5]
+    )
     short = builtin_samples(tokenizer, eos_token_id=EOS, max_canvas_length=60)
     assert 0 < len(short) < 64
     assert max(len(sample.tokens) for sample in short) <= 60
-    with pytest.raises(CalibrationError, match="none of the built-in samples fits a canvas of 8 tokens"):
+    with pytest.raises(
+        CalibrationError, match="none of the built-in samples fits a canvas of 8 tokens"
+    ):
         builtin_samples(tokenizer, eos_token_id=EOS, max_canvas_length=8)
 
 
@@ -226,7 +274,10 @@ MASK_ID, PAD_ID = 999, 998
 
 def make_samples(count: int, prompt_length: int = 5, length: int = 30) -> list[Sample]:
     rng = np.random.default_rng(4)
-    return [Sample(rng.integers(0, 900, prompt_length + length), prompt_length, "answer", "prompt") for _ in range(count)]
+    return [
+        Sample(rng.integers(0, 900, prompt_length + length), prompt_length, "answer", "prompt")
+        for _ in range(count)
+    ]
 
 
 def states_of(samples: list[Sample], **options: Any) -> list[State]:
@@ -244,14 +295,20 @@ def left_to_right(sample: Sample, length: int = 40) -> list[np.ndarray]:
     """The canvases after each pass of a run that commits one token a pass."""
     canvas = np.append(sample.tokens[: sample.prompt_length], np.full(length, MASK_ID))
     return [
-        np.where(np.arange(len(canvas)) < sample.prompt_length + taken, np.where(canvas == MASK_ID, 7, canvas), canvas)
+        np.where(
+            np.arange(len(canvas)) < sample.prompt_length + taken,
+            np.where(canvas == MASK_ID, 7, canvas),
+            canvas,
+        )
         for taken in range(1, length + 1)
     ]
 
 
 samples_strategy = st.lists(
     st.builds(
-        lambda prompt, rest, answer: Sample(np.array([*prompt, *rest], dtype=np.int64), len(prompt), answer),
+        lambda prompt, rest, answer: Sample(
+            np.array([*prompt, *rest], dtype=np.int64), len(prompt), answer
+        ),
         st.lists(st.integers(0, 900), max_size=12),
         st.lists(st.integers(0, 900), min_size=1, max_size=40),
         st.sampled_from((None, "answer")),
@@ -273,7 +330,9 @@ samples_strategy = st.lists(
 def test_every_state_keeps_the_prompt_masks_something_and_fits_the_canvas(
     samples: list[Sample], with_trajectory: bool, **options: Any
 ) -> None:
-    runs = (lambda asked: [left_to_right(sample, 12) for sample in asked]) if with_trajectory else None
+    runs = (
+        (lambda asked: [left_to_right(sample, 12) for sample in asked]) if with_trajectory else None
+    )
     states = states_of(samples, trajectories=runs, **options)
     again = states_of(samples, trajectories=runs, **options)
     assert [state.sha256 for state in states] == [state.sha256 for state in again]
@@ -293,13 +352,21 @@ def test_every_state_keeps_the_prompt_masks_something_and_fits_the_canvas(
 
 def test_the_mix_buckets_and_trajectory_points_hold_over_all_samples() -> None:
     states = states_of(make_samples(100), trajectories=lambda asked: map(left_to_right, asked))
-    assert Counter(state.source for state in states) == {"masked": 400, "trajectory": 320, "clean": 80}
+    assert Counter(state.source for state in states) == {
+        "masked": 400,
+        "trajectory": 320,
+        "clean": 80,
+    }
     buckets = Counter(state.bucket for state in states if state.source == "masked")
     assert buckets == dict.fromkeys(range(10), 40)
-    points = Counter(round(state.mask_ratio * 40) for state in states if state.source == "trajectory")
+    points = Counter(
+        round(state.mask_ratio * 40) for state in states if state.source == "trajectory"
+    )
     assert points.keys() == {40 - round(point * 39) for point in TRAJECTORY_POINTS}
     assert max(points.values()) - min(points.values()) <= 2
-    assert len({state.sha256 for state in states}) > 700  # of 800; a full mask, say, is the same each time
+    assert (
+        len({state.sha256 for state in states}) > 700
+    )  # of 800; a full mask, say, is the same each time
 
 
 def test_no_mask_ratio_goes_with_every_nth_sample() -> None:
@@ -327,10 +394,17 @@ def test_a_trajectory_is_taken_from_before_its_first_pass_to_its_last_mask() -> 
 def test_masked_states_stand_in_for_trajectories_that_are_missing_or_too_short() -> None:
     samples = make_samples(4)
     assert {state.source for state in states_of(samples, mix=(0, 1, 0))} == {"masked"}
-    assert {state.source for state in states_of(samples, mix=(0, 1, 0), trajectories=lambda asked: [[] for _ in asked])} == {
-        "masked"
-    }
-    short = states_of(samples, mix=(0, 1, 0), trajectories=lambda asked: [left_to_right(sample, 2) for sample in asked])
+    assert {
+        state.source
+        for state in states_of(
+            samples, mix=(0, 1, 0), trajectories=lambda asked: [[] for _ in asked]
+        )
+    } == {"masked"}
+    short = states_of(
+        samples,
+        mix=(0, 1, 0),
+        trajectories=lambda asked: [left_to_right(sample, 2) for sample in asked],
+    )
     assert Counter(state.source for state in short) == {"trajectory": 8, "masked": 24}
 
 
@@ -338,7 +412,10 @@ def test_clean_text_alone_gives_one_state_a_sample() -> None:
     samples = make_samples(6)
     states = states_of(samples, mix=(0, 0, 1))
     assert [state.source for state in states] == ["clean"] * 6
-    assert all((state.canvas[:35] == sample.tokens).all() for state, sample in zip(states, samples, strict=True))
+    assert all(
+        (state.canvas[:35] == sample.tokens).all()
+        for state, sample in zip(states, samples, strict=True)
+    )
 
 
 def test_completions_are_padded_to_whole_blocks_within_the_canvas() -> None:
@@ -366,7 +443,13 @@ def test_runs_are_asked_for_once_and_taken_one_sample_at_a_time() -> None:
             taken.append(number)
             yield left_to_right(sample)
 
-    options = {"mask_token_id": MASK_ID, "pad_token_id": PAD_ID, "block_length": 8, "max_canvas_length": 64, "seed": 0}
+    options = {
+        "mask_token_id": MASK_ID,
+        "pad_token_id": PAD_ID,
+        "block_length": 8,
+        "max_canvas_length": 64,
+        "seed": 0,
+    }
     states = make_states(make_samples(10), **options, per_sample=1, trajectories=run)
     sources = [state.source for state in islice(states, 5)]
     assert asked == [4]  # of 10 states, 4 are of runs
@@ -377,7 +460,15 @@ def test_a_mix_that_is_no_shares_and_a_sample_with_the_mask_token_are_refused() 
     samples = make_samples(2)
     for mix in ((0, 0, 0), (1, -1, 1), (1, 1), (float("nan"), 1, 1), (float("inf"), 0, 0)):
         with pytest.raises(CalibrationError, match="is not 3 shares"):
-            make_states(samples, mask_token_id=1, pad_token_id=0, block_length=8, max_canvas_length=64, seed=0, mix=mix)
+            make_states(
+                samples,
+                mask_token_id=1,
+                pad_token_id=0,
+                block_length=8,
+                max_canvas_length=64,
+                seed=0,
+                mix=mix,
+            )
     with pytest.raises(CalibrationError, match="at least 1 state a sample"):
         states_of(samples, per_sample=0)
     samples[1].tokens[9] = MASK_ID
@@ -386,8 +477,15 @@ def test_a_mix_that_is_no_shares_and_a_sample_with_the_mask_token_are_refused() 
 
 
 @settings(max_examples=100, deadline=None)
-@given(length=st.integers(1, 60), protected=st.integers(0, 20), ratio=st.sampled_from(MASK_RATIOS), seed=st.integers(0, 2**32))
-def test_a_masked_share_stays_within_half_a_position_of_its_ratio(length: int, protected: int, ratio: float, seed: int) -> None:
+@given(
+    length=st.integers(1, 60),
+    protected=st.integers(0, 20),
+    ratio=st.sampled_from(MASK_RATIOS),
+    seed=st.integers(0, 2**32),
+)
+def test_a_masked_share_stays_within_half_a_position_of_its_ratio(
+    length: int, protected: int, ratio: float, seed: int
+) -> None:
     tokens = np.arange(protected + length)
     out = mask_share(tokens, ratio, -1, np.random.default_rng(seed), protected)
     count = int((out == -1).sum())
@@ -422,7 +520,9 @@ def test_percentiles_and_kurtosis_are_those_of_the_values(scale: float) -> None:
     assert statistics["amax"] == magnitudes.max()
     assert statistics["p999"] == pytest.approx(np.percentile(magnitudes, 99.9), rel=0.03)
     assert statistics["p9999"] == pytest.approx(np.percentile(magnitudes, 99.99), rel=0.03)
-    assert statistics["kurtosis"] == pytest.approx((centred**4).mean() / (centred**2).mean() ** 2, rel=1e-5)
+    assert statistics["kurtosis"] == pytest.approx(
+        (centred**4).mean() / (centred**2).mean() ** 2, rel=1e-5
+    )
 
 
 def test_a_constant_input_has_no_kurtosis_and_no_percentile_beyond_it() -> None:
@@ -437,7 +537,9 @@ def test_a_constant_input_has_no_kurtosis_and_no_percentile_beyond_it() -> None:
     cut=st.integers(1, 3),
     is_masked=st.lists(st.booleans(), min_size=60, max_size=60),
 )
-def test_the_order_of_passes_makes_no_difference(values: list[float], cut: int, is_masked: list[bool]) -> None:
+def test_the_order_of_passes_makes_no_difference(
+    values: list[float], cut: int, is_masked: list[bool]
+) -> None:
     x = np.array(values, dtype=np.float32).reshape(-1, 1)
     flags = np.array(is_masked[: len(x)])
     one, two = Observer("l", 1), Observer("l", 1)
@@ -458,7 +560,13 @@ def squared_error(x: np.ndarray, clip: float, levels: str) -> float:
         image = np.clip(np.round(x / scale), -128, 127) * scale
     else:
         scale = clip / 448
-        image = np.clip(x / scale, -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+        image = (
+            np.clip(x / scale, -448, 448)
+            .astype(np.float32)
+            .astype(ml_dtypes.float8_e4m3fn)
+            .astype(np.float64)
+            * scale
+        )
     return float(((x - image) ** 2).sum())
 
 
@@ -470,7 +578,10 @@ def test_the_mse_range_has_nearly_the_least_error_of_all(levels: Any, outliers: 
         x[::500, 3] *= outliers
     clip = observe(x).amax("mse", levels=levels)
     largest = float(np.abs(x).max())
-    least = min(squared_error(x.astype(np.float64), c, levels) for c in largest * np.geomspace(1 / 200, 1, 400))
+    least = min(
+        squared_error(x.astype(np.float64), c, levels)
+        for c in largest * np.geomspace(1 / 200, 1, 400)
+    )
     assert squared_error(x.astype(np.float64), clip, levels) <= 1.03 * least
     if levels == "int8" and not outliers:
         assert clip < 0.95 * largest
@@ -492,7 +603,9 @@ def test_the_entropy_range_loses_nothing_of_a_few_magnitudes_far_apart() -> None
 
 
 def divergences(x: np.ndarray) -> dict[float, float]:
-    """Range -> what INT8 loses of the magnitudes, by the steps of Migacz (GTC 2017) on the values themselves."""
+    """Range -> what INT8 loses of the magnitudes, by the steps of Migacz (GTC 2017) on the values
+    themselves.
+    """
     counts, edges = np.histogram(np.abs(x[x != 0]), 2048, range=(0, float(np.abs(x).max())))
     out = {}
     for bins in range(128, 2049, 16):
@@ -529,7 +642,9 @@ def test_the_percentile_range_leaves_out_one_value_in_ten_thousand() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("levels", ["int8", "fp8"])
-def test_an_input_that_is_zero_or_as_good_as_zero_still_has_a_range(method: Any, levels: Any) -> None:
+def test_an_input_that_is_zero_or_as_good_as_zero_still_has_a_range(
+    method: Any, levels: Any
+) -> None:
     zeros = np.zeros((5, 4), dtype=np.float32)
     assert observe(zeros).amax(method, levels=levels) == SMALLEST_AMAX
     assert np.float32(SMALLEST_AMAX / (6 * 448)) * np.float32(2**-9) > np.finfo(np.float32).tiny
@@ -543,13 +658,21 @@ def test_masked_and_committed_positions_and_buckets_are_kept_apart() -> None:
     observer = Observer("blocks.1.attention.q", 2)
     ones = np.ones((3, 2), dtype=np.float32)
     is_masked = np.array([True, False, False])
-    observer.add(ones * np.array([[8], [1], [2]], dtype=np.float32) * np.array([1, -0.5], dtype=np.float32), is_masked, 0)
+    observer.add(
+        ones * np.array([[8], [1], [2]], dtype=np.float32) * np.array([1, -0.5], dtype=np.float32),
+        is_masked,
+        0,
+    )
     observer.add(ones * np.array([[16], [0.5], [0.25]], dtype=np.float32), is_masked, 9)
     observer.add(ones * 100, np.zeros(3, dtype=bool), -1)
     summary = observer.summary()
     assert summary["layer"] == "blocks.1.attention.q"
     assert (summary["count"], summary["amax"]) == (9, 100)
-    assert (summary["masked_amax"], summary["committed_amax"], summary["clean_amax"]) == (16, 100, 100)
+    assert (summary["masked_amax"], summary["committed_amax"], summary["clean_amax"]) == (
+        16,
+        100,
+        100,
+    )
     assert summary["by_bucket"] == [8, *[None] * 8, 16]
     assert summary["masked_by_bucket"] == [8, *[None] * 8, 16]
     assert summary["committed_by_bucket"] == [2, *[None] * 8, 0.5]
@@ -576,12 +699,16 @@ def test_inputs_larger_than_a_chunk_are_counted_once() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinite_inputs_are_an_error_that_names_the_layer_and_takes_in_nothing(bad: float) -> None:
+def test_nan_and_infinite_inputs_are_an_error_that_names_the_layer_and_takes_in_nothing(
+    bad: float,
+) -> None:
     observer = observe(heavy_tailed(), keep_rows=4)
     before = (observer.summary(), observer.rows.copy())
     x = heavy_tailed(10)
     x[2, 5] = x[7, 0] = bad
-    with pytest.raises(CalibrationError, match=r"^blocks\.0\.mlp\.up: 2 of 480 inputs are NaN or infinite"):
+    with pytest.raises(
+        CalibrationError, match=r"^blocks\.0\.mlp\.up: 2 of 480 inputs are NaN or infinite"
+    ):
         observer.add(x, np.zeros(10, dtype=bool), 3)
     assert observer.summary() == before[0]
     assert (observer.rows == before[1]).all()
@@ -601,7 +728,9 @@ def test_rows_are_drawn_evenly_from_all_that_passed() -> None:
         assert len(set(observer.rows.ravel().tolist())) == 10
         kept.update(observer.rows.ravel().astype(int).tolist())
     assert len(kept) == 50
-    assert all(30 <= count <= 95 for count in kept.values())  # 60 expected, 7 the standard deviation
+    assert all(
+        30 <= count <= 95 for count in kept.values()
+    )  # 60 expected, 7 the standard deviation
     x = heavy_tailed(100)
     assert (observe(x, keep_rows=8, seed=3).rows == observe(x, keep_rows=8, seed=3).rows).all()
     assert (observe(x, keep_rows=8, seed=3).rows != observe(x, keep_rows=8, seed=4).rows).any()
@@ -622,9 +751,18 @@ def test_every_layer_without_an_observation_is_named() -> None:
 
 def test_the_drift_table_begins_with_the_largest_drift() -> None:
     observers = Observers()
-    for name, amaxes in (("steady", {2: 1, 7: 1}), ("drifting", {2: 5, 7: 1}), ("once", {2: 1}), ("unseen", {})):
+    for name, amaxes in (
+        ("steady", {2: 1, 7: 1}),
+        ("drifting", {2: 5, 7: 1}),
+        ("once", {2: 1}),
+        ("unseen", {}),
+    ):
         observers[name] = Observer(name, 1)
         for bucket, amax in amaxes.items():
             observers[name].add(np.array([[amax]], dtype=np.float32), np.array([True]), bucket)
     table = observers.drift_table()
-    assert [(line["layer"], line["drift"]) for line in table] == [("drifting", 5.0), ("steady", 1.0), ("once", None)]
+    assert [(line["layer"], line["drift"]) for line in table] == [
+        ("drifting", 5.0),
+        ("steady", 1.0),
+        ("once", None),
+    ]

@@ -1,6 +1,8 @@
-"""Evidence from outside: transformers' classes and code that a checkpoint brings along, against our reading of its config.
+"""Evidence from outside: transformers' classes and code that a checkpoint brings along, against our
+reading of its config.
 
-Both sides of a build's own parity read config.json through the same adapter. Here nothing of ours stands on the other side.
+Both sides of a build's own parity read config.json through the same adapter. Here nothing of ours
+stands on the other side.
 """
 
 from __future__ import annotations
@@ -38,22 +40,39 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
     "AutoModel": "modeling_llada.LLaDAModelLM",
 }
-KNOWN = {architecture for family in families.FAMILIES.values() for architecture in family.architectures}
+KNOWN = {
+    architecture for family in families.FAMILIES.values() for architecture in family.architectures
+}
 
-# What is not full heads, no bias, an untied head and the default theta: a family that misreads one of these is seen.
+# What is not full heads, no bias, an untied head and the default theta: a family that misreads one
+# of these is seen.
 LAYOUTS = {
     "llada": llada_config(n_kv_heads=2, include_qkv_bias=True, auto_map=AUTO_MAP),
     "dream": dream_config(),
     "a2d-qwen3": a2d_qwen3_config(),
     "sdar": sdar_config(),
 }
-KINDS = {"llada": golden.RELEASED, "dream": golden.TRUNK, "a2d-qwen3": golden.TRUNK, "sdar": golden.TRUNK}
-SIGHT = {"dream": "every position visible", "a2d-qwen3": "every position visible", "sdar": "blocks of 4 visible to themselves"}
+KINDS = {
+    "llada": golden.RELEASED,
+    "dream": golden.TRUNK,
+    "a2d-qwen3": golden.TRUNK,
+    "sdar": golden.TRUNK,
+}
+SIGHT = {
+    "dream": "every position visible",
+    "a2d-qwen3": "every position visible",
+    "sdar": "blocks of 4 visible to themselves",
+}
 
 
 def _layouts(*names: str) -> list[Any]:
     return [
-        pytest.param(name, marks=pytest.mark.skipif(architecture not in KNOWN, reason=f"no family knows {architecture} yet"))
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                architecture not in KNOWN, reason=f"no family knows {architecture} yet"
+            ),
+        )
         for name in names
         for architecture in LAYOUTS[name]["architectures"]
     ]
@@ -63,7 +82,10 @@ def _layouts(*names: str) -> list[Any]:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """transformers copies a checkpoint's code to a cache before it runs it: not to this user's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.setattr(
+            "transformers.dynamic_module_utils.HF_MODULES_CACHE",
+            str(tmp_path_factory.mktemp("modules")),
+        )
         yield
 
 
@@ -75,20 +97,35 @@ def bring_code(checkpoint: Path, change: Callable[[str], str] = lambda text: tex
     """Put the released code beside the weights, its modelling file changed."""
     for file in RELEASED_CODE.glob("*.py"):
         text = file.read_text()
-        (checkpoint / file.name).write_text(change(text) if file.name.startswith("modeling") else text)
+        (checkpoint / file.name).write_text(
+            change(text) if file.name.startswith("modeling") else text
+        )
     return checkpoint
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
-    """Layout -> its checkpoint, its golden file, and what ``capture --json`` printed; each made once."""
+def captured(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
+    """Layout -> its checkpoint, its golden file, and what ``capture --json`` printed; each made
+    once.
+    """
     made: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
 
     def make(name: str) -> tuple[Path, Path, dict[str, Any]]:
         if name not in made:
             path = tmp_path_factory.mktemp(name)
             checkpoint = bring_code(write_checkpoint(path / name, LAYOUTS[name], seed=3))
-            result = run("capture", checkpoint, "-o", path / "golden.npz", "--trust-remote-code", "--count", 2, "--json")
+            result = run(
+                "capture",
+                checkpoint,
+                "-o",
+                path / "golden.npz",
+                "--trust-remote-code",
+                "--count",
+                2,
+                "--json",
+            )
             assert result.exit_code == 0, result.output
             made[name] = checkpoint, path / "golden.npz", json.loads(result.stdout)
         return made[name]
@@ -121,7 +158,9 @@ def check_logits(checkpoint: Path, found: Golden) -> None:
 
 
 @pytest.mark.parametrize("name", _layouts(*LAYOUTS))
-def test_a_bundle_equals_the_code_from_outside(captured: Captured, name: str, tmp_path: Path) -> None:
+def test_a_bundle_equals_the_code_from_outside(
+    captured: Captured, name: str, tmp_path: Path
+) -> None:
     checkpoint, file, told = captured(name)
     assert (told["golden"]["kind"], told["rows"], told["canvases"]) == (KINDS[name], 320, 20)
     result = run("verify", build(checkpoint, tmp_path / "bundle"), "--golden", file)
@@ -155,7 +194,9 @@ def test_the_trained_demo_equals_an_implementation_of_its_own_on_text(tmp_path: 
     (checkpoint / "config.json").write_text(json.dumps(config))
     bring_code(checkpoint)
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("remind me to call the garage at seven\n\nset a timer for ten minutes\nplay jazz\n")
+    prompts.write_text(
+        "remind me to call the garage at seven\n\nset a timer for ten minutes\nplay jazz\n"
+    )
     found = capture(checkpoint, CaptureOptions(trust_remote_code=True, prompts=prompts, count=2))
     assert (len(found.canvases), found.provenance.prompts) == (20, "prompts.txt")
     assert len({len(canvas.tokens) for canvas in found.canvases}) == 2
@@ -165,7 +206,11 @@ def test_the_trained_demo_equals_an_implementation_of_its_own_on_text(tmp_path: 
 def test_a_capture_says_what_ran_and_repeats(captured: Captured) -> None:
     checkpoint, file, told = captured("llada")
     found = told["golden"]
-    assert (found["class_name"], found["module"], found["checkpoint"]) == ("LLaDAModelLM", "modeling_llada.py", "llada")
+    assert (found["class_name"], found["module"], found["checkpoint"]) == (
+        "LLaDAModelLM",
+        "modeling_llada.py",
+        "llada",
+    )
     assert set(found["code"]) == {"modeling_llada.py", "configuration_llada.py"}
     assert set(found["weights"]) == {"model.safetensors"}
     assert found["versions"]["transformers"] == transformers.__version__
@@ -192,13 +237,18 @@ def test_a_trunk_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "dream", config)
     (checkpoint / "modeling_dream.py").write_text("raise SystemExit('ran')\n")
     refused = run("capture", checkpoint, "-o", tmp_path / "a.npz")
-    assert "pass --trust-remote-code to run it, or pass --trunk for transformers' Qwen2ForCausalLM" in refused.output
+    assert (
+        "pass --trust-remote-code to run it, or pass --trunk for transformers' Qwen2ForCausalLM"
+        in refused.output
+    )
     result = run("capture", checkpoint, "-o", tmp_path / "a.npz", "--count", 1, "--trunk")
     assert result.exit_code == 0, result.output
     assert "transformers' trunk with every position visible (Qwen2ForCausalLM" in result.stdout
 
 
-def test_a_class_of_transformers_runs_as_it_is(captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_transformers_runs_as_it_is(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No family of today has one: our own class of the same name stands in."""
     from released_code.modeling_llada import LLaDAModelLM
 
@@ -206,7 +256,9 @@ def test_a_class_of_transformers_runs_as_it_is(captured: Captured, tmp_path: Pat
     config = {key: value for key, value in LAYOUTS["llada"].items() if key != "auto_map"}
     found = capture(write_checkpoint(tmp_path / "llada", config, seed=3), CaptureOptions(count=2))
     assert (found.provenance.kind, found.provenance.code) == (golden.OWN, {})
-    np.testing.assert_array_equal(np.concatenate(found.logits), np.concatenate(golden.load(captured("llada")[1]).logits))
+    np.testing.assert_array_equal(
+        np.concatenate(found.logits), np.concatenate(golden.load(captured("llada")[1]).logits)
+    )
 
 
 # ---- Code that proves nothing ----
@@ -224,22 +276,36 @@ LOGITS = "logits=self.model(input_ids)"
 SOFTMAX = "weights = torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, -1)"
 CAUSAL = "weights = torch.softmax((q @ k.transpose(-1, -2)).tril() + torch.full((q.shape[2],) * 2, -1e9).triu(1), -1)"
 OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
-    "attention that is causal": (_replace(SOFTMAX, CAUSAL), "attends causally with transformers .*: position 0 does not see"),
+    "attention that is causal": (
+        _replace(SOFTMAX, CAUSAL),
+        "attends causally with transformers .*: position 0 does not see",
+    ),
     "more weights than there are": (
-        _replace("def forward(self, ids):", "    self.extra = nn.Linear(8, 8)\n\n    def forward(self, ids):"),
+        _replace(
+            "def forward(self, ids):",
+            "    self.extra = nn.Linear(8, 8)\n\n    def forward(self, ids):",
+        ),
         "expects model.extra.bias, model.extra.weight: it is not the class of these weights",
     ),
     "fewer weights than there are": (
-        _replace("bias=c.include_qkv_bias)\n        self.k_proj", "bias=False)\n        self.k_proj"),
+        _replace(
+            "bias=c.include_qkv_bias)\n        self.k_proj", "bias=False)\n        self.k_proj"
+        ),
         "does not know model.transformer.blocks.0.q_proj.bias, model.transformer.blocks.1.q_proj.bias: it is not",
     ),
-    "a class that does not load": (_replace("self.post_init()", "raise KeyError('rope')"), "does not load .*KeyError: 'rope'"),
+    "a class that does not load": (
+        _replace("self.post_init()", "raise KeyError('rope')"),
+        "does not load .*KeyError: 'rope'",
+    ),
     "a class that does not run": (
         _replace("assert not use_cache", "raise OSError('no')"),
         r"does not run with .*OSError: no.*is of transformers 4\.46\.2: try that version",
     ),
     "no logits": (_replace("(logits=", "(scores="), "does not run with .*no attribute 'logits'"),
-    "logits of another size": (_replace(LOGITS, f"{LOGITS}[..., 1:]"), r"gives logits \[1, 60, 159\], expected \[1, 60, 160\]"),
+    "logits of another size": (
+        _replace(LOGITS, f"{LOGITS}[..., 1:]"),
+        r"gives logits \[1, 60, 159\], expected \[1, 60, 160\]",
+    ),
     "NaN": (_replace(LOGITS, f"{LOGITS} / 0 * 0"), "gives NaN or infinite logits"),
 }
 
@@ -254,7 +320,9 @@ def test_code_that_sees_behind_its_blocks_is_refused(tmp_path: Path) -> None:
         "    def forward(self, input_ids, use_cache=None):\n        length = input_ids.shape[1]\n"
         "        return super().forward(input_ids, attention_mask=torch.zeros(1, 1, length, length), use_cache=False)\n"
     )
-    result = run("capture", checkpoint, "-o", tmp_path / "a.npz", "--count", 1, "--trust-remote-code")
+    result = run(
+        "capture", checkpoint, "-o", tmp_path / "a.npz", "--count", 1, "--trust-remote-code"
+    )
     assert result.exit_code == 1, result.output
     assert "position 0 sees position 4, behind its block. Pass --trunk" in result.stderr
 
@@ -276,27 +344,36 @@ def test_code_that_proves_nothing_is_refused_in_a_sentence(tmp_path: Path, name:
 
 
 def saved_config(name: str, path: Path, rope: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A layout's config.json as transformers' own class of its trunk saves it, under the released architecture and ids."""
+    """A layout's config.json as transformers' own class of its trunk saves it, under the released
+    architecture and ids.
+    """
     layout = LAYOUTS[name]
     trunk = {"dream": transformers.Qwen2Config, "a2d-qwen3": transformers.Qwen3Config}[name]
-    values = {key: value for key, value in layout.items() if key not in ("architectures", "model_type")}
+    values = {
+        key: value for key, value in layout.items() if key not in ("architectures", "model_type")
+    }
     if rope is not None:
         values["rope_scaling"] = rope
     trunk.from_dict(values).save_pretrained(path)
     saved = json.loads((path / "config.json").read_text())
     return saved | {
-        key: layout[key] for key in ("architectures", "model_type", "mask_token_id", "eos_token_id", "pad_token_id")
+        key: layout[key]
+        for key in ("architectures", "model_type", "mask_token_id", "eos_token_id", "pad_token_id")
     }
 
 
 @pytest.mark.parametrize("spelling", ["rope_theta", "rope_parameters"])
 @pytest.mark.parametrize("name", _layouts("dream", "a2d-qwen3"))
-def test_both_spellings_of_rope_are_read_as_transformers_reads_them(name: str, spelling: str, tmp_path: Path) -> None:
+def test_both_spellings_of_rope_are_read_as_transformers_reads_them(
+    name: str, spelling: str, tmp_path: Path
+) -> None:
     config = LAYOUTS[name]
     if spelling == "rope_parameters":
         config = saved_config(name, tmp_path / "saved")
         if "rope_theta" in config or "rope_parameters" not in config:
-            pytest.skip(f"transformers {transformers.__version__} writes rope_theta: 5 or later is needed")
+            pytest.skip(
+                f"transformers {transformers.__version__} writes rope_theta: 5 or later is needed"
+            )
     checkpoint = write_checkpoint(tmp_path / "checkpoint", config, seed=4)
     check_logits(checkpoint, capture(checkpoint, CaptureOptions(count=1)))
 
@@ -317,7 +394,9 @@ ROPES = {
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("name", _layouts("dream", "a2d-qwen3"))
-def test_a_scaled_rope_is_refused_or_read_as_transformers_reads_it(name: str, rope: str, tmp_path: Path) -> None:
+def test_a_scaled_rope_is_refused_or_read_as_transformers_reads_it(
+    name: str, rope: str, tmp_path: Path
+) -> None:
     config = saved_config(name, tmp_path / "saved", ROPES[rope])
     checkpoint = write_checkpoint(tmp_path / "checkpoint", config, seed=4)
     try:

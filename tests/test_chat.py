@@ -21,12 +21,26 @@ from click.testing import CliRunner, Result
 from dlm_export.cli import main
 
 LIGHTS = "turn on the kitchen lights"
-SLOW = ("--preset", "llada", "--max-new-tokens", "400")  # a token a pass, and more than the demo was made for
+SLOW = (
+    "--preset",
+    "llada",
+    "--max-new-tokens",
+    "400",
+)  # a token a pass, and more than the demo was made for
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 def _command(bundle: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "dlm_export.cli", "chat", str(bundle), "--threads", "1", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "dlm_export.cli",
+        "chat",
+        str(bundle),
+        "--threads",
+        "1",
+        *arguments,
+    ]
 
 
 class Terminal:
@@ -47,7 +61,9 @@ class Terminal:
             assert time.monotonic() < deadline, f"{wanted!r} is not in {self.told[self.taken :]!r}"
             if select.select([self.master], [], [], 0.1)[0]:
                 with contextlib.suppress(OSError):  # it has ended
-                    self.told += ESCAPES.sub("", os.read(self.master, 4096).decode(errors="replace"))
+                    self.told += ESCAPES.sub(
+                        "", os.read(self.master, 4096).decode(errors="replace")
+                    )
         before, self.taken = self.told[self.taken : at], at + len(wanted)
         return before
 
@@ -83,7 +99,9 @@ def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
     slow.until("> ")
     slow.type("half a line")
     slow.until("half a line")
-    time.sleep(0.5)  # CPython sees a signal that comes before it waits for a key again with that key alone
+    time.sleep(
+        0.5
+    )  # CPython sees a signal that comes before it waits for a key again with that key alone
     slow.type("\x03")  # at the prompt: another line
     slow.until("> ")
     slow.type("/effort low\n")
@@ -115,7 +133,9 @@ def test_an_end_of_input_ends_a_conversation_in_a_terminal(demo_bundle: Path) ->
 
 def _said(bundle: Path, lines: str, *arguments: str) -> Result:
     """What comes of lines through pipes."""
-    return CliRunner().invoke(main, ["chat", str(bundle), "--threads", "1", *arguments], input=lines)
+    return CliRunner().invoke(
+        main, ["chat", str(bundle), "--threads", "1", *arguments], input=lines
+    )
 
 
 def test_lines_through_pipes_are_answered_line_by_line(demo_bundle: Path) -> None:
@@ -130,7 +150,12 @@ def test_lines_through_pipes_are_answered_line_by_line(demo_bundle: Path) -> Non
 
 def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Path) -> None:
     """Its denoiser was trained on single commands, and breaks where it is given two."""
-    done = _said(demo_bundle, f"{LIGHTS}\nremind me to call the garage at seven\n{LIGHTS}\n", "--preset", "fast-dllm")
+    done = _said(
+        demo_bundle,
+        f"{LIGHTS}\nremind me to call the garage at seven\n{LIGHTS}\n",
+        "--preset",
+        "fast-dllm",
+    )
     assert done.exit_code == 0, done.output
     calls = [json.loads(line) for line in done.stdout.splitlines()]
     assert [call["name"] for call in calls] == ["set_light", "add_reminder", "set_light"]
@@ -139,8 +164,12 @@ def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Pa
 
 
 def test_a_conversation_with_little_room_says_how_much_is_left(demo_bundle: Path) -> None:
-    done = _said(demo_bundle, f"{'lights ' * 460}\n", "--preset", "fast-dllm", "--max-new-tokens", "64")
-    assert re.search(r"the conversation of (\d+) tokens leaves (\d+) for this answer, not 64", done.stderr)
+    done = _said(
+        demo_bundle, f"{'lights ' * 460}\n", "--preset", "fast-dllm", "--max-new-tokens", "64"
+    )
+    assert re.search(
+        r"the conversation of (\d+) tokens leaves (\d+) for this answer, not 64", done.stderr
+    )
 
 
 def test_more_tokens_than_a_bundle_names_are_allowed_with_a_warning(demo_bundle: Path) -> None:
@@ -150,11 +179,15 @@ def test_more_tokens_than_a_bundle_names_are_allowed_with_a_warning(demo_bundle:
             how = ["--threads", "1", "--preset", "fast-dllm", "--max-new-tokens", str(count)]
             done = CliRunner().invoke(main, [command, str(demo_bundle), *how, *prompt], input="")
             assert done.exit_code == 0, done.output
-            assert ("--max-new-tokens 128 is more than the 64 that this bundle names" in done.stderr) == is_told
+            assert (
+                "--max-new-tokens 128 is more than the 64 that this bundle names" in done.stderr
+            ) == is_told
 
 
 def test_a_conversation_through_pipes_goes_on_after_ctrl_c(demo_bundle: Path) -> None:
-    process = subprocess.Popen(_command(demo_bundle, *SLOW), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        _command(demo_bundle, *SLOW), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{LIGHTS}\n")
@@ -188,7 +221,9 @@ def _seconds(pid: int) -> float:
         ((), f"{'lights ' * 600}\n", "tokens fills the canvas of 512: /reset forgets it"),
     ],
 )
-def test_what_cannot_be_is_told(demo_bundle: Path, arguments: tuple[str, ...], lines: str, sentence: str) -> None:
+def test_what_cannot_be_is_told(
+    demo_bundle: Path, arguments: tuple[str, ...], lines: str, sentence: str
+) -> None:
     done = _said(demo_bundle, lines, *arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert sentence in done.stderr

@@ -1,7 +1,8 @@
-"""Checkpoints in the released layouts become the denoiser that they were: weights, special ids, tokenizer.
+"""Checkpoints in the released layouts become the denoiser that they were: weights, special ids,
+tokenizer.
 
-The forward passes here are written from the published model code's equations under the released tensor names, and share
-nothing with ``dlm_export.denoiser``.
+The forward passes here are written from the published model code's equations under the released
+tensor names, and share nothing with ``dlm_export.denoiser``.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, kv_heads: int, theta: float) -> torch.Tensor:
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, kv_heads: int, theta: float
+) -> torch.Tensor:
     """q ``[B, L, H * D]``, k and v ``[B, L, Hkv * D]``: full attention with rotate-half RoPE."""
     B, L, width = q.shape
     D = width // heads
@@ -95,11 +98,20 @@ def llada_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torc
     for i in range(config["n_layers"]):
         b = f"{prefix}blocks.{i}."
         h = _rms_norm(x, w[f"{b}attn_norm.weight"], eps)
-        q, k, v = (F.linear(h, w[f"{b}{n}.weight"], w.get(f"{b}{n}.bias")) for n in ("q_proj", "k_proj", "v_proj"))
-        attended = _attention(q, k, v, config["n_heads"], config["n_kv_heads"], config["rope_theta"])
+        q, k, v = (
+            F.linear(h, w[f"{b}{n}.weight"], w.get(f"{b}{n}.bias"))
+            for n in ("q_proj", "k_proj", "v_proj")
+        )
+        attended = _attention(
+            q, k, v, config["n_heads"], config["n_kv_heads"], config["rope_theta"]
+        )
         x = x + attended @ w[f"{b}attn_out.weight"].T
         h = _rms_norm(x, w[f"{b}ff_norm.weight"], eps)
-        x = x + (F.silu(h @ w[f"{b}ff_proj.weight"].T) * (h @ w[f"{b}up_proj.weight"].T)) @ w[f"{b}ff_out.weight"].T
+        x = (
+            x
+            + (F.silu(h @ w[f"{b}ff_proj.weight"].T) * (h @ w[f"{b}up_proj.weight"].T))
+            @ w[f"{b}ff_out.weight"].T
+        )
     x = _rms_norm(x, w[f"{prefix}ln_f.weight"], eps)
     return x @ w[f"{prefix}wte.weight" if config["weight_tying"] else f"{prefix}ff_out.weight"].T
 
@@ -112,15 +124,25 @@ def dream_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torc
         b = f"model.layers.{i}."
         h = _rms_norm(x, w[f"{b}input_layernorm.weight"], eps)
         q, k, v = (
-            F.linear(h, w[f"{b}self_attn.{n}.weight"], w[f"{b}self_attn.{n}.bias"]) for n in ("q_proj", "k_proj", "v_proj")
+            F.linear(h, w[f"{b}self_attn.{n}.weight"], w[f"{b}self_attn.{n}.bias"])
+            for n in ("q_proj", "k_proj", "v_proj")
         )
-        attended = _attention(q, k, v, config["num_attention_heads"], config["num_key_value_heads"], config["rope_theta"])
+        attended = _attention(
+            q,
+            k,
+            v,
+            config["num_attention_heads"],
+            config["num_key_value_heads"],
+            config["rope_theta"],
+        )
         x = x + attended @ w[f"{b}self_attn.o_proj.weight"].T
         h = _rms_norm(x, w[f"{b}post_attention_layernorm.weight"], eps)
         gate, up = (h @ w[f"{b}mlp.{n}.weight"].T for n in ("gate_proj", "up_proj"))
         x = x + (F.silu(gate) * up) @ w[f"{b}mlp.down_proj.weight"].T
     x = _rms_norm(x, w["model.norm.weight"], eps)
-    return x @ w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T
+    return (
+        x @ w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T
+    )
 
 
 LLADA_VARIANTS = [
@@ -130,7 +152,11 @@ LLADA_VARIANTS = [
     {"weight_tying": True},
     {"n_layers": 3, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "mlp_hidden_size": 40},
 ]
-DREAM_VARIANTS = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1, "tie_word_embeddings": True}]
+DREAM_VARIANTS = [
+    {},
+    {"num_key_value_heads": 4},
+    {"num_key_value_heads": 1, "tie_word_embeddings": True},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -138,7 +164,8 @@ DREAM_VARIANTS = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1, "ti
     ("config", "forward"),
     [(llada_config(**changes), llada_forward) for changes in LLADA_VARIANTS]
     + [(dream_config(**changes), dream_forward) for changes in DREAM_VARIANTS],
-    ids=[f"llada-{i}" for i in range(len(LLADA_VARIANTS))] + [f"dream-{i}" for i in range(len(DREAM_VARIANTS))],
+    ids=[f"llada-{i}" for i in range(len(LLADA_VARIANTS))]
+    + [f"dream-{i}" for i in range(len(DREAM_VARIANTS))],
 )
 @torch.no_grad()
 def test_logits_equal_an_independent_forward_of_the_released_tensors(
@@ -156,7 +183,9 @@ def test_logits_equal_an_independent_forward_of_the_released_tensors(
 
 
 @pytest.mark.parametrize("config", [llada_config(), dream_config()], ids=["llada", "dream"])
-def test_shards_with_an_index_hold_the_same_weights_as_one_file(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_shards_with_an_index_hold_the_same_weights_as_one_file(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
     single = write_checkpoint(tmp_path / "single", config, seed=5)
     shards = write_checkpoint(tmp_path / "shards", config, seed=5, shards=3)
     assert len(list(shards.glob("*.safetensors"))) == 3
@@ -166,8 +195,12 @@ def test_shards_with_an_index_hold_the_same_weights_as_one_file(tmp_path: Path, 
         assert torch.equal(parameter, theirs[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-def test_stored_weights_are_read_without_a_change_of_value(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
+)
+def test_stored_weights_are_read_without_a_change_of_value(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     path = write_checkpoint(tmp_path, llada_config(), seed=6, dtype=dtype)
     checkpoint = Checkpoint(path)
     weights = families.open_weights(checkpoint, _network(path))
@@ -185,10 +218,14 @@ def test_weights_that_fp16_holds_exactly_come_back_from_fp16_unchanged(tmp_path:
     weights = families.open_weights(Checkpoint(path), _network(path))
     for parameter in weights.origins:
         half = weights.read(parameter, np.dtype(np.float16))
-        assert np.array_equal(half.astype(np.float32), weights.read(parameter, np.dtype(np.float32))), parameter
+        assert np.array_equal(
+            half.astype(np.float32), weights.read(parameter, np.dtype(np.float32))
+        ), parameter
 
 
-def test_every_released_tensor_is_used_exactly_once(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
+def test_every_released_tensor_is_used_exactly_once(
+    llada_checkpoint: Path, dream_checkpoint: Path
+) -> None:
     for path in (llada_checkpoint, dream_checkpoint):
         checkpoint = Checkpoint(path)
         weights = families.open_weights(checkpoint, _network(path))
@@ -196,15 +233,21 @@ def test_every_released_tensor_is_used_exactly_once(llada_checkpoint: Path, drea
         assert sorted(used) == sorted(checkpoint.tensors)
 
 
-def test_the_parameter_count_is_what_is_stored(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
+def test_the_parameter_count_is_what_is_stored(
+    llada_checkpoint: Path, dream_checkpoint: Path
+) -> None:
     for path in (llada_checkpoint, dream_checkpoint):
-        assert _network(path).parameter_count() == sum(tensor.numel() for tensor in _tensors(path).values())
+        assert _network(path).parameter_count() == sum(
+            tensor.numel() for tensor in _tensors(path).values()
+        )
 
 
 def test_a_rotary_table_that_some_releases_store_is_ignored(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, dream_config(), seed=7)
     file = path / "model.safetensors"
-    save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file)
+    save_file(
+        load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file
+    )
     assert _load(path) is not None
 
 
@@ -218,19 +261,33 @@ def _special(tmp_path: Path, config: dict[str, Any], **files: dict[str, Any]) ->
     return path
 
 
-ADDED = {"149": {"content": "<other>"}, "148": {"content": "<|mask|>", "special": True}, "147": {"content": "<end>"}}
+ADDED = {
+    "149": {"content": "<other>"},
+    "148": {"content": "<|mask|>", "special": True},
+    "147": {"content": "<end>"},
+}
 
 
-@pytest.mark.parametrize("mask_token", ["<|mask|>", {"content": "<|mask|>", "lstrip": False}], ids=["text", "object"])
-def test_the_mask_token_is_found_in_the_tokenizers_table_of_added_tokens(tmp_path: Path, mask_token: Any) -> None:
+@pytest.mark.parametrize(
+    "mask_token", ["<|mask|>", {"content": "<|mask|>", "lstrip": False}], ids=["text", "object"]
+)
+def test_the_mask_token_is_found_in_the_tokenizers_table_of_added_tokens(
+    tmp_path: Path, mask_token: Any
+) -> None:
     path = _special(
-        tmp_path, llada_config(mask_token_id=None), tokenizer_config={"mask_token": mask_token, "added_tokens_decoder": ADDED}
+        tmp_path,
+        llada_config(mask_token_id=None),
+        tokenizer_config={"mask_token": mask_token, "added_tokens_decoder": ADDED},
     )
     assert _network(path).mask_token_id == 148
 
 
 def test_config_json_goes_before_the_tokenizer_and_an_override_before_both(tmp_path: Path) -> None:
-    path = _special(tmp_path, llada_config(), tokenizer_config={"mask_token": "<|mask|>", "added_tokens_decoder": ADDED})
+    path = _special(
+        tmp_path,
+        llada_config(),
+        tokenizer_config={"mask_token": "<|mask|>", "added_tokens_decoder": ADDED},
+    )
     assert _network(path).mask_token_id == 150
     assert _network(path, Overrides(mask_token_id=0)).mask_token_id == 0
 
@@ -249,13 +306,23 @@ def test_config_json_goes_before_the_tokenizer_and_an_override_before_both(tmp_p
 def test_end_tokens_are_those_of_config_then_of_generation_config(
     tmp_path: Path, in_config: Any, in_generation: Any, expected: tuple[int, ...]
 ) -> None:
-    path = _special(tmp_path, llada_config(eos_token_id=in_config), generation_config={"eos_token_id": in_generation})
+    path = _special(
+        tmp_path,
+        llada_config(eos_token_id=in_config),
+        generation_config={"eos_token_id": in_generation},
+    )
     assert _network(path).eos_token_ids == expected
 
 
-@pytest.mark.parametrize(("said", "expected"), [(64, 64), (1, 1), (None, None), (511, 511), (512, None), (1 << 40, None)])
-def test_the_length_of_an_answer_is_that_of_generation_config(tmp_path: Path, said: Any, expected: int | None) -> None:
-    path = _special(tmp_path, llada_config(max_sequence_length=512), generation_config={"max_new_tokens": said})
+@pytest.mark.parametrize(
+    ("said", "expected"), [(64, 64), (1, 1), (None, None), (511, 511), (512, None), (1 << 40, None)]
+)
+def test_the_length_of_an_answer_is_that_of_generation_config(
+    tmp_path: Path, said: Any, expected: int | None
+) -> None:
+    path = _special(
+        tmp_path, llada_config(max_sequence_length=512), generation_config={"max_new_tokens": said}
+    )
     assert new_tokens(Checkpoint(path), 512) == expected
     assert new_tokens(Checkpoint(_special(tmp_path / "without", llada_config())), 512) is None
 
@@ -263,18 +330,33 @@ def test_the_length_of_an_answer_is_that_of_generation_config(tmp_path: Path, sa
 @pytest.mark.parametrize("said", [0, -1, 2.5, True, "64", [64]])
 def test_what_is_no_length_of_an_answer_is_refused(tmp_path: Path, said: Any) -> None:
     path = _special(tmp_path, llada_config(), generation_config={"max_new_tokens": said})
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: max_new_tokens .* is no number of tokens, 1 or more"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"generation_config\.json: max_new_tokens .* is no number of tokens, 1 or more",
+    ):
         new_tokens(Checkpoint(path), 512)
 
 
 def test_the_layout_and_the_call_format_are_those_of_generation_config(tmp_path: Path) -> None:
-    path = _special(tmp_path, llada_config(), generation_config={"json_layout": "spaced", "call_format": "list"})
+    path = _special(
+        tmp_path, llada_config(), generation_config={"json_layout": "spaced", "call_format": "list"}
+    )
     assert text_option(Checkpoint(path), "json_layout", LAYOUTS) == "spaced"
     assert text_option(Checkpoint(path), "call_format", FORMATS) == "list"
-    assert text_option(Checkpoint(_special(tmp_path / "without", llada_config())), "json_layout", LAYOUTS) is None
+    assert (
+        text_option(
+            Checkpoint(_special(tmp_path / "without", llada_config())), "json_layout", LAYOUTS
+        )
+        is None
+    )
     for number, said in enumerate(("wide", 5, ["lines"], True)):
-        path = _special(tmp_path / str(number), llada_config(), generation_config={"json_layout": said})
-        with pytest.raises(CheckpointError, match=r"generation_config\.json: json_layout .* is not one of compact, spaced"):
+        path = _special(
+            tmp_path / str(number), llada_config(), generation_config={"json_layout": said}
+        )
+        with pytest.raises(
+            CheckpointError,
+            match=r"generation_config\.json: json_layout .* is not one of compact, spaced",
+        ):
             text_option(Checkpoint(path), "json_layout", LAYOUTS)
 
 
@@ -282,18 +364,27 @@ def test_a_checkpoint_without_padding_token_has_none(tmp_path: Path) -> None:
     assert _network(_special(tmp_path, llada_config(pad_token_id=None))).pad_token_id is None
 
 
-@pytest.mark.parametrize(("positions", "expected"), [(131072, 2048), (2048, 2048), (256, 256), (None, 2048)])
-def test_dreams_canvas_is_as_long_as_it_was_trained_for(tmp_path: Path, positions: int | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("positions", "expected"), [(131072, 2048), (2048, 2048), (256, 256), (None, 2048)]
+)
+def test_dreams_canvas_is_as_long_as_it_was_trained_for(
+    tmp_path: Path, positions: int | None, expected: int
+) -> None:
     path = _special(tmp_path, dream_config(max_position_embeddings=positions))
     assert _network(path).max_canvas_length == expected
     assert _network(path, Overrides(max_canvas_length=77)).max_canvas_length == 77
 
 
 def test_lladas_canvas_is_what_its_config_says(tmp_path: Path) -> None:
-    assert _network(_special(tmp_path, llada_config(max_sequence_length=4096))).max_canvas_length == 4096
+    assert (
+        _network(_special(tmp_path, llada_config(max_sequence_length=4096))).max_canvas_length
+        == 4096
+    )
 
 
-def test_only_dream_predicts_the_next_position(llada_checkpoint: Path, dream_checkpoint: Path) -> None:
+def test_only_dream_predicts_the_next_position(
+    llada_checkpoint: Path, dream_checkpoint: Path
+) -> None:
     assert (_network(llada_checkpoint).shift, _network(dream_checkpoint).shift) == (0, 1)
 
 
@@ -305,7 +396,10 @@ def test_only_dream_predicts_the_next_position(llada_checkpoint: Path, dream_che
         (llada_config(activation_type="gelu"), "activation_type"),
         (llada_config(block_type="sequential"), "block_type"),
         (llada_config(scale_logits=True), "scale_logits"),
-        (dream_config(rope_scaling={"type": "yarn", "factor": 4}), "rope_type 'yarn' is not supported"),
+        (
+            dream_config(rope_scaling={"type": "yarn", "factor": 4}),
+            "rope_type 'yarn' is not supported",
+        ),
         (dream_config(use_sliding_window=True), "use_sliding_window"),
         (dream_config(hidden_act="gelu"), "hidden_act"),
         (llada_config(n_heads=3), "n_heads 3"),
@@ -317,7 +411,9 @@ def test_only_dream_predicts_the_next_position(llada_checkpoint: Path, dream_che
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_network_that_the_denoiser_is_not_is_refused_by_its_key(tmp_path: Path, config: dict[str, Any], key: str) -> None:
+def test_a_network_that_the_denoiser_is_not_is_refused_by_its_key(
+    tmp_path: Path, config: dict[str, Any], key: str
+) -> None:
     tmp_path.joinpath("config.json").write_text(json.dumps(config))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=key):
@@ -334,7 +430,10 @@ TEXTS = [
     "<|mask|> in<|end|> text",
     "",
 ]
-SPECIALS = [AddedToken("<|end|>", special=True, normalized=False), AddedToken("<|mask|>", special=True, normalized=False)]
+SPECIALS = [
+    AddedToken("<|end|>", special=True, normalized=False),
+    AddedToken("<|mask|>", special=True, normalized=False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -343,10 +442,15 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(tokenizer.QWEN2_SPLIT), behavior="isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(
+        TEXTS * 3,
+        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False),
+    )
     made.add_tokens(SPECIALS)
     return made
 
@@ -356,12 +460,18 @@ def _vocab_size(made: tokenizers.Tokenizer) -> int:
 
 
 def _dream_with_vocab(path: Path, made: tokenizers.Tokenizer, vocab_size: int) -> Path:
-    """A Dream checkpoint with vocab.json and merges.txt instead of tokenizer.json, as it is released."""
+    """A Dream checkpoint with vocab.json and merges.txt instead of tokenizer.json, as it is
+    released.
+    """
     end, mask = (made.token_to_id(token.content) for token in SPECIALS)
-    config = dream_config(vocab_size=vocab_size, mask_token_id=mask, eos_token_id=end, pad_token_id=end)
+    config = dream_config(
+        vocab_size=vocab_size, mask_token_id=mask, eos_token_id=end, pad_token_id=end
+    )
     write_checkpoint(path, config)
     made.model.save(str(path))
-    added = {str(made.token_to_id(t.content)): {"content": t.content, "special": True} for t in SPECIALS}
+    added = {
+        str(made.token_to_id(t.content)): {"content": t.content, "special": True} for t in SPECIALS
+    }
     (path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     return path
 
@@ -381,11 +491,15 @@ def test_vocab_and_merges_become_the_tokenizer_that_they_came_from(
     for sample in TEXTS:
         ids = byte_level_bpe.encode(sample).ids
         assert ours.encode(sample).ids == ids, sample
-        assert ours.decode(ids, skip_special_tokens=True) == byte_level_bpe.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, skip_special_tokens=True) == byte_level_bpe.decode(
+            ids, skip_special_tokens=True
+        )
     assert ours.decode(ours.encode(TEXTS[3]).ids) == TEXTS[3]
 
 
-def test_an_added_token_that_would_get_another_id_is_refused(tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer) -> None:
+def test_an_added_token_that_would_get_another_id_is_refused(
+    tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer
+) -> None:
     path = _dream_with_vocab(tmp_path, byte_level_bpe, _vocab_size(byte_level_bpe))
     added = {str(_vocab_size(byte_level_bpe) + 5): {"content": "<|far|>", "special": True}}
     (path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
@@ -400,7 +514,12 @@ def test_tokenizer_json_is_carried_over_with_its_template_and_special_tokens(
     for name in ("vocab.json", "merges.txt"):
         (path / name).unlink()
     byte_level_bpe.save(str(path / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": {"content": "<|end|>"}, "pad_token": None, "chat_template": "{{ messages }}"}
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "<|end|>"},
+        "pad_token": None,
+        "chat_template": "{{ messages }}",
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     files = _converted(path)
     assert files.special_tokens == {"bos_token": "<s>", "eos_token": "<|end|>"}
@@ -413,7 +532,9 @@ def test_tokenizer_json_is_carried_over_with_its_template_and_special_tokens(
     assert _converted(path).chat_template == "from a file of its own"
 
 
-def test_truncation_and_padding_of_a_training_script_are_left_out(tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer) -> None:
+def test_truncation_and_padding_of_a_training_script_are_left_out(
+    tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer
+) -> None:
     path = _dream_with_vocab(tmp_path, byte_level_bpe, _vocab_size(byte_level_bpe))
     cut = tokenizers.Tokenizer.from_str(byte_level_bpe.to_str())
     cut.enable_truncation(max_length=2)
@@ -428,12 +549,15 @@ def test_a_checkpoint_without_tokenizer_gives_none(llada_checkpoint: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "ids", "vocab_size"), [("LLaDA 8B", 126349, 126464), ("Dream 7B", 151667, 152064)], ids=lambda v: str(v)
+    ("family", "ids", "vocab_size"),
+    [("LLaDA 8B", 126349, 126464), ("Dream 7B", 151667, 152064)],
+    ids=lambda v: str(v),
 )
 def test_vocabularies_are_accepted_as_they_were_released_with_their_padding(
     tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer, family: str, ids: int, vocab_size: int
 ) -> None:
-    # The same share of padding on a small vocabulary, rounded up: what is accepted here is stricter than the release.
+    # The same share of padding on a small vocabulary, rounded up: what is accepted here is stricter
+    # than the release.
     assert vocab_size - ids <= tokenizer.PADDING_SHARE * vocab_size
     size = _vocab_size(byte_level_bpe)
     padded = size + -(-size * (vocab_size - ids) // ids)
@@ -451,7 +575,9 @@ def test_more_than_padding_between_tokenizer_and_vocabulary_is_refused(
 
 
 def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:
-    """LLaDA's vocab_size is what the tokenizer has, embedding_size what the matrices have: the matrices decide."""
+    """LLaDA's vocab_size is what the tokenizer has, embedding_size what the matrices have: the
+    matrices decide.
+    """
     path = write_checkpoint(tmp_path, llada_config(vocab_size=157, embedding_size=160))
     assert _network(path).vocab_size == 160
     assert _load(path)(torch.tensor([[0, 159]])).shape == (1, 2, 160)
@@ -462,7 +588,9 @@ def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:
 
 def _in_the_form_of_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
     rope = {"rope_theta": config["rope_theta"], "rope_type": "default"}
-    return {key: value for key, value in config.items() if key != "rope_theta"} | {"rope_parameters": rope}
+    return {key: value for key, value in config.items() if key != "rope_theta"} | {
+        "rope_parameters": rope
+    }
 
 
 FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -471,17 +599,27 @@ FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         config
         | {
             "rope_theta": None,
-            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": config["rope_theta"]}},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": config["rope_theta"]}
+            },
         }
     ),
-    "both": lambda config: config | {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}},
+    "both": lambda config: (
+        config | {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
+    ),
 }
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("config", [llada_config(rope_theta=1234.5), dream_config(rope_theta=1234.5)], ids=["llada", "dream"])
-def test_transformers_5s_form_gives_the_same_logits(tmp_path: Path, config: dict[str, Any], form: Any) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [llada_config(rope_theta=1234.5), dream_config(rope_theta=1234.5)],
+    ids=["llada", "dream"],
+)
+def test_transformers_5s_form_gives_the_same_logits(
+    tmp_path: Path, config: dict[str, Any], form: Any
+) -> None:
     older = load(write_checkpoint(tmp_path / "older", config, seed=4))
     newer = load(write_checkpoint(tmp_path / "newer", form(config), seed=4))
     other = load(write_checkpoint(tmp_path / "other", config | {"rope_theta": 10000.0}, seed=4))
@@ -493,10 +631,19 @@ def test_transformers_5s_form_gives_the_same_logits(tmp_path: Path, config: dict
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rope_theta": None}, "rope_theta is missing, and a guess would change what the network computes"),
-        ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "rope_theta is missing"),
+        (
+            {"rope_theta": None},
+            "rope_theta is missing, and a guess would change what the network computes",
+        ),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_type": "default"}},
+            "rope_theta is missing",
+        ),
         ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is .* and, in rope_parameters, 5.0"),
-        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3"}}, "rope_type 'llama3' is not supported"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3"}},
+            "rope_type 'llama3' is not supported",
+        ),
         (
             {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [1]}},
             "'mrope_section' of rope_scaling or rope_par",
@@ -507,21 +654,32 @@ def test_transformers_5s_form_gives_the_same_logits(tmp_path: Path, config: dict
         ),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
         ({"rope_scaling": {"type": "linear"}}, "the factor of rope_scaling is missing"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "the factor of rope_scaling must be a positive number"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "the factor of rope_scaling must be a positive number",
+        ),
         ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
         ({"partial_rotary_factor": 2}, "partial_rotary_factor 2.0 is more than the whole head"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types other than full_attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types other than full_attention",
+        ),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a positive number"),
     ],
 )
-def test_a_config_that_leaves_numbers_open_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_a_config_that_leaves_numbers_open_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
     path = write_checkpoint(tmp_path, dream_config())
     path.joinpath("config.json").write_text(json.dumps(dream_config(**changes)))
     with pytest.raises(CheckpointError, match=says):
         _network(path)
 
 
-@pytest.mark.parametrize("key", ["block_type", "activation_type", "layer_norm_type", "rope", "include_bias", "weight_tying"])
+@pytest.mark.parametrize(
+    "key",
+    ["block_type", "activation_type", "layer_norm_type", "rope", "include_bias", "weight_tying"],
+)
 def test_silence_that_means_another_network_is_refused(tmp_path: Path, key: str) -> None:
     """LLaDA's configuration class builds another network than LLaDA where these are not said."""
     path = write_checkpoint(tmp_path, llada_config())
@@ -536,9 +694,18 @@ def test_scaled_and_partly_turned_positions_are_read(tmp_path: Path) -> None:
     assert network.layers[0].attention.rope == Rope(1e6, fraction=0.5, scaling=4.0)
 
 
-@pytest.mark.parametrize("scaling", [False, None, {}, {"rope_type": "default"}, {"type": "default"}])
 @pytest.mark.parametrize(
-    "config", [dream_config, llada_config, llada_moe_config, llada2_config, functools.partial(qwen3_moe_config, "RND1LM")]
+    "scaling", [False, None, {}, {"rope_type": "default"}, {"type": "default"}]
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        dream_config,
+        llada_config,
+        llada_moe_config,
+        llada2_config,
+        functools.partial(qwen3_moe_config, "RND1LM"),
+    ],
 )
 def test_positions_that_are_not_scaled_are_read_in_every_spelling(
     tmp_path: Path, config: Callable[..., dict[str, Any]], scaling: Any
@@ -549,7 +716,9 @@ def test_positions_that_are_not_scaled_are_read_in_every_spelling(
 
 
 def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:
-    config = dream_config(attn_logit_softcapping=50.0, torch_dtype="bfloat16", some_flag=False, nothing=None)
+    config = dream_config(
+        attn_logit_softcapping=50.0, torch_dtype="bfloat16", some_flag=False, nothing=None
+    )
     checkpoint = Checkpoint(write_checkpoint(tmp_path, config))
     families.read_network(checkpoint, Overrides())
     assert checkpoint.config.unread() == ["attn_logit_softcapping"]
@@ -560,7 +729,9 @@ def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """A Dream whose q, k and v are one tensor and whose MLP's gate lies in two: what adapters of other layouts map."""
+    """A Dream whose q, k and v are one tensor and whose MLP's gate lies in two: what adapters of
+    other layouts map.
+    """
 
     path: Path
     network: NetworkSpec
@@ -581,7 +752,9 @@ class Rearranged:
                     parts.append(tensors.pop(f"{theirs}self_attn.{name}_proj.{kind}"))
                     rows = (first, first := first + len(parts[-1]))
                     piece = Piece(f"{theirs}self_attn.query_key_value.{kind}", rows)
-                    origins[f"{ours}attention.{name}.{kind}"] = Origin((piece,), transpose=kind == "weight")
+                    origins[f"{ours}attention.{name}.{kind}"] = Origin(
+                        (piece,), transpose=kind == "weight"
+                    )
                 tensors[piece.tensor] = torch.cat(parts)
             gate = tensors.pop(f"{theirs}mlp.gate_proj.weight")
             halves = (f"{theirs}mlp.gate_a", f"{theirs}mlp.gate_b")
@@ -594,16 +767,22 @@ class Rearranged:
         return Rearranged(to, network, origins)
 
 
-def test_fused_and_parted_tensors_read_as_the_separate_ones(dream_checkpoint: Path, tmp_path: Path) -> None:
+def test_fused_and_parted_tensors_read_as_the_separate_ones(
+    dream_checkpoint: Path, tmp_path: Path
+) -> None:
     made = Rearranged.of(dream_checkpoint, tmp_path / "fused")
     plain = families.open_weights(Checkpoint(dream_checkpoint), made.network)
     fused = families.Weights(Checkpoint(made.path), made.network, made.origins)
     for parameter in made.network.parameters():
         for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
-            assert np.array_equal(plain.read(parameter, dtype), fused.read(parameter, dtype)), parameter
+            assert np.array_equal(plain.read(parameter, dtype), fused.read(parameter, dtype)), (
+                parameter
+            )
 
 
-def test_a_fused_tensor_of_the_wrong_height_is_named(dream_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_fused_tensor_of_the_wrong_height_is_named(
+    dream_checkpoint: Path, tmp_path: Path
+) -> None:
     made = Rearranged.of(dream_checkpoint, tmp_path / "fused")
     file = made.path / "model.safetensors"
     tensors = load_file(file)
@@ -615,6 +794,8 @@ def test_a_fused_tensor_of_the_wrong_height_is_named(dream_checkpoint: Path, tmp
 
 def test_stacked_tensors_become_one_parameter_and_back() -> None:
     """As experts are: a list of matrices ``[out, in]``, or one tensor of them all."""
-    apart = Origin(tuple(Piece(f"experts.{i}.gate") for i in range(3)), transpose=True, is_stacked=True)
+    apart = Origin(
+        tuple(Piece(f"experts.{i}.gate") for i in range(3)), transpose=True, is_stacked=True
+    )
     assert apart.shapes((3, 8, 5)) == [(5, 8)] * 3
     assert Origin.of("experts.gate", transpose=True).shapes((3, 8, 5)) == [(3, 5, 8)]

@@ -26,7 +26,8 @@ def invoke(*arguments: object, text: str | None = None) -> Result:
 
 def test_inspect_counts_parameters_and_memory(dream_checkpoint: Path) -> None:
     told = json.loads(invoke("inspect", dream_checkpoint, "--json").stdout)
-    # 160 x 64 twice, a final norm, and two layers of q, k, v with bias, out, gate, up, down and two norms.
+    # 160 x 64 twice, a final norm, and two layers of q, k, v with bias, out, gate, up, down and two
+    # norms.
     layer = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
     assert told["parameters"] == 2 * 160 * 64 + 64 + 2 * layer
     assert told["stored_bytes"] == 2 * told["parameters"]
@@ -41,18 +42,37 @@ def test_inspect_counts_parameters_and_memory(dream_checkpoint: Path) -> None:
 def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: Path) -> None:
     result = invoke("build", llada_checkpoint, "-o", tmp_path / "bundle", "--max-canvas-length", 64)
     assert result.exit_code == 0, result.output
-    for word in ("trace graph", "write weights", "denoiser.onnx.data", "manifest.json", "14 of 14 canvases of random"):
+    for word in (
+        "trace graph",
+        "write weights",
+        "denoiser.onnx.data",
+        "manifest.json",
+        "14 of 14 canvases of random",
+    ):
         assert word in result.stdout
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     assert manifest["loop"]["max_canvas_length"] == 64
-    assert json.loads((tmp_path / "bundle" / "accuracy.json").read_text())["parity"]["passed"] is True
+    assert (
+        json.loads((tmp_path / "bundle" / "accuracy.json").read_text())["parity"]["passed"] is True
+    )
     # The command of the second verification reads that length from the bundle.
-    verified = invoke("verify", tmp_path / "bundle", "--checkpoint", llada_checkpoint, "--count", 2, "--max-new-tokens", 8)
+    verified = invoke(
+        "verify",
+        tmp_path / "bundle",
+        "--checkpoint",
+        llada_checkpoint,
+        "--count",
+        2,
+        "--max-new-tokens",
+        8,
+    )
     assert verified.exit_code == 0, verified.output
     assert "Holds at fp32" in verified.stdout
 
 
-def test_verify_exits_3_and_names_the_miss(llada_checkpoint: Path, llada_bundle: Path, tmp_path: Path) -> None:
+def test_verify_exits_3_and_names_the_miss(
+    llada_checkpoint: Path, llada_bundle: Path, tmp_path: Path
+) -> None:
     """A weight changed behind the manifest's back, as a wrong conversion would."""
     import hashlib
 
@@ -65,7 +85,9 @@ def test_verify_exits_3_and_names_the_miss(llada_checkpoint: Path, llada_bundle:
     manifest = json.loads((broken / "manifest.json").read_text())
     manifest["files"][data.name]["sha256"] = hashlib.sha256(content).hexdigest()
     (broken / "manifest.json").write_text(json.dumps(manifest))
-    result = invoke("verify", broken, "--checkpoint", llada_checkpoint, "--count", 1, "--max-new-tokens", 4)
+    result = invoke(
+        "verify", broken, "--checkpoint", llada_checkpoint, "--count", 1, "--max-new-tokens", 4
+    )
     assert result.exit_code == 3
     assert "FAILS at fp32" in result.stdout
     assert "mask ratio 0.05: logits differ by" in result.stderr
@@ -74,7 +96,17 @@ def test_verify_exits_3_and_names_the_miss(llada_checkpoint: Path, llada_bundle:
 def test_run_prints_json_for_machines(llada_bundle: Path) -> None:
     told = json.loads(
         invoke(
-            "run", llada_bundle, "--tokens", "1 2 3", "--max-new-tokens", 8, "--set", "seed=3", "--score", "random", "--json"
+            "run",
+            llada_bundle,
+            "--tokens",
+            "1 2 3",
+            "--max-new-tokens",
+            8,
+            "--set",
+            "seed=3",
+            "--score",
+            "random",
+            "--json",
         ).stdout
     )
     assert told["tokens"][:3] == [1, 2, 3]
@@ -84,14 +116,31 @@ def test_run_prints_json_for_machines(llada_bundle: Path) -> None:
 
 
 def test_json_of_run_is_short_and_says_how_the_request_went(llada_bundle: Path) -> None:
-    how = ("--max-new-tokens", 64, "--max-steps", 3, "--preset", "llada", "--set", "stop=none", "--json")
+    how = (
+        "--max-new-tokens",
+        64,
+        "--max-steps",
+        3,
+        "--preset",
+        "llada",
+        "--set",
+        "stop=none",
+        "--json",
+    )
     printed = invoke("run", llada_bundle, "--tokens", "1 2 3", *how).stdout
     told = json.loads(printed)
     assert len(printed.splitlines()) < 40, "a list of numbers is on one line"
     assert f'"tokens": {json.dumps(told["tokens"])}' in printed
-    assert (told["preset"], told["effort"], told["finish"], told["nfe"]) == ("llada", None, "steps", 3)
+    assert (told["preset"], told["effort"], told["finish"], told["nfe"]) == (
+        "llada",
+        None,
+        "steps",
+        3,
+    )
     assert sum(told["passes"].values()) == 3
-    decided = {position for position, log_prob in enumerate(told["log_probs"]) if log_prob is not None}
+    decided = {
+        position for position, log_prob in enumerate(told["log_probs"]) if log_prob is not None
+    }
     assert {*told["undecided"]} == {*range(3, 67)} - decided
     assert 0 < len(told["undecided"]) < 64
 
@@ -99,7 +148,11 @@ def test_json_of_run_is_short_and_says_how_the_request_went(llada_bundle: Path) 
 @settings(deadline=None)
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(),
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
@@ -110,15 +163,48 @@ def test_printed_json_is_what_it_was_made_of(value: Any) -> None:
 
 
 def test_the_newline_that_ends_a_prompt_on_stdin_is_none_of_it(demo_bundle: Path) -> None:
-    arguments = ("run", demo_bundle, "--preset", "fast-dllm", "--max-new-tokens", 32, "--threads", 1, "--json", "--prompt")
+    arguments = (
+        "run",
+        demo_bundle,
+        "--preset",
+        "fast-dllm",
+        "--max-new-tokens",
+        32,
+        "--threads",
+        1,
+        "--json",
+        "--prompt",
+    )
     by_name = json.loads(invoke(*arguments, "play jazz").stdout)
-    assert json.loads(invoke(*arguments, "-", text="play jazz\n").stdout)["tokens"] == by_name["tokens"]
-    assert json.loads(invoke(*arguments, "-", text="play jazz\n\n").stdout)["prompt_tokens"] > by_name["prompt_tokens"]
+    assert (
+        json.loads(invoke(*arguments, "-", text="play jazz\n").stdout)["tokens"]
+        == by_name["tokens"]
+    )
+    assert (
+        json.loads(invoke(*arguments, "-", text="play jazz\n\n").stdout)["prompt_tokens"]
+        > by_name["prompt_tokens"]
+    )
 
 
 def test_watch_draws_on_stderr_and_prints_the_result_on_stdout(llada_bundle: Path) -> None:
-    command = [sys.executable, "-m", "dlm_export.cli", "run", str(llada_bundle), "--tokens", "1,2", "--max-new-tokens", "4"]
-    done = subprocess.run([*command, "--watch", "--delay", "0"], capture_output=True, text=True, timeout=60, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "dlm_export.cli",
+        "run",
+        str(llada_bundle),
+        "--tokens",
+        "1,2",
+        "--max-new-tokens",
+        "4",
+    ]
+    done = subprocess.run(
+        [*command, "--watch", "--delay", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert len(done.stdout.split()) == 6
     assert "0 masked" in done.stderr
 
@@ -126,12 +212,16 @@ def test_watch_draws_on_stderr_and_prints_the_result_on_stdout(llada_bundle: Pat
 def test_targets_lists_what_can_be_built() -> None:
     told = json.loads(invoke("targets", "--json").stdout)
     assert told["targets"][0]["name"] == "cpu"
-    assert {"fp32", "fp16", "int8", "int4", "fp8", "nvfp4", "mixed", "auto"} <= set(told["targets"][0]["precisions"])
+    assert {"fp32", "fp16", "int8", "int4", "fp8", "nvfp4", "mixed", "auto"} <= set(
+        told["targets"][0]["precisions"]
+    )
     assert told["this_machine"]["cores"] >= 1
     assert "cpu" in invoke("targets").stdout
 
 
-@pytest.mark.parametrize("command", ["inspect", "build", "run", "verify", "capture", "targets", "doctor", "compile"])
+@pytest.mark.parametrize(
+    "command", ["inspect", "build", "run", "verify", "capture", "targets", "doctor", "compile"]
+)
 def test_every_command_has_help_with_an_example(command: str) -> None:
     text = invoke(command, "--help").stdout
     assert f"Example: dlm-export {command}" in text
@@ -139,13 +229,16 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("--prompt", "a", "--tokens", "1"), ("--tokens", "one"), ("--tokens", "1", "--set", "x")]
+    "arguments",
+    [(), ("--prompt", "a", "--tokens", "1"), ("--tokens", "one"), ("--tokens", "1", "--set", "x")],
 )
 def test_run_asks_for_one_kind_of_input(llada_bundle: Path, arguments: tuple[str, ...]) -> None:
     assert invoke("run", llada_bundle, *arguments).exit_code == 2
 
 
-def test_the_text_of_a_file_in_its_names_place_is_told_from_a_missing_file(llada_bundle: Path) -> None:
+def test_the_text_of_a_file_in_its_names_place_is_told_from_a_missing_file(
+    llada_bundle: Path,
+) -> None:
     refused = invoke("run", llada_bundle, "--tokens", "1", "--schema", '{"type": "object"}')
     assert refused.exit_code == 2
     assert "this is JSON, and the option takes the file that it is in" in refused.stderr

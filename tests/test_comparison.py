@@ -1,4 +1,6 @@
-"""The page that compares bundles of one checkpoint: what may stand side by side, what it says, and how it is measured."""
+"""The page that compares bundles of one checkpoint: what may stand side by side, what it says, and
+how it is measured.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ Judged = Callable[..., Path]
 
 @pytest.fixture
 def judged(llada_bundle: Path, tmp_path: Path) -> Judged:
-    """Makes a bundle that says that it is in a precision, with made-up results, of which single ones may be changed."""
+    """Makes a bundle that says that it is in a precision, with made-up results, of which single
+    ones may be changed.
+    """
 
     def make(name: str, content: str | None = None, **changes: dict[str, Any]) -> Path:
         folder = Path(shutil.copytree(llada_bundle, tmp_path / name))
@@ -47,18 +51,32 @@ def judged(llada_bundle: Path, tmp_path: Path) -> Judged:
 
 
 def _speed(ms: float) -> dict[str, Any]:
-    made = {"prompt_tokens": 128, "new_tokens": 128, "preset": "llada", "nfe": 128, "tokens_per_s": 1e3 / ms}
-    return made | {"ms_per_pass": ms, "quartiles_ms_per_pass": [0.9 * ms, 1.1 * ms], "engine": "onnxruntime 1.31"}
+    made = {
+        "prompt_tokens": 128,
+        "new_tokens": 128,
+        "preset": "llada",
+        "nfe": 128,
+        "tokens_per_s": 1e3 / ms,
+    }
+    return made | {
+        "ms_per_pass": ms,
+        "quartiles_ms_per_pass": [0.9 * ms, 1.1 * ms],
+        "engine": "onnxruntime 1.31",
+    }
 
 
 def _run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["report", *map(str, arguments)])
 
 
-def test_the_page_has_size_loss_answers_and_time_of_every_bundle(llada_bundle: Path, judged: Judged, tmp_path: Path) -> None:
+def test_the_page_has_size_loss_answers_and_time_of_every_bundle(
+    llada_bundle: Path, judged: Judged, tmp_path: Path
+) -> None:
     worse = {"ce_increase": 0.05, "ce_increase_interval": [0.03, 0.08]}
     entries = read_entries([llada_bundle, judged("int8"), judged("int4", overall=worse)])
-    write_comparison(tmp_path / "page.html", entries, [_speed(8.0), _speed(2.0), _speed(7.0)], MACHINE)
+    write_comparison(
+        tmp_path / "page.html", entries, [_speed(8.0), _speed(2.0), _speed(7.0)], MACHINE
+    )
     text = (tmp_path / "page.html").read_text()
     page = Page(text)
     for words in (
@@ -83,9 +101,13 @@ def test_the_page_has_size_loss_answers_and_time_of_every_bundle(llada_bundle: P
 
 
 @needs_browser
-def test_browser_scrolls_nothing_of_it_at_1200_pixels(llada_bundle: Path, judged: Judged, tmp_path: Path) -> None:
+def test_browser_scrolls_nothing_of_it_at_1200_pixels(
+    llada_bundle: Path, judged: Judged, tmp_path: Path
+) -> None:
     worst = {"ce_increase": -0.1234, "ce_increase_interval": [-0.2345, 1.2345]}
-    entries = read_entries([llada_bundle, judged("int8-static", overall=worst), judged("nvfp4-weight")])
+    entries = read_entries(
+        [llada_bundle, judged("int8-static", overall=worst), judged("nvfp4-weight")]
+    )
     write_comparison(tmp_path / "page.html", entries, [_speed(1234.0)] * 3, MACHINE)
     measure = """
 const page = frames[0].document, box = page.querySelector('.scroll');
@@ -93,7 +115,11 @@ const [left, right] = [...page.querySelectorAll('figure')].map(figure => figure.
 const found = [page.documentElement.scrollWidth, box.scrollWidth <= box.clientWidth, left == right];
 document.body.textContent = ['MEASURED', ...found].join('\\n') + '\\n';
 """
-    assert laid_out((tmp_path / "page.html").read_text(), 1200, measure, tmp_path) == ["1200", "true", "true"]
+    assert laid_out((tmp_path / "page.html").read_text(), 1200, measure, tmp_path) == [
+        "1200",
+        "true",
+        "true",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -109,19 +135,31 @@ document.body.textContent = ['MEASURED', ...found].join('\\n') + '\\n';
         ),
     ],
 )
-def test_bundles_that_were_judged_otherwise_are_refused(judged: Judged, changes: dict[str, Any], says: str) -> None:
+def test_bundles_that_were_judged_otherwise_are_refused(
+    judged: Judged, changes: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ComparisonError, match=says):
         read_entries([judged("int8"), judged("int4", **changes)])
 
 
-def test_bundles_that_took_more_or_fewer_of_the_same_samples_stand_side_by_side(judged: Judged, tmp_path: Path) -> None:
-    fewer = {"data": {"samples": 50}, "overall": {"reference_ce": 9.0}, "effort": {"stopped": "time"}}
-    write_comparison(tmp_path / "page.html", read_entries([judged("int8"), judged("int4", **fewer)]))
+def test_bundles_that_took_more_or_fewer_of_the_same_samples_stand_side_by_side(
+    judged: Judged, tmp_path: Path
+) -> None:
+    fewer = {
+        "data": {"samples": 50},
+        "overall": {"reference_ce": 9.0},
+        "effort": {"stopped": "time"},
+    }
+    write_comparison(
+        tmp_path / "page.html", read_entries([judged("int8"), judged("int4", **fewer)])
+    )
     page = Page((tmp_path / "page.html").read_text())
     assert "on the first 50 or 200 of the same samples" in page.text
 
 
-def test_bundles_of_two_checkpoints_and_one_alone_are_refused(llada_bundle: Path, dream_bundle: Path, tmp_path: Path) -> None:
+def test_bundles_of_two_checkpoints_and_one_alone_are_refused(
+    llada_bundle: Path, dream_bundle: Path, tmp_path: Path
+) -> None:
     page = tmp_path / "page.html"
     refused = _run(llada_bundle, dream_bundle, "-o", page)
     assert refused.exit_code == 2
@@ -129,7 +167,10 @@ def test_bundles_of_two_checkpoints_and_one_alone_are_refused(llada_bundle: Path
     refused = _run(llada_bundle, "-o", page)
     assert (refused.exit_code, "name two or more" in refused.stderr) == (2, True)
     refused = _run(llada_bundle, llada_bundle, "--rounds", 3, "-o", page)
-    assert (refused.exit_code, "is for timing, which --speed asks for" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "is for timing, which --speed asks for" in refused.stderr) == (
+        2,
+        True,
+    )
     assert not page.exists()
 
 
@@ -142,7 +183,12 @@ def test_bundles_of_two_checkpoints_and_one_alone_are_refused(llada_bundle: Path
         '{"judgement": {}}',
         *(
             json.dumps({"judgement": made_up_accuracy()["judgement"] | change})
-            for change in ({"frontier": []}, {"overall": {"ce_increase": "much"}}, {"data": 3}, {"policy": None})
+            for change in (
+                {"frontier": []},
+                {"overall": {"ce_increase": "much"}},
+                {"data": 3},
+                {"policy": None},
+            )
         ),
     ],
 )
@@ -152,14 +198,19 @@ def test_results_that_no_build_writes_are_refused_in_one_line(judged: Judged, co
         read_entries([folder, folder])
 
 
-def test_the_command_times_bundles_and_replaces_no_page(llada_bundle: Path, judged: Judged, tmp_path: Path) -> None:
+def test_the_command_times_bundles_and_replaces_no_page(
+    llada_bundle: Path, judged: Judged, tmp_path: Path
+) -> None:
     page = tmp_path / "page.html"
     options = ("--speed", "--rounds", 3, "--threads", 1, "--preset", "fast-dllm", "-o", page)
     done = _run(llada_bundle, judged("int8"), *options, "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert [row["precision"] for row in told["bundles"]] == ["fp32", "int8"]
-    assert all(row["speed"]["ms_per_pass"] > 0 and row["speed"]["preset"] == "fast-dllm" for row in told["bundles"])
+    assert all(
+        row["speed"]["ms_per_pass"] > 0 and row["speed"]["preset"] == "fast-dllm"
+        for row in told["bundles"]
+    )
     assert told["machine"]["processor"] in Page(page.read_text()).text
     before = page.read_bytes()
     refused = _run(llada_bundle, llada_bundle, "-o", page)
@@ -167,7 +218,9 @@ def test_the_command_times_bundles_and_replaces_no_page(llada_bundle: Path, judg
     assert page.read_bytes() == before
 
 
-def test_bundles_take_turns_and_a_warm_up_does_not_count(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundles_take_turns_and_a_warm_up_does_not_count(
+    llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Bundle] = []
     generate = Bundle.generate_batch
 

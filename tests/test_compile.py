@@ -15,9 +15,16 @@ from dlm_runtime import embedding
 from dlm_runtime.constraints.compiled import Constraint
 
 PROMPT = "turn on the kitchen lights"
-SCHEMA = {"type": "object", "properties": {"room": {"enum": ["attic", "cellar"]}}, "required": ["room"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"room": {"enum": ["attic", "cellar"]}},
+    "required": ["room"],
+}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+    }
     for name in ("ring", "stop")
 ]
 PROGRAM = """
@@ -87,16 +94,22 @@ def test_a_c_program_writes_what_the_compiled_file_allows(
     given = [argument.replace("{}", str(files)) for argument in arguments]
     told = invoke("compile", demo_bundle, *given, "-o", output)
     assert told.exit_code == 0, told.output
-    assert re.match(rf"{re.escape(str(output))} [\d.]+ (B|KiB): the shortest text has \d+ tokens\n", told.stdout)
+    assert re.match(
+        rf"{re.escape(str(output))} [\d.]+ (B|KiB): the shortest text has \d+ tokens\n", told.stdout
+    )
     text = succeed(program, demo_bundle, output).removesuffix("\n")
     assert re.fullmatch(pattern, text), text
     with dlm_runtime.open(demo_bundle) as bundle:
-        assert text == bundle.generate(prompt=PROMPT, constraint=Constraint(output.read_bytes())).text
+        assert (
+            text == bundle.generate(prompt=PROMPT, constraint=Constraint(output.read_bytes())).text
+        )
 
 
 def test_compile_leaves_the_old_file_where_it_fails(demo_bundle: Path, files: Path) -> None:
     output = files / "made.automaton"
-    first = json.loads(invoke("compile", demo_bundle, "--regex", "a", "-o", output, "--json").stdout)
+    first = json.loads(
+        invoke("compile", demo_bundle, "--regex", "a", "-o", output, "--json").stdout
+    )
     before = output.read_bytes()
     assert first == {"file": str(output), "bytes": len(before), "shortest_tokens": 1}
     kept = invoke("compile", demo_bundle, "--regex", "b", "-o", output)
@@ -105,7 +118,9 @@ def test_compile_leaves_the_old_file_where_it_fails(demo_bundle: Path, files: Pa
     assert output.read_bytes() == before
     assert invoke("compile", demo_bundle, "--regex", "bb", "-o", output, "--force").exit_code == 0
     assert output.read_bytes() != before
-    assert [path.name for path in files.iterdir() if path.name.startswith((".", "made"))] == ["made.automaton"]
+    assert [path.name for path in files.iterdir() if path.name.startswith((".", "made"))] == [
+        "made.automaton"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,14 +131,25 @@ def test_compile_leaves_the_old_file_where_it_fails(demo_bundle: Path, files: Pa
         (["--regex", "a", "--json-object"], "give one of --regex, --json-object"),
         (["--regex", "a", "--tool-choice", "stop"], "are of --tools"),
         (["--regex", "a", "--max-depth", "1"], "--max-depth is of --schema and --json-object"),
-        (["--tools", "{}/tools.json", "--tool-choice", "auto"], "with another one any text is allowed"),
+        (
+            ["--tools", "{}/tools.json", "--tool-choice", "auto"],
+            "with another one any text is allowed",
+        ),
         (["--schema", "{}/nowhere.json"], "does not exist"),
     ],
     ids=["nothing", "two", "two more", "no tools", "depth", "not forced", "no file"],
 )
-def test_compile_rejects_arguments_that_do_not_fit(demo_bundle: Path, files: Path, arguments: list[str], message: str) -> None:
+def test_compile_rejects_arguments_that_do_not_fit(
+    demo_bundle: Path, files: Path, arguments: list[str], message: str
+) -> None:
     output = files / "made.automaton"
-    told = invoke("compile", demo_bundle, *[argument.replace("{}", str(files)) for argument in arguments], "-o", output)
+    told = invoke(
+        "compile",
+        demo_bundle,
+        *[argument.replace("{}", str(files)) for argument in arguments],
+        "-o",
+        output,
+    )
     assert told.exit_code == 2
     assert message in told.output
     assert not output.exists()

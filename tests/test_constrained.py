@@ -1,4 +1,6 @@
-"""Constrained decoding: the native loop against the reference, and every text against the expression by itself."""
+"""Constrained decoding: the native loop against the reference, and every text against the
+expression by itself.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,16 @@ from dlm_export.network import reference
 from dlm_export.network.constrained import Constrained
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.turns import Canvas, start_canvas
-from dlm_runtime import PRESETS, Bundle, CallbackPass, DenoiserInfo, EngineError, Policy, RequestError, from_callback
+from dlm_runtime import (
+    PRESETS,
+    Bundle,
+    CallbackPass,
+    DenoiserInfo,
+    EngineError,
+    Policy,
+    RequestError,
+    from_callback,
+)
 from dlm_runtime.constraints import schema
 from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.constraints.compiled import Constraint
@@ -49,9 +60,25 @@ LOOPS: dict[str, dict[str, Any]] = {
     "entropies": {"preset": "llada", "block_length": 8, "score": "entropy"},
     "margins": {"preset": "llada", "block_length": 8, "score": "margin", "cache": "prefix"},
     "threshold": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.05},
-    "threshold, refresh": {"preset": "fast-dllm", "block_length": 5, "threshold": 0.05, "refresh": 6},
-    "factor": {"preset": "fast-dllm", "block_length": 7, "commit": "factor", "factor": 1.5, "cache": "none"},
-    "entropy bound": {"preset": "llada", "commit": "entropy_bound", "entropy_bound": 9.0, "block_length": 8},
+    "threshold, refresh": {
+        "preset": "fast-dllm",
+        "block_length": 5,
+        "threshold": 0.05,
+        "refresh": 6,
+    },
+    "factor": {
+        "preset": "fast-dllm",
+        "block_length": 7,
+        "commit": "factor",
+        "factor": 1.5,
+        "cache": "none",
+    },
+    "entropy bound": {
+        "preset": "llada",
+        "commit": "entropy_bound",
+        "entropy_bound": 9.0,
+        "block_length": 8,
+    },
     "dream": {"preset": "dream", "temperature": 0.0, "steps": 9},
     "blocks go on": {"preset": "fast-dllm", "block_length": 6, "threshold": 0.05, "stop": "none"},
     "dream's draws": {"preset": "dream", "steps": 5},
@@ -64,8 +91,19 @@ LOOPS: dict[str, dict[str, Any]] = {
         "top_k": 3,
         "score_of": "draw",
     },
-    "margins of draws": {"preset": "fast-dllm", "commit": "factor", "score": "margin", "temperature": 0.5, "score_of": "draw"},
-    "marginals": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.4, "score_of": "marginal"},
+    "margins of draws": {
+        "preset": "fast-dllm",
+        "commit": "factor",
+        "score": "margin",
+        "temperature": 0.5,
+        "score_of": "draw",
+    },
+    "marginals": {
+        "preset": "fast-dllm",
+        "block_length": 8,
+        "threshold": 0.4,
+        "score_of": "marginal",
+    },
     "margins of marginals": {
         "preset": "llada",
         "block_length": 8,
@@ -73,13 +111,27 @@ LOOPS: dict[str, dict[str, Any]] = {
         "score_of": "marginal",
         "temperature": 0.7,
     },
-    "entropies of marginals": {"preset": "llada", "commit": "entropy_bound", "entropy_bound": 5.0, "score_of": "marginal"},
-    "edits": {"preset": "llada", "block_length": 8, "steps": 6, "remask": "edit", "edit_threshold": 0.02, "edit_passes": 5},
+    "entropies of marginals": {
+        "preset": "llada",
+        "commit": "entropy_bound",
+        "entropy_bound": 5.0,
+        "score_of": "marginal",
+    },
+    "edits": {
+        "preset": "llada",
+        "block_length": 8,
+        "steps": 6,
+        "remask": "edit",
+        "edit_threshold": 0.02,
+        "edit_passes": 5,
+    },
 }
 
 
 def policy_of(loop: dict[str, Any]) -> Policy:
-    return PRESETS[loop["preset"]].with_fields({name: value for name, value in loop.items() if name not in ("preset", "steps")})
+    return PRESETS[loop["preset"]].with_fields(
+        {name: value for name, value in loop.items() if name not in ("preset", "steps")}
+    )
 
 
 def fields_of(loop: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +142,9 @@ def fields_of(loop: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def denoisers() -> dict[str, Denoiser]:
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "layers": 2, "eos_token_ids": ENDS}
-    return {f"shift {shift}": random_denoiser(make_network(shift=shift, **sizes)) for shift in (0, 1)}
+    return {
+        f"shift {shift}": random_denoiser(make_network(shift=shift, **sizes)) for shift in (0, 1)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +154,9 @@ def bundles(denoisers: dict[str, Denoiser]) -> dict[str, Bundle]:
 
 @pytest.fixture(scope="module")
 def automata() -> dict[str, Automaton]:
-    return {name: compiled(expression, WORDS, VOCAB, ENDS) for name, expression in EXPRESSIONS.items()}
+    return {
+        name: compiled(expression, WORDS, VOCAB, ENDS) for name, expression in EXPRESSIONS.items()
+    }
 
 
 def text_of(tokens: list[int]) -> bytes:
@@ -125,9 +181,13 @@ def test_native_canvases_equal_the_reference_and_match_the_expression(
         pytest.skip("a denoiser that predicts the next position edits nothing")
     canvas, policy = start_canvas(PROMPT, NEW, MASK), policy_of(loop)
     proposer = Constrained(MASK, ENDS[0], policy, automata[name], canvas)
-    wanted = reference.fill(denoisers[family], canvas, policy, loop.get("steps", 0), proposer=proposer)
+    wanted = reference.fill(
+        denoisers[family], canvas, policy, loop.get("steps", 0), proposer=proposer
+    )
     constraint = Constraint(automata[name].as_bytes())
-    out = bundles[family].generate(tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, **fields_of(loop))
+    out = bundles[family].generate(
+        tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, **fields_of(loop)
+    )
     assert out.tokens == wanted.tokens
     assert out.nfe == wanted.nfe
     assert re.fullmatch(EXPRESSIONS[name].encode(), text_of(out.tokens[len(PROMPT) :]))
@@ -142,15 +202,26 @@ def test_block_causal_loops_equal_the_reference(automata: dict[str, Automaton], 
     never = (*network.eos_token_ids, network.mask_token_id)
     vocabulary = made_up_vocabulary(network.vocab_size, never, Longest)
     automaton = compiled("(?:ab|b)+(?: c)*", vocabulary, network.vocab_size, network.eos_token_ids)
-    fields: dict[str, Any] = {"threshold": 0.05, "edit_threshold": 0.02} | ({"sub_block_length": 3} if shift else {})
+    fields: dict[str, Any] = {"threshold": 0.05, "edit_threshold": 0.02} | (
+        {"sub_block_length": 3} if shift else {}
+    )
     policy = PRESETS[name].with_fields(fields)
     canvas = start_canvas(PROMPT, NEW, network.mask_token_id)
-    proposer = Constrained(network.mask_token_id, network.eos_token_ids[0], policy, automaton, canvas)
+    proposer = Constrained(
+        network.mask_token_id, network.eos_token_ids[0], policy, automaton, canvas
+    )
     wanted = reference.fill(denoiser, canvas, policy, proposer=proposer)
-    out = bundle.generate(tokens=PROMPT, max_new_tokens=NEW, constraint=Constraint(automaton.as_bytes()), **vars(policy))
+    out = bundle.generate(
+        tokens=PROMPT,
+        max_new_tokens=NEW,
+        constraint=Constraint(automaton.as_bytes()),
+        **vars(policy),
+    )
     assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
     text = b"".join(
-        vocabulary.tokens[token] or b"" for token in out.tokens[len(PROMPT) :] if token not in network.eos_token_ids
+        vocabulary.tokens[token] or b""
+        for token in out.tokens[len(PROMPT) :]
+        if token not in network.eos_token_ids
     )
     assert re.fullmatch(b"(?:ab|b)+(?: c)*", text)
 
@@ -165,38 +236,60 @@ def test_given_tokens_between_masks_are_part_of_the_text(
     proposer = Constrained(MASK, ENDS[0], policy, automata["words"], canvas)
     wanted = reference.fill(denoisers["shift 0"], canvas, policy, proposer=proposer)
     constraint = Constraint(automata["words"].as_bytes())
-    out = bundles["shift 0"].generate(tokens=tokens, max_new_tokens=0, constraint=constraint, **fields_of(LOOPS["threshold"]))
+    out = bundles["shift 0"].generate(
+        tokens=tokens, max_new_tokens=0, constraint=constraint, **fields_of(LOOPS["threshold"])
+    )
     assert out.tokens == wanted.tokens
     assert out.tokens[5] == letter[b" "]
     assert re.fullmatch(EXPRESSIONS["words"].encode(), text_of(out.tokens[3:11]))
     tokens[4:] = [letter[b"1"], MASK]
-    with pytest.raises(RequestError, match=r"^no text of the constraint has the given tokens in positions 3\.\.5: "):
+    with pytest.raises(
+        RequestError, match=r"^no text of the constraint has the given tokens in positions 3\.\.5: "
+    ):
         bundles["shift 0"].generate(tokens=tokens, max_new_tokens=0, constraint=constraint)
 
 
-@pytest.mark.parametrize("loop", ["llada", "random order", "margins", "threshold, refresh", "dream", "blocks go on"])
+@pytest.mark.parametrize(
+    "loop", ["llada", "random order", "margins", "threshold, refresh", "dream", "blocks go on"]
+)
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_requests_that_end_early_are_completed_to_a_whole_text(
-    denoisers: dict[str, Denoiser], bundles: dict[str, Bundle], automata: dict[str, Automaton], name: str, loop: str
+    denoisers: dict[str, Denoiser],
+    bundles: dict[str, Bundle],
+    automata: dict[str, Automaton],
+    name: str,
+    loop: str,
 ) -> None:
     constraint, policy = Constraint(automata[name].as_bytes()), policy_of(LOOPS[loop])
     for most in (1, 2, 4):
         canvas = start_canvas(PROMPT, NEW, MASK)
         proposer = Constrained(MASK, ENDS[0], policy, automata[name], canvas)
         steps = LOOPS[loop].get("steps", 0)
-        wanted = reference.fill(denoisers["shift 0"], canvas, policy, steps, proposer=proposer, max_steps=most)
-        request: dict[str, Any] = {"tokens": PROMPT, "max_new_tokens": NEW, "constraint": constraint, "max_steps": most}
+        wanted = reference.fill(
+            denoisers["shift 0"], canvas, policy, steps, proposer=proposer, max_steps=most
+        )
+        request: dict[str, Any] = {
+            "tokens": PROMPT,
+            "max_new_tokens": NEW,
+            "constraint": constraint,
+            "max_steps": most,
+        }
         out = bundles["shift 0"].generate(**request, **fields_of(LOOPS[loop]))
         assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
         assert re.fullmatch(EXPRESSIONS[name].encode(), text_of(out.tokens[len(PROMPT) :]))
 
 
-def test_what_no_pass_has_scored_becomes_the_shortest_text(bundles: dict[str, Bundle], automata: dict[str, Automaton]) -> None:
+def test_what_no_pass_has_scored_becomes_the_shortest_text(
+    bundles: dict[str, Bundle], automata: dict[str, Automaton]
+) -> None:
     cancel = threading.Event()
     cancel.set()
     for name, automaton in automata.items():
         out = bundles["shift 0"].generate(
-            tokens=PROMPT, max_new_tokens=NEW, constraint=Constraint(automaton.as_bytes()), cancel=cancel
+            tokens=PROMPT,
+            max_new_tokens=NEW,
+            constraint=Constraint(automaton.as_bytes()),
+            cancel=cancel,
         )
         assert (out.finish, out.nfe) == ("cancelled", 0)
         generated = out.tokens[len(PROMPT) :]
@@ -210,7 +303,10 @@ def test_given_tokens_behind_stay_part_of_a_text_that_is_completed(
     letter = {text: token for token, text in enumerate(WORDS.tokens) if text}
     tokens = [*PROMPT, *[MASK] * 9, letter[b"x"], MASK]
     out = bundles["shift 0"].generate(
-        tokens=tokens, max_new_tokens=0, constraint=Constraint(automata["parts of characters"].as_bytes()), max_steps=1
+        tokens=tokens,
+        max_new_tokens=0,
+        constraint=Constraint(automata["parts of characters"].as_bytes()),
+        max_steps=1,
     )
     assert out.finish == "steps"
     assert out.tokens[12] == letter[b"x"]
@@ -233,19 +329,29 @@ def test_a_budget_below_the_shortest_text_is_refused_with_what_it_needs(
     assert out.finish == "constraint", "it is whole, though no end token has room"
 
 
-# ---- Large vocabularies: the best token of a class of many is looked for among a row's highest ones ----
+# ---- Large vocabularies: the best token of a class of many is looked for among a row's highest
+# ones ----
 
-SPELLED = ["".join(letters) for length in range(1, 9) for letters in itertools.product("abc", repeat=length)]
+SPELLED = [
+    "".join(letters)
+    for length in range(1, 9)
+    for letters in itertools.product("abc", repeat=length)
+]
 LARGE_MASK, LARGE_END, LEAST, MOST, PLACES = 13, 6100, 9, 44, 8
 RULED_OUT = 3000  # tokens that no text has, among the others
 
 
 @pytest.fixture(scope="module")
 def large() -> tuple[list[str], Constraint]:
-    """By token what it spells, "" for nothing; and the texts of ``LEAST`` to ``MOST`` letters a to c."""
+    """By token what it spells, "" for nothing; and the texts of ``LEAST`` to ``MOST`` letters a to
+    c.
+    """
     words = [*SPELLED, *(f"d{word}" for word in SPELLED[:RULED_OUT])]
     order = iter(np.random.default_rng(11).permutation(len(words)))
-    spelled = ["" if token in (LARGE_MASK, LARGE_END) else words[next(order)] for token in range(len(words) + 2)]
+    spelled = [
+        "" if token in (LARGE_MASK, LARGE_END) else words[next(order)]
+        for token in range(len(words) + 2)
+    ]
     vocabulary = Longest(tuple(text.encode() or None for text in spelled))
     automaton = compiled(f"[abc]{{{LEAST},{MOST}}}", vocabulary, len(spelled), (LARGE_END,))
     return spelled, Constraint(automaton.as_bytes())
@@ -257,12 +363,21 @@ def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
     by_length = [np.flatnonzero(lengths == length) for length in range(9)]
     ended = MOST + 1  # the state behind an end token; before it, the letters so far
     ahead = dict.fromkeys(range(LEAST, ended + 1), 0.0)
-    steps = list[dict[int, tuple[float, int, int]]]()  # from the last on: by state the sum, token and next
+    steps = list[
+        dict[int, tuple[float, int, int]]
+    ]()  # from the last on: by state the sum, token and next
     for row in weights[::-1]:
-        best = [int(tokens[row[tokens].argmax()]) if length else -1 for length, tokens in enumerate(by_length)]
+        best = [
+            int(tokens[row[tokens].argmax()]) if length else -1
+            for length, tokens in enumerate(by_length)
+        ]
         found = dict[int, tuple[float, int, int]]()
         for state in range(ended + 1):
-            ways = [(state + length, best[length]) for length in range(1, 9) if state + length <= MOST < ended != state]
+            ways = [
+                (state + length, best[length])
+                for length in range(1, 9)
+                if state + length <= MOST < ended != state
+            ]
             ways += [(ended, LARGE_END)] if state >= LEAST else []
             sums = [(ahead[to] + row[token], -token, to) for to, token in ways if to in ahead]
             if sums:
@@ -278,13 +393,19 @@ def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0.0, 0.6, 3.0]), hidden=st.sampled_from([0, 60, 12_000]))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.sampled_from([0.0, 0.6, 3.0]),
+    hidden=st.sampled_from([0, 60, 12_000]),
+)
 def test_the_most_likely_text_over_a_large_vocabulary(
     large: tuple[list[str], Constraint], seed: int, spread: float, hidden: int
 ) -> None:
     spelled, constraint = large
     source = np.random.default_rng(seed)
-    logits = np.round(source.normal(0, spread, (PLACES, len(spelled)))).astype(np.float32)  # many are equal
+    logits = np.round(source.normal(0, spread, (PLACES, len(spelled)))).astype(
+        np.float32
+    )  # many are equal
     logits[source.random(logits.shape) < 0.001] += 9
     for row in logits:
         row[source.permutation(len(spelled))[:hidden]] = -np.inf
@@ -298,10 +419,17 @@ def test_the_most_likely_text_over_a_large_vocabulary(
 
     bundle = from_callback(DenoiserInfo(len(spelled), LARGE_MASK, 64, (LARGE_END,)), run)
     out = bundle.generate(
-        tokens=[1], max_new_tokens=PLACES, constraint=constraint, block_length=PLACES, steps_per_block=1, stop="none"
+        tokens=[1],
+        max_new_tokens=PLACES,
+        constraint=constraint,
+        block_length=PLACES,
+        steps_per_block=1,
+        stop="none",
     )
     wide = logits.astype(np.float64)
-    weights = np.where(np.isinf(wide), -(2.0**30), wide - wide.max(axis=1, keepdims=True))  # whole numbers: sums are exact
+    weights = np.where(
+        np.isinf(wide), -(2.0**30), wide - wide.max(axis=1, keepdims=True)
+    )  # whole numbers: sums are exact
     assert out.tokens[1:] == heaviest(spelled, weights)
 
 
@@ -313,9 +441,15 @@ def test_constraints_of_other_bundles_are_refused(bundles: dict[str, Bundle]) ->
 
 
 def test_what_is_forced_is_decided_before_the_first_pass(bundles: dict[str, Bundle]) -> None:
-    expression = schema.expression({"type": "object", "properties": {"ab12": {"type": "boolean"}}, "required": ["ab12"]})
+    expression = schema.expression(
+        {"type": "object", "properties": {"ab12": {"type": "boolean"}}, "required": ["ab12"]}
+    )
     constraint = Constraint(compiled(expression, WORDS, VOCAB, ENDS, is_of_json=True).as_bytes())
-    events = list(bundles["shift 0"].stream(tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, block_length=8))
+    events = list(
+        bundles["shift 0"].stream(
+            tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, block_length=8
+        )
+    )
     key = [WORDS.tokens.index(text) for text in (b'{"', b"ab", b"12", b'":')]
     assert events[0].canvas[3:7] == key, "as the tokenizer writes it"
     assert len(events) == events[-1].nfe <= 8
@@ -329,11 +463,19 @@ def test_requests_of_a_batch_are_constrained_alike(
     bundles: dict[str, Bundle], automata: dict[str, Automaton], loop: str
 ) -> None:
     bundle, constraint = bundles["shift 0"], Constraint(automata["words"].as_bytes())
-    given: dict[str, Any] = {"max_new_tokens": NEW, "constraint": constraint, **fields_of(LOOPS[loop])}
+    given: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "constraint": constraint,
+        **fields_of(LOOPS[loop]),
+    }
     prompts = [PROMPT, [21, 22, 23], [40, 41, 42]]
     together = bundle.generate_batch(tokens=prompts, **given)
-    assert [out.tokens for out in together] == [bundle.generate(tokens=tokens, **given).tokens for tokens in prompts]
-    assert bundle.generate(tokens=PROMPT, max_new_tokens=NEW).tokens != together[0].tokens, "the next request is free again"
+    assert [out.tokens for out in together] == [
+        bundle.generate(tokens=tokens, **given).tokens for tokens in prompts
+    ]
+    assert bundle.generate(tokens=PROMPT, max_new_tokens=NEW).tokens != together[0].tokens, (
+        "the next request is free again"
+    )
 
 
 # ---- Extreme logits and temperatures ----
@@ -342,7 +484,9 @@ TEMPERATURES = (5e-324, 1e-300, 1e-100, 1e-28, 1e-20, 1e-16, 1e-8, 1e-3, 0.7, 1e
 
 
 def says(logits: np.ndarray) -> Bundle:
-    """A bundle whose row of position i has the logits ``[L, V]`` i; its probabilities are finite, whatever these are."""
+    """A bundle whose row of position i has the logits ``[L, V]`` i; its probabilities are finite,
+    whatever these are.
+    """
     masked = logits.copy()
     masked[:, MASK] = -np.inf
     best = np.argsort(-masked, axis=1, kind="stable")[:, :2]
@@ -416,22 +560,30 @@ def test_rows_that_are_not_numbers_end_the_request(logit: float) -> None:
         logits[:, MASK] = np.nan  # nobody looks at it
         bundle = says(logits)
         for fields in ({}, {"temperature": 0.5}, {"score_of": "marginal"}):
-            with pytest.raises(EngineError, match=r"the denoiser's prediction at position 2 is not finite"):
+            with pytest.raises(
+                EngineError, match=r"the denoiser's prediction at position 2 is not finite"
+            ):
                 in_one_pass(bundle, 4, automaton, **fields)
 
 
 @pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf"), -1e-300])
 def test_temperatures_that_are_none_are_refused(temperature: float) -> None:
     bundle = says(np.zeros((4, VOCAB), np.float32))
-    with pytest.raises(RequestError, match=r"^policy: temperature = -?(1|nan|inf|1e-300) is outside 0\.\.1e\+300$"):
+    with pytest.raises(
+        RequestError, match=r"^policy: temperature = -?(1|nan|inf|1e-300) is outside 0\.\.1e\+300$"
+    ):
         bundle.generate(tokens=[], max_new_tokens=4, temperature=temperature)
 
 
 def extreme_logits(source: np.random.Generator, length: int) -> np.ndarray:
     """Float32 ``[length, V]`` of one of several kinds."""
     kind, size = source.integers(4), (length, VOCAB)
-    values = np.array([-np.inf, np.finfo(np.float32).min, -3e38, -1e12, -20, 0, 1, 20, 3e38, 1e-45], np.float32)
-    found: np.ndarray = source.choice(values, size) if kind == 0 else source.normal(0, 4, size).astype(np.float32)
+    values = np.array(
+        [-np.inf, np.finfo(np.float32).min, -3e38, -1e12, -20, 0, 1, 20, 3e38, 1e-45], np.float32
+    )
+    found: np.ndarray = (
+        source.choice(values, size) if kind == 0 else source.normal(0, 4, size).astype(np.float32)
+    )
     if kind == 1:
         found[source.random(size) < 0.7] = -np.inf
     elif kind == 2:
@@ -447,7 +599,8 @@ def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
             (to, [*text, token])
             for state, text in texts
             for token in range(VOCAB)
-            if (to := following(automaton, state, token)) >= 0 and automaton.distances[to] <= length - position - 1
+            if (to := following(automaton, state, token)) >= 0
+            and automaton.distances[to] <= length - position - 1
         ]
         if len(texts) > most:
             return []
@@ -455,7 +608,9 @@ def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
 
 
 def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
-    """The ruled-out tokens of a text, negated, and the sum of the other tokens' logits less the best ones of their rows."""
+    """The ruled-out tokens of a text, negated, and the sum of the other tokens' logits less the
+    best ones of their rows.
+    """
     best = np.delete(logits, MASK, axis=1).max(axis=1)
     finite = [
         Fraction(float(row[token])) - Fraction(float(most))
@@ -469,7 +624,12 @@ def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
     """A schema with few texts."""
     kind = source.randrange(6 if depth < 2 else 4)
     if kind == 0:
-        return {"enum": [source.choice(["a", "ab", "b1", 1, -2, 30, True, None]) for _ in range(source.randint(1, 4))]}
+        return {
+            "enum": [
+                source.choice(["a", "ab", "b1", 1, -2, 30, True, None])
+                for _ in range(source.randint(1, 4))
+            ]
+        }
     if kind == 1:
         return {"type": source.choice(["boolean", "null"])}
     if kind == 2:
@@ -479,7 +639,12 @@ def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
         return {"const": source.choice(["ba", "aab", 12, False])}
     if kind == 4:
         items = source.randint(0, 2)
-        return {"type": "array", "items": small_schema(source, depth + 1), "minItems": items, "maxItems": items}
+        return {
+            "type": "array",
+            "items": small_schema(source, depth + 1),
+            "minItems": items,
+            "maxItems": items,
+        }
     name = source.choice(["a", "ab"])
     return {
         "type": "object",
@@ -494,7 +659,9 @@ def check_texts_of_schemas(count: int) -> None:
     source, numbers, checked = random.Random(31), np.random.default_rng(31), 0
     while checked < count:
         # One end token, as the loop replaces whatever follows an end token by the first one.
-        automaton = compiled(schema.expression(small_schema(source)), WORDS, VOCAB, ENDS[:1], is_of_json=True)
+        automaton = compiled(
+            schema.expression(small_schema(source)), WORDS, VOCAB, ENDS[:1], is_of_json=True
+        )
         length = automaton.shortest + source.choice((0, 1, 2))
         texts = texts_of(automaton, length, 300) if length else []
         if not texts:
@@ -527,21 +694,32 @@ def test_texts_of_many_small_schemas_are_the_best_of_all() -> None:
     check_texts_of_schemas(400)
 
 
-@pytest.mark.parametrize("loop", ["llada, one block", "draws", "few drawn from", "margins of draws", "entropies of marginals"])
-def test_extreme_logits_come_to_the_same_canvas_as_in_the_reference(automata: dict[str, Automaton], loop: str) -> None:
+@pytest.mark.parametrize(
+    "loop",
+    ["llada, one block", "draws", "few drawn from", "margins of draws", "entropies of marginals"],
+)
+def test_extreme_logits_come_to_the_same_canvas_as_in_the_reference(
+    automata: dict[str, Automaton], loop: str
+) -> None:
     source, policy = np.random.default_rng(8), policy_of(LOOPS[loop])
     for temperature in (1e-300, 1e-16, 0.01, 1e300) if policy.select == "sample" else (0.0,):
-        policy = policy.with_fields({"temperature": temperature, "commit": "static", "block_length": 0, "cache": "none"})
+        policy = policy.with_fields(
+            {"temperature": temperature, "commit": "static", "block_length": 0, "cache": "none"}
+        )
         for automaton in automata.values():
             logits = extreme_logits(source, NEW)
             logits[:, MASK] = -np.inf
             canvas = start_canvas([], NEW, MASK)
             proposer = Constrained(MASK, ENDS[0], policy, automaton, canvas)
-            run = reference.Run(make_network(vocab_size=VOCAB, eos_token_ids=ENDS), canvas, policy, 1, proposer)
+            run = reference.Run(
+                make_network(vocab_size=VOCAB, eos_token_ids=ENDS), canvas, policy, 1, proposer
+            )
             while run.advance() is not None:
                 run.commit(torch.from_numpy(logits)[run.rows])
             constraint = Constraint(automaton.as_bytes())
-            out = says(logits).generate(tokens=[], max_new_tokens=NEW, constraint=constraint, steps=1, **vars(policy))
+            out = says(logits).generate(
+                tokens=[], max_new_tokens=NEW, constraint=constraint, steps=1, **vars(policy)
+            )
             assert out.tokens == run.tokens.tolist()
 
 
@@ -550,14 +728,27 @@ def test_extreme_logits_come_to_the_same_canvas_as_in_the_reference(automata: di
 UNTAUGHT: tuple[dict[str, Any], ...] = (
     {"commit": "threshold", "threshold": 0.3, "cache": "dual"},
     {"commit": "factor", "factor": 2.0, "cache": "prefix", "refresh": 8, "score_of": "marginal"},
-    {"commit": "static", "steps_per_block": 3, "temperature": 0.9, "top_p": 0.9, "score_of": "draw"},
+    {
+        "commit": "static",
+        "steps_per_block": 3,
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "score_of": "draw",
+    },
     {"commit": "static", "steps_per_block": 4, "max_steps": 2, "cache": "dual"},
 )
 
 
 def check_schemas(count: int) -> None:
-    """Random schemas over networks of random weights that see everything, that are shifted, and that see blocks."""
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "layers": 2, "eos_token_ids": ENDS, "max_canvas_length": 1024}
+    """Random schemas over networks of random weights that see everything, that are shifted, and
+    that see blocks.
+    """
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "layers": 2,
+        "eos_token_ids": ENDS,
+        "max_canvas_length": 1024,
+    }
     networks = [make_network(shift=shift, **sizes) for shift in (0, 1)]
     networks.append(seeing(make_network(**sizes), [("block", 8)] * 2))
     bundles = [under_native_loop(random_denoiser(network)) for network in networks]
@@ -570,10 +761,16 @@ def check_schemas(count: int) -> None:
         if bundle.visible_block is not None:
             fields |= {"cache": "block", "refresh": 0}
         out = bundle.generate(
-            tokens=PROMPT, max_new_tokens=room, constraint=Constraint(automaton.as_bytes()), seed=number, **fields
+            tokens=PROMPT,
+            max_new_tokens=room,
+            constraint=Constraint(automaton.as_bytes()),
+            seed=number,
+            **fields,
         )
         value = json.loads(text_of(out.tokens[len(PROMPT) :]))
-        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()).validate(value)
+        Draft202012Validator(
+            wanted, format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()
+        ).validate(value)
 
 
 def test_random_schemas_are_kept_by_networks_of_random_weights() -> None:

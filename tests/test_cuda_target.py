@@ -1,4 +1,6 @@
-"""Bundles for any NVIDIA GPU through ONNX Runtime: what their graphs hold, what the CPU makes of them, what is refused."""
+"""Bundles for any NVIDIA GPU through ONNX Runtime: what their graphs hold, what the CPU makes of
+them, what is refused.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,13 @@ from dlm_export.sources import open_source
 from dlm_export.targets import TargetError, find, find_all
 
 
-@pytest.mark.parametrize(("precision", "element"), [("fp16", onnx.TensorProto.FLOAT16), ("bf16", onnx.TensorProto.BFLOAT16)])
-def test_the_graph_for_the_device_computes_in_its_precision_by_operators_with_kernels(precision: str, element: int) -> None:
+@pytest.mark.parametrize(
+    ("precision", "element"),
+    [("fp16", onnx.TensorProto.FLOAT16), ("bf16", onnx.TensorProto.BFLOAT16)],
+)
+def test_the_graph_for_the_device_computes_in_its_precision_by_operators_with_kernels(
+    precision: str, element: int
+) -> None:
     folder = gpu_bundle(precision, "cuda")
     graph = onnx.load(folder / "device.onnx", load_external_data=False)
     assert {node.op_type for node in graph.graph.node} <= cuda.KERNELS
@@ -49,12 +56,18 @@ QUANTISED = {"int8": (8, (64, 128)), "int4": (4, (64,)), "int4-g128": (4, (128,)
 
 @pytest.mark.parametrize("activations", ["fp16", "bf16"])
 @pytest.mark.parametrize("precision", list(QUANTISED))
-def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(precision: str, activations: str) -> None:
+def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(
+    precision: str, activations: str
+) -> None:
     folder = gpu_bundle(precision, "cuda", activations=activations)
     graph = onnx.load(folder / "device.onnx", load_external_data=False).graph
     assert {node.op_type for node in graph.node} <= {*cuda.KERNELS, cuda.QUANTISED[1]}
     quantised = [node for node in graph.node if (node.domain, node.op_type) == cuda.QUANTISED]
-    held = {name: format for name, format in read_manifest(folder)["precision"]["layers"].items() if format != "high"}
+    held = {
+        name: format
+        for name, format in read_manifest(folder)["precision"]["layers"].items()
+        if format != "high"
+    }
     assert len(quantised) == len(held)
     stored = {value.name: value for value in graph.initializer}
     for node in quantised:
@@ -66,7 +79,10 @@ def test_weights_of_few_bits_are_multiplied_by_the_operator_that_has_kernels(pre
         blocks, scales = (stored[name] for name in node.input[1:])
         count = -(-told["K"] // told["block_size"])
         assert tuple(blocks.dims) == (told["N"], count, told["block_size"] * told["bits"] // 8)
-        assert (tuple(scales.dims), scales.data_type) == ((told["N"], count), {"fp16": 10, "bf16": 16}[activations])
+        assert (tuple(scales.dims), scales.data_type) == (
+            (told["N"], count),
+            {"fp16": 10, "bf16": 16}[activations],
+        )
     expected = data_bytes(network_of(read_manifest(folder)), activations, held)
     assert 0.5 * expected < (folder / "denoiser.onnx.data").stat().st_size <= expected
 
@@ -84,10 +100,15 @@ def test_the_graph_for_the_device_gives_on_the_cpu_what_the_judged_one_gives(nam
     }
     for layer in ports["layers"]:
         shape = (batch, layer["kv_heads"], cached, layer["head_size"])
-        feeds |= {layer[kind]: generator.normal(size=shape).astype(np.float16) for kind in ("past_key", "past_value")}
+        feeds |= {
+            layer[kind]: generator.normal(size=shape).astype(np.float16)
+            for kind in ("past_key", "past_value")
+        }
     names = ["top_token", "top_prob", "logits", "present_key.0"]
     judged, device = (
-        onnxruntime.InferenceSession(folder / name, providers=["CPUExecutionProvider"]).run(names, feeds)
+        onnxruntime.InferenceSession(folder / name, providers=["CPUExecutionProvider"]).run(
+            names, feeds
+        )
         for name in ("denoiser.onnx", "device.onnx")
     )
     for name, one, other in zip(names, judged, device, strict=True):
@@ -96,7 +117,10 @@ def test_the_graph_for_the_device_gives_on_the_cpu_what_the_judged_one_gives(nam
 
 def test_a_bundle_for_cuda_opens_on_the_cpu_when_asked_to_and_not_by_itself() -> None:
     folder = gpu_bundle("fp16", "cuda")
-    with pytest.raises(dlm_runtime.RequestError, match='Open it with provider "cuda", or open it with engine "onnxruntime"'):
+    with pytest.raises(
+        dlm_runtime.RequestError,
+        match='Open it with provider "cuda", or open it with engine "onnxruntime"',
+    ):
         dlm_runtime.open(folder)
     with pytest.raises(dlm_runtime.EngineError, match="has no CUDAExecutionProvider"):
         dlm_runtime.open(folder, provider="cuda")
@@ -122,7 +146,9 @@ def test_a_build_proves_parity_and_leaves_nothing_to_be_built(tmp_path: Path) ->
     size=st.sampled_from([None, 32, 64, 128]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_blocks_hold_every_code_where_the_operator_looks_for_it(inputs: int, columns: int, size: int | None, seed: int) -> None:
+def test_blocks_hold_every_code_where_the_operator_looks_for_it(
+    inputs: int, columns: int, size: int | None, seed: int
+) -> None:
     generator = np.random.default_rng(seed)
     matrix = generator.normal(0, 1, (inputs, columns)).astype(np.float32)
     weight = quantise_weight(matrix, "int8" if size is None else "int4", group_size=size)
@@ -132,28 +158,57 @@ def test_blocks_hold_every_code_where_the_operator_looks_for_it(inputs: int, col
     scales = np.asarray(part_of(weight, Part("layer", "block_scales")))
     x = generator.normal(0, 1, (3, inputs)).astype(np.float32)
     node = onnx.helper.make_node(
-        "MatMulNBits", ["x", "b", "s"], ["y"], domain="com.microsoft", K=inputs, N=columns, bits=bits, block_size=length
+        "MatMulNBits",
+        ["x", "b", "s"],
+        ["y"],
+        domain="com.microsoft",
+        K=inputs,
+        N=columns,
+        bits=bits,
+        block_size=length,
     )
-    values = [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in (("b", blocks), ("s", scales))]
+    values = [
+        onnx.numpy_helper.from_array(np.ascontiguousarray(array), name)
+        for name, array in (("b", blocks), ("s", scales))
+    ]
     shapes = {"x": [3, inputs], "y": [3, columns]}
-    ports = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    ports = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in shapes.items()
+    ]
     imports = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid("com.microsoft", 1)]
     graph = onnx.helper.make_graph([node], "product", ports[:1], ports[1:], values)
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString()
-    (y,) = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    (y,) = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"]).run(
+        None, {"x": x}
+    )
     np.testing.assert_allclose(y, x @ weight.dequantise(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_quantised_build_is_judged_by_the_operators_that_the_device_runs(tmp_path: Path) -> None:
     out = tmp_path / "bundle"
-    options = ("--precision", "int4", "--judged", "4", "--calib-samples", "4", "--calib-states", "2")
+    options = (
+        "--precision",
+        "int4",
+        "--judged",
+        "4",
+        "--calib-samples",
+        "4",
+        "--calib-states",
+        "2",
+    )
     result = dlm_export("build", DEMO, "--target", "cuda", *options, "-o", out)
     assert result.exit_code == 0, result.output
     assert "Parity with our torch denoiser holds" in result.stdout
     accuracy = json.loads((out / "accuracy.json").read_text())
     assert accuracy["judgement"]["data"]["samples"] == 4
-    operators = Counter(node.op_type for node in onnx.load(out / "denoiser.onnx", load_external_data=False).graph.node)
-    assert operators["MatMulNBits"] == sum(name != "high" for name in read_manifest(out)["precision"]["layers"].values())
+    operators = Counter(
+        node.op_type
+        for node in onnx.load(out / "denoiser.onnx", load_external_data=False).graph.node
+    )
+    assert operators["MatMulNBits"] == sum(
+        name != "high" for name in read_manifest(out)["precision"]["layers"].values()
+    )
 
 
 def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
@@ -163,7 +218,9 @@ def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
     result = dlm_export("build", checkpoint, "--target", "cuda", *options, "-o", out)
     assert result.exit_code == 0, result.output
     graph = onnx.load(out / "device.onnx", load_external_data=False).graph
-    of_experts = [node for node in graph.node if node.op_type == "MatMulNBits" and "expert" in node.name]
+    of_experts = [
+        node for node in graph.node if node.op_type == "MatMulNBits" and "expert" in node.name
+    ]
     assert of_experts
     with dlm_runtime.open(out, engine="onnxruntime") as bundle:
         assert len(bundle.generate(tokens=[5, 17, 9], max_new_tokens=8).tokens) == 11
@@ -172,14 +229,20 @@ def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (("--precision", "fp8"), 2, "CUDA provider has no kernel for what its graph is written in): it runs fp16, bf16"),
+        (
+            ("--precision", "fp8"),
+            2,
+            "CUDA provider has no kernel for what its graph is written in): it runs fp16, bf16",
+        ),
         (("--precision", "nvfp4"), 2, "target cuda does not run nvfp4"),
         (("--precision", "int4-rtn"), 2, "target cuda does not run int4-g32-dynamic"),
         (("--precision", "fp32"), 2, "target cuda does not run 'fp32': it runs fp16, bf16"),
         (("--precision", "fp16", "--canvas", "64"), 2, "is for engines; --target is cuda"),
     ],
 )
-def test_what_the_provider_has_no_kernel_for_is_refused(tmp_path: Path, options: tuple[str, ...], code: int, says: str) -> None:
+def test_what_the_provider_has_no_kernel_for_is_refused(
+    tmp_path: Path, options: tuple[str, ...], code: int, says: str
+) -> None:
     result = dlm_export("build", DEMO, "--target", "cuda", *options, "-o", tmp_path / "bundle")
     refused(result, code, [says])
     assert not (tmp_path / "bundle").exists()
@@ -187,10 +250,16 @@ def test_what_the_provider_has_no_kernel_for_is_refused(tmp_path: Path, options:
 
 def test_cuda_is_a_target_of_its_own() -> None:
     for names in (["cuda", "cpu"], ["cuda", "rtx4090"]):
-        with pytest.raises(TargetError, match="a bundle is for cpu, for cuda, or for GPUs by name; build two"):
+        with pytest.raises(
+            TargetError, match="a bundle is for cpu, for cuda, or for GPUs by name; build two"
+        ):
             find_all(names)
     assert (find("cuda").is_gpu, find("cuda").sm, find("cpu").is_gpu) == (True, None, False)
-    refused(dlm_export("plan", DEMO, "--targets", "cuda"), 2, ["target cuda is any GPU, of which nothing is known"])
+    refused(
+        dlm_export("plan", DEMO, "--targets", "cuda"),
+        2,
+        ["target cuda is any GPU, of which nothing is known"],
+    )
 
 
 def test_an_operator_without_a_kernel_is_refused_by_name() -> None:
@@ -199,5 +268,8 @@ def test_an_operator_without_a_kernel_is_refused_by_name() -> None:
     nodes = traced.model.graph
     for op_type, domain in (("BitShift", ""), ("BitShift", ""), ("Int4Linear", "dlm_export")):
         nodes.append(ir.node(op_type, [nodes.inputs[0]], domain=domain))
-    with pytest.raises(TargetError, match=r"no kernel for 2 BitShift, 1 dlm_export\.Int4Linear of this denoiser's graph"):
+    with pytest.raises(
+        TargetError,
+        match=r"no kernel for 2 BitShift, 1 dlm_export\.Int4Linear of this denoiser's graph",
+    ):
         cuda.check_operators(traced)

@@ -24,10 +24,14 @@ from dlm_runtime import Bundle
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES / "demo"))
 
-HELD_OUT = [json.loads(line) for line in (EXAMPLES / "demo" / "heldout.jsonl").read_text().splitlines()]
+HELD_OUT = [
+    json.loads(line) for line in (EXAMPLES / "demo" / "heldout.jsonl").read_text().splitlines()
+]
 MATCH_FLOOR = 0.95  # the model card has the figure over all 600
 COMMAND = "remind me to call the garage at seven tomorrow"
-LONG_COMMAND = "hey remind me on friday at quarter to nine in the evening to ask brunoltha about the kayak"
+LONG_COMMAND = (
+    "hey remind me on friday at quarter to nine in the evening to ask brunoltha about the kayak"
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +42,32 @@ def demo(demo_bundle: Path) -> Iterator[Bundle]:
 
 def test_make_builds_the_demo_again_when_anything_that_a_build_runs_has_changed() -> None:
     root = EXAMPLES.parent
-    known = subprocess.run(["make", "-rpn", "demo"], cwd=root, capture_output=True, text=True, check=True).stdout
-    (needed,) = (line for line in known.splitlines() if line.startswith("build/demo/manifest.json: "))
+    known = subprocess.run(
+        ["make", "-rpn", "demo"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
+    (needed,) = (
+        line for line in known.splitlines() if line.startswith("build/demo/manifest.json: ")
+    )
     packages = ("exporter", "calibration", "runtime/dlm_runtime")
-    files = {path.relative_to(root).as_posix() for name in packages for path in (root / name).rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(root).as_posix()
+        for name in packages
+        for path in (root / name).rglob("*")
+        if path.is_file()
+    }
     assert len(files) > 90
     assert not {name for name in files if "__pycache__" not in name} - {*needed.split()}
 
 
 def test_make_demo_fits_effort_levels() -> None:
     """The examples of --effort work on what it builds."""
-    made = subprocess.run(["make", "-nB", "demo"], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True).stdout
-    build, fit = (made.find(f"dlm-export {command} ") for command in ("build examples/demo-denoiser", "effort build/demo"))
+    made = subprocess.run(
+        ["make", "-nB", "demo"], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
+    ).stdout
+    build, fit = (
+        made.find(f"dlm-export {command} ")
+        for command in ("build examples/demo-denoiser", "effort build/demo")
+    )
     assert 0 <= build < fit
     (data,) = re.findall(r"effort build/demo --data (\S+)", made)
     assert (EXAMPLES.parent / data).is_file()
@@ -74,10 +92,15 @@ def test_the_checkpoint_in_torch_answers_as_the_bundle_does(demo: Bundle) -> Non
     assert in_torch == native
 
 
-def test_commands_are_answered_by_a_request_that_says_no_more(demo: Bundle, demo_bundle: Path, tmp_path: Path) -> None:
+def test_commands_are_answered_by_a_request_that_says_no_more(
+    demo: Bundle, demo_bundle: Path, tmp_path: Path
+) -> None:
     assert demo.max_new_tokens == 64
     assert json.loads(demo.generate(prompt="play jazz").text)["name"] == "play_music"
-    assert json.loads(demo.generate(prompt="play jazz", preset="fast-dllm").text)["name"] == "play_music"
+    assert (
+        json.loads(demo.generate(prompt="play jazz", preset="fast-dllm").text)["name"]
+        == "play_music"
+    )
     build(demo_bundle, tmp_path / "again", BuildOptions(precision="fp16", check_parity=False))
     with dlm_runtime.open(tmp_path / "again", threads=1) as rebuilt:
         assert rebuilt.max_new_tokens == 64
@@ -99,7 +122,12 @@ def test_commands_are_answered_by_a_request_that_says_no_more(demo: Bundle, demo
 def test_lists_are_the_same_call_by_call(given: str | None, is_same: bool) -> None:
     from evaluate import same_call
 
-    assert same_call(given, '[\n{"name":"a","arguments":{"x":1,"y":2}},\n{"name":"b","arguments":{}}\n]') is is_same
+    assert (
+        same_call(
+            given, '[\n{"name":"a","arguments":{"x":1,"y":2}},\n{"name":"b","arguments":{}}\n]'
+        )
+        is is_same
+    )
 
 
 def test_every_loop_equals_the_reference_on_real_predictions(demo: Bundle) -> None:
@@ -135,8 +163,12 @@ def test_parallel_commits_take_fewer_passes_than_tokens(demo: Bundle) -> None:
 def test_prompt_and_chat_and_tokens_are_the_same_request(demo: Bundle) -> None:
     assert demo.tokenizer is not None
     by_prompt = demo.generate(prompt=COMMAND, max_new_tokens=64, preset="fast-dllm")
-    by_chat = demo.generate(chat=[{"role": "user", "content": COMMAND}], max_new_tokens=64, preset="fast-dllm")
-    by_tokens = demo.generate(tokens=demo.tokenizer.encode(COMMAND), max_new_tokens=64, preset="fast-dllm")
+    by_chat = demo.generate(
+        chat=[{"role": "user", "content": COMMAND}], max_new_tokens=64, preset="fast-dllm"
+    )
+    by_tokens = demo.generate(
+        tokens=demo.tokenizer.encode(COMMAND), max_new_tokens=64, preset="fast-dllm"
+    )
     assert by_prompt.tokens == by_chat.tokens == by_tokens.tokens
     assert by_prompt.text == by_chat.text == by_tokens.text
     assert set(by_prompt.timings) == {"prefill", "passes", "selection", "cache", "total"}
@@ -144,15 +176,20 @@ def test_prompt_and_chat_and_tokens_are_the_same_request(demo: Bundle) -> None:
 
 def test_a_hole_in_a_command_is_filled_with_words(demo: Bundle) -> None:
     done = demo.infill(
-        'turn on the kitchen lights{"name":"set_light","arguments":{"room":"<mask>","state":"on"}}', lengths=[[1, 2]]
+        'turn on the kitchen lights{"name":"set_light","arguments":{"room":"<mask>","state":"on"}}',
+        lengths=[[1, 2]],
     )
-    assert done.text.startswith('turn on the kitchen lights{"name":"set_light","arguments":{"room":"')
+    assert done.text.startswith(
+        'turn on the kitchen lights{"name":"set_light","arguments":{"room":"'
+    )
     assert done.text.endswith('","state":"on"}}')
     assert done.log_prob is not None
 
 
 def test_streamed_text_grows_to_the_generated_text(demo: Bundle) -> None:
-    events = list(demo.stream(prompt=COMMAND, max_new_tokens=64, preset="fast-dllm", block_length=8))
+    events = list(
+        demo.stream(prompt=COMMAND, max_new_tokens=64, preset="fast-dllm", block_length=8)
+    )
     texts = [event.text or "" for event in events]
     assert "".join(event.delta or "" for event in events) == texts[-1]
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
@@ -160,7 +197,10 @@ def test_streamed_text_grows_to_the_generated_text(demo: Bundle) -> None:
     assert events[-1].result is not None
     assert texts[-1] == events[-1].result.text
     assert (
-        events[-1].result.tokens == demo.generate(prompt=COMMAND, max_new_tokens=64, preset="fast-dllm", block_length=8).tokens
+        events[-1].result.tokens
+        == demo.generate(
+            prompt=COMMAND, max_new_tokens=64, preset="fast-dllm", block_length=8
+        ).tokens
     )
 
 
@@ -183,12 +223,17 @@ def test_masked_positions_in_the_middle_are_filled(demo: Bundle) -> None:
 
 
 def test_threads_share_a_bundle(demo: Bundle) -> None:
-    wanted = [demo.generate(prompt=line["prompt"], max_new_tokens=32, preset="fast-dllm").tokens for line in HELD_OUT[:4]]
+    wanted = [
+        demo.generate(prompt=line["prompt"], max_new_tokens=32, preset="fast-dllm").tokens
+        for line in HELD_OUT[:4]
+    ]
     got: dict[int, list[int]] = {}
 
     def work(i: int) -> None:
         for _ in range(3):
-            got[i] = demo.generate(prompt=HELD_OUT[i]["prompt"], max_new_tokens=32, preset="fast-dllm").tokens
+            got[i] = demo.generate(
+                prompt=HELD_OUT[i]["prompt"], max_new_tokens=32, preset="fast-dllm"
+            ).tokens
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for worker in workers:
@@ -211,13 +256,17 @@ def test_constrained_calls_are_valid_and_no_worse(demo: Bundle, tmp_path: Path) 
     )
     right = 0
     for row in HELD_OUT[:60]:
-        out = demo.generate(prompt=row["prompt"], max_new_tokens=64, preset="fast-dllm", constraint=constraint)
+        out = demo.generate(
+            prompt=row["prompt"], max_new_tokens=64, preset="fast-dllm", constraint=constraint
+        )
         assert out.text is not None
         validator.validate(json.loads(out.text))
         right += same_call(out.text, row["completion"])
     assert right / 60 >= MATCH_FLOOR
     # A denoiser that was asked for something else has to answer by the schema all the same.
-    out = demo.generate(prompt="what is the weather like", max_new_tokens=constraint.shortest, constraint=constraint)
+    out = demo.generate(
+        prompt="what is the weather like", max_new_tokens=constraint.shortest, constraint=constraint
+    )
     validator.validate(json.loads(out.text or ""))
 
 
@@ -240,16 +289,23 @@ def test_a_given_beginning_is_part_of_the_constrained_text(
         assert json.loads(out.text)["state"] in ("on", "off")
         *_, last = demo.stream(prompt=COMMAND, prefix=prefix, schema=PLACE, max_new_tokens=24)
         assert last.text == out.text
-    with pytest.raises(dlm_runtime.RequestError, match=r"^no text of the constraint starts with '\{ '"):
+    with pytest.raises(
+        dlm_runtime.RequestError, match=r"^no text of the constraint starts with '\{ '"
+    ):
         demo.generate(prompt=COMMAND, prefix="{ ", schema=PLACE, max_new_tokens=24)
     schema = tmp_path / "place.json"
     schema.write_text(json.dumps(PLACE))
     common = [str(demo_bundle), "--schema", str(schema), "--threads", "1", "--json"]
-    run = CliRunner().invoke(main, ["run", *common, "--prompt", COMMAND, "--prefix", '{"room":"kit', "--max-new-tokens", "24"])
+    run = CliRunner().invoke(
+        main,
+        ["run", *common, "--prompt", COMMAND, "--prefix", '{"room":"kit', "--max-new-tokens", "24"],
+    )
     assert run.exit_code == 0, run.output
     assert json.loads(json.loads(run.stdout)["text"])["room"].startswith("kit")
     text = 'turn on the kitchen lights {"room":"<mask>"}'
-    run = CliRunner().invoke(main, ["run", *common, "--infill", text, "--constrain-from", "27", "--hole-tokens", "12"])
+    run = CliRunner().invoke(
+        main, ["run", *common, "--infill", text, "--constrain-from", "27", "--hole-tokens", "12"]
+    )
     assert run.exit_code == 0, run.output
     said = json.loads(run.stdout)["text"]
     assert said.startswith('turn on the kitchen lights {"room":"')
@@ -260,16 +316,24 @@ def test_a_hole_is_filled_so_that_the_text_around_it_is_valid(demo: Bundle, tmp_
     text = 'turn on the kitchen lights {"room":"<mask>","state":"on"}'
     done = demo.infill(text, lengths=[[1, 6, 9]], constrain_from=text.index("{"), schema=PLACE)
     assert json.loads(done.text[27:])["state"] == "on"
-    with pytest.raises(dlm_runtime.RequestError, match=r"^infill: constrain_from = 40 is not in front of the hole, at 0..36$"):
+    with pytest.raises(
+        dlm_runtime.RequestError,
+        match=r"^infill: constrain_from = 40 is not in front of the hole, at 0..36$",
+    ):
         demo.infill(text, constrain_from=40, schema=PLACE)
     with pytest.raises(
-        dlm_runtime.RequestError, match=r"^infill: constrain_from = 0 without a constraint: give one of schema, "
+        dlm_runtime.RequestError,
+        match=r"^infill: constrain_from = 0 without a constraint: give one of schema, ",
     ):
         demo.infill(text, constrain_from=0)
-    with pytest.raises(dlm_runtime.RequestError, match=r"^infill: a text of 2 holes cannot be constrained as a whole: "):
+    with pytest.raises(
+        dlm_runtime.RequestError,
+        match=r"^infill: a text of 2 holes cannot be constrained as a whole: ",
+    ):
         demo.infill(text + "<mask>", constrain_from=27, schema=PLACE)
     with pytest.raises(
-        dlm_runtime.RequestError, match=r"^infill: the shortest text for the hole has [2-9] tokens: give it as many"
+        dlm_runtime.RequestError,
+        match=r"^infill: the shortest text for the hole has [2-9] tokens: give it as many",
     ):
         demo.infill('{"room":"<mask>', lengths=[1], constrain_from=0, schema=PLACE)
 

@@ -1,4 +1,6 @@
-"""The demo's data keeps its promises: seeded, disjoint splits, calls that parse and copy. Needs no torch."""
+"""The demo's data keeps its promises: seeded, disjoint splits, calls that parse and copy. Needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,19 @@ import data  # noqa: E402
 import tokenizer as demo_tokenizer  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-FREE_TEXT = ("text", "query", "label", "contact", "destination", "object", "from", "to", "items", "stops", "points")
+FREE_TEXT = (
+    "text",
+    "query",
+    "label",
+    "contact",
+    "destination",
+    "object",
+    "from",
+    "to",
+    "items",
+    "stops",
+    "points",
+)
 ARGUMENTS = {function.name: function.arguments for function in data.FUNCTIONS}
 
 
@@ -35,13 +49,17 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(EXAMPLES / "demo-denoiser" / "tokenizer.json"))
 
 
-def test_the_seed_decides_every_command(training: list[data.Example], held_out: list[tuple[str, data.Example]]) -> None:
+def test_the_seed_decides_every_command(
+    training: list[data.Example], held_out: list[tuple[str, data.Example]]
+) -> None:
     assert training[:100] == list(itertools.islice(data.training_examples(3), 100))
     assert training[:100] != list(itertools.islice(data.training_examples(4), 100))
     assert held_out[:100] == data.held_out_examples(3, 100)
 
 
-def test_there_are_at_least_fourteen_functions_and_all_are_drawn(training: list[data.Example]) -> None:
+def test_there_are_at_least_fourteen_functions_and_all_are_drawn(
+    training: list[data.Example],
+) -> None:
     assert len(data.FUNCTIONS) >= 14
     assert {example.function for example in training} == set(ARGUMENTS)
 
@@ -58,14 +76,20 @@ def test_held_out_templates_are_never_trained_on(
 
 def test_words_that_only_commands_have_begin_values_too(training: list[data.Example]) -> None:
     words = {word for example in training for value in example.values for word in value.split()}
-    begun = [spoken for spoken in data._spoken_words() if any(word.startswith(spoken) for word in words)]
+    begun = [
+        spoken for spoken in data._spoken_words() if any(word.startswith(spoken) for word in words)
+    ]
     assert "play" in begun  # of the unseen playground
     assert len(begun) > 0.95 * len(data._spoken_words())
 
 
-def test_held_out_values_are_never_trained_on(training: list[data.Example], held_out: list[tuple[str, data.Example]]) -> None:
+def test_held_out_values_are_never_trained_on(
+    training: list[data.Example], held_out: list[tuple[str, data.Example]]
+) -> None:
     trained = {value for example in training for value in example.values}
-    unseen_values = {value for unseen, example in held_out if unseen != "template" for value in example.values}
+    unseen_values = {
+        value for unseen, example in held_out if unseen != "template" for value in example.values
+    }
     assert len(unseen_values) > 500
     assert not trained & unseen_values
     assert not any(map(data.is_held_out, trained))
@@ -82,18 +106,26 @@ def test_held_out_commands_are_not_training_commands(
 def test_held_out_slots_are_all_trained_on() -> None:
     for function in data.FUNCTIONS:
         trained = {slot for template in function.training for slot in data.slots(template)}
-        assert trained >= {slot for template in function.held_out for slot in data.slots(template)}, function.name
+        assert trained >= {
+            slot for template in function.held_out for slot in data.slots(template)
+        }, function.name
 
 
-def test_every_completion_is_a_declared_call(training: list[data.Example], held_out: list[tuple[str, data.Example]]) -> None:
+def test_every_completion_is_a_declared_call(
+    training: list[data.Example], held_out: list[tuple[str, data.Example]]
+) -> None:
     for example in [*training, *(example for _, example in held_out)]:
         call = json.loads(example.completion)
         assert list(call) == ["name", "arguments"]
         declared = ARGUMENTS[call["name"]]
-        assert list(call["arguments"]) == [argument for argument in declared if argument in call["arguments"]]
+        assert list(call["arguments"]) == [
+            argument for argument in declared if argument in call["arguments"]
+        ]
 
 
-def test_free_text_is_copied_from_the_command(training: list[data.Example], held_out: list[tuple[str, data.Example]]) -> None:
+def test_free_text_is_copied_from_the_command(
+    training: list[data.Example], held_out: list[tuple[str, data.Example]]
+) -> None:
     for example in [*training, *(example for _, example in held_out)]:
         arguments = json.loads(example.completion)["arguments"]
         for name in FREE_TEXT:
@@ -103,24 +135,34 @@ def test_free_text_is_copied_from_the_command(training: list[data.Example], held
 
 
 @pytest.mark.parametrize(
-    ("spoken", "number"), [("zero", 0), ("nineteen", 19), ("forty five", 45), ("three hundred sixty", 360)]
+    ("spoken", "number"),
+    [("zero", 0), ("nineteen", 19), ("forty five", 45), ("three hundred sixty", 360)],
 )
 def test_numbers_are_said_in_words(spoken: str, number: int) -> None:
     assert data.words.number_words(number) == spoken
 
 
-def test_the_tokenizer_gives_back_any_text(tokenizer: Tokenizer, training: list[data.Example]) -> None:
+def test_the_tokenizer_gives_back_any_text(
+    tokenizer: Tokenizer, training: list[data.Example]
+) -> None:
     texts = [text for example in training[:500] for text in (example.prompt, example.completion)]
     for text in [*texts, "two  spaces\n", "Ünïcödé 😀 {x} <tag> 12:30"]:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_a_word_has_the_same_pieces_in_command_and_call(tokenizer: Tokenizer, training: list[data.Example]) -> None:
+def test_a_word_has_the_same_pieces_in_command_and_call(
+    tokenizer: Tokenizer, training: list[data.Example]
+) -> None:
     def pieces(text: str) -> list[str]:
-        return [token.removeprefix("Ġ") for token in tokenizer.encode(text, add_special_tokens=False).tokens]
+        return [
+            token.removeprefix("Ġ")
+            for token in tokenizer.encode(text, add_special_tokens=False).tokens
+        ]
 
     for value in {value for example in training[:500] for value in example.values}:
-        assert [piece for piece in pieces(" " + value) if piece] == [piece for piece in pieces(value) if piece]
+        assert [piece for piece in pieces(" " + value) if piece] == [
+            piece for piece in pieces(value) if piece
+        ]
 
 
 def test_the_post_processor_and_the_chat_template_agree(tokenizer: Tokenizer) -> None:
@@ -129,7 +171,10 @@ def test_the_post_processor_and_the_chat_template_agree(tokenizer: Tokenizer) ->
     assert config == demo_tokenizer.tokenizer_config()
     template = jinja2.Template(config["chat_template"])
     rendered = template.render(messages=[{"role": "user", "content": "lock the front door"}])
-    assert tokenizer.encode(rendered, add_special_tokens=False).ids == tokenizer.encode("lock the front door").ids
+    assert (
+        tokenizer.encode(rendered, add_special_tokens=False).ids
+        == tokenizer.encode("lock the front door").ids
+    )
 
 
 def test_the_committed_held_out_lines_are_the_generators() -> None:
@@ -142,6 +187,8 @@ def test_the_committed_held_out_lines_are_the_generators() -> None:
 
 def test_calibration_and_held_out_data_have_no_command_in_common() -> None:
     files = (EXAMPLES / "demo-denoiser" / "calibration.jsonl", EXAMPLES / "demo" / "heldout.jsonl")
-    calibration, held_out = ({json.loads(line)["prompt"] for line in path.read_text().splitlines()} for path in files)
+    calibration, held_out = (
+        {json.loads(line)["prompt"] for line in path.read_text().splitlines()} for path in files
+    )
     assert len(calibration) == 256
     assert not calibration & held_out

@@ -1,4 +1,6 @@
-"""The second demo, block-causal, as a user meets it: several requests in one breath to a list of calls."""
+"""The second demo, block-causal, as a user meets it: several requests in one breath to a list of
+calls.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES / "demo"))
 
 CHECKPOINT = EXAMPLES / "demo-several"
-HELD_OUT = [json.loads(line) for line in (EXAMPLES / "demo" / "heldout-several.jsonl").read_text().splitlines()]
+HELD_OUT = [
+    json.loads(line)
+    for line in (EXAMPLES / "demo" / "heldout-several.jsonl").read_text().splitlines()
+]
 ROOM = 192  # tokens: the longest list takes 129
 MATCH_FLOOR = 0.75  # examples/README.md has the figure over all 300
 
@@ -49,8 +54,18 @@ def test_constrained_lists_are_valid_and_written_a_call_a_line(
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path))
     schema = answer_schema([json.loads(row["completion"]) for row in HELD_OUT])
     constraint = lists.constraint(schema=schema)
-    for row, limits in zip(HELD_OUT[:10], itertools.cycle(({}, {}, {"max_steps": 3}, {"temperature": 0.8})), strict=False):
-        out = lists.generate(prompt=row["prompt"], max_new_tokens=ROOM, preset="sdar", constraint=constraint, **limits)
+    for row, limits in zip(
+        HELD_OUT[:10],
+        itertools.cycle(({}, {}, {"max_steps": 3}, {"temperature": 0.8})),
+        strict=False,
+    ):
+        out = lists.generate(
+            prompt=row["prompt"],
+            max_new_tokens=ROOM,
+            preset="sdar",
+            constraint=constraint,
+            **limits,
+        )
         assert out.text is not None
         Draft202012Validator(schema, registry=Registry()).validate(json.loads(out.text))
         assert out.text.startswith('[\n{"name":"')
@@ -70,9 +85,17 @@ def test_a_schema_and_tools_follow_what_the_denoiser_was_trained_on(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         listed = [lists.generate(prompt=row["prompt"], schema=schema) for row in rows]
-        called = [lists.generate(prompt=row["prompt"], tools=tools, tool_choice="required") for row in rows]
-    assert sum(same_call(out.text, row["completion"]) for out, row in zip(listed, rows, strict=True)) >= 8
-    assert sum(is_answer(out, row["completion"]) for out, row in zip(called, rows, strict=True)) >= 8
+        called = [
+            lists.generate(prompt=row["prompt"], tools=tools, tool_choice="required")
+            for row in rows
+        ]
+    assert (
+        sum(same_call(out.text, row["completion"]) for out, row in zip(listed, rows, strict=True))
+        >= 8
+    )
+    assert (
+        sum(is_answer(out, row["completion"]) for out, row in zip(called, rows, strict=True)) >= 8
+    )
     loss = sum(out.constraint_log_prob_loss for out in (*listed, *called))
     assert loss / sum(out.completion_tokens for out in (*listed, *called)) < 0.1
 
@@ -84,7 +107,10 @@ def test_a_constraint_in_another_layout_warns_once(
 
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path))
     schema = answer_schema([json.loads(row["completion"]) for row in HELD_OUT])
-    with dlm_runtime.open(several_bundle, threads=1) as bundle, warnings.catch_warnings(record=True) as told:
+    with (
+        dlm_runtime.open(several_bundle, threads=1) as bundle,
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         for row in HELD_OUT[:3]:
             out = bundle.generate(prompt=row["prompt"], schema=schema, json_layout="compact")
@@ -114,7 +140,9 @@ def test_every_loop_equals_the_reference_on_real_predictions(lists: Bundle) -> N
 def test_the_exact_cache_changes_no_list(lists: Bundle) -> None:
     for line in HELD_OUT[:8]:
         cached = lists.generate(prompt=line["prompt"], max_new_tokens=ROOM, preset="sdar")
-        plain = lists.generate(prompt=line["prompt"], max_new_tokens=ROOM, preset="sdar", cache="none")
+        plain = lists.generate(
+            prompt=line["prompt"], max_new_tokens=ROOM, preset="sdar", cache="none"
+        )
         assert cached.tokens == plain.tokens
         assert cached.passes["denoise"] == plain.nfe
         assert cached.passes["store"] > 0

@@ -52,7 +52,9 @@ class Fixed(random.Random):
         return self.choices_left.pop(0)
 
 
-def test_the_seed_decides_every_command(training: list[several.Request], held_out: list[tuple[str, several.Request]]) -> None:
+def test_the_seed_decides_every_command(
+    training: list[several.Request], held_out: list[tuple[str, several.Request]]
+) -> None:
     assert training[:100] == list(itertools.islice(several.training_requests(3), 100))
     assert training[:100] != list(itertools.islice(several.training_requests(4), 100))
     assert held_out[:100] == several.held_out_requests(3, 600)[:100]
@@ -64,7 +66,9 @@ def test_a_list_has_as_many_calls_as_were_asked_for(training: list[several.Reque
         assert [call["name"] for call in calls] == list(request.functions)
         for call in calls:
             assert list(call) == ["name", "arguments"]
-            assert list(call["arguments"]) == [name for name in ARGUMENTS[call["name"]] if name in call["arguments"]]
+            assert list(call["arguments"]) == [
+                name for name in ARGUMENTS[call["name"]] if name in call["arguments"]
+            ]
     assert {len(request.functions) for request in training} == set(range(1, several.MOST_CALLS + 1))
     assert {name for request in training for name in request.functions} == set(ARGUMENTS)
 
@@ -80,7 +84,10 @@ def test_held_out_templates_are_never_trained_on(
     for name, (known, unknown) in several.REFERENCES.items():
         assert not {*known} & {*unknown}, name
         assert {slot for template in known for slot in data.slots(template)} >= {
-            slot for template in unknown for slot in data.slots(template) if slot[1] in several.MEANT_BY
+            slot
+            for template in unknown
+            for slot in data.slots(template)
+            if slot[1] in several.MEANT_BY
         }, name
 
 
@@ -88,15 +95,22 @@ def test_held_out_values_are_never_trained_on(
     training: list[several.Request], held_out: list[tuple[str, several.Request]]
 ) -> None:
     trained = {value for request in training for value in request.values}
-    unseen_values = {value for unseen, request in held_out if unseen != "template" for value in request.values}
+    unseen_values = {
+        value for unseen, request in held_out if unseen != "template" for value in request.values
+    }
     assert len(unseen_values) > 300
     assert not trained & unseen_values
     assert not any(map(data.is_held_out, trained))
 
 
-def test_held_out_commands_take_turns_and_differ(held_out: list[tuple[str, several.Request]]) -> None:
+def test_held_out_commands_take_turns_and_differ(
+    held_out: list[tuple[str, several.Request]],
+) -> None:
     cells = [(len(request.functions), unseen) for unseen, request in held_out]
-    assert all(cells.count(cell) == 50 for cell in itertools.product((3, 4, 5, 6), ("template", "value", "both")))
+    assert all(
+        cells.count(cell) == 50
+        for cell in itertools.product((3, 4, 5, 6), ("template", "value", "both"))
+    )
     assert len({request.prompt for _, request in held_out}) == 600
 
 
@@ -132,11 +146,17 @@ def test_times_are_of_a_day_or_of_an_earlier_call(training: list[several.Request
     ("choices", "spoken", "wanted"),
     [
         ([(30, "half an hour"), ("later", "+")], "half an hour later", "$2+30"),
-        ([(90, "an hour and a half"), ("after that", "+")], "an hour and a half after that", "$2+90"),
+        (
+            [(90, "an hour and a half"), ("after that", "+")],
+            "an hour and a half after that",
+            "$2+90",
+        ),
         ([(60, "one hour"), ("before that", "-")], "one hour before that", "$2-60"),
     ],
 )
-def test_a_later_time_counts_minutes_from_the_call_that_is_meant(choices: list[object], spoken: str, wanted: str) -> None:
+def test_a_later_time_counts_minutes_from_the_call_that_is_meant(
+    choices: list[object], spoken: str, wanted: str
+) -> None:
     assert several._later("$2", Fixed([0.0], choices)) == (spoken, wanted)
 
 
@@ -146,37 +166,62 @@ def test_a_reference_means_the_latest_call_that_has_such_a_thing() -> None:
         speaker.say(is_referring=number % 2 == 1)
     latest: dict[str, object] = {}
     checked = 0
-    for number, (call, template) in enumerate(zip(speaker.calls, speaker.templates, strict=True), 1):
+    for number, (call, template) in enumerate(
+        zip(speaker.calls, speaker.templates, strict=True), 1
+    ):
         for argument, kind in data.slots(template):
-            if argument in call["arguments"] and kind in several.SPOKEN and several.MEANT_BY[kind] in latest:
+            if (
+                argument in call["arguments"]
+                and kind in several.SPOKEN
+                and several.MEANT_BY[kind] in latest
+            ):
                 value = call["arguments"][argument]
                 assert value == latest[several.MEANT_BY[kind]], (call, template)
                 checked += 1
-        latest |= call["arguments"] | ({"time": f"${number}"} if "time" in call["arguments"] else {})
+        latest |= call["arguments"] | (
+            {"time": f"${number}"} if "time" in call["arguments"] else {}
+        )
     assert checked > 50
 
 
-def test_what_follows_free_text_or_a_list_is_never_joined_by_and_alone(training: list[several.Request]) -> None:
+def test_what_follows_free_text_or_a_list_is_never_joined_by_and_alone(
+    training: list[several.Request],
+) -> None:
     free = ("text", "query", "items", "points", "rooms", "stops", "label")
     for request in training:
         for call in json.loads(request.completion)[:-1]:
             for name in free:
                 value = call["arguments"].get(name)
                 if isinstance(value, str) and "$" not in value:
-                    assert not re.search(rf"that {re.escape(value)}( and| then) (turn|set|play|lock) ", request.prompt), request
+                    assert not re.search(
+                        rf"that {re.escape(value)}( and| then) (turn|set|play|lock) ",
+                        request.prompt,
+                    ), request
 
 
-def test_answers_take_several_blocks(tokenizer: Tokenizer, held_out: list[tuple[str, several.Request]]) -> None:
-    lengths = sorted(len(tokenizer.encode(request.completion, add_special_tokens=False).ids) for _, request in held_out)
+def test_answers_take_several_blocks(
+    tokenizer: Tokenizer, held_out: list[tuple[str, several.Request]]
+) -> None:
+    lengths = sorted(
+        len(tokenizer.encode(request.completion, add_special_tokens=False).ids)
+        for _, request in held_out
+    )
     assert lengths[0] >= 32
     assert lengths[len(lengths) // 2] > 60
     assert lengths[-1] > 120
-    assert max(len(tokenizer.encode(request.prompt).ids) for _, request in held_out) + lengths[-1] < 400
+    assert (
+        max(len(tokenizer.encode(request.prompt).ids) for _, request in held_out) + lengths[-1]
+        < 400
+    )
 
 
 def test_the_committed_held_out_lines_are_the_generators() -> None:
-    lines = [json.loads(line) for line in (EXAMPLES / "demo" / "heldout-several.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (EXAMPLES / "demo" / "heldout-several.jsonl").read_text().splitlines()
+    ]
     drawn = several.held_out_requests(1, len(lines))
     assert lines == [
-        {"prompt": request.prompt, "completion": request.completion, "unseen": unseen} for unseen, request in drawn
+        {"prompt": request.prompt, "completion": request.completion, "unseen": unseen}
+        for unseen, request in drawn
     ]

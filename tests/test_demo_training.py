@@ -1,4 +1,6 @@
-"""What the demos are trained with: the second one's rows hold what decoding meets, and a run resumes where it was saved."""
+"""What the demos are trained with: the second one's rows hold what decoding meets, and a run
+resumes where it was saved.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def batch_of(tokenizer: Tokenizer, calls: int = 4) -> Batch:
 
 
 @torch.no_grad()
-def test_a_noised_block_of_a_training_row_is_what_decoding_computes(first: NetworkSpec, tokenizer: Tokenizer) -> None:
+def test_a_noised_block_of_a_training_row_is_what_decoding_computes(
+    first: NetworkSpec, tokenizer: Tokenizer
+) -> None:
     denoiser, batch = random_denoiser(train_several.describe(first)), batch_of(tokenizer)
     torch.manual_seed(3)
     is_hidden = train_several.hide(batch, train.easy_tokens(first, tokenizer))
@@ -75,7 +79,9 @@ def test_a_noised_block_of_a_training_row_is_what_decoding_computes(first: Netwo
         torch.testing.assert_close(there, decoded, rtol=1e-5, atol=1e-5)
 
 
-def test_prompts_stay_as_they_are_and_every_block_is_noised_by_itself(first: NetworkSpec, tokenizer: Tokenizer) -> None:
+def test_prompts_stay_as_they_are_and_every_block_is_noised_by_itself(
+    first: NetworkSpec, tokenizer: Tokenizer
+) -> None:
     one = batch_of(tokenizer, 6)
     batch = Batch(one.canvases.expand(400, -1), one.starts.expand(400))
     torch.manual_seed(4)
@@ -106,7 +112,9 @@ def test_layers_put_between_start_as_the_identity(
     torch.testing.assert_close(grown.blocks[0].attention.q_norm.weight, length.expand(8))
 
 
-def test_a_run_resumes_where_it_was_saved(first: NetworkSpec, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_run_resumes_where_it_was_saved(
+    first: NetworkSpec, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     network, batch = train_several.describe(first), batch_of(tokenizer)
     is_easy = train.easy_tokens(first, tokenizer)
 
@@ -115,7 +123,9 @@ def test_a_run_resumes_where_it_was_saved(first: NetworkSpec, tokenizer: Tokeniz
             while True:
                 if training.step == stopped_at:
                     signal.raise_signal(signal.SIGTERM)
-                yield lambda: train_several.loss_of(training.denoiser, batch, train_several.hide(batch, is_easy))
+                yield lambda: train_several.loss_of(
+                    training.denoiser, batch, train_several.hide(batch, is_easy)
+                )
 
         training.run(losses(), steps, None, 1e9, lambda: training.save(tmp_path / f"{steps}.pt"))
 

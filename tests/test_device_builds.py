@@ -1,4 +1,6 @@
-"""Engines that are built on the device: what a build here leaves to it, and the command there against a fake TensorRT."""
+"""Engines that are built on the device: what a build here leaves to it, and the command there
+against a fake TensorRT.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ import dlm_runtime
 from dlm_export.bundle import sha256, write_manifest
 from dlm_export.tensorrt import audit, builders, engine
 
-SCHEMA = json.loads((Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
+SCHEMA = json.loads(
+    (Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text()
+)
 
 
 @pytest.fixture
@@ -49,9 +53,21 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 # ---- Here ----
 
 
-def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "bundle"
-    arguments = ("--target", "thor", "--precision", "nvfp4", "--no-verify", "--calib-samples", 2, "--calib-states", 1)
+    arguments = (
+        "--target",
+        "thor",
+        "--precision",
+        "nvfp4",
+        "--no-verify",
+        "--calib-samples",
+        2,
+        "--calib-states",
+        1,
+    )
     result = dlm_export("build", DEMO, *arguments, "-o", out)
     assert result.exit_code == 0, result.output
     manifest = read_manifest(out)
@@ -61,31 +77,44 @@ def test_a_build_for_a_device_elsewhere_says_what_finishes_it_there(tmp_path: Pa
     assert (out / "device.onnx").is_file()
     assert not (out / "engines").exists()
     command = f"dlm-export engine {out} --target thor"
-    tensorrt = "TensorRT 10.14 or later (with 10.13 of JetPack 7.0, a bundle built with --plain-graph)"
+    tensorrt = (
+        "TensorRT 10.14 or later (with 10.13 of JetPack 7.0, a bundle built with --plain-graph)"
+    )
     words = f"No engine for thor yet. Where it can be built (`dlm-export targets`), by {tensorrt}: {command}\n"
     assert words in result.stdout
     with dlm_runtime.open(out, engine="none") as opened:
         assert opened.manifest["targets"] == ["thor"]
 
 
-def test_quantising_a_bundle_for_gpus_gives_one_for_the_same_gpus(llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_quantising_a_bundle_for_gpus_gives_one_for_the_same_gpus(
+    llada_checkpoint: Path, tmp_path: Path
+) -> None:
     source, out = gpu_bundle("fp16", "thor", "h100", source=llada_checkpoint), tmp_path / "int8"
     few = ("--calib-samples", "2", "--calib-states", "2")
     result = dlm_export("quantize", source, "--no-verify", "--activations", "fp16", *few, "-o", out)
     assert result.exit_code == 0, result.output
     manifest = read_manifest(out)
     assert manifest["targets"] == ["thor", "h100"]
-    assert (manifest["precision"]["name"], manifest["loop"]["graph"]["device_file"]) == ("int8-weight", "device.onnx")
+    assert (manifest["precision"]["name"], manifest["loop"]["graph"]["device_file"]) == (
+        "int8-weight",
+        "device.onnx",
+    )
     result = dlm_export("build", source, "--no-verify", "-o", tmp_path / "again")
     assert result.exit_code == 0, result.output
     manifest = read_manifest(tmp_path / "again")
     assert (manifest["targets"], manifest["precision"]["name"]) == (["thor", "h100"], "fp16")
 
 
-def test_the_command_for_the_device_says_here_that_it_is_for_the_device(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_for_the_device_says_here_that_it_is_for_the_device(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(builders, "device_sm", lambda: None)
     before = contents(bundle)
-    says = ["is built on the device", f"dlm-export engine {bundle} --target thor", "TensorRT 10.14 or later"]
+    says = [
+        "is built on the device",
+        f"dlm-export engine {bundle} --target thor",
+        "TensorRT 10.14 or later",
+    ]
     refused(dlm_export("engine", bundle, "--target", "thor"), 1, says)
     assert contents(bundle) == before
 
@@ -93,12 +122,20 @@ def test_the_command_for_the_device_says_here_that_it_is_for_the_device(bundle: 
 # ---- There ----
 
 
-def test_the_command_on_the_device_goes_through_to_the_builder(bundle: Path, on_device: Callable[..., Any]) -> None:
+def test_the_command_on_the_device_goes_through_to_the_builder(
+    bundle: Path, on_device: Callable[..., Any]
+) -> None:
     fake = on_device()
     before = contents(bundle)
-    result = dlm_export("engine", bundle, "--target", "thor", "--canvas", 96, "--block", 16, "--workspace", 64)
+    result = dlm_export(
+        "engine", bundle, "--target", "thor", "--canvas", 96, "--block", 16, "--workspace", 64
+    )
     assert result.exit_code == 0, result.output
-    once = [name for name, _ in fake.calls if not name.startswith(("ILayer", "ITensor", "INetworkDefinition", "IOptim"))]
+    once = [
+        name
+        for name, _ in fake.calls
+        if not name.startswith(("ILayer", "ITensor", "INetworkDefinition", "IOptim"))
+    ]
     assert once == [
         "ILogger.__init__",
         "Builder.__init__",
@@ -123,16 +160,26 @@ def test_the_command_on_the_device_goes_through_to_the_builder(bundle: Path, on_
         "EngineInspector.get_engine_information",
     ]
     arguments = dict(fake.calls)
-    assert arguments["Builder.create_network"] == {"flags": 1 << fake.NetworkDefinitionCreationFlag.STRONGLY_TYPED.value}
+    assert arguments["Builder.create_network"] == {
+        "flags": 1 << fake.NetworkDefinitionCreationFlag.STRONGLY_TYPED.value
+    }
     assert arguments["OnnxParser.parse_from_file"] == {"model": str(bundle / "device.onnx")}
     assert arguments["IBuilderConfig.set_memory_pool_limit"] == {
         "pool": fake.MemoryPoolType.WORKSPACE,
         "pool_size": 64 << 20,
     }
-    assert arguments["IBuilderConfig.profiling_verbosity"] == {"value": fake.ProfilingVerbosity.DETAILED}
+    assert arguments["IBuilderConfig.profiling_verbosity"] == {
+        "value": fake.ProfilingVerbosity.DETAILED
+    }
     assert arguments["IBuilderConfig.progress_monitor"] == {"value": None}
-    assert arguments["EngineInspector.get_engine_information"] == {"format": fake.LayerInformationFormat.JSON}
-    shapes = [tuple(each.values()) for name, each in fake.calls if name == "IOptimizationProfile.set_shape"]
+    assert arguments["EngineInspector.get_engine_information"] == {
+        "format": fake.LayerInformationFormat.JSON
+    }
+    shapes = [
+        tuple(each.values())
+        for name, each in fake.calls
+        if name == "IOptimizationProfile.set_shape"
+    ]
     prefill, block = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
     for name in ("input_ids", "position_ids"):
         assert (name, (1, 1), (1, 48), (1, 96)) in prefill
@@ -141,19 +188,29 @@ def test_the_command_on_the_device_goes_through_to_the_builder(bundle: Path, on_
         assert (name, *[(1, 6, 0, 32)] * 3) in prefill
         assert (name, (1, 6, 0, 32), (1, 6, 48, 32), (1, 6, 96, 32)) in block
     assert ("score_rows", (1, 1), (1, 16), (1, 16)) in prefill
-    inputs = {node.name for node in onnx.load(bundle / "device.onnx", load_external_data=False).graph.input}
+    inputs = {
+        node.name
+        for node in onnx.load(bundle / "device.onnx", load_external_data=False).graph.input
+    }
     assert {name for name, *_ in prefill} == {name for name, *_ in block} == inputs
     after = contents(bundle)
-    assert {name for name in after if before.get(name) != after[name]} == {"manifest.json", "engines/thor.engine"}
+    assert {name for name in after if before.get(name) != after[name]} == {
+        "manifest.json",
+        "engines/thor.engine",
+    }
 
 
-def test_an_older_tensorrt_that_does_not_stream_builds_too(bundle: Path, on_device: Callable[..., Any]) -> None:
+def test_an_older_tensorrt_that_does_not_stream_builds_too(
+    bundle: Path, on_device: Callable[..., Any]
+) -> None:
     fake = on_device(device=Device(is_old=True))
     result = dlm_export("engine", bundle, "--target", "thor")
     assert result.exit_code == 0, result.output
     assert "Builder.build_serialized_network" in dict(fake.calls)
     assert read_manifest(bundle)["loop"]["engines"]["thor"]["version"] == "10.3.0"
-    assert (bundle / "engines" / "thor.engine").stat().st_size == (bundle / "denoiser.onnx.data").stat().st_size
+    assert (bundle / "engines" / "thor.engine").stat().st_size == (
+        bundle / "denoiser.onnx.data"
+    ).stat().st_size
 
 
 def test_a_disk_that_fills_while_the_engine_is_written_leaves_the_bundle_as_it_was(
@@ -166,18 +223,27 @@ def test_a_disk_that_fills_while_the_engine_is_written_leaves_the_bundle_as_it_w
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(engine, "_serialise", full)
-    refused(dlm_export("engine", bundle, "--target", "thor"), 1, ["thor.engine: cannot write", "No space left on device"])
+    refused(
+        dlm_export("engine", bundle, "--target", "thor"),
+        1,
+        ["thor.engine: cannot write", "No space left on device"],
+    )
     assert contents(bundle) == before
 
 
-def test_the_entry_of_a_device_build_rests_on_the_inspector(bundle: Path, on_device: Callable[..., Any]) -> None:
+def test_the_entry_of_a_device_build_rests_on_the_inspector(
+    bundle: Path, on_device: Callable[..., Any]
+) -> None:
     on_device()
     assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0
     manifest = read_manifest(bundle)
     jsonschema.validate(manifest, SCHEMA, registry=Registry())
     entry, audit = manifest["loop"]["engines"]["thor"], manifest["audits"]["thor"]
     assert (entry["builder"], entry["version"], entry["sm"]) == ("tensorrt", VERSION, [110])
-    held = {layer: "bfloat16" if name == "high" else name for layer, name in manifest["precision"]["layers"].items()}
+    held = {
+        layer: "bfloat16" if name == "high" else name
+        for layer, name in manifest["precision"]["layers"].items()
+    }
     assert audit.pop("device_bytes") > 0
     assert audit == {"method": "inspector", "layers": held, "fallbacks": {}}
     with dlm_runtime.open(bundle, engine="none") as opened:
@@ -190,21 +256,32 @@ def test_thor_may_call_itself_10_1(bundle: Path, on_device: Callable[..., Any]) 
     assert read_manifest(bundle)["loop"]["engines"]["thor"]["sm"] == [101]
 
 
-@pytest.mark.parametrize(("target", "sm", "says"), [("thor", 87, "11.0"), ("b200", 103, "10.0"), ("b200", 101, "10.0")])
+@pytest.mark.parametrize(
+    ("target", "sm", "says"), [("thor", 87, "11.0"), ("b200", 103, "10.0"), ("b200", 101, "10.0")]
+)
 def test_another_gpu_than_the_targets_is_refused(
     bundle: Path, on_device: Callable[..., Any], target: str, sm: int, says: str
 ) -> None:
     fake = on_device(sm)
     before = contents(bundle)
-    refused(dlm_export("engine", bundle, "--target", target), 1, [f"SM {sm // 10}.{sm % 10}", f"{target} is SM {says}"])
+    refused(
+        dlm_export("engine", bundle, "--target", target),
+        1,
+        [f"SM {sm // 10}.{sm % 10}", f"{target} is SM {says}"],
+    )
     assert contents(bundle) == before
     assert fake.calls == []
 
 
-def test_a_layer_that_the_inspector_shows_in_another_type_fails_the_audit(bundle: Path, on_device: Callable[..., Any]) -> None:
+def test_a_layer_that_the_inspector_shows_in_another_type_fails_the_audit(
+    bundle: Path, on_device: Callable[..., Any]
+) -> None:
     on_device(device=Device(shown_as={"blocks.4.mlp.up": ["Half", "BFloat16"]}))
     before = contents(bundle)
-    says = ["1 of 43 layers are not as asked", "blocks.4.mlp.up is BFloat16 and Half, nvfp4 was asked for"]
+    says = [
+        "1 of 43 layers are not as asked",
+        "blocks.4.mlp.up is BFloat16 and Half, nvfp4 was asked for",
+    ]
     refused(dlm_export("engine", bundle, "--target", "thor"), 3, says)
     assert contents(bundle) == before
     assert dlm_export("engine", bundle, "--target", "thor", "--allow-fallback").exit_code == 0
@@ -213,7 +290,9 @@ def test_a_layer_that_the_inspector_shows_in_another_type_fails_the_audit(bundle
     }
 
 
-def test_an_engine_of_another_size_than_its_weights_is_not_written(bundle: Path, on_device: Callable[..., Any]) -> None:
+def test_an_engine_of_another_size_than_its_weights_is_not_written(
+    bundle: Path, on_device: Callable[..., Any]
+) -> None:
     weights = (bundle / "denoiser.onnx.data").stat().st_size
     on_device(device=Device(engine_bytes=2 * weights + (48 << 20)))
     before = contents(bundle)
@@ -239,25 +318,47 @@ def test_what_tensorrt_logs_as_wrong_stops_the_build(
     assert contents(bundle) == before
 
 
-def test_a_warning_is_shown_and_the_engine_built(bundle: Path, on_device: Callable[..., Any]) -> None:
+def test_a_warning_is_shown_and_the_engine_built(
+    bundle: Path, on_device: Callable[..., Any]
+) -> None:
     on_device(device=Device(logs=[("WARNING", "clocks are not locked"), ("INFO", "a detail")]))
     result = dlm_export("engine", bundle, "--target", "thor")
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines() == ["Warning: TensorRT: clocks are not locked"]
 
 
-def test_the_timing_cache_is_read_and_written(bundle: Path, on_device: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_timing_cache_is_read_and_written(
+    bundle: Path, on_device: Callable[..., Any], tmp_path: Path
+) -> None:
     fake = on_device()
     cache = tmp_path / "timings"
     for _ in range(2):
-        assert dlm_export("engine", bundle, "--target", "thor", "--force", "--timing-cache", cache).exit_code == 0
-    given = [each["serialized_timing_cache"] for name, each in fake.calls if name == "IBuilderConfig.create_timing_cache"]
+        assert (
+            dlm_export(
+                "engine", bundle, "--target", "thor", "--force", "--timing-cache", cache
+            ).exit_code
+            == 0
+        )
+    given = [
+        each["serialized_timing_cache"]
+        for name, each in fake.calls
+        if name == "IBuilderConfig.create_timing_cache"
+    ]
     assert given == [b"", b"timed "]
     assert cache.read_bytes() == b"timed timed "
 
 
 # What a device lacks without the export extra, and what the command has no use for besides.
-EXPORT = ["matplotlib", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "safetensors", "scipy", "torch"]
+EXPORT = [
+    "matplotlib",
+    "ml_dtypes",
+    "onnx",
+    "onnx_ir",
+    "onnxscript",
+    "safetensors",
+    "scipy",
+    "torch",
+]
 EXPORT += ["tensorrt_rtx", "tensorrt_rtx_bindings"]
 UNUSED = ["jinja2", "onnxruntime", "tokenizers"]
 ON_DEVICE = """
@@ -287,7 +388,9 @@ main(sys.argv[4:])
         pytest.param(EXPORT + UNUSED, id="all but numpy, click and rich"),
     ],
 )
-def test_a_device_without_the_export_extra_finishes_its_engine(bundle: Path, tmp_path: Path, missing: list[str]) -> None:
+def test_a_device_without_the_export_extra_finishes_its_engine(
+    bundle: Path, tmp_path: Path, missing: list[str]
+) -> None:
     network = tmp_path / "network.json"  # the fake's parser would need onnx
     network.write_text(json.dumps(describe(bundle / "device.onnx")))
     given = (json.dumps(missing), str(Path(__file__).parent), str(network))
@@ -358,7 +461,10 @@ def test_the_fakes_network_is_what_the_real_parser_makes(precision: str) -> None
                 layer.name,
                 layer.metadata,
                 [str(layer.get_input(i).dtype).rpartition(".")[2] for i in range(layer.num_inputs)],
-                [str(layer.get_output(i).dtype).rpartition(".")[2] for i in range(layer.num_outputs)],
+                [
+                    str(layer.get_output(i).dtype).rpartition(".")[2]
+                    for i in range(layer.num_outputs)
+                ],
             )
             for layer in found
             if (kind := str(layer.type).rpartition(".")[2]) in wanted
@@ -366,26 +472,36 @@ def test_the_fakes_network_is_what_the_real_parser_makes(precision: str) -> None
 
     assert layers(faked) == layers(real)
     assert audit.network_table(faked) == audit.network_table(real)
-    inputs = [[network.get_input(i).name for i in range(network.num_inputs)] for network in (faked, real)]
+    inputs = [
+        [network.get_input(i).name for i in range(network.num_inputs)] for network in (faked, real)
+    ]
     assert inputs[0] == inputs[1]
 
 
 # ---- Ended half-way ----
 
 
-def test_a_kill_while_an_engine_is_replaced_leaves_a_bundle_that_opens(bundle: Path, on_device: Callable[..., Any]) -> None:
-    """At every operation on its files: the manifest never lists an engine that is not there or is another."""
+def test_a_kill_while_an_engine_is_replaced_leaves_a_bundle_that_opens(
+    bundle: Path, on_device: Callable[..., Any]
+) -> None:
+    """At every operation on its files: the manifest never lists an engine that is not there or is
+    another.
+    """
     on_device()
     assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0
     path, manifest = bundle / "engines" / "thor.engine", read_manifest(bundle)
     path.write_bytes(b"of an older TensorRT")
-    files = manifest.pop("files") | {"engines/thor.engine": {"bytes": path.stat().st_size, "sha256": sha256(path)}}
+    files = manifest.pop("files") | {
+        "engines/thor.engine": {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    }
     write_manifest(bundle, manifest, files)
     replace = ("engine", bundle, "--target", "thor", "--force")
 
     def ended_at(number: int) -> int:
         def work() -> None:
-            count_operations(bundle, lambda at: os.kill(os.getpid(), signal.SIGKILL) if at == number else None)
+            count_operations(
+                bundle, lambda at: os.kill(os.getpid(), signal.SIGKILL) if at == number else None
+            )
             sys.exit(dlm_export(*replace).exit_code)
 
         return in_child(work)[0]

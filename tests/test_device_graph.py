@@ -1,7 +1,9 @@
-"""What is built is what was judged: device.onnx, which engines are built from, computes what denoiser.onnx computes.
+"""What is built is what was judged: device.onnx, which engines are built from, computes what
+denoiser.onnx computes.
 
-On tiny random denoisers. ONNX Runtime runs both where it has the operators; TensorRT's own operator and bf16 go through
-onnx.reference, with NVFP4 written here from its definition and from nothing of ours.
+On tiny random denoisers. ONNX Runtime runs both where it has the operators; TensorRT's own operator
+and bf16 go through onnx.reference, with NVFP4 written here from its definition and from nothing of
+ours.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}  # half the distance of two numbe
 
 
 def nvfp4(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """E2M1 codes and E4M3 group scales of ``x`` [.., K]: groups of 16, their scale amax / (6 * scale), 1 for zeros."""
+    """E2M1 codes and E4M3 group scales of ``x`` [.., K]: groups of 16, their scale amax / (6 *
+    scale), 1 for zeros.
+    """
     wide, whole = x.astype(np.float32), np.float32(scale)
     groups = wide.reshape(*x.shape[:-1], -1, 16)
     wanted = np.abs(groups).max(-1) / (np.float32(6) * whole)
@@ -50,7 +54,9 @@ class TRT_FP4DynamicQuantize(OpRun):
 
     op_domain = "trt"
 
-    def _run(self, x: np.ndarray, scale: np.ndarray, axis: int, block_size: int, scale_type: int) -> tuple[np.ndarray, ...]:
+    def _run(
+        self, x: np.ndarray, scale: np.ndarray, axis: int, block_size: int, scale_type: int
+    ) -> tuple[np.ndarray, ...]:
         assert (axis, block_size, scale_type) == (-1, 16, onnx.TensorProto.FLOAT8E4M3FN)
         return nvfp4(x, scale)
 
@@ -65,7 +71,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def _bundle(checkpoint: Path, precision: str, activations: str, target: str = "rtx5090") -> Path:
     full = precision in ("fp16", "bf16")
-    return gpu_bundle(precision, target, source=checkpoint, activations=None if full else activations)
+    return gpu_bundle(
+        precision, target, source=checkpoint, activations=None if full else activations
+    )
 
 
 def _feed(model: onnx.ModelProto) -> dict[str, np.ndarray]:
@@ -93,26 +101,45 @@ def _session(path: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def _reference(model: onnx.ModelProto, names: list[str], feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+def _reference(
+    model: onnx.ModelProto, names: list[str], feed: dict[str, np.ndarray]
+) -> list[np.ndarray]:
     """Values of any tensors of a graph, by onnx.reference."""
     wanted = onnx.ModelProto()
     wanted.CopyFrom(model)
     del wanted.graph.output[:]
     wanted.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    found: list[np.ndarray] = ReferenceEvaluator(wanted, new_ops=[TRT_FP4DynamicQuantize]).run(names, feed)
+    found: list[np.ndarray] = ReferenceEvaluator(wanted, new_ops=[TRT_FP4DynamicQuantize]).run(
+        names, feed
+    )
     return found
 
 
-IN_FP16 = [("fp16", "rtx4090"), ("int8", "rtx4090"), ("int8-static", "rtx4090"), ("int4", "rtx4090"), ("fp8", "rtx4090")]
-IN_FP16 += [("fp16", "agx-orin"), ("int8", "agx-orin"), ("int4", "agx-orin")]  # operators of opset 21, not of 23
+IN_FP16 = [
+    ("fp16", "rtx4090"),
+    ("int8", "rtx4090"),
+    ("int8-static", "rtx4090"),
+    ("int4", "rtx4090"),
+    ("fp8", "rtx4090"),
+]
+IN_FP16 += [
+    ("fp16", "agx-orin"),
+    ("int8", "agx-orin"),
+    ("int4", "agx-orin"),
+]  # operators of opset 21, not of 23
 
 
 @pytest.mark.parametrize(("precision", "target"), IN_FP16)
-def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(checkpoint: Path, precision: str, target: str) -> None:
+def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
+    checkpoint: Path, precision: str, target: str
+) -> None:
     bundle = _bundle(checkpoint, precision, "fp16", target)
     feed = _feed(onnx.load(bundle / "device.onnx", load_external_data=False))
-    # The same values by the same kernels: INT8's zero of 128 on a CPU and of 0 in TensorRT is no other value.
-    judged, device = (_session(bundle / name).run(None, feed) for name in ("denoiser.onnx", "device.onnx"))
+    # The same values by the same kernels: INT8's zero of 128 on a CPU and of 0 in TensorRT is no
+    # other value.
+    judged, device = (
+        _session(bundle / name).run(None, feed) for name in ("denoiser.onnx", "device.onnx")
+    )
     for ours, theirs in zip(device, judged, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -124,30 +151,41 @@ def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(checkpoint: Pat
         ("bf16", "bf16", 4 * 2.0**-8),
         ("int8", "bf16", 4 * 2.0**-8),
         ("int4", "bf16", 4 * 2.0**-8),
-        # An input that falls on the other side of a rounding boundary takes the neighbouring code, 1/16 or 1/4 away: with 64
-        # inputs a layer, a handful of these move a logit. What has no such boundary is exact to a rounding, below.
+        # An input that falls on the other side of a rounding boundary takes the neighbouring code,
+        # 1/16 or 1/4 away: with 64 inputs a layer, a handful of these move a logit. What has no
+        # such boundary is exact to a rounding, below.
         ("fp8", "bf16", 0.08),
         ("nvfp4", "fp16", 0.16),
         ("nvfp4", "bf16", 0.16),
     ],
 )
-def test_a_device_graph_computes_what_was_judged(checkpoint: Path, precision: str, activations: str, tolerance: float) -> None:
+def test_a_device_graph_computes_what_was_judged(
+    checkpoint: Path, precision: str, activations: str, tolerance: float
+) -> None:
     bundle = _bundle(checkpoint, precision, activations)
     model, judged = onnx.load(bundle / "device.onnx"), onnx.load(bundle / "denoiser.onnx")
-    names = [value.name for value in judged.graph.output if value.name.startswith(("logits", "present"))]
+    names = [
+        value.name for value in judged.graph.output if value.name.startswith(("logits", "present"))
+    ]
     feed = _feed(model)
-    for name, ours, theirs in zip(names, _reference(model, names, feed), _reference(judged, names, feed), strict=True):
+    for name, ours, theirs in zip(
+        names, _reference(model, names, feed), _reference(judged, names, feed), strict=True
+    ):
         expected = theirs.astype(np.float32)
         worst = float(np.abs(ours.astype(np.float32) - expected).max() / np.ptp(expected))
         assert worst <= tolerance, f"{name}: {worst:.3f} of its range"
 
 
 def _operands(model: onnx.ModelProto) -> dict[str, tuple[str, str]]:
-    """Layer -> names of the two operands of its multiplication; the graphs call layers in their nodes' metadata."""
+    """Layer -> names of the two operands of its multiplication; the graphs call layers in their
+    nodes' metadata.
+    """
     found = {}
     for node in model.graph.node:
         if node.op_type == "MatMul":
-            layer = next(entry.value for entry in node.metadata_props if entry.key == "dlm_export.layer")
+            layer = next(
+                entry.value for entry in node.metadata_props if entry.key == "dlm_export.layer"
+            )
             found[layer] = node.input[0], node.input[1]
     assert len(found) == 2 * 7 + 1
     return found
@@ -155,27 +193,40 @@ def _operands(model: onnx.ModelProto) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("activations", ["fp16", "bf16"])
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8", "nvfp4"])
-def test_the_weights_of_both_graphs_are_the_same_values(checkpoint: Path, precision: str, activations: str) -> None:
+def test_the_weights_of_both_graphs_are_the_same_values(
+    checkpoint: Path, precision: str, activations: str
+) -> None:
     bundle = _bundle(checkpoint, precision, activations)
     values = []
     for name in ("device.onnx", "denoiser.onnx"):
         model = onnx.load(bundle / name)
         operands = _operands(model)
-        found = _reference(model, [weight for _, weight in operands.values()], _feed(onnx.load(bundle / "device.onnx")))
-        values.append(dict(zip(operands, (array.astype(np.float32) for array in found), strict=True)))
+        found = _reference(
+            model,
+            [weight for _, weight in operands.values()],
+            _feed(onnx.load(bundle / "device.onnx")),
+        )
+        values.append(
+            dict(zip(operands, (array.astype(np.float32) for array in found), strict=True))
+        )
     device, judged = values
     assert device.keys() == judged.keys()
     for layer, ours in device.items():
-        # NVFP4's two scales are multiplied in the graph's type by TensorRT's form and in fp32 by ONNX Runtime's: the product
-        # is rounded once more, and the value again.
+        # NVFP4's two scales are multiplied in the graph's type by TensorRT's form and in fp32 by
+        # ONNX Runtime's: the product is rounded once more, and the value again.
         limit = 2 * ROUNDING[activations] if precision == "nvfp4" else 0.0
         assert np.all(np.abs(ours - judged[layer]) <= limit * np.abs(judged[layer])), layer
 
 
 @pytest.mark.parametrize("activations", ["fp16", "bf16"])
-def test_both_graphs_round_activations_to_nvfp4_as_it_is_defined(checkpoint: Path, activations: str) -> None:
+def test_both_graphs_round_activations_to_nvfp4_as_it_is_defined(
+    checkpoint: Path, activations: str
+) -> None:
     bundle = _bundle(checkpoint, "nvfp4", activations)
-    for name, op_type in (("device.onnx", "TRT_FP4DynamicQuantize"), ("denoiser.onnx", "NVFP4QuantizeDequantize")):
+    for name, op_type in (
+        ("device.onnx", "TRT_FP4DynamicQuantize"),
+        ("denoiser.onnx", "NVFP4QuantizeDequantize"),
+    ):
         model = onnx.load(bundle / name)
         makers = {output: node for node in model.graph.node for output in node.output}
         pairs, layers = [], []
@@ -188,7 +239,9 @@ def test_both_graphs_round_activations_to_nvfp4_as_it_is_defined(checkpoint: Pat
                 layers.append(layer)
         assert len(layers) == 14
         arrays = _reference(model, pairs, _feed(onnx.load(bundle / "device.onnx")))
-        for layer, x, scale, rounded in zip(layers, arrays[0::3], arrays[1::3], arrays[2::3], strict=True):
+        for layer, x, scale, rounded in zip(
+            layers, arrays[0::3], arrays[1::3], arrays[2::3], strict=True
+        ):
             expected = nvfp4_values(x, scale)
             error = np.abs(rounded.astype(np.float32) - expected)
             assert np.all(error <= 2 * ROUNDING[activations] * np.abs(expected)), (name, layer)
@@ -196,7 +249,9 @@ def test_both_graphs_round_activations_to_nvfp4_as_it_is_defined(checkpoint: Pat
 
 @pytest.mark.parametrize("activations", ["fp16", "bf16"])
 @pytest.mark.parametrize("precision", ["int8-static", "fp8", "nvfp4"])
-def test_both_graphs_have_the_same_ranges_of_activations(checkpoint: Path, precision: str, activations: str) -> None:
+def test_both_graphs_have_the_same_ranges_of_activations(
+    checkpoint: Path, precision: str, activations: str
+) -> None:
     bundle = _bundle(checkpoint, precision, activations)
     device, judged = (
         {
@@ -222,10 +277,15 @@ def _external(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
     }
 
 
-@pytest.mark.parametrize(("precision", "target"), [("fp16", "rtx5090"), ("nvfp4", "rtx5090"), ("int4", "agx-orin")])
+@pytest.mark.parametrize(
+    ("precision", "target"), [("fp16", "rtx5090"), ("nvfp4", "rtx5090"), ("int4", "agx-orin")]
+)
 def test_both_graphs_point_at_the_same_bytes(checkpoint: Path, precision: str, target: str) -> None:
     bundle = _bundle(checkpoint, precision, "fp16", target)
-    device, judged = (onnx.load(bundle / name, load_external_data=False) for name in ("device.onnx", "denoiser.onnx"))
+    device, judged = (
+        onnx.load(bundle / name, load_external_data=False)
+        for name in ("device.onnx", "denoiser.onnx")
+    )
     assert _external(device) == _external(judged)
     assert {entry["location"] for entry in _external(device).values()} == {"denoiser.onnx.data"}
     held = sum(len(value.raw_data) for value in device.graph.initializer)
@@ -233,7 +293,9 @@ def test_both_graphs_point_at_the_same_bytes(checkpoint: Path, precision: str, t
 
 
 @pytest.mark.parametrize("activations", ["fp16", "bf16"])
-def test_nvfp4_weights_lie_in_the_data_file_as_packed(llada_checkpoint: Path, activations: str) -> None:
+def test_nvfp4_weights_lie_in_the_data_file_as_packed(
+    llada_checkpoint: Path, activations: str
+) -> None:
     bundle = _bundle(llada_checkpoint, "nvfp4", activations)
     data = (bundle / "denoiser.onnx.data").read_bytes()
     places = _external(onnx.load(bundle / "device.onnx", load_external_data=False))
@@ -250,4 +312,6 @@ def test_nvfp4_weights_lie_in_the_data_file_as_packed(llada_checkpoint: Path, ac
         path = f"blocks.1.{layer}.weight"
         assert held(f"{path}.codes") == pack_nibbles(weight.codes).tobytes()
         assert held(f"{path}.scales") == weight.scales.tobytes()
-        assert held(f"{path}.global_scale") == np.asarray(weight.global_scale).astype(dtype).tobytes()
+        assert (
+            held(f"{path}.global_scale") == np.asarray(weight.global_scale).astype(dtype).tobytes()
+        )

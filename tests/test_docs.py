@@ -1,7 +1,8 @@
-"""The documentation holds: its commands run, its programs compile, its links lead somewhere, its names exist.
+"""The documentation holds: its commands run, its programs compile, its links lead somewhere, its
+names exist.
 
-README and "adding a family" are followed as a reader would, on tiny denoisers, in one process: what takes minutes or fetches
-something is in ``LEFT_OUT``, and looked for in another way.
+README and "adding a family" are followed as a reader would, on tiny denoisers, in one process: what
+takes minutes or fetches something is in ``LEFT_OUT``, and looked for in another way.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
 LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
 COLUMNS, LINES = 100, 150  # what a terminal shows of README at once, and what a first reader reads
 
-# What the names that pages use for a reader's own folders stand for here. README's bundle lies where its programs look for it.
+# What the names that pages use for a reader's own folders stand for here. README's bundle lies
+# where its programs look for it.
 PLACEHOLDERS = {"CHECKPOINT": "checkpoint", "BUNDLE": "build/demo"}
 
 # Commands that are not followed, by how they begin, and why. What they name is looked for instead.
@@ -54,8 +56,9 @@ LEFT_OUT = {
     "dlm-export verify BUNDLE --golden": "needs what capture writes",
 }
 
-# Runs commands (JSON: [folder, words] each) one by one in one process, so that torch is imported once; prints [exit code,
-# output]. dlm_export is the copy in the folder of the first argument, whatever is installed.
+# Runs commands (JSON: [folder, words] each) one by one in one process, so that torch is imported
+# once; prints [exit code, output]. dlm_export is the copy in the folder of the first argument,
+# whatever is installed.
 DRIVER = """
 import json, os, runpy, subprocess, sys, time, traceback
 from importlib.machinery import PathFinder
@@ -92,7 +95,9 @@ for folder, words in json.loads(sys.argv[2]):
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and the file that the line before names as ```PATH`:``, if one does."""
+    """A fenced block: its language, its text, and the file that the line before names as
+    ```PATH`:``, if one does.
+    """
 
     language: str
     text: str
@@ -101,8 +106,14 @@ class Block:
 
 @lru_cache
 def _blocks(page: Path) -> list[Block]:
-    fence = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-    return [Block(found["language"], found["text"], found["path"]) for found in fence.finditer(page.read_text())]
+    fence = re.compile(
+        r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+        re.MULTILINE | re.DOTALL,
+    )
+    return [
+        Block(found["language"], found["text"], found["path"])
+        for found in fence.finditer(page.read_text())
+    ]
 
 
 def _prose(page: Path) -> str:
@@ -168,8 +179,20 @@ def _tiny_checkpoint(folder: Path) -> None:
     """A random LLaDA of one layer with the demo's tokenizer and chat template."""
     demo = ROOT / "examples" / "demo-denoiser"
     said = json.loads((demo / "config.json").read_text())
-    kept = {name: said[name] for name in ("vocab_size", "embedding_size", "mask_token_id", "eos_token_id", "pad_token_id")}
-    write_checkpoint(folder, llada_config(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, mlp_hidden_size=32, **kept))
+    kept = {
+        name: said[name]
+        for name in (
+            "vocab_size",
+            "embedding_size",
+            "mask_token_id",
+            "eos_token_id",
+            "pad_token_id",
+        )
+    }
+    write_checkpoint(
+        folder,
+        llada_config(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, mlp_hidden_size=32, **kept),
+    )
     for file in demo.glob("*token*"):
         shutil.copy(file, folder)
 
@@ -179,14 +202,22 @@ def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
     folders = {page: tmp_path_factory.mktemp(page.stem) for page in (README, NEW_FAMILY)}
     _tiny_checkpoint(folders[README] / PLACEHOLDERS["CHECKPOINT"])
     package = folders[NEW_FAMILY] / "exporter" / "dlm_export"
-    shutil.copytree(ROOT / "exporter" / "dlm_export", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "exporter" / "dlm_export", package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     for block in _blocks(NEW_FAMILY):
         if block.path is not None:
             (folders[NEW_FAMILY] / block.path).write_text(block.text)
     steps = [
-        (page, words) for page in (NEW_FAMILY, README) for words in _commands(page) if not _is_left_out(words)
+        (page, words)
+        for page in (NEW_FAMILY, README)
+        for words in _commands(page)
+        if not _is_left_out(words)
     ]  # the family first: the package is imported once
-    given = [(str(folders[page]), [PLACEHOLDERS.get(word, word) for word in words]) for page, words in steps]
+    given = [
+        (str(folders[page]), [PLACEHOLDERS.get(word, word) for word in words])
+        for page, words in steps
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(package.parent), json.dumps(given)],
@@ -198,16 +229,26 @@ def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(steps), done.stderr
-    commands = [Followed(page, shlex.join(words), *result) for (page, words), result in zip(steps, results, strict=True)]
+    commands = [
+        Followed(page, shlex.join(words), *result)
+        for (page, words), result in zip(steps, results, strict=True)
+    ]
     return Tour(folders[README], folders[NEW_FAMILY], commands)
 
 
 def _failures(commands: list[Followed]) -> str:
-    return "\n".join(f"$ {each.command}\nexit {each.code}\n{each.output}" for each in commands if each.code)
+    return "\n".join(
+        f"$ {each.command}\nexit {each.code}\n{each.output}" for each in commands if each.code
+    )
 
 
 def test_the_commands_of_readme_run(tour: Tour) -> None:
-    assert {each.command.split()[1] for each in tour.of(README)} == {"inspect", "build", "verify", "run"}
+    assert {each.command.split()[1] for each in tour.of(README)} == {
+        "inspect",
+        "build",
+        "verify",
+        "run",
+    }
     assert not _failures(tour.of(README)), _failures(tour.of(README))
 
 
@@ -217,12 +258,21 @@ def test_a_family_is_added_as_its_page_says(tour: Tour) -> None:
     inspected = commands["dlm-export inspect tiny-example"].output
     assert "tiny-example: example (" in inspected
     assert "nothing reads these keys" not in inspected
-    assert re.search(r"^Parity with .+ holds: ", commands["dlm-export build tiny-example -o tiny-bundle"].output, re.MULTILINE)
-    assert "Holds at fp32" in commands["dlm-export verify tiny-bundle --checkpoint tiny-example"].output
+    assert re.search(
+        r"^Parity with .+ holds: ",
+        commands["dlm-export build tiny-example -o tiny-bundle"].output,
+        re.MULTILINE,
+    )
+    assert (
+        "Holds at fp32"
+        in commands["dlm-export verify tiny-bundle --checkpoint tiny-example"].output
+    )
 
 
 def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: Tour) -> None:
-    """What the page is for: a family whose tensors are not one to one, and a layer that the first families lack."""
+    """What the page is for: a family whose tensors are not one to one, and a layer that the first
+    families lack.
+    """
     source = (tour.page / "exporter" / "dlm_export" / "families" / "example.py").read_text()
     assert "Piece(" in source
     manifest = (tour.page / "tiny-bundle" / "manifest.json").read_text()
@@ -247,15 +297,31 @@ def test_the_python_programs_run(
 
 
 def write_c_sample(folder: Path) -> str:
-    """Write README's C program to ``app.c``. Returns the lines of README that compile it, and one that runs it."""
-    (folder / "app.c").write_text(next(block.text for block in _blocks(README) if block.language == "c"))
-    spans = [span for span in _quoted(_prose(README)) if span.startswith(("cc app.c ", "export DLM_ONNXRUNTIME="))]
+    """Write README's C program to ``app.c``. Returns the lines of README that compile it, and one
+    that runs it.
+    """
+    (folder / "app.c").write_text(
+        next(block.text for block in _blocks(README) if block.language == "c")
+    )
+    spans = [
+        span
+        for span in _quoted(_prose(README))
+        if span.startswith(("cc app.c ", "export DLM_ONNXRUNTIME="))
+    ]
     assert len(spans) == 2
     return "\n".join([*spans, "./a.out"])
 
 
 def test_the_c_programs_compile_and_that_of_readme_runs(tour: Tour, tmp_path: Path) -> None:
-    strict = ["gcc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", f"-I{ROOT / 'runtime/native/include'}"]
+    strict = [
+        "gcc",
+        "-std=c99",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unused-function",
+        f"-I{ROOT / 'runtime/native/include'}",
+    ]
     for page in PAGES:
         for number, block in enumerate(block for block in _blocks(page) if block.language == "c"):
             source = tmp_path / f"{page.stem}{number}.c"
@@ -264,7 +330,12 @@ def test_the_c_programs_compile_and_that_of_readme_runs(tour: Tour, tmp_path: Pa
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     script = write_c_sample(tour.readme)
     done = subprocess.run(
-        ["sh", "-ec", script], cwd=tour.readme, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+        ["sh", "-ec", script],
+        cwd=tour.readme,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     with dlm_runtime.open(tour.readme / PLACEHOLDERS["BUNDLE"], threads=1) as bundle:
@@ -282,29 +353,45 @@ def _cli(words: list[str]) -> click.Command:
 
 
 def _options(command: click.Command) -> set[str]:
-    return {"--help", "-h"} | {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return {"--help", "-h"} | {
+        name
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
 
 
 def _check_pip(words: list[str]) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for word in words:
         found = re.search(r"^(?:\.|dlm-export)\[([\w,]+)\]$", word)
         for extra in found[1].split(",") if found else ():
             assert extra in extras, f"{shlex.join(words)}: no extra {extra}"
     if "-c" in words:
-        assert words[words.index("-c") + 1] == "constraints.txt" or words[words.index("-c") + 1].startswith("cmake.define.")
+        assert words[words.index("-c") + 1] == "constraints.txt" or words[
+            words.index("-c") + 1
+        ].startswith("cmake.define.")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_line_is_one_that_its_program_takes(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options, their values, targets and precisions of ``dlm-export``; targets of ``make``; extras of ``pip``; files."""
+def test_every_command_line_is_one_that_its_program_takes(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options, their values, targets and precisions of ``dlm-export``; targets of ``make``; extras
+    of ``pip``; files.
+    """
     for kind in (options.CHECKPOINT, options.FILE):
         monkeypatch.setattr(kind, "exists", False)  # the reader's
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):
         if words[0] == "dlm-export":
             context = _cli(words).make_context(words[1], words[2:])
-            devices = None if context.params.get("target") is None else targets.find_all(context.params["target"].split(","))
+            devices = (
+                None
+                if context.params.get("target") is None
+                else targets.find_all(context.params["target"].split(","))
+            )
             precision = context.params.get("precision")
             if devices is not None and precision is not None and not precision.endswith(".toml"):
                 targets.recipe_for(devices, precision)
@@ -313,14 +400,19 @@ def test_every_command_line_is_one_that_its_program_takes(page: Path, monkeypatc
         elif words[:2] == ["pip", "install"]:
             _check_pip(words)
         elif words[0] == "cmake" and "-S" in words:
-            assert (ROOT / words[words.index("-S") + 1] / "CMakeLists.txt").is_file(), shlex.join(words)
+            assert (ROOT / words[words.index("-S") + 1] / "CMakeLists.txt").is_file(), shlex.join(
+                words
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_option_in_the_text_exists(page: Path) -> None:
     known = {name for command in main.commands.values() for name in _options(command)}
     service = ROOT / "examples" / "embed" / "serve" / "main.c"
-    others = {"--quick", *re.findall(r'"(--[\w-]+)"', service.read_text())}  # of benchmarks/generation.py and of the service
+    others = {
+        "--quick",
+        *re.findall(r'"(--[\w-]+)"', service.read_text()),
+    }  # of benchmarks/generation.py and of the service
     for span in _quoted(_prose(page)):
         words = span.split()
         if words[0] == "dlm-export" and len(words) > 1 and words[1] != "COMMAND":
@@ -367,26 +459,41 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_readme_leads_to_every_page() -> None:
-    links = {README.parent / link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", README.read_text())}
+    links = {
+        README.parent / link.partition("#")[0]
+        for link in re.findall(r"\]\(([^)\s]+)\)", README.read_text())
+    }
     assert set(DOCS) <= links, set(DOCS) - links
 
 
 def test_what_builds_for_thor_says_when_its_graph_must_be_plain() -> None:
     lines = [
-        line for page in PAGES for line in page.read_text().splitlines() if re.search(r"--target thor.*-o |^\| Thor", line)
+        line
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if re.search(r"--target thor.*-o |^\| Thor", line)
     ]
     assert len(lines) > 2
-    assert not [line for line in lines if "--plain-graph" not in line and "later JetPack" not in line]
+    assert not [
+        line for line in lines if "--plain-graph" not in line and "later JetPack" not in line
+    ]
 
 
 def test_readme_lists_the_families() -> None:
     listed = [name for row in _table(README, "family") for name in _quoted(row[1])]
-    assert sorted(listed) == sorted(name for family in FAMILIES.values() for name in family.architectures)
+    assert sorted(listed) == sorted(
+        name for family in FAMILIES.values() for name in family.architectures
+    )
 
 
 def test_the_figures_of_readme_are_those_of_benchmarks() -> None:
     measured = (ROOT / "BENCHMARKS.md").read_text()
-    figures = [figure for row in _table(README, "milliseconds") for cell in row[1:] for figure in re.findall(r"[\d.]+", cell)]
+    figures = [
+        figure
+        for row in _table(README, "milliseconds")
+        for cell in row[1:]
+        for figure in re.findall(r"[\d.]+", cell)
+    ]
     assert len(figures) == 10
     for figure in figures:
         assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", measured), figure
@@ -416,7 +523,9 @@ def test_the_bundle_page_names_the_keys_and_ports_of_the_schema() -> None:
     keys = schema["properties"]
     assert {name for row in _table(page, "key") for name in _quoted(row[0])} == keys.keys()
     loop = keys["loop"]["properties"]
-    assert all(re.search(rf"`{name}`", page.read_text()) for name in (*loop, *loop["graph"]["properties"]))
+    assert all(
+        re.search(rf"`{name}`", page.read_text()) for name in (*loop, *loop["graph"]["properties"])
+    )
     ports = loop["graph"]["properties"]["ports"]["properties"]
     listed = {name.removesuffix(".i") for row in _table(page, "port") for name in _quoted(row[0])}
     held = {*ports["layers"]["items"]["properties"]} - {"kv_heads", "head_size"}
@@ -424,9 +533,15 @@ def test_the_bundle_page_names_the_keys_and_ports_of_the_schema() -> None:
 
 
 def test_the_messages_of_troubleshooting_are_in_the_source() -> None:
-    sources = [*(ROOT / "exporter").rglob("*.py"), *(ROOT / "runtime").rglob("*.py"), *(ROOT / "runtime").rglob("*.cc")]
+    sources = [
+        *(ROOT / "exporter").rglob("*.py"),
+        *(ROOT / "runtime").rglob("*.py"),
+        *(ROOT / "runtime").rglob("*.cc"),
+    ]
     text = "\n".join(path.read_text() for path in sources)
-    symptoms = re.findall(r"^\| (`.+?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    symptoms = re.findall(
+        r"^\| (`.+?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE
+    )
     assert len(symptoms) > 15
     for message in (message for symptom in symptoms for message in _quoted(symptom)):
         for part in re.split(r" ?… ?", message.removeprefix("target ").removesuffix(" nvfp4")):
@@ -435,7 +550,9 @@ def test_the_messages_of_troubleshooting_are_in_the_source() -> None:
 
 def test_developing_lists_the_rooms() -> None:
     rooms = [_quoted(row[0])[0] for row in _table(ROOT / "docs" / "developing.md", "room")]
-    assert sorted(rooms) == sorted(path.parent.name for path in (ROOT / "exporter" / "dlm_export").glob("*/__init__.py"))
+    assert sorted(rooms) == sorted(
+        path.parent.name for path in (ROOT / "exporter" / "dlm_export").glob("*/__init__.py")
+    )
 
 
 def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
@@ -443,15 +560,25 @@ def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")
-    text = next(block.text for block in _blocks(ROOT / "docs" / "boards.md") if block.language == "ini")
-    text = re.sub(r"/opt/assistant/\S*bin/\S+", "/bin/true", text).replace("User=assistant", "User=root")
+    text = next(
+        block.text for block in _blocks(ROOT / "docs" / "boards.md") if block.language == "ini"
+    )
+    text = re.sub(r"/opt/assistant/\S*bin/\S+", "/bin/true", text).replace(
+        "User=assistant", "User=root"
+    )
     unit = tmp_path / "assistant.service"
     unit.write_text(text)
-    done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False
+    )
     said = [line for line in done.stderr.splitlines() if unit.name in line]
     assert not said, done.stderr
     (tmp_path / "broken.service").write_text(text.replace("OOMPolicy=stop", "OOMPolicy=never"))
     broken = subprocess.run(
-        [analyze, "verify", str(tmp_path / "broken.service")], capture_output=True, text=True, timeout=60, check=False
+        [analyze, "verify", str(tmp_path / "broken.service")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert "broken.service" in broken.stderr  # so that silence says something

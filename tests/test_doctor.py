@@ -1,4 +1,6 @@
-"""The doctor: what it says of machines that are made up, and that no odd file, program or library of a real one breaks it."""
+"""The doctor: what it says of machines that are made up, and that no odd file, program or library
+of a real one breaks it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from dlm_export.doctor import checks, report
 from dlm_export.doctor.board import Board, find_board
 from dlm_export.doctor.bundled import memory_needed
 from dlm_export.doctor.findings import MISSING, NOTE, OK, Finding, Report
-from dlm_export.doctor.machine import FOR_RTX, NO_TENSORRT, Driver, Gpu, Library, Machine, Native, look
+from dlm_export.doctor.machine import (
+    FOR_RTX,
+    NO_TENSORRT,
+    Driver,
+    Gpu,
+    Library,
+    Machine,
+    Native,
+    look,
+)
 from dlm_export.doctor.system import FILE_LIMIT_BYTES, System, run_bounded
 from dlm_export.targets import find
 from dlm_runtime import _native
@@ -43,7 +54,12 @@ BARE = Machine(
     version="0.1.0",
     packages={"numpy": "2.4.6", "onnxruntime": "1.31.1", "outlines-core": "0.2.14"},
     extras={"export": {"torch": None, "onnx": None}, "report": {"matplotlib": "3.11.2"}},
-    native=Native("/venv/libdlm_runtime.so", "0.1.0", None, {"avx512-vnni": "the processor has no VNNI", "avx2": None}),
+    native=Native(
+        "/venv/libdlm_runtime.so",
+        "0.1.0",
+        None,
+        {"avx512-vnni": "the processor has no VNNI", "avx2": None},
+    ),
     onnxruntime=Library("/venv/libonnxruntime.so", "1.31.1"),
     onnxruntime_wheels={"onnxruntime": "1.31.1"},
     providers=["CPUExecutionProvider"],
@@ -87,7 +103,10 @@ RTX = replace(
     native=Native("/venv/libdlm_runtime.so", "0.1.0", "tensorrt_rtx", {"avx2": None}),
     driver=Driver("13.0", (RTX_5090,)),
     has_nvidia_hardware=True,
-    tensorrt={"tensorrt": NO_LIBRARY, "tensorrt_rtx": Library("/venv/libtensorrt_rtx.so.1", "1.7.1.116")},
+    tensorrt={
+        "tensorrt": NO_LIBRARY,
+        "tensorrt_rtx": Library("/venv/libtensorrt_rtx.so.1", "1.7.1.116"),
+    },
     builders={"tensorrt": None, "tensorrt_rtx": "1.7.1.116"},
 )
 
@@ -123,9 +142,24 @@ def test_a_bare_processor_works_and_lacks_nothing_that_it_needs() -> None:
     [
         ({"python": (3, 9)}, "Python", "3.10 to 3.13 is needed", "a venv of Python"),
         ({"packages": {"numpy": None}}, "packages", "not installed: numpy", "pip install numpy"),
-        ({"native": Native(failure="it has ABI version 2")}, "native library", "ABI version 2", "reinstall"),
-        ({"onnxruntime": Library(failure="not found")}, "ONNX Runtime", "not found", "pip install onnxruntime"),
-        ({"onnxruntime": Library("/x.so", "1.20.1")}, "ONNX Runtime", "1.23 is needed", "onnxruntime>=1.23"),
+        (
+            {"native": Native(failure="it has ABI version 2")},
+            "native library",
+            "ABI version 2",
+            "reinstall",
+        ),
+        (
+            {"onnxruntime": Library(failure="not found")},
+            "ONNX Runtime",
+            "not found",
+            "pip install onnxruntime",
+        ),
+        (
+            {"onnxruntime": Library("/x.so", "1.20.1")},
+            "ONNX Runtime",
+            "1.23 is needed",
+            "onnxruntime>=1.23",
+        ),
     ],
 )
 def test_what_the_base_lacks_is_missing_with_a_remedy_and_fails_the_report(
@@ -140,10 +174,16 @@ def test_what_the_base_lacks_is_missing_with_a_remedy_and_fails_the_report(
 
 
 def test_onnxruntimes_gpu_wheel_stands_for_the_other_and_both_are_noted() -> None:
-    gpu = replace(BARE, packages={"onnxruntime": None}, onnxruntime_wheels={"onnxruntime-gpu": "1.31.1"})
+    gpu = replace(
+        BARE, packages={"onnxruntime": None}, onnxruntime_wheels={"onnxruntime-gpu": "1.31.1"}
+    )
     assert of(gpu)["base", "packages"].state == OK
-    both = of(replace(BARE, onnxruntime_wheels={"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}))
-    assert both["base", "its wheels"].remedy.startswith("pip uninstall -y onnxruntime onnxruntime-gpu")
+    both = of(
+        replace(BARE, onnxruntime_wheels={"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"})
+    )
+    assert both["base", "its wheels"].remedy.startswith(
+        "pip uninstall -y onnxruntime onnxruntime-gpu"
+    )
 
 
 def test_telemetry_that_is_left_on_is_noted() -> None:
@@ -166,9 +206,15 @@ def test_a_pc_whose_gpu_has_no_driver_is_told_so_and_its_base_still_works() -> N
 def test_an_rtx_pc_builds_and_runs_its_own_targets_and_no_other() -> None:
     found = of(RTX, "rtx5090", "rtx4090", "thor")
     assert found["target rtx5090", "runs here"].state == OK
-    assert found["target rtx4090", "runs here"].said == "NVIDIA GeForce RTX 5090 is SM 12.0, rtx4090 is SM 8.9"
+    assert (
+        found["target rtx4090", "runs here"].said
+        == "NVIDIA GeForce RTX 5090 is SM 12.0, rtx4090 is SM 8.9"
+    )
     assert found["target rtx4090", "is built here"].state == OK
-    assert found["target thor", "is built here"].remedy == "on the device: dlm-export engine BUNDLE --target thor"
+    assert (
+        found["target thor", "is built here"].remedy
+        == "on the device: dlm-export engine BUNDLE --target thor"
+    )
     assert works(RTX, "rtx5090")
     assert not works(RTX, "rtx4090")
 
@@ -186,12 +232,16 @@ def test_a_thor_whose_library_was_built_without_tensorrt_is_told_the_command() -
     found = of(THOR, "thor")
     lacking = found["target thor", "runs here"]
     assert lacking.state == MISSING
-    assert lacking.remedy.startswith("pip install . -C cmake.define.DLM_TENSORRT_INCLUDE_DIR=/usr/include/aarch64-linux-gnu")
+    assert lacking.remedy.startswith(
+        "pip install . -C cmake.define.DLM_TENSORRT_INCLUDE_DIR=/usr/include/aarch64-linux-gnu"
+    )
     assert found["GPU", "running engines"].state == NOTE
     assert found["board", "power mode"].said == "120W: clocks are capped"
     bare = of(replace(THOR, builders={"tensorrt": None, "tensorrt_rtx": None}))
     assert "python3-libnvinfer" in bare["GPU", "engines"].remedy
-    older = replace(THOR, driver=Driver("12.8", (Gpu("NVIDIA Thor", 101, 122 * GIB),)))  # CUDA 12's name for it
+    older = replace(
+        THOR, driver=Driver("12.8", (Gpu("NVIDIA Thor", 101, 122 * GIB),))
+    )  # CUDA 12's name for it
     assert ("board", "its GPU") not in of(older)
 
 
@@ -201,7 +251,9 @@ def test_a_jetson_in_a_container_without_the_hosts_files_is_still_judged() -> No
     assert found["GPU", "driver"].state == NOTE
     assert "this container may take 2.0 GiB more" in found["memory", "memory"].said
     assert machine.usable_bytes == 2 * GIB
-    half = of(replace(ORIN, board=Board("NVIDIA Jetson AGX Orin", 87, None, None, None), driver=NO_DRIVER))
+    half = of(
+        replace(ORIN, board=Board("NVIDIA Jetson AGX Orin", 87, None, None, None), driver=NO_DRIVER)
+    )
     assert half["GPU", "driver"].state == MISSING
     assert "--runtime nvidia" in half["GPU", "driver"].remedy
     assert half["board", "JetPack"].state == NOTE
@@ -213,10 +265,20 @@ def test_every_extra_has_its_purpose_told() -> None:
 
 
 def test_libraries_that_the_cuda_provider_lacks_are_named() -> None:
-    machine = replace(RTX, cuda_libraries={"libcudart.so.13": None, "/venv/libcudnn.so.9": "not found"})
-    assert of(machine)["GPU", "CUDA's libraries"].said == "of the CUDA provider's, not loaded: libcudnn.so.9 (not found)"
-    assert of(machine, "cuda")["target cuda", "runs here"].said == "this ONNX Runtime has no CUDA provider"
-    ready = replace(RTX, onnxruntime_wheels={"onnxruntime-gpu": "1.31.1"}, providers=["CUDAExecutionProvider"])
+    machine = replace(
+        RTX, cuda_libraries={"libcudart.so.13": None, "/venv/libcudnn.so.9": "not found"}
+    )
+    assert (
+        of(machine)["GPU", "CUDA's libraries"].said
+        == "of the CUDA provider's, not loaded: libcudnn.so.9 (not found)"
+    )
+    assert (
+        of(machine, "cuda")["target cuda", "runs here"].said
+        == "this ONNX Runtime has no CUDA provider"
+    )
+    ready = replace(
+        RTX, onnxruntime_wheels={"onnxruntime-gpu": "1.31.1"}, providers=["CUDAExecutionProvider"]
+    )
     assert works(ready, "cuda")
     assert not works(replace(ready, onnxruntime=Library("/x.so", "1.23.0")), "cuda")
 
@@ -225,7 +287,11 @@ def test_libraries_that_the_cuda_provider_lacks_are_named() -> None:
 
 
 def _judged(
-    machine: Machine, bundle: Path, monkeypatch: pytest.MonkeyPatch, engines: dict[str, object], targets: list[str]
+    machine: Machine,
+    bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engines: dict[str, object],
+    targets: list[str],
 ) -> dict[tuple[str, str], Finding]:
     """Findings about a bundle for GPUs with these engines, made of one for the CPU."""
     manifest = json.loads((bundle / "manifest.json").read_text())
@@ -235,7 +301,9 @@ def _judged(
     return told(report.judge(machine, bundle))
 
 
-def test_a_bundle_for_the_cpu_runs_on_every_machine_and_takes_what_the_formula_says(llada_bundle: Path) -> None:
+def test_a_bundle_for_the_cpu_runs_on_every_machine_and_takes_what_the_formula_says(
+    llada_bundle: Path,
+) -> None:
     for machine in (BARE, ORIN, RTX):
         made = report.judge(machine, llada_bundle)
         assert made.works
@@ -246,7 +314,9 @@ def test_a_bundle_for_the_cpu_runs_on_every_machine_and_takes_what_the_formula_s
     assert found.device == found.weights + found.cache + found.passes
 
 
-def test_a_bundle_larger_than_the_memory_is_missing_it_and_one_whose_canvas_is_has_a_note(llada_bundle: Path) -> None:
+def test_a_bundle_larger_than_the_memory_is_missing_it_and_one_whose_canvas_is_has_a_note(
+    llada_bundle: Path,
+) -> None:
     found = memory_needed(json.loads((llada_bundle / "manifest.json").read_text()))
     tight = report.judge(replace(BARE, available_bytes=found.device - 1), llada_bundle)
     assert tight.works
@@ -272,16 +342,23 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
     for change, reason in (
         ({"sm": [110]}, "agx-orin is for SM 11.0"),
         ({"version": "10.7.0.23"}, "agx-orin is of TensorRT 10.7.0.23, 10.3.0.30 is here"),
-        ({"builder": "tensorrt_rtx"}, "agx-orin is of TensorRT-RTX, the native library is for TensorRT"),
+        (
+            {"builder": "tensorrt_rtx"},
+            "agx-orin is of TensorRT-RTX, the native library is for TensorRT",
+        ),
     ):
-        found = _judged(ORIN, llada_bundle, monkeypatch, {"agx-orin": entry | change}, ["agx-orin"])["bundle", "engine"]
+        found = _judged(
+            ORIN, llada_bundle, monkeypatch, {"agx-orin": entry | change}, ["agx-orin"]
+        )["bundle", "engine"]
         assert found.state == MISSING
         assert reason in found.said
         assert found.remedy.startswith(f"dlm-export engine {llada_bundle} --target sm87")
         assert "--engine onnxruntime" in found.remedy
     none = _judged(ORIN, llada_bundle, monkeypatch, {}, ["agx-orin"])["bundle", "engine"]
     assert none.said == "no engine for SM 8.7: the bundle holds none yet"
-    bare = _judged(BARE, llada_bundle, monkeypatch, {"agx-orin": entry}, ["agx-orin"])["bundle", "engine"]
+    bare = _judged(BARE, llada_bundle, monkeypatch, {"agx-orin": entry}, ["agx-orin"])[
+        "bundle", "engine"
+    ]
     assert bare.said.startswith("no GPU: libcuda.so.1")
     cuda = _judged(RTX, llada_bundle, monkeypatch, {}, ["cuda"])["bundle", "engine"]
     assert cuda.said == "this ONNX Runtime has no CUDA provider"
@@ -317,7 +394,9 @@ def test_an_orins_files_and_programs_are_read(tmp_path: Path) -> None:
     there.write("/etc/nv_tegra_release", ORIN_RELEASE)
     there.script("nvpmodel", "echo 'NV Power Mode: MODE_30W'; echo 2")
     there.script("dpkg-query", "printf 6.2+b77")
-    assert find_board(there) == Board("NVIDIA Jetson AGX Orin Developer Kit", 87, "36.4.3", "6.2", "MODE_30W")
+    assert find_board(there) == Board(
+        "NVIDIA Jetson AGX Orin Developer Kit", 87, "36.4.3", "6.2", "MODE_30W"
+    )
     there.script("dpkg-query", "echo no packages found >&2; exit 1")
     board = find_board(there)
     assert board is not None
@@ -388,14 +467,19 @@ def _library(folder: Path, name: str, source: str) -> str:
     if compiler is None:
         pytest.skip("gcc is not installed")
     (folder / "source.c").write_text(source)
-    subprocess.run([compiler, "-shared", "-fPIC", "-w", folder / "source.c", "-o", folder / name], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-w", folder / "source.c", "-o", folder / name], check=True
+    )
     return str(folder / name)
 
 
 @pytest.mark.parametrize(
-    ("init", "failure"), [("0", None), ("100", "CUresult 100"), ("*(volatile int *)0", "ended the process that asked")]
+    ("init", "failure"),
+    [("0", None), ("100", "CUresult 100"), ("*(volatile int *)0", "ended the process that asked")],
 )
-def test_the_driver_is_asked_in_a_process_of_its_own(tmp_path: Path, init: str, failure: str | None) -> None:
+def test_the_driver_is_asked_in_a_process_of_its_own(
+    tmp_path: Path, init: str, failure: str | None
+) -> None:
     path = _library(tmp_path, "libcuda.so.1", FAKE_DRIVER % {"init": init})
     machine = look(Elsewhere(tmp_path / "root", DLM_CUDA_LIBRARY=path), tmp_path)
     if failure is None:
@@ -424,14 +508,21 @@ def test_a_library_that_is_none_is_told_with_the_loaders_reason(tmp_path: Path) 
 
 def test_memory_gpus_on_the_bus_headers_and_a_containers_limit_are_read(tmp_path: Path) -> None:
     there = Elsewhere(tmp_path)
-    there.write("/proc/meminfo", b"MemTotal:       16384 kB\nMemAvailable:    8192 kB\nSwapTotal:  junk kB\n")
+    there.write(
+        "/proc/meminfo",
+        b"MemTotal:       16384 kB\nMemAvailable:    8192 kB\nSwapTotal:  junk kB\n",
+    )
     there.write("/sys/bus/pci/devices/0000:01:00.0/vendor", b"0x10de\n")
     there.write("/sys/bus/pci/devices/0000:01:00.0/class", b"0x030000\n")
     there.write("/sys/fs/cgroup/memory.max", b"4194304\n")
     there.write("/sys/fs/cgroup/memory.current", b"1048576\n")
     there.write(f"/usr/include/{there.architecture}-linux-gnu/NvInferRuntime.h", b"")
     machine = look(there, tmp_path)
-    assert (machine.memory_bytes, machine.available_bytes, machine.swap_bytes) == (16 << 20, 8 << 20, None)
+    assert (machine.memory_bytes, machine.available_bytes, machine.swap_bytes) == (
+        16 << 20,
+        8 << 20,
+        None,
+    )
     assert machine.has_nvidia_hardware
     assert machine.usable_bytes == 3 << 20
     assert machine.tensorrt_headers == f"/usr/include/{there.architecture}-linux-gnu"
@@ -442,7 +533,9 @@ def test_memory_gpus_on_the_bus_headers_and_a_containers_limit_are_read(tmp_path
     assert not machine.has_nvidia_hardware
 
 
-def test_a_native_library_that_does_not_load_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_native_library_that_does_not_load_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing() -> None:
         raise EngineError("libdlm_runtime.so is not there")
 
@@ -453,8 +546,14 @@ def test_a_native_library_that_does_not_load_is_a_finding(tmp_path: Path, monkey
 
 def test_the_native_library_says_which_tensorrt_it_was_compiled_for() -> None:
     """What is looked for in the library is what its sources say."""
-    assert NO_TENSORRT.decode() in (SOURCE / "src" / "engine_no_tensorrt.cc").read_text()
-    assert FOR_RTX.decode() in (SOURCE / "src" / "tensorrt_library.cc").read_text()
+    assert (
+        NO_TENSORRT.decode()
+        in (SOURCE / "src" / "engines" / "tensorrt" / "no_tensorrt.cc").read_text()
+    )
+    assert (
+        FOR_RTX.decode()
+        in (SOURCE / "src" / "engines" / "tensorrt" / "tensorrt_library.cc").read_text()
+    )
 
 
 # ---- The command ----
@@ -472,7 +571,9 @@ def test_the_command_exits_with_1_where_what_was_asked_for_cannot_run(llada_bund
     assert "What to do:" in failed.output
 
 
-def test_the_command_takes_no_damaged_bundle_and_no_unknown_target(llada_bundle: Path, tmp_path: Path) -> None:
+def test_the_command_takes_no_damaged_bundle_and_no_unknown_target(
+    llada_bundle: Path, tmp_path: Path
+) -> None:
     broken = shutil.copytree(llada_bundle, tmp_path / "bundle")
     (broken / "denoiser.onnx").write_bytes(b"")
     assert CliRunner().invoke(main, ["doctor", str(broken)]).exit_code == 2

@@ -1,4 +1,6 @@
-"""Effort levels: which loops become levels, what they are fitted on, and how a bundle with them is run."""
+"""Effort levels: which loops become levels, what they are fitted on, and how a bundle with them is
+run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from test_judging_effort import Sure
 import dlm_runtime
 from dlm_export.bundle import read_manifest
 from dlm_export.cli import main
-from dlm_export.judging.levels import CAREFUL, LEVELS, LOSSES, LevelPoint, choose_levels, fit_levels, level_units, variants
+from dlm_export.judging.levels import (
+    CAREFUL,
+    LEVELS,
+    LOSSES,
+    LevelPoint,
+    choose_levels,
+    fit_levels,
+    level_units,
+    variants,
+)
 from dlm_export.judging.predictors import JudgeError
 from dlm_export.judging.replay import record
 from dlm_runtime import PRESETS, Policy, RequestError
@@ -38,7 +49,9 @@ POINTS = st.builds(
 
 @given(st.lists(POINTS, min_size=1, max_size=12), st.integers(0))
 @settings(deadline=None)
-def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(curve: list[LevelPoint], number: int) -> None:
+def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(
+    curve: list[LevelPoint], number: int
+) -> None:
     own = curve[number % len(curve)]
     levels = choose_levels(curve, own)
     assert tuple(levels) == LEVELS
@@ -48,7 +61,9 @@ def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(curve: lis
     assert [point.quality for point in chosen] == sorted(point.quality for point in chosen)
     high = levels["high"]
     assert high.quality == max(point.quality for point in curve)
-    assert high.nfe >= own.nfe or not any(point.quality == high.quality and point.nfe >= own.nfe for point in curve)
+    assert high.nfe >= own.nfe or not any(
+        point.quality == high.quality and point.nfe >= own.nfe for point in curve
+    )
     assert levels["medium"].quality >= (1 - LOSSES["medium"]) * high.quality
     if any(point.nfe <= high.nfe / 2 and point.quality > 0 for point in curve):
         assert levels["low"].nfe <= high.nfe / 2
@@ -67,7 +82,10 @@ def test_a_denoiser_that_gets_nothing_right_has_the_preset_at_every_level() -> N
 
 
 def test_low_takes_half_of_the_passes_where_that_loses_more_than_it_may() -> None:
-    points = [LevelPoint({}, quality, nfe) for quality, nfe in ((0.1, 2), (0.4, 5), (0.52, 7), (0.53, 9), (0.54, 12))]
+    points = [
+        LevelPoint({}, quality, nfe)
+        for quality, nfe in ((0.1, 2), (0.4, 5), (0.52, 7), (0.53, 9), (0.54, 12))
+    ]
     levels = choose_levels(points, points[2])
     assert [levels[name].nfe for name in LEVELS] == [2, 5, 9, 12]
     assert [choose_levels(points[1:], points[2])[name].nfe for name in LEVELS] == [5, 5, 9, 12]
@@ -75,22 +93,35 @@ def test_low_takes_half_of_the_passes_where_that_loses_more_than_it_may() -> Non
 
 
 class Rushed(Scripted):
-    """Gets right what it may take its time for: at thresholds above ``needed``, or one token a pass."""
+    """Gets right what it may take its time for: at thresholds above ``needed``, or one token a
+    pass.
+    """
 
     def __init__(self, needed: float) -> None:
         super().__init__(write=self._hurry)
         self.needed = needed
 
     def _hurry(self, tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
-        nfe = {"static": count, "dynamic": policy.steps_per_block or count}.get(policy.commit, 1 + round(4 * policy.threshold))
-        right = policy.commit == "static" or (policy.commit == "threshold" and policy.threshold > self.needed)
+        nfe = {"static": count, "dynamic": policy.steps_per_block or count}.get(
+            policy.commit, 1 + round(4 * policy.threshold)
+        )
+        right = policy.commit == "static" or (
+            policy.commit == "threshold" and policy.threshold > self.needed
+        )
         return [7, 8, 9 if right else 6, *[EOS] * (count - 3)], nfe
 
 
 def test_levels_are_fitted_on_right_answers_and_else_on_agreement_with_one_token_a_pass() -> None:
     told: list[None] = []
     found = fit_levels(
-        Rushed(0.65), [answered()] * 2, POLICY, 8, decode, preset="p", found_by="generations", on_done=lambda: told.append(None)
+        Rushed(0.65),
+        [answered()] * 2,
+        POLICY,
+        8,
+        decode,
+        preset="p",
+        found_by="generations",
+        on_done=lambda: told.append(None),
     )
     assert len(told) == level_units(POLICY, 0)
     assert len(found.curve) == len(variants(POLICY, 0))
@@ -100,9 +131,13 @@ def test_levels_are_fitted_on_right_answers_and_else_on_agreement_with_one_token
     assert found.levels["medium"].changes == {"threshold": 0.7}
     assert (found.levels["medium"].quality, found.levels["medium"].nfe) == (1.0, 4.0)
     sample = text_sample(8)
-    agreed = fit_levels(Rushed(0.65), [sample], POLICY, 8, no_text, preset="p", found_by="generations")
+    agreed = fit_levels(
+        Rushed(0.65), [sample], POLICY, 8, no_text, preset="p", found_by="generations"
+    )
     assert agreed.quality == "agreement"
-    assert {point.quality for point in agreed.curve} == {1.0, 7 / 8} or min(p.quality for p in agreed.curve) < 1.0
+    assert {point.quality for point in agreed.curve} == {1.0, 7 / 8} or min(
+        p.quality for p in agreed.curve
+    ) < 1.0
     assert next(point for point in agreed.curve if point.changes == CAREFUL).quality == 1.0
 
 
@@ -117,7 +152,9 @@ class Stored(Rushed):
         return written, nfe + (3 if policy.store == "pass" else 0)
 
 
-def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high_stores_as_the_preset_does() -> None:
+def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high_stores_as_the_preset_does() -> (
+    None
+):
     told: list[None] = []
     found = fit_levels(
         Stored(0.65),
@@ -130,16 +167,27 @@ def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high
         on_done=lambda: told.append(None),
     )
     assert len(told) == level_units(BLOCKWISE, 0)
-    assert len(found.curve) == len(variants(BLOCKWISE, 0)) + 1, "and the best of them as the preset stores"
-    assert found.levels["high"] == LevelPoint({"threshold": 0.7}, 1.0, 7.0), "no quicker than the preset, and no more careful"
+    assert len(found.curve) == len(variants(BLOCKWISE, 0)) + 1, (
+        "and the best of them as the preset stores"
+    )
+    assert found.levels["high"] == LevelPoint({"threshold": 0.7}, 1.0, 7.0), (
+        "no quicker than the preset, and no more careful"
+    )
     assert found.levels["medium"] == LevelPoint({"threshold": 0.7, "store": "open"}, 1.0, 4.0)
 
 
 @pytest.mark.parametrize(
     ("changes", "shift"),
-    [({"cache": "none"}, 0), ({"cache": "block-dual", "sub_block_length": 2}, 0), ({"store": "reuse"}, 0), ({}, 1)],
+    [
+        ({"cache": "none"}, 0),
+        ({"cache": "block-dual", "sub_block_length": 2}, 0),
+        ({"store": "reuse"}, 0),
+        ({}, 1),
+    ],
 )
-def test_no_loop_is_tried_that_cannot_open_a_block_as_it_stores(changes: dict[str, Any], shift: int) -> None:
+def test_no_loop_is_tried_that_cannot_open_a_block_as_it_stores(
+    changes: dict[str, Any], shift: int
+) -> None:
     policy = BLOCKWISE.with_fields(changes)
     assert not any("store" in tried for tried in variants(policy, shift))
     assert len(variants(BLOCKWISE, 0)) == len(variants(policy, shift)) + 1
@@ -149,7 +197,9 @@ def test_levels_by_replay_take_no_further_pass() -> None:
     side, samples = Sure(0.8), [answered()] * 3
     recording = record(side, samples, POLICY, 8, side.max_canvas_length)
     seen = len(side.seen)
-    found = fit_levels(recording.side, recording.samples, POLICY, 8, decode, preset="p", found_by="replay")
+    found = fit_levels(
+        recording.side, recording.samples, POLICY, 8, decode, preset="p", found_by="replay"
+    )
     assert len(side.seen) == seen
     assert found.levels["high"].quality == 1.0
     assert found.levels["low"].nfe == 1 < found.levels["high"].nfe == 2
@@ -159,7 +209,15 @@ def test_what_cannot_be_fitted_is_refused() -> None:
     with pytest.raises(JudgeError, match="no samples"):
         fit_levels(Scripted(), [], POLICY, 8, decode, preset="p", found_by="generations")
     with pytest.raises(RequestError, match="has no threshold to fit"):
-        fit_levels(Scripted(), [answered()], PRESETS["llada"], 8, decode, preset="p", found_by="generations")
+        fit_levels(
+            Scripted(),
+            [answered()],
+            PRESETS["llada"],
+            8,
+            decode,
+            preset="p",
+            found_by="generations",
+        )
 
 
 # ---- Bundles ----
@@ -185,7 +243,9 @@ def test_a_level_is_the_loop_that_the_manifest_says(fitted: Path) -> None:
     with dlm_runtime.open(fitted, threads=1) as bundle:
         for level in LEVELS:
             changed = bundle.policy("fast-dllm").with_fields(effort["levels"][level]["changes"])
-            assert bundle.policy(effort=level) == bundle.policy("fast-dllm", effort=level) == changed
+            assert (
+                bundle.policy(effort=level) == bundle.policy("fast-dllm", effort=level) == changed
+            )
             assert changed.as_dict() == manifest["loop"]["effort"]["levels"][level]
         request = {"tokens": [5, 17, 9], "max_new_tokens": 12}
         low, same = (
@@ -195,9 +255,13 @@ def test_a_level_is_the_loop_that_the_manifest_says(fitted: Path) -> None:
         assert (low.tokens, low.nfe) == (same.tokens, same.nfe)
         careful = bundle.generate(effort="low", commit="static", steps_per_block=0, **request)
         assert careful.nfe == 12, "a field that is given wins"
-        with pytest.raises(RequestError, match="effort low was fitted for preset fast-dllm, not for llada"):
+        with pytest.raises(
+            RequestError, match="effort low was fitted for preset fast-dllm, not for llada"
+        ):
             bundle.generate(effort="low", preset="llada", **request)
-        with pytest.raises(RequestError, match='effort "most" is not one of instant, low, medium, high'):
+        with pytest.raises(
+            RequestError, match='effort "most" is not one of instant, low, medium, high'
+        ):
             bundle.generate(effort="most", **request)
         with pytest.raises(RequestError, match="effort = 3 is not a name"):
             bundle.generate(effort=3, **request)
@@ -205,19 +269,28 @@ def test_a_level_is_the_loop_that_the_manifest_says(fitted: Path) -> None:
 
 def test_the_command_line_runs_and_shows_levels(fitted: Path, llada_bundle: Path) -> None:
     run = ("--tokens", "1,2", "--max-new-tokens", 8, "--threads", 1, "--json")
-    low, high = (json.loads(invoke("run", fitted, "--effort", level, *run).stdout)["nfe"] for level in ("instant", "high"))
+    low, high = (
+        json.loads(invoke("run", fitted, "--effort", level, *run).stdout)["nfe"]
+        for level in ("instant", "high")
+    )
     assert low <= high
     shown = invoke("inspect", fitted).stdout
     assert "Effort, loops of fast-dllm, by generations of 3 samples" in shown
     assert all(level in shown for level in LEVELS)
     none = invoke("run", llada_bundle, "--effort", "low", *run)
     assert none.exit_code == 2
-    assert "this bundle has no levels: `dlm-export effort BUNDLE --data FILE` fits them" in none.stderr
+    assert (
+        "this bundle has no levels: `dlm-export effort BUNDLE --data FILE` fits them" in none.stderr
+    )
 
 
 def test_levels_are_fitted_again_in_the_place_of_others(fitted: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(fitted, tmp_path / "bundle"))
-    told = json.loads(invoke("effort", copied, "--samples", 1, "--preset", "dream-block", "--threads", 1, "--json").stdout)
+    told = json.loads(
+        invoke(
+            "effort", copied, "--samples", 1, "--preset", "dream-block", "--threads", 1, "--json"
+        ).stdout
+    )
     assert told["preset"] == read_manifest(copied)["loop"]["effort"]["preset"] == "dream-block"
     refused = invoke("effort", copied, "--preset", "llada", "--threads", 1)
     assert refused.exit_code == 2
@@ -225,8 +298,13 @@ def test_levels_are_fitted_again_in_the_place_of_others(fitted: Path, tmp_path: 
     assert read_manifest(copied)["effort"] == told
 
 
-def test_a_build_says_that_levels_of_its_source_do_not_hold_for_it(fitted: Path, tmp_path: Path) -> None:
+def test_a_build_says_that_levels_of_its_source_do_not_hold_for_it(
+    fitted: Path, tmp_path: Path
+) -> None:
     done = invoke("build", fitted, "-o", tmp_path / "fp16", "--precision", "fp16", "--no-verify")
     assert done.exit_code == 0, done.output
-    assert f"the effort levels of {fitted} were fitted to it and are not in this bundle" in " ".join(done.stderr.split())
+    assert (
+        f"the effort levels of {fitted} were fitted to it and are not in this bundle"
+        in " ".join(done.stderr.split())
+    )
     assert "effort" not in read_manifest(tmp_path / "fp16")["loop"]

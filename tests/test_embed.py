@@ -1,7 +1,9 @@
-"""Every example of embedding the runtime, built as its page says and run: C and C++ under sanitizers, Rust, Go, the service.
+"""Every example of embedding the runtime, built as its page says and run: C and C++ under
+sanitizers, Rust, Go, the service.
 
-What an example needs beside the library is not everywhere: g++ comes with every compiler that this project builds with, cargo,
-go, libmicrohttpd and jansson do not, and their tests are skipped by name.
+What an example needs beside the library is not everywhere: g++ comes with every compiler that this
+project builds with, cargo, go, libmicrohttpd and jansson do not, and their tests are skipped by
+name.
 """
 
 from __future__ import annotations
@@ -47,7 +49,16 @@ from dlm_runtime import _native, embedding
 STRICT_CXX = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-pedantic", "-Wconversion"]
 LEAKS = {"ASAN_OPTIONS": "detect_leaks=1"}
 PROMPTS = ["turn on the kitchen lights", "play jazz", "lock the front door please"]
-LIMITS = ["--max-tokens", "400", "--body-bytes", "4096", "--deadline-ms", "600000", "--drain-ms", "600000"]
+LIMITS = [
+    "--max-tokens",
+    "400",
+    "--body-bytes",
+    "4096",
+    "--deadline-ms",
+    "600000",
+    "--drain-ms",
+    "600000",
+]
 CHAT = {"messages": [{"role": "user", "content": PROMPTS[1]}], "max_tokens": NEW_TOKENS}
 
 
@@ -83,16 +94,22 @@ def answers(demo_bundle: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def cancel(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    return compile_c(tmp_path_factory.mktemp("embed") / "cancel", EXAMPLE / "cancel.c", sanitized, *SANITIZE)
+    return compile_c(
+        tmp_path_factory.mktemp("embed") / "cancel", EXAMPLE / "cancel.c", sanitized, *SANITIZE
+    )
 
 
-def test_a_request_that_nobody_ends_comes_to_its_end(cancel: Path, demo_bundle: Path, answers: dict[str, str]) -> None:
+def test_a_request_that_nobody_ends_comes_to_its_end(
+    cancel: Path, demo_bundle: Path, answers: dict[str, str]
+) -> None:
     done = run(cancel, demo_bundle, str(NEW_TOKENS), "1000", PROMPTS[0], **LEAKS)
     assert (done.returncode, done.stdout) == (0, answers[PROMPTS[0]] + "\n"), done.stderr
     assert re.fullmatch(r"(stop|length): \d+ passes, 0 positions undecided\n", done.stderr)
 
 
-def test_a_request_whose_time_is_over_is_ended_by_another_thread(cancel: Path, demo_bundle: Path) -> None:
+def test_a_request_whose_time_is_over_is_ended_by_another_thread(
+    cancel: Path, demo_bundle: Path
+) -> None:
     done = run(cancel, demo_bundle, "400", "0", PROMPTS[0], **LEAKS)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"cancelled: \d+ passes, [1-9]\d* positions undecided\n", done.stderr)
@@ -101,9 +118,14 @@ def test_a_request_whose_time_is_over_is_ended_by_another_thread(cancel: Path, d
 def test_ctrl_c_ends_a_request_with_what_it_has(cancel: Path, demo_bundle: Path) -> None:
     environment = os.environ | LEAKS | {"DLM_ONNXRUNTIME": _native.onnxruntime_library() or ""}
     command = [cancel, demo_bundle, "400", "1000", PROMPTS[0]]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         status = Path(f"/proc/{process.pid}/status")
-        while not int(re.findall(r"SigBlk:\s*(\w+)", status.read_text())[0], 16) & 1 << signal.SIGINT - 1:
+        while (
+            not int(re.findall(r"SigBlk:\s*(\w+)", status.read_text())[0], 16)
+            & 1 << signal.SIGINT - 1
+        ):
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)  # which waits until somebody takes it
         _, said = process.communicate(timeout=60)
@@ -129,7 +151,9 @@ def test_threads_come_to_what_one_session_comes_to(
 @pytest.mark.slow
 def test_sixty_four_sessions_share_the_weights(demo_bundle: Path, tmp_path: Path) -> None:
     """Memory grows by canvases and passes, not by weights."""
-    threads = compile_c(tmp_path / "threads", EXAMPLE / "threads.c", embedding.prefix() / "lib", "-O2")
+    threads = compile_c(
+        tmp_path / "threads", EXAMPLE / "threads.c", embedding.prefix() / "lib", "-O2"
+    )
 
     out = succeed(threads, demo_bundle, "32", "64", *PROMPTS)
     assert out.count(", 0 not as alone") == 2
@@ -142,7 +166,9 @@ def test_sixty_four_sessions_share_the_weights(demo_bundle: Path, tmp_path: Path
 
 
 def test_what_the_cpp_header_promises_holds(sanitized: Path, tmp_path: Path) -> None:  # noqa: F811
-    driver = compile_cxx(tmp_path / "cpp_driver", Path(__file__).parent / "cpp_driver.cc", sanitized)
+    driver = compile_cxx(
+        tmp_path / "cpp_driver", Path(__file__).parent / "cpp_driver.cc", sanitized
+    )
     out = succeed(driver, **LEAKS)
     assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE), out
 
@@ -158,24 +184,36 @@ def test_cpp_example_answers_as_python_does(
     assert lines[0:6:2] == [answers[f"chat: {prompt}"] for prompt in PROMPTS]
     assert re.fullmatch(r"3 requests in \d+ shared passes, 0 not as alone", lines[6])
     done = run(converse, "/no/such/bundle", "8", "x", **LEAKS)
-    assert (done.returncode, done.stderr.split(": ")[:3]) == (1, ["converse", "NOT_FOUND", "/no/such/bundle"])
+    assert (done.returncode, done.stderr.split(": ")[:3]) == (
+        1,
+        ["converse", "NOT_FOUND", "/no/such/bundle"],
+    )
 
 
 # ---- Rust and Go ----
 
 
 @pytest.fixture(scope="session")
-def wrapper_variables(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the tests of the wrappers read: a bundle, a copy of it with effort levels, and a constraint."""
+def wrapper_variables(
+    demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """What the tests of the wrappers read: a bundle, a copy of it with effort levels, and a
+    constraint.
+    """
     folder = tmp_path_factory.mktemp("wrappers")
     levels = Path(shutil.copytree(demo_bundle, folder / "levels"))
     manifest = json.loads((levels / "manifest.json").read_text())
     presets = manifest["loop"]["presets"]
     loops = {"instant": "fast-dllm", "low": "fast-dllm", "medium": "llada", "high": "llada"}
-    manifest["loop"]["effort"] = {"preset": "llada", "levels": {level: presets[name] for level, name in loops.items()}}
+    manifest["loop"]["effort"] = {
+        "preset": "llada",
+        "levels": {level: presets[name] for level, name in loops.items()},
+    }
     (levels / "manifest.json").write_text(json.dumps(manifest))
     with dlm_runtime.open(demo_bundle) as bundle:
-        (folder / "yes-no.automaton").write_bytes(bundle.constraint(enum=["yes", "no"], cache_dir=None).data)
+        (folder / "yes-no.automaton").write_bytes(
+            bundle.constraint(enum=["yes", "no"], cache_dir=None).data
+        )
     return {
         "DLM_BUNDLE": str(demo_bundle),
         "DLM_EFFORT_BUNDLE": str(levels),
@@ -186,15 +224,24 @@ def wrapper_variables(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def cargo(wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def cargo(
+    wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
     """Runs cargo; what it builds is in the folder ``cargo("where")``."""
     program, target = found("cargo"), tmp_path_factory.mktemp("rust")
     home = os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))
-    variables = {"CARGO_TARGET_DIR": str(target), "CARGO_HOME": home, "RUSTFLAGS": "-Dwarnings", "RUSTDOCFLAGS": "-Dwarnings"}
+    variables = {
+        "CARGO_TARGET_DIR": str(target),
+        "CARGO_HOME": home,
+        "RUSTFLAGS": "-Dwarnings",
+        "RUSTDOCFLAGS": "-Dwarnings",
+    }
     if run(program, "--version", **variables).returncode:
         pytest.skip("cargo has no toolchain here: rustup default stable")
 
-    def run_cargo(command: str, *options: str, manifest: Path = EXAMPLE / "rust" / "Cargo.toml") -> str:
+    def run_cargo(
+        command: str, *options: str, manifest: Path = EXAMPLE / "rust" / "Cargo.toml"
+    ) -> str:
         if command == "where":
             return str(target)
         given = [command, "--offline", "--manifest-path", str(manifest), *options]
@@ -203,13 +250,22 @@ def cargo(wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFa
     return run_cargo
 
 
-def check_schedule(program: Path, demo_bundle: Path, answers: dict[str, str], automaton: str) -> None:
+def check_schedule(
+    program: Path, demo_bundle: Path, answers: dict[str, str], automaton: str
+) -> None:
     """The example that hands prompts to a scheduler, with a preset and with a constraint."""
-    assert succeed(program, demo_bundle, "-", "-", *PROMPTS).splitlines() == [answers[prompt] for prompt in PROMPTS]
-    assert set(succeed(program, demo_bundle, "fast-dllm", automaton, *PROMPTS).split()) <= {"yes", "no"}
+    assert succeed(program, demo_bundle, "-", "-", *PROMPTS).splitlines() == [
+        answers[prompt] for prompt in PROMPTS
+    ]
+    assert set(succeed(program, demo_bundle, "fast-dllm", automaton, *PROMPTS).split()) <= {
+        "yes",
+        "no",
+    }
     wrong = run(program, demo_bundle, "slow", "-", "x")
     assert (wrong.returncode, wrong.stdout) == (1, "")
-    assert wrong.stderr.startswith('schedule: NOT_FOUND: preset "slow" is not one of this bundle\'s: llada, fast-dllm')
+    assert wrong.stderr.startswith(
+        'schedule: NOT_FOUND: preset "slow" is not one of this bundle\'s: llada, fast-dllm'
+    )
     assert run(program, demo_bundle).returncode == 2
 
 
@@ -232,7 +288,9 @@ def test_the_rust_wrapper_keeps_what_it_promises(cargo: Callable[..., str]) -> N
 
 
 def test_every_public_item_of_the_rust_wrapper_is_documented(cargo: Callable[..., str]) -> None:
-    assert 'missing_docs = "deny"' in (EXAMPLE / "rust" / "Cargo.toml").read_text()  # which every build here obeys
+    assert (
+        'missing_docs = "deny"' in (EXAMPLE / "rust" / "Cargo.toml").read_text()
+    )  # which every build here obeys
     cargo("doc", "--locked", "--lib")
 
 
@@ -244,7 +302,9 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
     tmp_path: Path,
     kind: str,
 ) -> None:
-    """Statically linked without any setting; with the feature ``shared`` by the build script that the wrapper documents."""
+    """Statically linked without any setting; with the feature ``shared`` by the build script that
+    the wrapper documents.
+    """
     is_shared = kind == "shared"
     features = ', features = ["shared"]' if is_shared else ""
     (tmp_path / "src").mkdir()
@@ -253,10 +313,14 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
         f'dlm-runtime = {{ path = "{EXAMPLE / "rust"}"{features} }}\n'
     )
     (tmp_path / "src" / "main.rs").write_text(
-        (EXAMPLE / "rust" / "src" / "bin" / "generate.rs").read_text().replace("usage: generate", "usage: dependent")
+        (EXAMPLE / "rust" / "src" / "bin" / "generate.rs")
+        .read_text()
+        .replace("usage: generate", "usage: dependent")
     )
     if is_shared:
-        documented = re.search(r"^//! (println!.*)$", (EXAMPLE / "rust" / "build.rs").read_text(), flags=re.MULTILINE)
+        documented = re.search(
+            r"^//! (println!.*)$", (EXAMPLE / "rust" / "build.rs").read_text(), flags=re.MULTILINE
+        )
         assert documented is not None
         (tmp_path / "build.rs").write_text(f"fn main() {{ {documented[1]} }}\n")
     cargo("build", manifest=tmp_path / "Cargo.toml")
@@ -266,11 +330,20 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
 
 
 @pytest.fixture(scope="session")
-def go(wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def go(
+    wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
     """Runs go in the folder of the module."""
     program, cache = found("go"), tmp_path_factory.mktemp("go")
-    variables = {"GOCACHE": str(cache), "GOFLAGS": "-mod=readonly", "GOPROXY": "off", "CGO_ENABLED": "1"}
-    return lambda *words: succeed("env", "-C", EXAMPLE / "go", program, *words, **variables, **wrapper_variables)
+    variables = {
+        "GOCACHE": str(cache),
+        "GOFLAGS": "-mod=readonly",
+        "GOPROXY": "off",
+        "CGO_ENABLED": "1",
+    }
+    return lambda *words: succeed(
+        "env", "-C", EXAMPLE / "go", program, *words, **variables, **wrapper_variables
+    )
 
 
 def test_go_examples_answer_as_python_does(
@@ -357,7 +430,10 @@ class Service:
 
     def metrics(self) -> dict[str, float]:
         _, content = self.ask("GET", "/metrics")
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in content.decode().splitlines()}
+        return {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in content.decode().splitlines()
+        }
 
     def wait_for(self, holds: Callable[[dict[str, float]], bool]) -> None:
         for _ in range(3000):
@@ -380,7 +456,9 @@ def started(serve: Path, demo_bundle: Path) -> Callable[..., Any]:
         engine = _native.onnxruntime_library() or ""
         environment = os.environ | LEAKS | {"DLM_ONNXRUNTIME": engine}
         command = [serve, demo_bundle, "--port", "0", "--threads", "1", *LIMITS, *options]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -405,7 +483,9 @@ def service(started: Callable[..., Any]) -> Iterator[Service]:
         yield service
 
 
-def test_the_service_completes_as_python_does(service: Service, answers: dict[str, str], demo_bundle: Path) -> None:
+def test_the_service_completes_as_python_does(
+    service: Service, answers: dict[str, str], demo_bundle: Path
+) -> None:
     status, said = service.complete(prompt=PROMPTS[0], max_tokens=NEW_TOKENS)
     assert status == 200
     assert said["object"] == "text_completion"
@@ -417,7 +497,10 @@ def test_the_service_completes_as_python_does(service: Service, answers: dict[st
     response, content = service.ask("POST", "/v1/chat/completions", CHAT)
     chat = json.loads(content)
     assert (response.status, chat["object"]) == (200, "chat.completion")
-    assert chat["choices"][0]["message"] == {"role": "assistant", "content": answers[f"chat: {PROMPTS[1]}"]}
+    assert chat["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": answers[f"chat: {PROMPTS[1]}"],
+    }
     assert chat["id"] != said["id"]
 
 
@@ -425,15 +508,21 @@ def test_draws_of_the_service_are_those_of_the_seed(service: Service, demo_bundl
     wish = {"prompt": "go", "max_tokens": NEW_TOKENS, "temperature": 0.9, "top_p": 0.95}
     texts = [service.complete(**wish, seed=seed)[1]["choices"][0]["text"] for seed in (3, 3, 4)]
     with dlm_runtime.open(demo_bundle) as bundle:
-        wanted = bundle.generate(prompt="go", max_new_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, seed=3).text
+        wanted = bundle.generate(
+            prompt="go", max_new_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, seed=3
+        ).text
     assert texts[:2] == [wanted] * 2
     assert texts[2] != wanted
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_stream_tells_the_same_text_in_pieces(service: Service, answers: dict[str, str], chat: bool) -> None:
+def test_a_stream_tells_the_same_text_in_pieces(
+    service: Service, answers: dict[str, str], chat: bool
+) -> None:
     wish = CHAT if chat else {"prompt": PROMPTS[0], "max_tokens": NEW_TOKENS}
-    response, content = service.ask("POST", "/v1/chat/completions" if chat else "/v1/completions", wish | {"stream": True})
+    response, content = service.ask(
+        "POST", "/v1/chat/completions" if chat else "/v1/completions", wish | {"stream": True}
+    )
     assert (response.status, response.getheader("Content-Type")) == (200, "text/event-stream")
     *events, last = content.decode().removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
@@ -483,7 +572,9 @@ def test_what_is_wrong_is_refused_with_a_sentence(service: Service, wrong: str) 
     assert service.ask("GET", "/health")[0].status == 200
 
 
-def test_one_connection_takes_any_number_of_requests(service: Service, answers: dict[str, str]) -> None:
+def test_one_connection_takes_any_number_of_requests(
+    service: Service, answers: dict[str, str]
+) -> None:
     connection = service.connect()
     for prompt in [*PROMPTS, "bad", *PROMPTS]:
         body = "{" if prompt == "bad" else json.dumps({"prompt": prompt, "max_tokens": NEW_TOKENS})
@@ -501,7 +592,9 @@ def test_more_than_may_wait_get_429_and_nothing_is_lost(started: Callable[..., A
 
         def ask(number: int) -> tuple[int, str | None]:
             gate.wait()
-            response, content = service.ask("POST", "/v1/completions", {"prompt": PROMPTS[number % 3], "max_tokens": 64})
+            response, content = service.ask(
+                "POST", "/v1/completions", {"prompt": PROMPTS[number % 3], "max_tokens": 64}
+            )
             assert json.loads(content)
             return response.status, response.getheader("Retry-After")
 
@@ -510,20 +603,33 @@ def test_more_than_may_wait_get_429_and_nothing_is_lost(started: Callable[..., A
         assert set(outcomes) == {(200, None), (429, "1")}
         assert service.complete(prompt=PROMPTS[0], max_tokens=8)[0] == 200, "it goes on"
         service.stop()
-    counted = {int(status): int(count) for count, status in re.findall(r"(\d+) answered (\d+)", service.said)}
+    counted = {
+        int(status): int(count)
+        for count, status in re.findall(r"(\d+) answered (\d+)", service.said)
+    }
     assert counted == {200: outcomes.count((200, None)) + 1, 429: outcomes.count((429, "1"))}
     assert "13 requests taken" in service.said
     assert ", 0 given up by their client" in service.said
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_takes_its_request_along(started: Callable[..., Any], stream: bool) -> None:
-    with started("--max-running", "1", "--preset", "llada") as service, ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(service.complete, prompt=prompt, max_tokens=64) for prompt in PROMPTS[:2]]
+def test_a_client_that_goes_takes_its_request_along(
+    started: Callable[..., Any], stream: bool
+) -> None:
+    with (
+        started("--max-running", "1", "--preset", "llada") as service,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        others = [
+            pool.submit(service.complete, prompt=prompt, max_tokens=64) for prompt in PROMPTS[:2]
+        ]
         service.wait_for(lambda metrics: metrics["dlm_submitted_total"] == 2)
         body = json.dumps({"prompt": PROMPTS[2], "max_tokens": 400, "stream": stream}).encode()
         with socket.create_connection(("127.0.0.1", service.port)) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+                % (len(body), body)
+            )
             service.wait_for(lambda metrics: metrics["dlm_submitted_total"] == 3)
         service.wait_for(lambda metrics: metrics["dlm_clients_gone_total"] == 1)
         assert [other.result()[0] for other in others] == [200] * 2
@@ -532,8 +638,13 @@ def test_a_client_that_goes_takes_its_request_along(started: Callable[..., Any],
 
 
 def test_what_is_under_way_is_finished_when_the_service_stops(started: Callable[..., Any]) -> None:
-    with started("--max-running", "2", "--preset", "llada") as service, ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(service.complete, prompt=PROMPTS[i % 3], max_tokens=32) for i in range(5)]
+    with (
+        started("--max-running", "2", "--preset", "llada") as service,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        asked = [
+            pool.submit(service.complete, prompt=PROMPTS[i % 3], max_tokens=32) for i in range(5)
+        ]
         service.wait_for(lambda metrics: metrics["dlm_submitted_total"] == 5)
         kept = service.connect()
         kept.request("GET", "/health")
@@ -555,24 +666,37 @@ def test_what_is_under_way_is_finished_when_the_service_stops(started: Callable[
 
 
 def test_a_stop_waits_no_longer_than_it_may(started: Callable[..., Any]) -> None:
-    with started("--max-running", "1", "--preset", "llada", "--drain-ms", "0") as service, ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(service.complete, prompt=PROMPTS[i % 3], max_tokens=400) for i in range(8)]
+    with (
+        started("--max-running", "1", "--preset", "llada", "--drain-ms", "0") as service,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        asked = [
+            pool.submit(service.complete, prompt=PROMPTS[i % 3], max_tokens=400) for i in range(8)
+        ]
         service.wait_for(lambda metrics: metrics["dlm_submitted_total"] == 8)
         service.stop(signal.SIGINT)
         outcomes = [each.result() for each in asked]
     assert {status for status, _ in outcomes} <= {200, 503}
     refused = [said for status, said in outcomes if status == 503]
     assert refused
-    assert all(said["error"]["message"] == "the service stops, and ended the request" for said in refused)
+    assert all(
+        said["error"]["message"] == "the service stops, and ended the request" for said in refused
+    )
 
 
 def test_a_request_has_its_time(started: Callable[..., Any]) -> None:
-    with started("--max-running", "1", "--preset", "llada", "--deadline-ms", "20") as service, ThreadPoolExecutor(6) as pool:
+    with (
+        started("--max-running", "1", "--preset", "llada", "--deadline-ms", "20") as service,
+        ThreadPoolExecutor(6) as pool,
+    ):
         outcomes = list(pool.map(lambda _: service.complete(prompt="go", max_tokens=400), range(6)))
     for status, said in outcomes:
         assert status in (200, 503)
         assert status == 503 or said["choices"][0]["finish_reason"] in ("length", "stop")
-    assert any(status == 503 and "waited until its time was over" in said["error"]["message"] for status, said in outcomes)
+    assert any(
+        status == 503 and "waited until its time was over" in said["error"]["message"]
+        for status, said in outcomes
+    )
 
 
 @pytest.mark.parametrize(
@@ -590,6 +714,8 @@ def test_a_request_has_its_time(started: Callable[..., Any]) -> None:
 def test_a_service_that_cannot_start_says_why(
     serve: Path, demo_bundle: Path, arguments: list[str], code: int, sentence: str
 ) -> None:
-    done = run(serve, *[argument.replace("{bundle}", str(demo_bundle)) for argument in arguments], **LEAKS)
+    done = run(
+        serve, *[argument.replace("{bundle}", str(demo_bundle)) for argument in arguments], **LEAKS
+    )
     assert (done.returncode, done.stdout) == (code, "")
     assert sentence in done.stderr

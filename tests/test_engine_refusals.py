@@ -1,4 +1,6 @@
-"""What is refused before an engine is built: the exit code, what to do instead, and that nothing is left behind."""
+"""What is refused before an engine is built: the exit code, what to do instead, and that nothing is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +33,45 @@ def _nothing_left(out: Path) -> None:
 
 
 BUILD_REFUSALS = [
-    (("--target", "h100", "--precision", "nvfp4"), ["target h100 does not run nvfp4", "SM 10.0", "fp8"]),
-    (("--target", "agx-orin", "--precision", "fp8"), ["target agx-orin does not run fp8", "SM 8.9", "int8"]),
-    (("--target", "rtx5090,rtx4090", "--precision", "nvfp4"), ["target rtx4090 does not run nvfp4", "all run", "fp8"]),
+    (
+        ("--target", "h100", "--precision", "nvfp4"),
+        ["target h100 does not run nvfp4", "SM 10.0", "fp8"],
+    ),
+    (
+        ("--target", "agx-orin", "--precision", "fp8"),
+        ["target agx-orin does not run fp8", "SM 8.9", "int8"],
+    ),
+    (
+        ("--target", "rtx5090,rtx4090", "--precision", "nvfp4"),
+        ["target rtx4090 does not run nvfp4", "all run", "fp8"],
+    ),
     (("--target", "thor", "--precision", "fp32"), ["target thor does not run 'fp32'", "fp16"]),
-    (("--target", "rtx6090", "--precision", "fp16"), ["unknown target 'rtx6090'", "rtx5090", "sm120"]),
+    (
+        ("--target", "rtx6090", "--precision", "fp16"),
+        ["unknown target 'rtx6090'", "rtx5090", "sm120"],
+    ),
     (("--target", "cpu,thor", "--precision", "fp16"), ["build two"]),
-    (("--target", "thor", "--builder", "tensorrt_rtx"), ["tensorrt_rtx does not build for thor (SM 11.0)", "tensorrt does"]),
+    (
+        ("--target", "thor", "--builder", "tensorrt_rtx"),
+        ["tensorrt_rtx does not build for thor (SM 11.0)", "tensorrt does"],
+    ),
     (("--target", "h100", "--canvas", "513"), ["--canvas 513", "512 tokens"]),
     (("--target", "h100", "--canvas", "64", "--block", "65"), ["--block 65", "64 tokens"]),
-    (("--target", "h100", "--precision", "fp16", "--activations", "bf16"), ["for quantised bundles"]),
+    (
+        ("--target", "h100", "--precision", "fp16", "--activations", "bf16"),
+        ["for quantised bundles"],
+    ),
     (("--target", "h100", "--no-engine", "--workspace", "64"), ["--workspace", "--no-engine"]),
     (("--target", "cpu", "--canvas", "64"), ["--canvas", "for GPUs"]),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), BUILD_REFUSALS, ids=[" ".join(each) for each, _ in BUILD_REFUSALS])
-def test_a_build_that_cannot_be_is_refused_and_leaves_nothing(out: Path, arguments: tuple[str, ...], says: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"), BUILD_REFUSALS, ids=[" ".join(each) for each, _ in BUILD_REFUSALS]
+)
+def test_a_build_that_cannot_be_is_refused_and_leaves_nothing(
+    out: Path, arguments: tuple[str, ...], says: list[str]
+) -> None:
     refused(dlm_export("build", DEMO, *arguments, "-o", out), 2, says)
     _nothing_left(out)
 
@@ -68,7 +92,9 @@ ENGINE_REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), ENGINE_REFUSALS, ids=[" ".join(each) for each, _ in ENGINE_REFUSALS])
+@pytest.mark.parametrize(
+    ("arguments", "says"), ENGINE_REFUSALS, ids=[" ".join(each) for each, _ in ENGINE_REFUSALS]
+)
 def test_an_engine_that_a_bundle_cannot_have_is_refused_and_leaves_it_as_it_was(
     cpu_fp16: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: list[str]
 ) -> None:
@@ -83,25 +109,49 @@ def test_an_engine_that_a_bundle_cannot_have_is_refused_and_leaves_it_as_it_was(
 def test_layers_that_the_new_target_does_not_take_are_refused(tmp_path: Path) -> None:
     bundle = copy_of(gpu_bundle("nvfp4", "rtx5090"), tmp_path / "nvfp4")
     before = contents(bundle)
-    refused(dlm_export("engine", bundle, "--target", "rtx4090"), 2, ["target rtx4090 does not run nvfp4"])
+    refused(
+        dlm_export("engine", bundle, "--target", "rtx4090"),
+        2,
+        ["target rtx4090 does not run nvfp4"],
+    )
     assert contents(bundle) == before
 
 
 def test_an_fp32_bundle_gets_no_engine(llada_bundle: Path) -> None:
-    refused(dlm_export("engine", llada_bundle, "--target", "rtx5090"), 2, ["has no device graph", "--target rtx5090"])
+    refused(
+        dlm_export("engine", llada_bundle, "--target", "rtx5090"),
+        2,
+        ["has no device graph", "--target rtx5090"],
+    )
 
 
 DEVICE_REFUSALS = [
     (("--target", "h100"), 1, ["is built on the device", "TensorRT 10.14"]),
-    (("--target", "agx-orin", "--builder", "tensorrt_rtx"), 2, ["does not build for agx-orin (SM 8.7)"]),
-    (("--target", "agx-orin"), 2, ["graph of opset 23", "TensorRT 10.3 cannot parse", "bundle with --target agx-orin"]),
+    (
+        ("--target", "agx-orin", "--builder", "tensorrt_rtx"),
+        2,
+        ["does not build for agx-orin (SM 8.7)"],
+    ),
+    (
+        ("--target", "agx-orin"),
+        2,
+        ["graph of opset 23", "TensorRT 10.3 cannot parse", "bundle with --target agx-orin"],
+    ),
     (("--target", "rtx5090,rtx5090"), 2, ["rtx5090 is given more than once"]),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "code", "says"), DEVICE_REFUSALS, ids=[" ".join(each) for each, *_ in DEVICE_REFUSALS])
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    DEVICE_REFUSALS,
+    ids=[" ".join(each) for each, *_ in DEVICE_REFUSALS],
+)
 def test_an_engine_that_cannot_be_built_here_is_refused(
-    llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, says: list[str]
+    llada_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    code: int,
+    says: list[str],
 ) -> None:
     monkeypatch.setattr(builders, "device_sm", lambda: None)
     bundle = gpu_bundle("fp16", "rtx5090", source=llada_checkpoint)
@@ -110,13 +160,28 @@ def test_an_engine_that_cannot_be_built_here_is_refused(
     assert contents(bundle) == before
 
 
-def test_layers_that_groups_do_not_divide_take_the_next_format_and_are_named(llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_layers_that_groups_do_not_divide_take_the_next_format_and_are_named(
+    llada_checkpoint: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "bundle"
-    options = ("--target", "agx-orin", "--precision", "int4-g128", "--no-verify", "--solver", "nearest", "-o", out)
+    options = (
+        "--target",
+        "agx-orin",
+        "--precision",
+        "int4-g128",
+        "--no-verify",
+        "--solver",
+        "nearest",
+        "-o",
+        out,
+    )
     done = dlm_export("build", llada_checkpoint, *options)
     assert done.exit_code == 0, done.output
     told = " ".join(done.stderr.split())
-    assert "int4-g128 has groups of 128, and 64 inputs are no multiple: 12 layers (blocks.N.attention.q, " in told
+    assert (
+        "int4-g128 has groups of 128, and 64 inputs are no multiple: 12 layers (blocks.N.attention.q, "
+        in told
+    )
     assert "in int4-g64" in told
     assert "96 inputs are no multiple: 2 layers (blocks.N.mlp.down) in int8-weight" in told
     held = read_manifest(out)["precision"]["layers"]
@@ -126,7 +191,16 @@ def test_layers_that_groups_do_not_divide_take_the_next_format_and_are_named(lla
 def test_a_plain_graph_is_there_for_the_asking(llada_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundle"
     done = dlm_export(
-        "build", llada_checkpoint, "--target", "thor", "--precision", "fp16", "--plain-graph", "--no-verify", "-o", out
+        "build",
+        llada_checkpoint,
+        "--target",
+        "thor",
+        "--precision",
+        "fp16",
+        "--plain-graph",
+        "--no-verify",
+        "-o",
+        out,
     )
     assert done.exit_code == 0, done.output
     assert read_manifest(out)["opset"] == PLAIN_OPSET
@@ -137,7 +211,9 @@ def test_a_plain_graph_is_there_for_the_asking(llada_checkpoint: Path, tmp_path:
 
 @pytest.mark.parametrize("name", ["orin-nano", "rtx5090", "thor"])
 @pytest.mark.parametrize("weights_bytes", [4 * GIB, 16 * GIB])
-def test_the_canvas_that_is_said_to_fit_is_the_longest_that_does(name: str, weights_bytes: int) -> None:
+def test_the_canvas_that_is_said_to_fit_is_the_longest_that_does(
+    name: str, weights_bytes: int
+) -> None:
     target = targets.find(name)
     limits = Limits(LARGE.max_canvas_length, 32)
     with pytest.raises(EngineError) as caught:
@@ -155,7 +231,8 @@ def test_the_canvas_that_is_said_to_fit_is_the_longest_that_does(name: str, weig
 
 
 def test_the_estimate_counts_weights_cache_and_logits() -> None:
-    # Keys and values of 4096 tokens, past and present, in two bytes; 32 scored rows in fp32, with what sorting them takes.
+    # Keys and values of 4096 tokens, past and present, in two bytes; 32 scored rows in fp32, with
+    # what sorting them takes.
     found = estimate.estimate(LARGE, 16 * GIB, Limits(4096, 32))
     assert found.cache == 2 * 4096 * (32 * 2 * 32 * 128 * 2)
     assert found.passes > 4096 * 12288 * 2 + 32 * 126464 * 4
@@ -164,7 +241,9 @@ def test_the_estimate_counts_weights_cache_and_logits() -> None:
 
 
 def _with_memory(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int) -> None:
-    monkeypatch.setitem(targets.TARGETS, name, replace(targets.TARGETS[name], memory_bytes=memory_bytes))
+    monkeypatch.setitem(
+        targets.TARGETS, name, replace(targets.TARGETS[name], memory_bytes=memory_bytes)
+    )
 
 
 def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
@@ -172,14 +251,22 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
 ) -> None:
     bundle = copy_of(gpu_bundle("nvfp4", "thor"), tmp_path / "nvfp4")
     network = network_of(read_manifest(bundle))
-    needed = estimate.estimate(network, (bundle / "denoiser.onnx.data").stat().st_size, Limits(300, 32)).device
+    needed = estimate.estimate(
+        network, (bundle / "denoiser.onnx.data").stat().st_size, Limits(300, 32)
+    ).device
     _with_memory(monkeypatch, "thor", needed)
     _with_memory(monkeypatch, "h100", needed)
     says = ["a canvas of 512 tokens in blocks of 32 needs", "--canvas "]
-    refused(dlm_export("build", DEMO, "--target", "h100", "--precision", "fp8", "-o", out), 2, ["h100 has", *says])
+    refused(
+        dlm_export("build", DEMO, "--target", "h100", "--precision", "fp8", "-o", out),
+        2,
+        ["h100 has", *says],
+    )
     _nothing_left(out)
     before = contents(bundle)
-    monkeypatch.setattr(bundled, "find_builder", lambda *_: builders.Builder("tensorrt", _Untouched(), (110,)))
+    monkeypatch.setattr(
+        bundled, "find_builder", lambda *_: builders.Builder("tensorrt", _Untouched(), (110,))
+    )
     result = dlm_export("engine", bundle, "--target", "thor")
     refused(result, 2, ["thor has", *says, "--canvas 300 fits"])
     assert contents(bundle) == before
@@ -192,7 +279,9 @@ class _Untouched:
         raise AssertionError(f"{name} was asked for")
 
 
-def test_a_host_that_is_too_small_to_build_on_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_too_small_to_build_on_is_refused(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     monkeypatch.setattr(estimate, "available_memory_bytes", lambda: GIB // 2)
     says = ["building for rtx5090 takes about", "0.54 GB are available", "--no-engine"]

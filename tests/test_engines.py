@@ -1,4 +1,5 @@
-"""Engines that TensorRT-RTX builds here, without a GPU: what they hold, what the bundle says of them, what stops a build.
+"""Engines that TensorRT-RTX builds here, without a GPU: what they hold, what the bundle says of
+them, what stops a build.
 
 No test executes an engine: that takes the GPU it was built for.
 """
@@ -45,7 +46,9 @@ from dlm_export.tensorrt.estimate import EngineOptions
 
 trt = pytest.importorskip("tensorrt_rtx_bindings")
 
-SCHEMA = json.loads((Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
+SCHEMA = json.loads(
+    (Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text()
+)
 SM = {"rtx4090": 89, "rtx5090": 120, "gb10": 121}
 
 
@@ -61,7 +64,9 @@ def build(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...], Path]:
     return request.param, BUILDS[request.param], demo_engines(request.param)
 
 
-def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(build: tuple[str, tuple[str, ...], Path]) -> None:
+def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(
+    build: tuple[str, tuple[str, ...], Path],
+) -> None:
     precision, names, bundle = build
     manifest = read_manifest(bundle)
     layers = list(open_source(DEMO).network.quantisable())
@@ -82,17 +87,36 @@ def test_the_manifest_says_what_an_engine_is(build: tuple[str, tuple[str, ...], 
     manifest = read_manifest(bundle)
     jsonschema.validate(manifest, SCHEMA, registry=Registry())
     for name in names:
-        entry, device_bytes = manifest["loop"]["engines"][name], manifest["audits"][name]["device_bytes"]
+        entry, device_bytes = (
+            manifest["loop"]["engines"][name],
+            manifest["audits"][name]["device_bytes"],
+        )
         assert entry["file"] == f"engines/{name}.engine"
-        assert (entry["builder"], entry["version"], entry["sm"]) == ("tensorrt_rtx", trt.__version__, [SM[name]])
+        assert (entry["builder"], entry["version"], entry["sm"]) == (
+            "tensorrt_rtx",
+            trt.__version__,
+            [SM[name]],
+        )
         assert entry["profiles"] == {
-            "prefill": {"tokens": [1, LONGEST // 2, LONGEST], "cached": [0, 0, 0], "rows": [1, BLOCK, BLOCK]},
-            "block": {"tokens": [1, BLOCK, BLOCK], "cached": [0, LONGEST // 2, LONGEST], "rows": [1, BLOCK, BLOCK]},
+            "prefill": {
+                "tokens": [1, LONGEST // 2, LONGEST],
+                "cached": [0, 0, 0],
+                "rows": [1, BLOCK, BLOCK],
+            },
+            "block": {
+                "tokens": [1, BLOCK, BLOCK],
+                "cached": [0, LONGEST // 2, LONGEST],
+                "rows": [1, BLOCK, BLOCK],
+            },
         }
-        assert device_bytes > (bundle / entry["file"]).stat().st_size - estimate.DEVICE_OVERHEAD_BYTES
+        assert (
+            device_bytes > (bundle / entry["file"]).stat().st_size - estimate.DEVICE_OVERHEAD_BYTES
+        )
 
 
-def test_an_entry_has_the_hashes_of_the_files_that_it_was_built_from(build: tuple[str, tuple[str, ...], Path]) -> None:
+def test_an_entry_has_the_hashes_of_the_files_that_it_was_built_from(
+    build: tuple[str, tuple[str, ...], Path],
+) -> None:
     _, _, bundle = build
     manifest = read_manifest(bundle)
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in contents(bundle).items()}
@@ -111,13 +135,17 @@ def test_an_entry_has_the_hashes_of_the_files_that_it_was_built_from(build: tupl
         assert entry["seal"] == hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def test_the_native_reader_takes_a_bundle_with_engines(build: tuple[str, tuple[str, ...], Path]) -> None:
+def test_the_native_reader_takes_a_bundle_with_engines(
+    build: tuple[str, tuple[str, ...], Path],
+) -> None:
     _, names, bundle = build
     with dlm_runtime.open(bundle, engine="none") as opened:
         assert set(opened.manifest["loop"]["engines"]) == set(names)
 
 
-def test_an_engine_takes_its_weights_and_little_more(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_engine_takes_its_weights_and_little_more(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     # One wide layer: of the demo's engines, kernels are the larger part.
     config = llada_config(d_model=1024, n_heads=16, n_kv_heads=16, mlp_hidden_size=4096, n_layers=1)
     source = write_checkpoint(tmp_path_factory.mktemp("wide"), config)
@@ -125,7 +153,8 @@ def test_an_engine_takes_its_weights_and_little_more(tmp_path_factory: pytest.Te
     for precision in ("fp16", "nvfp4"):
         bundle = gpu_bundle(precision, "rtx5090", source=source, engines=True)
         sizes[precision] = weights, engine = [
-            (bundle / name).stat().st_size for name in ("denoiser.onnx.data", "engines/rtx5090.engine")
+            (bundle / name).stat().st_size
+            for name in ("denoiser.onnx.data", "engines/rtx5090.engine")
         ]
         assert weights < engine < weights + (12 << 20)
     assert sizes["nvfp4"][1] < sizes["fp16"][1] / 2
@@ -161,8 +190,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return kept
 
 
-def test_the_builder_gets_two_profiles_the_compute_capability_and_the_workspace(fp16: Path, seen: Seen) -> None:
-    result = dlm_export("engine", fp16, "--target", "gb10", "--canvas", 96, "--block", 16, "--workspace", 64)
+def test_the_builder_gets_two_profiles_the_compute_capability_and_the_workspace(
+    fp16: Path, seen: Seen
+) -> None:
+    result = dlm_export(
+        "engine", fp16, "--target", "gb10", "--canvas", 96, "--block", 16, "--workspace", 64
+    )
     assert result.exit_code == 0, result.output
     assert seen.config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 64 << 20
     assert seen.config.num_compute_capabilities == 1
@@ -186,9 +219,15 @@ def test_the_builder_gets_two_profiles_the_compute_capability_and_the_workspace(
     assert said["block"]["cached"] == [0, 48, 96]
 
 
-def test_tensorrt_rtx_which_keeps_no_timings_takes_no_cache_of_them(fp16: Path, tmp_path: Path) -> None:
+def test_tensorrt_rtx_which_keeps_no_timings_takes_no_cache_of_them(
+    fp16: Path, tmp_path: Path
+) -> None:
     before, cache = contents(fp16), tmp_path / "timings"
-    refused(dlm_export("engine", fp16, "--target", "gb10", "--timing-cache", cache), 2, ["leave --timing-cache out"])
+    refused(
+        dlm_export("engine", fp16, "--target", "gb10", "--timing-cache", cache),
+        2,
+        ["leave --timing-cache out"],
+    )
     assert contents(fp16) == before
     assert not cache.exists()
 
@@ -206,7 +245,10 @@ def test_a_second_engine_leaves_everything_else_as_it_was(fp16: Path) -> None:
     assert {name for name in before if after[name] != before[name]} == {"manifest.json"}
     assert changed["targets"] == ["rtx5090", "gb10"]
     entry, audit = changed["loop"]["engines"].pop("gb10"), changed["audits"].pop("gb10")
-    assert changed["files"].pop(new) == {"bytes": len(after[new]), "sha256": hashlib.sha256(after[new]).hexdigest()}
+    assert changed["files"].pop(new) == {
+        "bytes": len(after[new]),
+        "sha256": hashlib.sha256(after[new]).hexdigest(),
+    }
     assert changed | {"targets": ["rtx5090"]} == manifest
     printed = json.loads(result.stdout)["engines"]["gb10"]
     assert printed | entry | {"audit": audit} == printed
@@ -217,12 +259,25 @@ def test_a_second_engine_leaves_everything_else_as_it_was(fp16: Path) -> None:
 
 def test_an_engine_is_replaced_only_with_force(fp16: Path) -> None:
     before = contents(fp16)
-    refused(dlm_export("engine", fp16, "--target", "rtx5090"), 2, ["has an engine for rtx5090", "--force"])
+    refused(
+        dlm_export("engine", fp16, "--target", "rtx5090"),
+        2,
+        ["has an engine for rtx5090", "--force"],
+    )
     assert contents(fp16) == before
-    assert dlm_export("engine", fp16, "--target", "rtx5090", "--canvas", 64, "--force").exit_code == 0
+    assert (
+        dlm_export("engine", fp16, "--target", "rtx5090", "--canvas", 64, "--force").exit_code == 0
+    )
     after = contents(fp16)
-    assert {name for name in after if after[name] != before[name]} == {"manifest.json", "engines/rtx5090.engine"}
-    assert read_manifest(fp16)["loop"]["engines"]["rtx5090"]["profiles"]["prefill"]["tokens"] == [1, 32, 64]
+    assert {name for name in after if after[name] != before[name]} == {
+        "manifest.json",
+        "engines/rtx5090.engine",
+    }
+    assert read_manifest(fp16)["loop"]["engines"]["rtx5090"]["profiles"]["prefill"]["tokens"] == [
+        1,
+        32,
+        64,
+    ]
 
 
 class Interrupting:
@@ -245,7 +300,9 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_the_builder_and_leaves_the_bundle_as_it_was(fp16: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_the_builder_and_leaves_the_bundle_as_it_was(
+    fp16: Path, number: signal.Signals
+) -> None:
     def end(number: int, _: object) -> None:
         raise Ended(number)
 
@@ -253,7 +310,9 @@ def test_a_signal_stops_the_builder_and_leaves_the_bundle_as_it_was(fp16: Path, 
     handler = signal.signal(number, end)
     try:
         with pytest.raises(Ended, match=str(int(number))):
-            bundled.add_engine(fp16, read_manifest(fp16), targets.find("gb10"), EngineOptions(), progress=progress)
+            bundled.add_engine(
+                fp16, read_manifest(fp16), targets.find("gb10"), EngineOptions(), progress=progress
+            )
         assert signal.getsignal(number) is end
     finally:
         signal.signal(number, handler)
@@ -274,8 +333,12 @@ def _edit(bundle: Path) -> None:
     (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(("damage", "says"), [(_truncate, "truncated"), (_edit, "loop.engines.rtx5090: was edited")])
-def test_run_refuses_an_engine_that_was_damaged_or_edited(fp16: Path, damage: Callable[[Path], None], says: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "says"), [(_truncate, "truncated"), (_edit, "loop.engines.rtx5090: was edited")]
+)
+def test_run_refuses_an_engine_that_was_damaged_or_edited(
+    fp16: Path, damage: Callable[[Path], None], says: str
+) -> None:
     damage(fp16)
     refused(dlm_export("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4), 2, [says])
 
@@ -292,35 +355,59 @@ def test_a_damaged_engine_is_built_again_or_taken_out(fp16: Path, damage: str) -
         path.unlink()
     run = ("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4)
     assert "engine" in dlm_export(*run).stderr
-    assert dlm_export(*run, "--engine", "onnxruntime").exit_code == 0  # the graph is not the engine's
+    assert (
+        dlm_export(*run, "--engine", "onnxruntime").exit_code == 0
+    )  # the graph is not the engine's
     assert dlm_export("engine", fp16, "--target", "rtx5090", "--force").exit_code == 0
     assert read_manifest(fp16)["loop"]["engines"]["rtx5090"]["version"] == trt.__version__
     assert path.stat().st_size == read_manifest(fp16)["files"]["engines/rtx5090.engine"]["bytes"]
     assert dlm_export("engine", fp16, "--target", "rtx5090", "--remove").exit_code == 0
     assert not path.exists()
     assert "engines/rtx5090.engine" not in read_manifest(fp16)["files"]
-    refused(dlm_export("engine", fp16, "--target", "rtx5090", "--remove"), 2, ["has no engine for rtx5090"])
-    refused(dlm_export(*run), 2, ["holds no TensorRT engine", f"dlm-export engine {fp16} --target rtx5090,"])
+    refused(
+        dlm_export("engine", fp16, "--target", "rtx5090", "--remove"),
+        2,
+        ["has no engine for rtx5090"],
+    )
+    refused(
+        dlm_export(*run),
+        2,
+        ["holds no TensorRT engine", f"dlm-export engine {fp16} --target rtx5090,"],
+    )
 
 
-def test_a_bundle_that_cannot_be_written_or_is_being_changed_is_left_alone(fp16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_that_cannot_be_written_or_is_being_changed_is_left_alone(
+    fp16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = contents(fp16)
     held = os.open(fp16, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    refused(dlm_export("engine", fp16, "--target", "gb10"), 1, ["another dlm-export is changing it"])
+    refused(
+        dlm_export("engine", fp16, "--target", "gb10"), 1, ["another dlm-export is changing it"]
+    )
     os.close(held)
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(bundled, "build_engine", fail)
-    refused(dlm_export("engine", fp16, "--target", "gb10"), 1, ["gb10.engine: cannot write (Read-only file system)"])
+    refused(
+        dlm_export("engine", fp16, "--target", "gb10"),
+        1,
+        ["gb10.engine: cannot write (Read-only file system)"],
+    )
     assert contents(fp16) == before
 
 
 def test_inspect_shows_a_bundles_engines(fp16: Path) -> None:
     shown = dlm_export("inspect", fp16).stdout
-    for text in ("rtx5090", "tensorrt_rtx", "43 float16", "engines/rtx5090.engine", "presets: llada"):
+    for text in (
+        "rtx5090",
+        "tensorrt_rtx",
+        "43 float16",
+        "engines/rtx5090.engine",
+        "presets: llada",
+    ):
         assert text in shown
     assert json.loads(dlm_export("inspect", fp16, "--json").stdout) == read_manifest(fp16)
 
@@ -384,15 +471,32 @@ def test_tensorrt_rtx_that_is_not_there_is_named_with_its_package(
         return None if name.startswith("tensorrt") else find_spec(name, package)
 
     monkeypatch.setattr(builders.importlib.util, "find_spec", without)
-    says = ["needs TensorRT-RTX, which is not installed", "pip install 'dlm-export[rtx]'", "--no-engine"]
+    says = [
+        "needs TensorRT-RTX, which is not installed",
+        "pip install 'dlm-export[rtx]'",
+        "--no-engine",
+    ]
     refused(dlm_export("engine", unbuilt, "--target", "rtx5090"), 1, says)
-    refused(dlm_export("build", DEMO, "--target", "rtx5090", "-o", tmp_path / "new" / "bundle"), 1, says)
+    refused(
+        dlm_export("build", DEMO, "--target", "rtx5090", "-o", tmp_path / "new" / "bundle"), 1, says
+    )
     assert not (tmp_path / "new").exists()
 
 
-def test_a_device_whose_tensorrt_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, unbuilt: Path) -> None:
+def test_a_device_whose_tensorrt_is_missing_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, unbuilt: Path
+) -> None:
     find_spec = builders.importlib.util.find_spec
-    monkeypatch.setattr(builders.importlib.util, "find_spec", lambda name: None if name == "tensorrt" else find_spec(name))
+    monkeypatch.setattr(
+        builders.importlib.util,
+        "find_spec",
+        lambda name: None if name == "tensorrt" else find_spec(name),
+    )
     monkeypatch.setattr(builders, "device_sm", lambda: 110)
-    says = ["SM 11.0", "is not installed for this Python", "pip install tensorrt", "python3-libnvinfer"]
+    says = [
+        "SM 11.0",
+        "is not installed for this Python",
+        "pip install tensorrt",
+        "python3-libnvinfer",
+    ]
     refused(dlm_export("engine", unbuilt, "--target", "thor"), 1, says)

@@ -1,4 +1,6 @@
-"""Mixtures of experts as operators: the definition is the sum it says, and each processor's kernels compute the definition."""
+"""Mixtures of experts as operators: the definition is the sum it says, and each processor's kernels
+compute the definition.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,22 @@ import onnxruntime
 import pytest
 from test_kernels import SETS
 
-from dlm_calibration.formats import FP16, QuantisedWeight, activation_scale, quantise_activation, quantise_weight
+from dlm_calibration.formats import (
+    FP16,
+    QuantisedWeight,
+    activation_scale,
+    quantise_activation,
+    quantise_weight,
+)
 from dlm_export.graph import experts, functions
 from dlm_export.graph.body import DOMAIN
 from dlm_export.network.spec import STACKS
 from dlm_runtime import _native
 
 SHAPES = [(1, 8, 64, 264, 8), (7, 5, 16, 40, 2), (33, 8, 72, 104, 3), (600, 4, 136, 264, 2)]
-"""Tokens, experts, inputs, inner features and experts a token: fewer than a tile, odd panels, more than one band."""
+"""Tokens, experts, inputs, inner features and experts a token: fewer than a tile, odd panels, more
+than one band.
+"""
 SIMULATED = ("FP8Experts", "NVFP4Experts", "NVFP4WeightExperts")
 RANGE = 4.0  # of what is rounded by one scale
 Arrays = dict[str, np.ndarray]
@@ -27,7 +37,9 @@ def mixture(shape: tuple[int, ...], seed: int = 0) -> Arrays:
     """Tokens, who goes where, and experts ``[E, K, N]``; the last expert is never chosen."""
     tokens, count, inputs, hidden, active = shape
     rng = np.random.default_rng(seed)
-    chosen = np.stack([rng.permutation(max(active, count - 1))[:active] for _ in range(tokens)])[None]
+    chosen = np.stack([rng.permutation(max(active, count - 1))[:active] for _ in range(tokens)])[
+        None
+    ]
     return {
         "x": rng.normal(size=(1, tokens, inputs)).astype(np.float32),
         "chosen": chosen.astype(np.int64),
@@ -47,25 +59,42 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
         return simulated(given, name)
     attributes = {"columns": [given["gate"].shape[2]] * 2, "out_columns": [given["down"].shape[2]]}
     if name == "Fp32Experts":
-        return found | {stack: np.stack([experts.fp32_panels(each) for each in given[stack]]) for stack in STACKS}, attributes
+        return found | {
+            stack: np.stack([experts.fp32_panels(each) for each in given[stack]])
+            for stack in STACKS
+        }, attributes
     for stack in STACKS:
         if name == "Int8Experts":
-            weights: list[QuantisedWeight] = [quantise_weight(each, "int8") for each in given[stack]]
+            weights: list[QuantisedWeight] = [
+                quantise_weight(each, "int8") for each in given[stack]
+            ]
             width = functions.padded(given[stack].shape[2])
             found[stack] = np.stack([functions.panels(weight.codes) for weight in weights])
-            found[f"{stack}_scales"] = np.stack([np.pad(each.scales, (0, width - each.scales.size)) for each in weights])
+            found[f"{stack}_scales"] = np.stack(
+                [np.pad(each.scales, (0, width - each.scales.size)) for each in weights]
+            )
         else:
-            weights = [quantise_weight(each, "int4", group_size=32, scale_dtype=FP16) for each in given[stack]]
+            weights = [
+                quantise_weight(each, "int4", group_size=32, scale_dtype=FP16)
+                for each in given[stack]
+            ]
             found[stack] = np.stack([functions.int4_panels(weight.codes) for weight in weights])
-            found[f"{stack}_scales"] = np.stack([functions.panel_scales(weight.scales.T).astype(FP16) for weight in weights])
+            found[f"{stack}_scales"] = np.stack(
+                [functions.panel_scales(weight.scales.T).astype(FP16) for weight in weights]
+            )
     return found, attributes | ({"group_size": 32} if name == "Int4Experts" else {})
 
 
 def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
     """Each expert's quantised matrices, by stack; NVFP4's share the scale of their stack."""
     kind = "fp8" if name == "FP8Experts" else "nvfp4"
-    ranges = {stack: float(np.abs(given[stack]).max()) if kind == "nvfp4" else None for stack in STACKS}
-    return {stack: [quantise_weight(each, kind, amax=ranges[stack]) for each in given[stack]] for stack in STACKS}
+    ranges = {
+        stack: float(np.abs(given[stack]).max()) if kind == "nvfp4" else None for stack in STACKS
+    }
+    return {
+        stack: [quantise_weight(each, kind, amax=ranges[stack]) for each in given[stack]]
+        for stack in STACKS
+    }
 
 
 def simulated(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
@@ -77,7 +106,9 @@ def simulated(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
             found[f"{stack}_scales"] = np.stack([weight.scales for weight in weights])
             continue
         found[stack] = np.stack([functions.nvfp4_panels(weight.codes) for weight in weights])
-        found[f"{stack}_scales"] = np.stack([functions.panel_scales(weight.scales).view(np.uint8) for weight in weights])
+        found[f"{stack}_scales"] = np.stack(
+            [functions.panel_scales(weight.scales).view(np.uint8) for weight in weights]
+        )
         found[f"{stack}_global_scale"] = np.asarray(weights[0].global_scale)
     if name != "NVFP4WeightExperts":
         kind = "fp8" if name == "FP8Experts" else "nvfp4"
@@ -91,13 +122,19 @@ def simulated(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
 
 def run(name: str, inputs: Arrays, attributes: dict[str, Any], *, has_kernels: bool) -> np.ndarray:
     ports = [
-        ir.Value(name=port, shape=ir.Shape(value.shape), type=ir.TensorType(ir.DataType.from_numpy(value.dtype)))
+        ir.Value(
+            name=port,
+            shape=ir.Shape(value.shape),
+            type=ir.TensorType(ir.DataType.from_numpy(value.dtype)),
+        )
         for port, value in inputs.items()
     ]
     node = ir.node(name, ports, attributes, domain=DOMAIN)
     (y,) = node.outputs
     y.name, y.shape, y.type = "y", ir.Shape(inputs["x"].shape), ir.TensorType(ir.DataType.FLOAT)
-    model = ir.Model(ir.Graph(ports, [y], nodes=[node], opset_imports={"": 23}, name="g"), ir_version=10)
+    model = ir.Model(
+        ir.Graph(ports, [y], nodes=[node], opset_imports={"": 23}, name="g"), ir_version=10
+    )
     functions.declare(model, name)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -110,17 +147,26 @@ def run(name: str, inputs: Arrays, attributes: dict[str, Any], *, has_kernels: b
 def test_the_definition_is_the_weighted_sum_of_the_chosen_experts() -> None:
     given = mixture(SHAPES[1])
     x, wanted = given["x"][0], np.zeros_like(given["x"][0])
-    for token, (mine, weights) in enumerate(zip(given["chosen"][0], given["weights"][0], strict=True)):
+    for token, (mine, weights) in enumerate(
+        zip(given["chosen"][0], given["weights"][0], strict=True)
+    ):
         for expert, weight in zip(mine, weights, strict=True):
             gate = x[token] @ given["gate"][expert]
-            wanted[token] += weight * ((gate / (1 + np.exp(-gate)) * (x[token] @ given["up"][expert])) @ given["down"][expert])
+            wanted[token] += weight * (
+                (gate / (1 + np.exp(-gate)) * (x[token] @ given["up"][expert]))
+                @ given["down"][expert]
+            )
     for name in ("Experts", "Fp32Experts"):
-        np.testing.assert_allclose(run(name, *laid_out(given, name), has_kernels=False)[0], wanted, atol=1e-5)
+        np.testing.assert_allclose(
+            run(name, *laid_out(given, name), has_kernels=False)[0], wanted, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("name", ["Fp32Experts", "Int8Experts", "Int4Experts"])
-def test_kernels_compute_the_definition(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compute_the_definition(
+    name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DLM_KERNELS", kernels)
     for shape in SHAPES:
         inputs, attributes = laid_out(mixture(shape), name)
@@ -129,13 +175,16 @@ def test_kernels_compute_the_definition(name: str, kernels: str, monkeypatch: py
             found = run(name, inputs, attributes, has_kernels=True)
         except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument as err:
             pytest.skip(str(err)[:80])
-        # Sums of floats in another order; a code on a boundary could move a result by 1/127 of one of many products.
+        # Sums of floats in another order; a code on a boundary could move a result by 1/127 of one
+        # of many products.
         assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max(), shape
 
 
 @pytest.mark.parametrize("has_kernels", [False, True], ids=["definition", "kernels"])
 @pytest.mark.parametrize("name", ["FP8Experts", "NVFP4Experts", "NVFP4WeightExperts"])
-def test_formats_that_are_simulated_compute_with_the_values_they_stand_for(name: str, has_kernels: bool) -> None:
+def test_formats_that_are_simulated_compute_with_the_values_they_stand_for(
+    name: str, has_kernels: bool
+) -> None:
     given = mixture((9, 5, 32, 48, 2))
     x, wanted = given["x"][0], np.zeros_like(given["x"][0])
     kind = "fp8" if name == "FP8Experts" else "nvfp4"
@@ -143,18 +192,28 @@ def test_formats_that_are_simulated_compute_with_the_values_they_stand_for(name:
     def seen(values: np.ndarray) -> np.ndarray:
         return values if name == "NVFP4WeightExperts" else quantise_activation(values, kind, RANGE)
 
-    matrices = {stack: [each.dequantise() for each in weights] for stack, weights in rounded(given, name).items()}
-    for token, (mine, weights) in enumerate(zip(given["chosen"][0], given["weights"][0], strict=True)):
+    matrices = {
+        stack: [each.dequantise() for each in weights]
+        for stack, weights in rounded(given, name).items()
+    }
+    for token, (mine, weights) in enumerate(
+        zip(given["chosen"][0], given["weights"][0], strict=True)
+    ):
         for expert, weight in zip(mine, weights, strict=True):
             gate, up = (seen(x[token][None]) @ matrices[stack][expert] for stack in ("gate", "up"))
-            wanted[token] += (seen(gate / (1 + np.exp(-gate)) * up * weight) @ matrices["down"][expert])[0]
+            wanted[token] += (
+                seen(gate / (1 + np.exp(-gate)) * up * weight) @ matrices["down"][expert]
+            )[0]
     found = run(name, *laid_out(given, name), has_kernels=has_kernels)[0]
     # A feature on a boundary between two codes could take either: none of these does.
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
 LIES = {
-    "an expert that is not there": ("chosen", lambda value: np.where(value == value.max(), 8, value)),
+    "an expert that is not there": (
+        "chosen",
+        lambda value: np.where(value == value.max(), 8, value),
+    ),
     "an expert before the first": ("chosen", lambda value: value - 1),
     "weights of fewer experts": ("weights", lambda value: value[..., 1:]),
     "a stack of fewer experts": ("up", lambda value: value[1:]),

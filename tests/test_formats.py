@@ -1,4 +1,6 @@
-"""Quantised values, codes and packed bytes equal ONNX's own reference, and modelopt's where that is installed."""
+"""Quantised values, codes and packed bytes equal ONNX's own reference, and modelopt's where that is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,26 @@ CODE_TYPES = {
 
 def _weight(rows: int = 96, columns: int = 40, seed: int = 0) -> np.ndarray:
     """Heavy tails, as weights have them, with a column and some groups of zeros and one minus zero."""
-    w = np.random.default_rng(seed).standard_t(3, (rows, columns)).astype(np.float32) * np.float32(0.05)
+    w = np.random.default_rng(seed).standard_t(3, (rows, columns)).astype(np.float32) * np.float32(
+        0.05
+    )
     w[:, 3] = 0
     w[16:32, 5:9] = 0
     w[0, 0] = -0.0
     return w
 
 
-def _evaluate(nodes: list[Any], initialisers: list[Any], feeds: dict[str, np.ndarray], output: str = "y") -> np.ndarray:
+def _evaluate(
+    nodes: list[Any], initialisers: list[Any], feeds: dict[str, np.ndarray], output: str = "y"
+) -> np.ndarray:
     """Run ONNX nodes (opset 23) on onnx.reference and give back ``output``."""
-    inputs = [helper.make_tensor_value_info(k, helper.np_dtype_to_tensor_dtype(v.dtype), None) for k, v in feeds.items()]
-    graph = helper.make_graph(nodes, "g", inputs, [helper.make_empty_tensor_value_info(output)], initialisers)
+    inputs = [
+        helper.make_tensor_value_info(k, helper.np_dtype_to_tensor_dtype(v.dtype), None)
+        for k, v in feeds.items()
+    ]
+    graph = helper.make_graph(
+        nodes, "g", inputs, [helper.make_empty_tensor_value_info(output)], initialisers
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
     value: np.ndarray = ReferenceEvaluator(model).run([output], feeds)[0]
     return value
@@ -69,13 +80,17 @@ def _codes_tensor(q: QuantisedWeight) -> onnx.TensorProto:
 def _dequantised_by_onnx(q: QuantisedWeight) -> np.ndarray:
     codes = _codes_tensor(q)
     if q.format == "nvfp4":
-        scales = helper.make_tensor("s", TensorProto.FLOAT8E4M3FN, q.scales.shape, q.scales.tobytes(), raw=True)
+        scales = helper.make_tensor(
+            "s", TensorProto.FLOAT8E4M3FN, q.scales.shape, q.scales.tobytes(), raw=True
+        )
         nodes = [
             helper.make_node("DequantizeLinear", ["s", "s2"], ["sd"]),
             helper.make_node("DequantizeLinear", ["codes", "sd"], ["t"], axis=-1, block_size=16),
             helper.make_node("Transpose", ["t"], ["y"], perm=[1, 0]),
         ]
-        return _evaluate(nodes, [codes, scales, numpy_helper.from_array(np.array(q.global_scale), "s2")], {})
+        return _evaluate(
+            nodes, [codes, scales, numpy_helper.from_array(np.array(q.global_scale), "s2")], {}
+        )
     attributes = {"axis": 0, "block_size": q.group_size} if q.format == "int4" else {"axis": 1}
     node = helper.make_node("DequantizeLinear", ["codes", "s"], ["y"], **attributes)
     return _evaluate([node], [codes, numpy_helper.from_array(q.scales, "s")], {})
@@ -96,8 +111,14 @@ def test_weight_codes_are_those_of_onnx_quantize_linear(format: str) -> None:
         attributes = {"axis": 0, "block_size": 32}
     elif format == "nvfp4":
         assert q.global_scale is not None
-        x, scales, attributes = w.T, q.scales.astype(np.float32) * q.global_scale, {"axis": -1, "block_size": 16}
-    node = helper.make_node("QuantizeLinear", ["x", "s"], ["y"], output_dtype=CODE_TYPES[format], **attributes)
+        x, scales, attributes = (
+            w.T,
+            q.scales.astype(np.float32) * q.global_scale,
+            {"axis": -1, "block_size": 16},
+        )
+    node = helper.make_node(
+        "QuantizeLinear", ["x", "s"], ["y"], output_dtype=CODE_TYPES[format], **attributes
+    )
     ours = E2M1_VALUES[q.codes] if format == "nvfp4" else q.codes.astype(np.float32)
     theirs = _evaluate([node], [], {"x": np.ascontiguousarray(x), "s": scales}).astype(np.float32)
     assert np.array_equal(ours, theirs)
@@ -109,9 +130,13 @@ def test_values_half_way_between_two_codes_fall_as_in_onnx(format: str) -> None:
     halves = np.arange(-7, 7, dtype=np.float32)[:, None] + np.float32(0.5)
     if format == "fp8":
         halves = halves / 4 + np.float32(16)  # E4M3's codes are 2 apart from 16 on
-    node = helper.make_node("QuantizeLinear", ["x", "s"], ["y"], axis=1, output_dtype=CODE_TYPES[format])
+    node = helper.make_node(
+        "QuantizeLinear", ["x", "s"], ["y"], axis=1, output_dtype=CODE_TYPES[format]
+    )
     theirs = _evaluate([node], [], {"x": halves * scales, "s": scales})
-    assert np.array_equal(encode(halves * scales, scales, format).astype(np.float32), theirs.astype(np.float32))
+    assert np.array_equal(
+        encode(halves * scales, scales, format).astype(np.float32), theirs.astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("amax", [4.0, 0.5])  # within and beyond the range: the latter saturates
@@ -142,7 +167,9 @@ def test_activations_by_rows_are_those_of_onnx(largest: float) -> None:
         node("Div", ["amax", "most"], ["scale"]),
         node("Mul", ["codes", "scale"], ["y"]),
     ]
-    assert np.array_equal(quantise_activation(x, "int8", None), _evaluate(nodes, [], {"x": x} | constants))
+    assert np.array_equal(
+        quantise_activation(x, "int8", None), _evaluate(nodes, [], {"x": x} | constants)
+    )
 
 
 def test_nvfp4_activations_are_those_of_standard_onnx_operators() -> None:
@@ -153,7 +180,11 @@ def test_nvfp4_activations_are_those_of_standard_onnx_operators() -> None:
     x[3, ::16] = np.float32([17, 19, 21, 23]) * np.float32(6 * activation_scale("nvfp4", amax))
     x[3] = np.where(np.arange(64) % 16 == 0, x[3], x[3].clip(-0.01, 0.01))
     constants = {"shape": np.array([5, 4, 16]), "back": np.array([5, 64]), "axes": np.array([2])}
-    constants |= {"g": np.array(activation_scale("nvfp4", amax)), "six": np.float32(6), "nothing": np.float32(0)}
+    constants |= {
+        "g": np.array(activation_scale("nvfp4", amax)),
+        "six": np.float32(6),
+        "nothing": np.float32(0),
+    }
     constants |= {"one": np.float32(1), "low": np.float32(2**-9), "high": np.float32(448)}
     node = helper.make_node
     nodes = [
@@ -167,22 +198,40 @@ def test_nvfp4_activations_are_those_of_standard_onnx_operators() -> None:
         node("Clip", ["usable", "low", "high"], ["clipped"]),
         node("Cast", ["clipped"], ["scales"], to=TensorProto.FLOAT8E4M3FN),
         node("DequantizeLinear", ["scales", "g"], ["steps"]),
-        node("QuantizeLinear", ["x", "steps"], ["q"], axis=-1, block_size=16, output_dtype=TensorProto.FLOAT4E2M1),
+        node(
+            "QuantizeLinear",
+            ["x", "steps"],
+            ["q"],
+            axis=-1,
+            block_size=16,
+            output_dtype=TensorProto.FLOAT4E2M1,
+        ),
         node("DequantizeLinear", ["q", "steps"], ["y"], axis=-1, block_size=16),
     ]
-    theirs = _evaluate(nodes, [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()], {"x": x})
+    theirs = _evaluate(
+        nodes, [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()], {"x": x}
+    )
     assert np.array_equal(quantise_activation(x, "nvfp4", amax), theirs)
 
 
 def test_nvfp4_activations_and_weights_round_alike() -> None:
     w = _weight()
     amax = float(np.abs(w).max())
-    assert np.array_equal(quantise_activation(w.T, "nvfp4", amax).T, quantise_weight(w, "nvfp4").dequantise())
+    assert np.array_equal(
+        quantise_activation(w.T, "nvfp4", amax).T, quantise_weight(w, "nvfp4").dequantise()
+    )
 
 
 def test_e2m1_rounding_is_that_of_ml_dtypes_everywhere() -> None:
     exact = np.arange(0, 8, 1 / 256, dtype=np.float32)
-    x = np.concatenate([exact, np.nextafter(exact, np.float32(9)), np.nextafter(exact, np.float32(-1)), [1e30, 1e-30]])
+    x = np.concatenate(
+        [
+            exact,
+            np.nextafter(exact, np.float32(9)),
+            np.nextafter(exact, np.float32(-1)),
+            [1e30, 1e-30],
+        ]
+    )
     x = np.concatenate([x, -x]).astype(np.float32)
     theirs = x.clip(-6, 6).astype(ml_dtypes.float4_e2m1fn)
     assert np.array_equal(E2M1_VALUES[e2m1_codes(x)], theirs.astype(np.float32))
@@ -195,61 +244,96 @@ def test_e2m1_rounding_is_that_of_ml_dtypes_everywhere() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_nvfp4_bytes_are_those_of_modelopt(dtype: str) -> None:
     torch = pytest.importorskip("torch")
-    pytest.importorskip("modelopt.torch.quantization", reason="nvidia-modelopt is not installed here")
+    pytest.importorskip(
+        "modelopt.torch.quantization", reason="nvidia-modelopt is not installed here"
+    )
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     torch_dtype = getattr(torch, dtype)
-    ties = np.tile(np.float32([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -6]), 6)
+    ties = np.tile(
+        np.float32(
+            [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -6]
+        ),
+        6,
+    )
     rng = np.random.default_rng(5)
-    between = rng.uniform(-0.001, 0.001, (64, 300))  # groups whose scale is half way between two of E4M3
+    between = rng.uniform(
+        -0.001, 0.001, (64, 300)
+    )  # groups whose scale is half way between two of E4M3
     between[::16] = rng.choice([17, 19, 21, 23, 25], (4, 300)) * (6 * 0.7 / 2688)
     between[0, 0] = 0.7
-    for w in (_weight(), _weight(512, 300, seed=1), between, np.stack([ties * s for s in (1, 448, 2, 0.5)], axis=1)):
+    for w in (
+        _weight(),
+        _weight(512, 300, seed=1),
+        between,
+        np.stack([ties * s for s in (1, 448, 2, 0.5)], axis=1),
+    ):
         tensor = torch.from_numpy(np.ascontiguousarray(w.T, dtype=np.float32)).to(torch_dtype)
         theirs, scales, global_scale = NVFP4QTensor.quantize(tensor.clone(), 16)
         ours = quantise_weight(tensor.float().numpy().T, "nvfp4")
         assert np.array_equal(pack_nibbles(ours.codes), theirs._quantized_data.numpy())
         assert np.array_equal(ours.scales.view(np.uint8), scales.view(torch.uint8).numpy())
         assert ours.global_scale == global_scale.item()
-        values = theirs.dequantize(torch.float32, scale=scales, double_scale=global_scale, block_sizes={-1: 16})
+        values = theirs.dequantize(
+            torch.float32, scale=scales, double_scale=global_scale, block_sizes={-1: 16}
+        )
         assert np.array_equal(ours.dequantise(), values.numpy().T)
 
 
-# Magnitudes from fp32's subnormals to near its largest value, so that scales under- and overflow if they can.
+# Magnitudes from fp32's subnormals to near its largest value, so that scales under- and overflow if
+# they can.
 _finite = st.floats(-(2.0**120), 2.0**120, width=32)
 _matrices = st.tuples(
-    st.integers(1, 3), st.integers(1, 4), st.sampled_from([0.0, 1e-44, 1e-38, 1e-34, 1e-30, 1.0, 1e30])
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 1e-44, 1e-38, 1e-34, 1e-30, 1.0, 1e30]),
 ).flatmap(
     lambda shape: st.lists(st.floats(-1, 1, width=32) | _finite, max_size=4).map(
-        lambda extra: _matrix(shape[0] * 16, shape[1], np.float32(shape[2]), np.array(extra, dtype=np.float32))
+        lambda extra: _matrix(
+            shape[0] * 16, shape[1], np.float32(shape[2]), np.array(extra, dtype=np.float32)
+        )
     )
 )
 
 
 def _matrix(rows: int, columns: int, scale: np.float32, extra: np.ndarray) -> np.ndarray:
-    w = np.random.default_rng(rows * columns).standard_normal((rows, columns)).astype(np.float32) * scale
+    w = (
+        np.random.default_rng(rows * columns).standard_normal((rows, columns)).astype(np.float32)
+        * scale
+    )
     w[: len(extra), 0] = extra
     return w
 
 
 @given(_matrices, st.sampled_from(NUMBER_FORMATS))
 @settings(max_examples=200, deadline=None)
-def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(w: np.ndarray, format: str) -> None:
+def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
+    w: np.ndarray, format: str
+) -> None:
     q = quantise_weight(w, format, group_size=8 if format == "int4" else None)
     values = q.dequantise()
     assert np.isfinite(values).all()
     assert (np.asarray(q.scales, dtype=np.float32) > 0).all()
     assert q.shape == w.shape == values.shape
     assert (values[w == 0] == 0).all()
-    # In units of the scale, the largest distance to a code: E4M3's last two are 416 and 448, E2M1's 4 and 6.
+    # In units of the scale, the largest distance to a code: E4M3's last two are 416 and 448, E2M1's
+    # 4 and 6.
     half_step = {"int8": 0.5, "int4": 0.5, "fp8": 16, "nvfp4": 1}[format]
     if format == "nvfp4":
         assert q.global_scale is not None
         steps = np.repeat(q.scales.astype(np.float64).T * float(q.global_scale), 16, axis=0)
-        shortfall = 6 * 2.0**-10 * float(q.global_scale)  # of 6 steps against amax, where E4M3 rounds down a subnormal
-        tiny = max(shortfall, 2688 * 2.0**-117)  # below the smallest global scale, everything is taken as zero
+        shortfall = (
+            6 * 2.0**-10 * float(q.global_scale)
+        )  # of 6 steps against amax, where E4M3 rounds down a subnormal
+        tiny = max(
+            shortfall, 2688 * 2.0**-117
+        )  # below the smallest global scale, everything is taken as zero
     else:
-        steps = np.repeat(q.scales, 8, axis=0)[: len(w)] if format == "int4" else np.broadcast_to(q.scales, w.shape)
+        steps = (
+            np.repeat(q.scales, 8, axis=0)[: len(w)]
+            if format == "int4"
+            else np.broadcast_to(q.scales, w.shape)
+        )
         tiny = 448 * 2.0**-126
     error = np.abs(values.astype(np.float64) - w)
     allowed = half_step * steps.astype(np.float64)
@@ -260,7 +344,9 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(w: np.nd
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1e-30, 0.02, 1e30]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_int4_scales_leave_the_least_error_of_their_choices(seed: int, largest: float, is_counted: bool) -> None:
+def test_int4_scales_leave_the_least_error_of_their_choices(
+    seed: int, largest: float, is_counted: bool
+) -> None:
     rng = np.random.default_rng(seed)
     w = (rng.standard_t(3, (2, 16, 5)) * largest).astype(np.float32)
     counts = rng.uniform(0.1, 9, (16, 1)) if is_counted else np.ones((16, 1))
@@ -269,10 +355,16 @@ def test_int4_scales_leave_the_least_error_of_their_choices(seed: int, largest: 
     levels = np.array([7, 7.5, 8, 8.5, 9])
     scales = amax[..., None].astype(np.float64) / levels  # [G, N, choices]
     codes = np.clip(np.rint(w[..., None] / scales[:, None]), -8, 7)
-    error = (counts[..., None] * (codes * scales[:, None] / largest - w[..., None] / largest) ** 2).sum(1)
+    error = (
+        counts[..., None] * (codes * scales[:, None] / largest - w[..., None] / largest) ** 2
+    ).sum(1)
     found = np.abs(scales - chosen[..., None]).argmin(-1)
-    assert np.allclose(np.take_along_axis(scales, found[..., None], -1)[..., 0], chosen, rtol=1e-6, atol=0)
-    assert (np.take_along_axis(error, found[..., None], -1)[..., 0] <= error.min(-1) * (1 + 1e-4)).all()
+    assert np.allclose(
+        np.take_along_axis(scales, found[..., None], -1)[..., 0], chosen, rtol=1e-6, atol=0
+    )
+    assert (
+        np.take_along_axis(error, found[..., None], -1)[..., 0] <= error.min(-1) * (1 + 1e-4)
+    ).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(NUMBER_FORMATS), st.integers(1, 40))
@@ -281,11 +373,14 @@ def test_quantising_twice_changes_nothing(seed: int, format: str, columns: int) 
     w = np.random.default_rng(seed).standard_t(3, (32, columns)).astype(np.float32)
     group_size = 16 if format == "int4" else None
     once = quantise_weight(w, format, group_size=group_size)
-    # The same scales again: nvfp4's group scales move when a group's largest value has been rounded down.
+    # The same scales again: nvfp4's group scales move when a group's largest value has been rounded
+    # down.
     if format == "nvfp4":
         assert once.global_scale is not None
         steps = np.repeat(once.scales.T.astype(np.float32) * once.global_scale, 16, axis=0)
-        assert np.array_equal(E2M1_VALUES[e2m1_codes(once.dequantise() / steps)], E2M1_VALUES[once.codes.T])
+        assert np.array_equal(
+            E2M1_VALUES[e2m1_codes(once.dequantise() / steps)], E2M1_VALUES[once.codes.T]
+        )
     else:
         twice = quantise_weight(once.dequantise(), format, group_size=group_size)
         assert np.array_equal(once.codes, twice.codes)
@@ -293,10 +388,14 @@ def test_quantising_twice_changes_nothing(seed: int, format: str, columns: int) 
 
 
 @given(
-    st.integers(0, 2**32 - 1), st.sampled_from(["int8", "fp8", "nvfp4"]), st.sampled_from([1e-45, 1e-38, 1e-20, 0.1, 3.0, 1e30])
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["int8", "fp8", "nvfp4"]),
+    st.sampled_from([1e-45, 1e-38, 1e-20, 0.1, 3.0, 1e30]),
 )
 @settings(max_examples=80, deadline=None)
-def test_activations_stay_finite_within_the_range_and_keep_zeros(seed: int, format: str, amax: float) -> None:
+def test_activations_stay_finite_within_the_range_and_keep_zeros(
+    seed: int, format: str, amax: float
+) -> None:
     x = np.random.default_rng(seed).standard_normal((3, 2, 32)).astype(np.float32)
     x[0] = 0
     fake = quantise_activation(x, format, amax)
@@ -326,7 +425,9 @@ def test_a_matrix_of_zeros_has_scales_of_one_and_codes_of_zero(format: str) -> N
 
 
 @pytest.mark.parametrize("format", NUMBER_FORMATS)
-def test_blocks_of_rows_do_not_show_in_the_result(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_rows_do_not_show_in_the_result(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = _weight(80, 24)
     whole = quantise_weight(w, format, group_size=24 if format == "int4" else None)
     x = quantise_activation(w.T, format, 1.0) if format != "int4" else None
@@ -358,8 +459,13 @@ def test_a_short_last_group_has_a_scale_of_its_own() -> None:
 def test_a_given_range_saturates_what_is_beyond_it() -> None:
     w = np.array([[1.0, -10.0], [-1.0, 0.5]], dtype=np.float32)
     assert quantise_weight(w, "int8", amax=1.0).codes.tolist() == [[127, -127], [-127, 64]]
-    assert quantise_weight(w * 0.75, "int4", group_size=2, amax=0.75).codes.astype(int).tolist()[0] == [7, -8]
-    assert quantise_weight(w, "fp8", amax=np.array([1.0, 2.0])).dequantise().tolist() == [[1.0, -2.0], [-1.0, 0.5]]
+    assert quantise_weight(w * 0.75, "int4", group_size=2, amax=0.75).codes.astype(int).tolist()[
+        0
+    ] == [7, -8]
+    assert quantise_weight(w, "fp8", amax=np.array([1.0, 2.0])).dequantise().tolist() == [
+        [1.0, -2.0],
+        [-1.0, 0.5],
+    ]
     assert np.abs(quantise_weight(np.tile(w, (8, 1)), "nvfp4", amax=1.0).dequantise()).max() == 1.0
 
 
@@ -379,7 +485,9 @@ def test_dynamic_activations_of_extreme_ranges_stay_finite(largest: float) -> No
     fake = quantise_activation(x, "int8", None)
     assert np.isfinite(fake).all()
     assert fake[1] == 0
-    assert np.abs(fake - x).max() <= (0.01 * largest if largest > 1 else largest)  # the latter is below any scale
+    assert np.abs(fake - x).max() <= (
+        0.01 * largest if largest > 1 else largest
+    )  # the latter is below any scale
 
 
 def test_packed_bytes_count_codes_and_scales() -> None:
@@ -397,7 +505,10 @@ def test_values_that_are_not_finite_are_refused_with_their_place(format: str, ba
     w[40, 7] = bad
     w[41, 8] = bad
     for amax in (None, 1.0):
-        with pytest.raises(QuantisationError, match=r"2 of 3840 values are NaN or infinite, the first at row 40, column 7"):
+        with pytest.raises(
+            QuantisationError,
+            match=r"2 of 3840 values are NaN or infinite, the first at row 40, column 7",
+        ):
             quantise_weight(w, format, amax=amax)
     if format != "int4":
         with pytest.raises(QuantisationError, match="2 of 3840 values"):
@@ -413,7 +524,9 @@ def test_what_a_format_does_not_take_is_refused() -> None:
         (("int4", 0), "not positive"),
     ):
         with pytest.raises(QuantisationError, match=message):
-            quantise_weight(w, arguments[0], group_size=arguments[1] if len(arguments) > 1 else None)  # type: ignore[arg-type]
+            quantise_weight(
+                w, arguments[0], group_size=arguments[1] if len(arguments) > 1 else None
+            )  # type: ignore[arg-type]
     with pytest.raises(QuantisationError, match="24 input channels cannot be nvfp4"):
         quantise_weight(w[:24], "nvfp4")
     with pytest.raises(QuantisationError, match=r"shape \[0, 40\]"):

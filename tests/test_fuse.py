@@ -1,4 +1,6 @@
-"""What ``fuse`` makes of a graph: the same numbers from fewer operators, and nothing of graphs that it is not for."""
+"""What ``fuse`` makes of a graph: the same numbers from fewer operators, and nothing of graphs that
+it is not for.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ def _network(checkpoint: Path) -> NetworkSpec:
 def _calls(model: onnx.ModelProto) -> Counter[str]:
     """Nodes of our domain, and of what they replace."""
     replaced = {"Attention", "RotaryEmbedding", "Softmax", "TopK", "Sigmoid"}
-    return Counter(node.op_type for node in model.graph.node if node.domain == DOMAIN or node.op_type in replaced)
+    return Counter(
+        node.op_type
+        for node in model.graph.node
+        if node.domain == DOMAIN or node.op_type in replaced
+    )
 
 
 def _load(bundle: Path) -> onnx.ModelProto:
@@ -85,7 +91,9 @@ def _feeds(model: onnx.ModelProto, T: int = 7, S: int = 5, R: int = 3) -> dict[s
 def _in_onnxruntime(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     names = [port.name for port in session.get_outputs()]
     return dict(zip(names, session.run(names, _feeds(model)), strict=True))
 
@@ -95,7 +103,9 @@ def _in_reference(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     return dict(zip(names, ReferenceEvaluator(model).run(names, _feeds(model)), strict=True))
 
 
-def _check_same(before: dict[str, np.ndarray], after: dict[str, np.ndarray], tolerance: float) -> None:
+def _check_same(
+    before: dict[str, np.ndarray], after: dict[str, np.ndarray], tolerance: float
+) -> None:
     assert list(before) == list(after)
     for name, value in before.items():
         assert value.dtype == after[name].dtype
@@ -106,7 +116,8 @@ def _check_same(before: dict[str, np.ndarray], after: dict[str, np.ndarray], tol
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4-rtn"])
 def test_a_graph_computes_the_same_fused(built: Build, family: str, precision: str) -> None:
     before, after = (_load(built(family, precision, is_fused)) for is_fused in (False, True))
-    # The functions are inlined, so only the order in which the engine sums may differ; fp32 logits are around 10.
+    # The functions are inlined, so only the order in which the engine sums may differ; fp32 logits
+    # are around 10.
     _check_same(_in_onnxruntime(before), _in_onnxruntime(after), 2e-5)
     _check_same(_in_reference(before), _in_reference(after), 0)
 
@@ -114,7 +125,11 @@ def test_a_graph_computes_the_same_fused(built: Build, family: str, precision: s
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
     layers = 2
-    assert _calls(_load(built(family, "fp32", True))) == {"CachedAttention": layers, "Candidates": 1, "Sigmoid": layers}
+    assert _calls(_load(built(family, "fp32", True))) == {
+        "CachedAttention": layers,
+        "Candidates": 1,
+        "Sigmoid": layers,
+    }
     assert _calls(_load(built(family, "int8", True))) == {
         "CachedAttention": layers,
         "Candidates": 1,
@@ -141,7 +156,9 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_a_graph_declares_the_functions_that_it_calls_and_no_others(built: Build, family: str) -> None:
+def test_a_graph_declares_the_functions_that_it_calls_and_no_others(
+    built: Build, family: str
+) -> None:
     for precision in ("fp32", "int8", "int4-rtn"):
         model = _load(built(family, precision, True))
         called = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
@@ -163,7 +180,9 @@ def test_attention_in_fp16_stays_as_it_is(llada_checkpoint: Path) -> None:
     assert after["Candidates"] == 1  # of logits, which are fp32
 
 
-def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(
+    llada_checkpoint: Path, tmp_path: Path
+) -> None:
     device = onnx.load(gpu_bundle("fp16", "rtx5090") / graph.DEVICE_FILE, load_external_data=False)
     options = BuildOptions(("rtx5090",), "fp16", plain_graph=True, check_parity=False)
     build(llada_checkpoint, tmp_path / "plain", options)
@@ -182,9 +201,11 @@ def _unfused(bundle: Path, checkpoint: Path) -> trace.Graph:
 
 
 def _check_fused(traced: trace.Graph, **plain: str) -> Counter[str]:
-    """Fuse a graph that somebody changed; it must compute the same before and after. Returns what it calls.
+    """Fuse a graph that somebody changed; it must compute the same before and after. Returns what
+    it calls.
 
-    ``plain`` is what keeps its operators, by module path with _ for a dot, and how the reason begins.
+    ``plain`` is what keeps its operators, by module path with _ for a dot, and how the reason
+    begins.
     """
     before = ir.to_proto(traced.model)
     fused = fuse.fuse(traced)
@@ -194,7 +215,9 @@ def _check_fused(traced: trace.Graph, **plain: str) -> Counter[str]:
     assert {layer.replace(".", "_") for layer in fused.plain} == plain.keys()
     for layer, reason in fused.plain.items():
         assert reason.startswith(plain[layer.replace(".", "_")])
-    assert fused.calls == {name: count for name, count in calls.items() if name in functions.KERNELS}
+    assert fused.calls == {
+        name: count for name, count in calls.items() if name in functions.KERNELS
+    }
     return calls
 
 
@@ -206,14 +229,20 @@ def test_a_gate_that_others_see_is_not_hidden(built: Build, llada_checkpoint: Pa
     traced = _unfused(built("llada", "int8", False), llada_checkpoint)
     sigmoid = _nodes(traced, "Sigmoid")[0]
     seen = ir.node("Relu", sigmoid.inputs).outputs[0]
-    seen.name, seen.type, seen.shape = "seen", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["B", "T", 96])
+    seen.name, seen.type, seen.shape = (
+        "seen",
+        ir.TensorType(ir.DataType.FLOAT),
+        ir.Shape(["B", "T", 96]),
+    )
     traced.model.graph.insert_after(sigmoid, seen.producer())
     traced.model.graph.outputs.append(seen)
     calls = _check_fused(traced, blocks_0_mlp="what becomes of gate and up is not silu(gate) * up")
     assert (calls["Int8GatedLinear"], calls["Int8Linear2"], calls["Sigmoid"]) == (1, 1, 1)
 
 
-def test_a_product_of_a_gate_and_something_else_is_not_taken_for_a_gated_layer(built: Build, llada_checkpoint: Path) -> None:
+def test_a_product_of_a_gate_and_something_else_is_not_taken_for_a_gated_layer(
+    built: Build, llada_checkpoint: Path
+) -> None:
     traced = _unfused(built("llada", "int8", False), llada_checkpoint)
     silu = next(node for node, _ in _nodes(traced, "Sigmoid")[0].outputs[0].uses())
     product = next(node for node, _ in silu.outputs[0].uses())
@@ -226,7 +255,10 @@ def test_attention_with_a_mask_keeps_it(built: Build, llada_checkpoint: Path) ->
     traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
     attention = _nodes(traced, "Attention")[0]
     mask = ir.Value(
-        name="mask", const_value=ir.tensor(np.tile(np.where(np.arange(12) == 3, -np.inf, 0).astype(np.float32), (7, 1)))
+        name="mask",
+        const_value=ir.tensor(
+            np.tile(np.where(np.arange(12) == 3, -np.inf, 0).astype(np.float32), (7, 1))
+        ),
     )
     traced.model.graph.initializers["mask"] = mask
     attention.resize_inputs(4)
@@ -235,7 +267,9 @@ def test_attention_with_a_mask_keeps_it(built: Build, llada_checkpoint: Path) ->
     assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
 
 
-def test_attention_whose_queries_turn_by_other_positions_stays(built: Build, llada_checkpoint: Path) -> None:
+def test_attention_whose_queries_turn_by_other_positions_stays(
+    built: Build, llada_checkpoint: Path
+) -> None:
     traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
     turned = _nodes(traced, "RotaryEmbedding")[0]
     positions = turned.inputs[3]
@@ -244,7 +278,9 @@ def test_attention_whose_queries_turn_by_other_positions_stays(built: Build, lla
     later = ir.node("Add", [positions, one.outputs[0]])
     traced.model.graph.insert_before(turned, [one, later])
     turned.replace_input_with(3, later.outputs[0])
-    calls = _check_fused(traced, blocks_0_attention="queries and keys that turn by different positions")
+    calls = _check_fused(
+        traced, blocks_0_attention="queries and keys that turn by different positions"
+    )
     assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
 
 
@@ -262,7 +298,9 @@ def test_attention_with_a_setting_that_the_kernel_does_not_know_keeps_it(
 ) -> None:
     traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
     for node in _nodes(traced, op_type)[: {"Attention": 1, "RotaryEmbedding": 2}[op_type]]:
-        node.attributes[name] = ir.Attr(name, ir.AttributeType.INT if isinstance(value, int) else ir.AttributeType.FLOAT, value)
+        node.attributes[name] = ir.Attr(
+            name, ir.AttributeType.INT if isinstance(value, int) else ir.AttributeType.FLOAT, value
+        )
     calls = _check_fused(traced, blocks_0_attention=f"{op_type} with {name} = {value:g}")
     assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
 
@@ -272,11 +310,15 @@ def test_queries_and_keys_that_turn_by_different_parts_stay(llada_checkpoint: Pa
     node = _nodes(traced, "RotaryEmbedding")[0]
     node.attributes["rotary_embedding_dim"] = ir.AttrInt64("rotary_embedding_dim", 8)
     fused = fuse.fuse(traced)
-    assert fused.plain == {"blocks.0.attention": "queries and keys that turn by different positions or tables"}
+    assert fused.plain == {
+        "blocks.0.attention": "queries and keys that turn by different positions or tables"
+    }
     assert fused.calls == {"CachedAttention": 1, "Candidates": 1}
 
 
-def test_candidates_of_other_logits_than_those_returned_stay(built: Build, llada_checkpoint: Path) -> None:
+def test_candidates_of_other_logits_than_those_returned_stay(
+    built: Build, llada_checkpoint: Path
+) -> None:
     traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
     masked = _nodes(traced, "Softmax")[0].inputs[0]
     assert masked is not None
@@ -286,31 +328,51 @@ def test_candidates_of_other_logits_than_those_returned_stay(built: Build, llada
     sharper = ir.node("Mul", [add.inputs[0], two.outputs[0]])
     traced.model.graph.insert_before(add, [two, sharper])
     add.replace_input_with(0, sharper.outputs[0])
-    assert _check_fused(traced, **{"pass": "probabilities that are not those of the logits"})["Candidates"] == 0
+    assert (
+        _check_fused(traced, **{"pass": "probabilities that are not those of the logits"})[
+            "Candidates"
+        ]
+        == 0
+    )
 
 
 def test_an_int8_layer_without_its_neighbours_is_named(llada_checkpoint: Path) -> None:
     traced = trace_once(_network(llada_checkpoint), "fp32")
     alone = ("blocks.0.attention.q", "blocks.1.mlp.up")
-    formats = dict.fromkeys((*alone, "blocks.0.mlp.gate", "blocks.0.mlp.up", "blocks.1.attention.out"), "int8-dynamic")
+    formats = dict.fromkeys(
+        (*alone, "blocks.0.mlp.gate", "blocks.0.mlp.up", "blocks.1.attention.out"), "int8-dynamic"
+    )
     quantise.rewrite(traced, formats, {})
     fused = fuse.fuse(traced)
     assert fused.plain == dict.fromkeys(alone, "the only INT8 layer over its input")
-    assert fused.calls == {"CachedAttention": 2, "Int8Linear": 3, "Int8GatedLinear": 1, "Candidates": 1}
+    assert fused.calls == {
+        "CachedAttention": 2,
+        "Int8Linear": 3,
+        "Int8GatedLinear": 1,
+        "Candidates": 1,
+    }
 
 
 def test_layers_are_put_together_with_those_of_their_own_groups(llada_checkpoint: Path) -> None:
     traced = trace_once(_network(llada_checkpoint), "fp32")
     chosen = {"q": "int4-g32-dynamic", "k": "int4-g64-dynamic", "v": "int4-g32-dynamic"}
-    quantise.rewrite(traced, {f"blocks.0.attention.{layer}": name for layer, name in chosen.items()}, {})
+    quantise.rewrite(
+        traced, {f"blocks.0.attention.{layer}": name for layer, name in chosen.items()}, {}
+    )
     fused = fuse.fuse(traced)
     assert fused.plain == {"blocks.0.attention.k": "the only INT4 layer over its input"}
     assert fused.calls == {"CachedAttention": 2, "Int4Linear": 1, "Int4Linear2": 1, "Candidates": 1}
-    sizes = {node.op_type: node.attributes.get_int("group_size") for node in traced.model.graph if "Int4" in node.op_type}
+    sizes = {
+        node.op_type: node.attributes.get_int("group_size")
+        for node in traced.model.graph
+        if "Int4" in node.op_type
+    }
     assert sizes == {"Int4Linear": 64, "Int4Linear2": 32}
 
 
-def test_what_keeps_plain_operators_is_said_by_the_build_and_by_inspect(llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_what_keeps_plain_operators_is_said_by_the_build_and_by_inspect(
+    llada_checkpoint: Path, tmp_path: Path
+) -> None:
     bundle, run = str(tmp_path / "bundle"), CliRunner().invoke
     options = ["-o", bundle, "--precision", "fp16", "--no-verify"]
     told = run(main, ["build", str(llada_checkpoint), *options])
@@ -323,7 +385,10 @@ def test_what_keeps_plain_operators_is_said_by_the_build_and_by_inspect(llada_ch
     }
     assert json.loads(run(main, ["inspect", bundle, "--json"]).output)["kernels"] == kernels
     report = build(llada_checkpoint, tmp_path / "fp32", BuildOptions(check_parity=False))
-    assert report.as_dict()["kernels"] == {"calls": {"CachedAttention": 2, "Candidates": 1}, "plain": {}}
+    assert report.as_dict()["kernels"] == {
+        "calls": {"CachedAttention": 2, "Candidates": 1},
+        "plain": {},
+    }
 
 
 def test_fusing_twice_is_fusing_once(built: Build, dream_checkpoint: Path) -> None:

@@ -1,7 +1,8 @@
-"""The native library under inputs that nobody means well: fuzz targets, any order of calls, threads, and memory that runs out.
+"""The native library under inputs that nobody means well: fuzz targets, any order of calls,
+threads, and memory that runs out.
 
-The targets (``runtime/native/fuzz``) run over what they start from and over every input that ever made one fail; where clang
-is, libFuzzer makes others (docs/developing.md).
+The targets (``runtime/native/fuzz``) run over what they start from and over every input that ever
+made one fail; where clang is, libFuzzer makes others (docs/developing.md).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_native import REPOSITORY, SOURCE, TOOLS, build, run, sanitized, succeed, tool  # noqa: F401  (a fixture)
+from test_native import REPOSITORY, SOURCE, TOOLS, build, run, succeed, tool
+from test_native import sanitized as sanitized  # a fixture
 
 FUZZ = SOURCE / "fuzz"
 TARGETS = ("json", "bundle", "text", "automaton", "calls")
@@ -27,13 +29,17 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_target_is_built_and_has_inputs_to_start_from(seeds: Path) -> None:
-    assert sorted(path.stem.removeprefix("fuzz_") for path in FUZZ.glob("fuzz_*.cc")) == sorted(TARGETS)
+    assert sorted(path.stem.removeprefix("fuzz_") for path in FUZZ.glob("fuzz_*.cc")) == sorted(
+        TARGETS
+    )
     assert all(list((seeds / target).iterdir()) for target in TARGETS)
     assert {path.name for path in FUZZ.glob("found/*")} <= {*TARGETS}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_inputs_that_made_a_target_fail_do_not_any_more(sanitized: Path, seeds: Path, target: str) -> None:  # noqa: F811
+def test_inputs_that_made_a_target_fail_do_not_any_more(
+    sanitized: Path, seeds: Path, target: str
+) -> None:
     folders = [folder for folder in (seeds / target, FUZZ / "found" / target) if folder.exists()]
     out = succeed(sanitized / f"fuzz_{target}", *folders, ASAN_OPTIONS="detect_leaks=1")
     assert out == f"{sum(len(list(folder.iterdir())) for folder in folders)} inputs\n"
@@ -42,7 +48,10 @@ def test_inputs_that_made_a_target_fail_do_not_any_more(sanitized: Path, seeds: 
 @pytest.mark.slow
 def test_new_inputs_find_nothing() -> None:
     """A few seconds of libFuzzer each; ``make fuzz`` is the long run."""
-    if not any(shutil.which(name, path=TOOLS) for name in ("clang++", *(f"clang++-{n}" for n in range(14, 31)))):
+    if not any(
+        shutil.which(name, path=TOOLS)
+        for name in ("clang++", *(f"clang++-{n}" for n in range(14, 31)))
+    ):
         pytest.skip("clang is not installed (Debian: clang)")
     out = succeed(sys.executable, FUZZ / "run.py", "--seconds", "5")
     assert len(re.findall(r"^\w+: [1-9][\d,]* executions", out, re.MULTILINE)) == len(TARGETS)
@@ -51,9 +60,13 @@ def test_new_inputs_find_nothing() -> None:
 # ---- Any calls ----
 
 
-def test_any_order_of_calls_keeps_to_the_header_under_sanitizers(sanitized: Path) -> None:  # noqa: F811
-    # The C++ library too: AddressSanitizer looks for __cxa_throw when it starts, and Python has none.
-    preload = [succeed(tool("g++"), f"-print-file-name={name}").strip() for name in ("libasan.so", "libstdc++.so.6")]
+def test_any_order_of_calls_keeps_to_the_header_under_sanitizers(sanitized: Path) -> None:
+    # The C++ library too: AddressSanitizer looks for __cxa_throw when it starts, and Python has
+    # none.
+    preload = [
+        succeed(tool("g++"), f"-print-file-name={name}").strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
     done = run(
         sys.executable,
         Path(__file__).parent / "abi_machine.py",
@@ -73,20 +86,24 @@ def allocations(folder: Path, *arguments: object) -> None:
     assert re.search(r"^[1-9]\d* allocations failed, 0 claims did$", out, re.MULTILINE), out
 
 
-def test_calls_survive_the_failure_of_any_allocation(sanitized: Path, demo_bundle: Path) -> None:  # noqa: F811
+def test_calls_survive_the_failure_of_any_allocation(sanitized: Path, demo_bundle: Path) -> None:
     allocations(sanitized, 61, demo_bundle)
 
 
 @pytest.mark.slow
-def test_calls_survive_the_failure_of_every_third_allocation(sanitized: Path, demo_bundle: Path) -> None:  # noqa: F811
+def test_calls_survive_the_failure_of_every_third_allocation(
+    sanitized: Path, demo_bundle: Path
+) -> None:
     allocations(sanitized, 3, demo_bundle)
 
 
 # ---- Threads ----
 
 
-def test_threads_may_do_at_once_what_the_header_says(sanitized: Path) -> None:  # noqa: F811
-    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "threads_test"), re.MULTILINE)
+def test_threads_may_do_at_once_what_the_header_says(sanitized: Path) -> None:
+    assert re.search(
+        r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "threads_test"), re.MULTILINE
+    )
 
 
 @pytest.mark.slow
@@ -95,6 +112,17 @@ def test_threads_race_for_nothing() -> None:
     options = ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DDLM_SANITIZE=thread", "-DDLM_BUILD_TESTS=ON"]
     folder = build(REPOSITORY / "build" / "native-tsan", *options)
     setarch = tool("setarch")  # ThreadSanitizer wants its addresses where newer kernels put others
-    for name, *arguments in (("threads_test", "2000"), ("scheduler_test",), ("native_test",), ("constraint_test",)):
-        out = succeed(setarch, "-R", folder / name, *arguments, TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1")
+    for name, *arguments in (
+        ("threads_test", "2000"),
+        ("scheduler_test",),
+        ("native_test",),
+        ("constraint_test",),
+    ):
+        out = succeed(
+            setarch,
+            "-R",
+            folder / name,
+            *arguments,
+            TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1",
+        )
         assert re.search(r"^[1-9]\d* passed, 0 failed$", out, re.MULTILINE), name

@@ -1,4 +1,6 @@
-"""The benchmark of generations, with contestants that answer by heart and end as processes do that cannot go on."""
+"""The benchmark of generations, with contestants that answer by heart and end as processes do that
+cannot go on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ for number, line in enumerate(sys.stdin):
 
 
 @contextlib.contextmanager
-def _workers(folder: Path, monkeypatch: pytest.MonkeyPatch, lasts: dict[str, int]) -> Iterator[list[generation.Worker]]:
+def _workers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lasts: dict[str, int]
+) -> Iterator[list[generation.Worker]]:
     """Workers of which some answer only so many requests, the one about themselves included."""
     program = folder / "python"
     program.write_text(ANSWERS.format(python=sys.executable, lasts=lasts))
@@ -70,15 +74,21 @@ def test_one_that_dies_between_passes_keeps_what_was_measured_before(
         assert passes["torch-fp32"] == {"not_offered": "its process ended, SIGILL"}
 
 
-def test_settings_that_end_a_contestant_are_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_end_a_contestant_are_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _workers(tmp_path, monkeypatch, {"torch-fp32": 1}):
         _, tried = generation.settle("torch-fp32", "134M", 2)
-        assert tried == dict.fromkeys(map(str, (generation.Settings(n, w) for n in (2, 1) for w in generation.WAIT_POLICIES)))
+        assert tried == dict.fromkeys(
+            map(str, (generation.Settings(n, w) for n in (2, 1) for w in generation.WAIT_POLICIES))
+        )
         _, tried = generation.settle("native-int8", "134M", 2)
         assert tried == {"2 threads, passive": 500, "1 threads, passive": 500}
 
 
-def test_no_contestant_at_all_is_an_agreement_of_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_contestant_at_all_is_an_agreement_of_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(generation, "checkpoint", lambda size: _config(tmp_path))
     with _workers(tmp_path, monkeypatch, {"native-int8": 1, "torch-fp32": 0}) as workers:
         assert generation.agreement(workers, "134M") == {}

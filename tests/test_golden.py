@@ -1,4 +1,6 @@
-"""Golden files: written whole, read whatever they hold, compared with bundles of the same checkpoint, without torch."""
+"""Golden files: written whole, read whatever they hold, compared with bundles of the same
+checkpoint, without torch.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def provenance(checkpoint: Path) -> Provenance:
 
 @pytest.fixture(scope="module")
 def kept(llada_checkpoint: Path, llada_bundle: Path) -> Golden:
-    """Stands for a capture: the logits are the bundle's own, so that only files and comparing are tried here."""
+    """Stands for a capture: the logits are the bundle's own, so that only files and comparing are
+    tried here.
+    """
     with dlm_runtime.open(llada_bundle, threads=1) as bundle:
         network = network_of(bundle.manifest)
         canvases = make_canvases(network, random_prompts(network, 2, 0), 0)
@@ -95,20 +99,30 @@ def test_a_golden_file_is_written_whole_or_not_at_all(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", fail)
-    with pytest.raises(OutputError, match="the disk is full"), golden.claimed(file, force=True) as new:
+    with (
+        pytest.raises(OutputError, match="the disk is full"),
+        golden.claimed(file, force=True) as new,
+    ):
         golden.save(new, kept)
     assert file.read_bytes() == before
     assert os.listdir(tmp_path) == [file.name]
 
 
-def test_a_file_that_is_there_and_another_suffix_are_refused_before_any_work(file: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_there_and_another_suffix_are_refused_before_any_work(
+    file: Path, tmp_path: Path
+) -> None:
     (checkpoint := tmp_path / "checkpoint").mkdir()
-    for output, says in ((file, "exists. Pass --force"), (tmp_path / "golden.pt", "end its name in .npz")):
+    for output, says in (
+        (file, "exists. Pass --force"),
+        (tmp_path / "golden.pt", "end its name in .npz"),
+    ):
         result = CliRunner().invoke(main, ["capture", str(checkpoint), "-o", str(output)])
         assert (result.exit_code, says in result.output) == (2, True), result.output
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_in_a_sentence(file: Path, data: st.DataObject) -> None:
     content = bytearray(file.read_bytes())
@@ -128,7 +142,9 @@ def test_a_damaged_file_is_refused_in_a_sentence(file: Path, data: st.DataObject
     if found is None:
         assert str(damaged) in said
     else:  # a byte that means nothing, such as a date
-        np.testing.assert_array_equal(np.concatenate(found.logits), np.concatenate(golden.load(file).logits))
+        np.testing.assert_array_equal(
+            np.concatenate(found.logits), np.concatenate(golden.load(file).logits)
+        )
     assert file.read_bytes() == whole
 
 
@@ -139,10 +155,14 @@ def _npy(array: np.ndarray, header: str | None = None) -> bytes:
     if header is None:
         return content
     text = header.ljust(len(content[10 : content.index(b"\n") + 1]) - 1).encode() + b"\n"
-    return content[:8] + len(text).to_bytes(2, "little") + text + content[content.index(b"\n") + 1 :]
+    return (
+        content[:8] + len(text).to_bytes(2, "little") + text + content[content.index(b"\n") + 1 :]
+    )
 
 
-def _edit(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, np.ndarray]], dict[str, bytes]]:
+def _edit(
+    change: Callable[[dict[str, Any]], object],
+) -> Callable[[dict[str, np.ndarray]], dict[str, bytes]]:
     """A change of the provenance."""
 
     def edit(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
@@ -153,7 +173,9 @@ def _edit(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, np.
     return edit
 
 
-def _array(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict[str, np.ndarray]], dict[str, bytes]]:
+def _array(
+    name: str, change: Callable[[np.ndarray], np.ndarray]
+) -> Callable[[dict[str, np.ndarray]], dict[str, bytes]]:
     return lambda arrays: {name: _npy(change(arrays[name].copy()))}
 
 
@@ -165,11 +187,20 @@ def _with(array: np.ndarray, index: Any, value: Any) -> np.ndarray:
 HOSTILE: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, bytes]], str]] = {
     "pickled objects": (lambda _: {"tokens": _npy(np.array([print], object))}, "tokens is object"),
     "a header that asks for a petabyte": (
-        lambda a: {"tokens": _npy(a["tokens"], "{'descr': '<i8', 'fortran_order': False, 'shape': (140737488355328,), }")},
+        lambda a: {
+            "tokens": _npy(
+                a["tokens"],
+                "{'descr': '<i8', 'fortran_order': False, 'shape': (140737488355328,), }",
+            )
+        },
         r"tokens says \[140737488355328\], but has",
     ),
     "a negative shape": (
-        lambda a: {"logits": _npy(a["logits"], "{'descr': '<f4', 'fortran_order': False, 'shape': (-320, -160), }")},
+        lambda a: {
+            "logits": _npy(
+                a["logits"], "{'descr': '<f4', 'fortran_order': False, 'shape': (-320, -160), }"
+            )
+        },
         "not a golden file, or a damaged one",
     ),
     "a header that is no header": (
@@ -178,22 +209,64 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, bytes]], st
     ),
     "other precision": (_array("logits", lambda x: x.astype(np.float64)), "logits is float64"),
     "no canvas": (_array("mask_ratios", lambda x: x[:0]), "0 mask ratios"),
-    "a ratio of nothing": (_array("mask_ratios", lambda x: _with(x, 0, np.nan)), r"a mask ratio is outside \(0, 1\]"),
-    "lengths that overflow": (_array("lengths", lambda x: _with(x, 0, 1 << 62)), "tokens has 1200 entries"),
-    "negative lengths": (_array("lengths", lambda x: _with(x, slice(0, 2), (-10, 130))), "tokens has 1200 entries"),
-    "a token outside the vocabulary": (_array("tokens", lambda x: _with(x, 3, 160)), "outside the vocabulary of 160"),
-    "a row outside its canvas": (_array("rows", lambda x: _with(x, 15, 60)), "not ascending positions"),
-    "rows out of order": (_array("rows", lambda x: _with(x, [0, 1], x[[1, 0]])), "not ascending positions"),
+    "a ratio of nothing": (
+        _array("mask_ratios", lambda x: _with(x, 0, np.nan)),
+        r"a mask ratio is outside \(0, 1\]",
+    ),
+    "lengths that overflow": (
+        _array("lengths", lambda x: _with(x, 0, 1 << 62)),
+        "tokens has 1200 entries",
+    ),
+    "negative lengths": (
+        _array("lengths", lambda x: _with(x, slice(0, 2), (-10, 130))),
+        "tokens has 1200 entries",
+    ),
+    "a token outside the vocabulary": (
+        _array("tokens", lambda x: _with(x, 3, 160)),
+        "outside the vocabulary of 160",
+    ),
+    "a row outside its canvas": (
+        _array("rows", lambda x: _with(x, 15, 60)),
+        "not ascending positions",
+    ),
+    "rows out of order": (
+        _array("rows", lambda x: _with(x, [0, 1], x[[1, 0]])),
+        "not ascending positions",
+    ),
     "NaN logits": (_array("logits", lambda x: _with(x, (5, 5), np.nan)), "NaN or infinite logits"),
-    "fewer logits than rows": (_array("logits", lambda x: x[:-1]), r"logits \[319, 160\] of 320 rows"),
-    "provenance that is no JSON": (lambda _: {"provenance": _npy(np.frombuffer(b"{", np.uint8))}, "Expecting property name"),
-    "another format": (_edit(lambda v: v.update(format={"name": "weights"})), "its provenance is not that of a golden file"),
-    "a newer version": (_edit(lambda v: v["format"].update(version=2)), "golden file of version 2; this dlm-export reads 1"),
-    "an unknown kind": (_edit(lambda v: v.update(kind="oracle")), "kind 'oracle' is none of released code"),
+    "fewer logits than rows": (
+        _array("logits", lambda x: x[:-1]),
+        r"logits \[319, 160\] of 320 rows",
+    ),
+    "provenance that is no JSON": (
+        lambda _: {"provenance": _npy(np.frombuffer(b"{", np.uint8))},
+        "Expecting property name",
+    ),
+    "another format": (
+        _edit(lambda v: v.update(format={"name": "weights"})),
+        "its provenance is not that of a golden file",
+    ),
+    "a newer version": (
+        _edit(lambda v: v["format"].update(version=2)),
+        "golden file of version 2; this dlm-export reads 1",
+    ),
+    "an unknown kind": (
+        _edit(lambda v: v.update(kind="oracle")),
+        "kind 'oracle' is none of released code",
+    ),
     "a missing field": (_edit(lambda v: v.pop("versions")), "expected .*versions"),
-    "escapes for the terminal": (_edit(lambda v: v.update(class_name="\x1b[2J")), "class_name is not what it should be"),
-    "a text without end": (_edit(lambda v: v.update(module="m" * 1000)), "module is not what it should be"),
-    "numbers for versions": (_edit(lambda v: v.update(versions={"torch": 2})), "versions is not what it should be"),
+    "escapes for the terminal": (
+        _edit(lambda v: v.update(class_name="\x1b[2J")),
+        "class_name is not what it should be",
+    ),
+    "a text without end": (
+        _edit(lambda v: v.update(module="m" * 1000)),
+        "module is not what it should be",
+    ),
+    "numbers for versions": (
+        _edit(lambda v: v.update(versions={"torch": 2})),
+        "versions is not what it should be",
+    ),
 }
 
 
@@ -233,7 +306,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path, llada_bundle: Path) -> None:
 # ---- Comparing ----
 
 
-def test_verify_says_which_parity_it_proved(llada_bundle: Path, llada_checkpoint: Path, file: Path) -> None:
+def test_verify_says_which_parity_it_proved(
+    llada_bundle: Path, llada_checkpoint: Path, file: Path
+) -> None:
     released = "the released code's logits (LLaDAModelLM of modeling_llada.py, transformers 4.46.2, torch 2.5.1)"
     result = verify(llada_bundle, "--golden", file)
     assert result.exit_code == 0, result.output
@@ -249,7 +324,9 @@ def test_verify_says_which_parity_it_proved(llada_bundle: Path, llada_checkpoint
     assert built["parity"]["reference"] == "our torch denoiser"
 
 
-def test_logits_that_differ_exit_3_and_name_the_mask_ratio(llada_bundle: Path, kept: Golden, tmp_path: Path) -> None:
+def test_logits_that_differ_exit_3_and_name_the_mask_ratio(
+    llada_bundle: Path, kept: Golden, tmp_path: Path
+) -> None:
     logits = [each.copy() for each in kept.logits]
     span = max(float(each.max() - each.min()) for each in logits)
     logits[-1][0, 7] += 1e-3 * span
@@ -269,7 +346,10 @@ def test_a_golden_file_of_another_checkpoint_is_refused_by_name(
     path = tmp_path / "other.npz"
     golden.save(path, dataclasses.replace(kept, provenance=provenance(dream_checkpoint)))
     result = verify(llada_bundle, "--golden", path)
-    theirs, ours = sha256(dream_checkpoint / "config.json"), sha256(llada_checkpoint / "config.json")
+    theirs, ours = (
+        sha256(dream_checkpoint / "config.json"),
+        sha256(llada_checkpoint / "config.json"),
+    )
     says = f"captured from another checkpoint (dream): its config.json has the SHA-256 {theirs}, that of {llada_bundle} {ours}"
     assert (result.exit_code, says in result.output) == (2, True), result.output
     wider = [np.pad(logits, ((0, 0), (0, 8))) for logits in kept.logits]
@@ -279,7 +359,9 @@ def test_a_golden_file_of_another_checkpoint_is_refused_by_name(
     assert (result.exit_code, says in result.output) == (2, True), result.output
 
 
-def test_half_precision_has_its_own_tolerance(llada_bundle: Path, llada_checkpoint: Path, file: Path, tmp_path: Path) -> None:
+def test_half_precision_has_its_own_tolerance(
+    llada_bundle: Path, llada_checkpoint: Path, file: Path, tmp_path: Path
+) -> None:
     """Made from a bundle, which hands on what config.json it was built from."""
     half = tmp_path / "half"
     options = ("--precision", "fp16", "--no-verify", "-o", str(half))
@@ -289,7 +371,11 @@ def test_half_precision_has_its_own_tolerance(llada_bundle: Path, llada_checkpoi
         manifest = json.loads((bundle / "manifest.json").read_text())
         assert manifest["source"]["config_sha256"] == sha256(llada_checkpoint / "config.json")
     told = json.loads(verify(half, "--golden", file, "--json").stdout)
-    assert (told["precision"], told["tolerance"]["relative"], told["passed"]) == ("fp16", 2e-2, True)
+    assert (told["precision"], told["tolerance"]["relative"], told["passed"]) == (
+        "fp16",
+        2e-2,
+        True,
+    )
     assert max(row["relative"] for row in told["graph"]) > 2e-4
 
 
@@ -304,14 +390,22 @@ def test_a_quantised_bundle_is_refused(llada_bundle: Path, file: Path, tmp_path:
     assert (result.exit_code, "is quantised (int8)" in result.output) == (2, True), result.output
 
 
-def test_canvases_longer_than_the_bundle_takes_are_refused(llada_bundle: Path, kept: Golden, tmp_path: Path) -> None:
+def test_canvases_longer_than_the_bundle_takes_are_refused(
+    llada_bundle: Path, kept: Golden, tmp_path: Path
+) -> None:
     long = dataclasses.replace(kept.canvases[0], tokens=np.zeros(300, np.int64))
-    golden.save(tmp_path / "long.npz", dataclasses.replace(kept, canvases=[long], logits=kept.logits[:1]))
+    golden.save(
+        tmp_path / "long.npz", dataclasses.replace(kept, canvases=[long], logits=kept.logits[:1])
+    )
     result = verify(llada_bundle, "--golden", tmp_path / "long.npz")
-    assert (result.exit_code, "has canvases of 300 tokens" in result.output) == (2, True), result.output
+    assert (result.exit_code, "has canvases of 300 tokens" in result.output) == (2, True), (
+        result.output
+    )
 
 
-def test_verify_with_a_golden_file_needs_no_torch_and_no_onnx(llada_bundle: Path, file: Path) -> None:
+def test_verify_with_a_golden_file_needs_no_torch_and_no_onnx(
+    llada_bundle: Path, file: Path
+) -> None:
     script = "import sys; sys.modules.update(dict.fromkeys(('torch', 'onnx', 'onnx_ir', 'transformers', 'safetensors')))\n"
     script += "from dlm_export.cli import main; main()"
     command = [sys.executable, "-c", script, "verify", str(llada_bundle), "--golden", str(file)]
@@ -329,7 +423,9 @@ def test_verify_with_a_golden_file_needs_no_torch_and_no_onnx(llada_bundle: Path
         (("--golden", __file__, "--prompts", __file__), "--prompts has no effect with --golden"),
     ],
 )
-def test_verify_asks_for_one_reference(llada_bundle: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_verify_asks_for_one_reference(
+    llada_bundle: Path, arguments: tuple[str, ...], says: str
+) -> None:
     result = verify(llada_bundle, *arguments)
     assert (result.exit_code, says in result.output) == (2, True), result.output
 
@@ -340,13 +436,17 @@ def test_verify_asks_for_one_reference(llada_bundle: Path, arguments: tuple[str,
 def capture(checkpoint: Path, *arguments: object, code: int = 2) -> str:
     """What a capture that must fail says."""
     output = checkpoint.parent / "out.npz"
-    result = CliRunner().invoke(main, ["capture", str(checkpoint), "-o", str(output), *map(str, arguments)])
+    result = CliRunner().invoke(
+        main, ["capture", str(checkpoint), "-o", str(output), *map(str, arguments)]
+    )
     assert result.exit_code == code, result.output
     assert not output.exists()
     return result.output
 
 
-def test_capture_without_transformers_names_the_extra(dream_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_without_transformers_names_the_extra(
+    dream_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = metadata.version
 
     def version(name: str, found: str | None = None) -> str:
@@ -357,36 +457,56 @@ def test_capture_without_transformers_names_the_extra(dream_checkpoint: Path, mo
         return found
 
     monkeypatch.setattr(metadata, "version", version)
-    assert "transformers, which is not installed: pip install 'dlm-export[capture]'" in capture(dream_checkpoint, code=1)
+    assert "transformers, which is not installed: pip install 'dlm-export[capture]'" in capture(
+        dream_checkpoint, code=1
+    )
     monkeypatch.setattr(metadata, "version", lambda name: version(name, "4.40.2"))
-    assert "transformers 4.40.2 is too old, 4.46 or later is needed" in capture(dream_checkpoint, code=1)
+    assert "transformers 4.40.2 is too old, 4.46 or later is needed" in capture(
+        dream_checkpoint, code=1
+    )
 
 
 def test_capture_without_trust_names_the_files_and_runs_none(tmp_path: Path) -> None:
-    auto_map = {"AutoConfig": "configuration_llada.LLaDAConfig", "AutoModel": "modeling_llada.LLaDAModelLM"}
+    auto_map = {
+        "AutoConfig": "configuration_llada.LLaDAConfig",
+        "AutoModel": "modeling_llada.LLaDAModelLM",
+    }
     checkpoint = write_checkpoint(tmp_path / "llada", llada_config(auto_map=auto_map))
     trace = "open(__file__ + '.ran', 'w').close()\n"
     (checkpoint / "configuration_llada.py").write_text(trace)
-    (checkpoint / "modeling_llada.py").write_text(f"{trace}from . import configuration_llada\nfrom .rotary import turn\n")
+    (checkpoint / "modeling_llada.py").write_text(
+        f"{trace}from . import configuration_llada\nfrom .rotary import turn\n"
+    )
     (checkpoint / "rotary.py").write_text(f"{trace}from .parts import tables\n")
     (checkpoint / "parts.py").write_text(trace)
     (checkpoint / "unused.py").write_text(trace)
     said = capture(checkpoint)
-    assert "would be executed: modeling_llada.py, configuration_llada.py, rotary.py, parts.py. Read it" in said
+    assert (
+        "would be executed: modeling_llada.py, configuration_llada.py, rotary.py, parts.py. Read it"
+        in said
+    )
     assert "--trust-remote-code" in said
     assert not list(tmp_path.rglob("*.ran"))
 
 
 AUTO_MAPS: dict[str, tuple[Any, str]] = {
-    "code in another repository": ("someone/code--modeling.Model", "'someone/code--modeling.Model'; only a class of a file in"),
+    "code in another repository": (
+        "someone/code--modeling.Model",
+        "'someone/code--modeling.Model'; only a class of a file in",
+    ),
     "a path": ("../outside.Model", "only a class of a file in the checkpoint's folder"),
     "a list": (["modeling.Model", None], "only a class of a file in the checkpoint's folder"),
-    "a file that is not there": ("modeling_llada.LLaDAModelLM", "no such file. It is named by auto_map or its code"),
+    "a file that is not there": (
+        "modeling_llada.LLaDAModelLM",
+        "no such file. It is named by auto_map or its code",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", AUTO_MAPS)
-def test_code_outside_the_folder_is_refused_whether_trusted_or_not(tmp_path: Path, name: str) -> None:
+def test_code_outside_the_folder_is_refused_whether_trusted_or_not(
+    tmp_path: Path, name: str
+) -> None:
     entry, says = AUTO_MAPS[name]
     checkpoint = write_checkpoint(tmp_path / "llada", llada_config(auto_map={"AutoModel": entry}))
     assert says in capture(checkpoint)
@@ -395,6 +515,12 @@ def test_code_outside_the_folder_is_refused_whether_trusted_or_not(tmp_path: Pat
 
 def test_capture_of_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "llada", llada_config())
-    config = {"quantization": {"quant_algo": "FP8"}, "producer": {"name": "modelopt", "version": "0.47.0"}}
+    config = {
+        "quantization": {"quant_algo": "FP8"},
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+    }
     (checkpoint / "hf_quant_config.json").write_text(json.dumps(config))
-    assert "is quantised (FP8 (modelopt 0.47.0)); capture the checkpoint that it was made from" in capture(checkpoint)
+    assert (
+        "is quantised (FP8 (modelopt 0.47.0)); capture the checkpoint that it was made from"
+        in capture(checkpoint)
+    )

@@ -11,18 +11,36 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu" / "run.py"
 
 
 def _run(*options: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--new", "16", "--prompt", "9", "--block", "8"]
-    return subprocess.run([*command, "--rounds", "1", *map(str, options)], capture_output=True, text=True, timeout=600)
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--new",
+        "16",
+        "--prompt",
+        "9",
+        "--block",
+        "8",
+    ]
+    return subprocess.run(
+        [*command, "--rounds", "1", *map(str, options)], capture_output=True, text=True, timeout=600
+    )
 
 
-def test_the_rehearsal_measures_both_loops_of_both_contestants_and_they_agree(tmp_path: Path) -> None:
+def test_the_rehearsal_measures_both_loops_of_both_contestants_and_they_agree(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "gpu.json"
     done = _run("--precision", "fp16", "--tokens-per-pass", "2", "--work", tmp_path, "--json", out)
     assert done.returncode == 0, done.stderr
     told = json.loads(out.read_text())
     assert told["request"]["precision"] == "fp16"
     rows = {(row["contestant"], row["cache"]): row for row in told["rows"]}
-    assert set(rows) == {(who, cache) for who in ("native", "torch-eager") for cache in ("none", "dual")}
+    assert set(rows) == {
+        (who, cache) for who in ("native", "torch-eager") for cache in ("none", "dual")
+    }
     for (who, _), row in rows.items():
         assert row["nfe"] == 16 / 2
         assert row["ms_per_pass"] > 0

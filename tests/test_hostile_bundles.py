@@ -1,6 +1,8 @@
-"""Hostile bundles (``hostile/bundles.py``) are refused by the native library, Python and the commands, each in a sentence.
+"""Hostile bundles (``hostile/bundles.py``) are refused by the native library, Python and the
+commands, each in a sentence.
 
-It names the file. They end in bounded time and memory, the native library under sanitizers, and write nothing.
+It names the file. They end in bounded time and memory, the native library under sanitizers, and
+write nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ MEMORY_MIB = 768  # resident, under AddressSanitizer
 
 @pytest.fixture(scope="module")
 def hostile(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of every case, by name; "good" is the one that they are made of. Beside them lies what none may reach."""
+    """The folder of every case, by name; "good" is the one that they are made of. Beside them lies
+    what none may reach.
+    """
     parent = tmp_path_factory.mktemp("hostile") / "bundles"
     found = {}
     for number, case in enumerate([bundles.Case("good", lambda _: None, ""), *bundles.CASES]):
@@ -42,7 +46,10 @@ def hostile(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 def _looks(folder: Path) -> dict[str, tuple[int, ...]]:
     found = {path: path.lstat() for path in folder.rglob("*")}
-    return {str(path): (info.st_ino, info.st_mode, info.st_size, info.st_mtime_ns) for path, info in found.items()}
+    return {
+        str(path): (info.st_ino, info.st_mode, info.st_size, info.st_mtime_ns)
+        for path, info in found.items()
+    }
 
 
 def _is_named(said: str, case: bundles.Case, bundle: Path) -> bool:
@@ -50,7 +57,14 @@ def _is_named(said: str, case: bundles.Case, bundle: Path) -> bool:
 
 
 def test_there_are_enough_of_every_kind() -> None:
-    kinds = (bundles.LOOP, bundles.NAMES, bundles.FILES, bundles.GRAPHS, bundles.ENGINES, bundles.TEXTS)
+    kinds = (
+        bundles.LOOP,
+        bundles.NAMES,
+        bundles.FILES,
+        bundles.GRAPHS,
+        bundles.ENGINES,
+        bundles.TEXTS,
+    )
     assert len(bundles.CASES) == sum(map(len, kinds)) >= FEWEST
     assert all(len(kind) >= 5 for kind in kinds)
 
@@ -60,24 +74,32 @@ def test_the_native_library_refuses_each_in_a_sentence_under_sanitizers(
     hostile: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    driver = compile_c(tmp_path / "open_bundles", Path(__file__).parent / "open_bundles.c", sanitized, *SANITIZE)
+    driver = compile_c(
+        tmp_path / "open_bundles", Path(__file__).parent / "open_bundles.c", sanitized, *SANITIZE
+    )
     cases = [
         bundles.Case("good", lambda _: None, "", engine="onnxruntime"),
         *(c for c in bundles.CASES if c.engine is not None),
     ]
     arguments = [part for case in cases for part in (str(case.engine), str(hostile[case.name]))]
     options = f"detect_leaks=1:hard_rss_limit_mb={MEMORY_MIB}"
-    ended = [line.split("\t") for line in succeed(driver, *arguments, ASAN_OPTIONS=options).splitlines()]
+    ended = [
+        line.split("\t") for line in succeed(driver, *arguments, ASAN_OPTIONS=options).splitlines()
+    ]
     assert ended.pop(0) == ["OK", ""], "every one would be refused"
     wrong = []
     for case, (status, said) in zip(cases[1:], ended, strict=True):
-        is_right = status in NATIVE and re.search(case.says if "|" in case.says else re.escape(case.says), said)
+        is_right = status in NATIVE and re.search(
+            case.says if "|" in case.says else re.escape(case.says), said
+        )
         if not is_right or not _is_named(said, case, hostile[case.name]) or not said.isprintable():
             wrong.append(f"{case.name}: {status}: {said}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_python_refuses_each_with_the_class_that_says_who_has_to_change_what(hostile: dict[str, Path]) -> None:
+def test_python_refuses_each_with_the_class_that_says_who_has_to_change_what(
+    hostile: dict[str, Path],
+) -> None:
     wrong = []
     for case in bundles.CASES:
         try:
@@ -101,12 +123,22 @@ def test_commands_refuse_each_in_one_line_and_write_nothing(
     commands: dict[str, list[str]] = {}
     for case in bundles.CASES:
         bundle = str(hostile[case.name])
-        if case not in bundles.GRAPHS:  # inspect shows what the manifest says of a graph, and does not run it
+        if (
+            case not in bundles.GRAPHS
+        ):  # inspect shows what the manifest says of a graph, and does not run it
             commands[f"inspect: {case.name}"] = ["inspect", bundle]
         if case not in bundles.TEXTS and case.engine is not None:  # which passes do not want
             commands[f"run: {case.name}"] = ["run", bundle, "--tokens", "1,2", *SHORT]
-        if case.engine == "none" and case not in bundles.TEXTS:  # of a graph, verify lets PyTorch compute first
-            commands[f"verify: {case.name}"] = ["verify", bundle, "--checkpoint", str(llada_checkpoint), *FEW]
+        if (
+            case.engine == "none" and case not in bundles.TEXTS
+        ):  # of a graph, verify lets PyTorch compute first
+            commands[f"verify: {case.name}"] = [
+                "verify",
+                bundle,
+                "--checkpoint",
+                str(llada_checkpoint),
+                *FEW,
+            ]
     before = _looks(hostile["good"].parent.parent)
     good = str(hostile["good"])
     ended = ended_commands([["inspect", good], ["run", good, "--tokens", "1,2", *SHORT]], commands)

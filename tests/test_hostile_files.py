@@ -1,7 +1,8 @@
-"""Hostile files of every kind end a command in one line and an exit code, within limits of memory, and never in a traceback.
+"""Hostile files of every kind end a command in one line and an exit code, within limits of memory,
+and never in a traceback.
 
-The commands run one after the other in a program of its own, which has 512 MiB beside what it has when it starts. This file is
-that program too.
+The commands run one after the other in a program of its own, which has 512 MiB beside what it has
+when it starts. This file is that program too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def _address_space() -> int:
 
 
 def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[str, Any]]:
-    """How each command ends. The ``harmless`` ones come first, and end well: with them and torch, all is loaded."""
+    """How each command ends. The ``harmless`` ones come first, and end well: with them and torch,
+    all is loaded.
+    """
     from click.testing import CliRunner
 
     import dlm_export.build  # noqa: F401  # which loads torch
@@ -50,15 +53,27 @@ def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for arguments in commands:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-        before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        before = [
+            resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        ]
         started = time.monotonic()
         done = CliRunner().invoke(main, arguments)
         seconds = time.monotonic() - started
-        after = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        cpu = sum(b.ru_utime + b.ru_stime - a.ru_utime - a.ru_stime for a, b in zip(before, after, strict=True))
+        after = [
+            resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        ]
+        cpu = sum(
+            b.ru_utime + b.ru_stime - a.ru_utime - a.ru_stime
+            for a, b in zip(before, after, strict=True)
+        )
         is_ours = done.exception is None or isinstance(done.exception, SystemExit)
         said = done.output if is_ours else repr(done.exception)[:500]
-        yield {"code": done.exit_code if is_ours else None, "said": said, "seconds": seconds, "cpu_seconds": cpu}
+        yield {
+            "code": done.exit_code if is_ours else None,
+            "said": said,
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+        }
 
 
 # ---- What it runs ----
@@ -91,8 +106,14 @@ class Cases:
         manifest = json.loads((copy / "manifest.json").read_text())
         for name, data in (("tokenizer.json", tokenizer), ("chat.jinja", template.encode())):
             (copy / name).write_bytes(data)
-            manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        manifest |= {"tokenizer": "tokenizer.json", "chat_template": {"file": "chat.jinja", "special_tokens": {}}}
+            manifest["files"][name] = {
+                "bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+        manifest |= {
+            "tokenizer": "tokenizer.json",
+            "chat_template": {"file": "chat.jinja", "special_tokens": {}},
+        }
         (copy / "manifest.json").unlink()  # a link to the original
         (copy / "manifest.json").write_text(json.dumps(manifest))
         return copy
@@ -123,7 +144,11 @@ def _hostile_cases(cases: Cases) -> None:
 
     bundle = cases.with_text(harmless)
     ways: dict[str, tuple[dict[str, bytes], str, Callable[[Path], tuple[object, ...]]]] = {
-        "data": (hostile.data_files(), ".jsonl", lambda p: build(with_text, "--precision", "int8-static", "--calib", p)),
+        "data": (
+            hostile.data_files(),
+            ".jsonl",
+            lambda p: build(with_text, "--precision", "int8-static", "--calib", p),
+        ),
         "recipe": (hostile.recipes(), ".toml", lambda p: build(cases.checkpoint, "--precision", p)),
         "measured": (
             hostile.measurements(measurement()),
@@ -131,7 +156,11 @@ def _hostile_cases(cases: Cases) -> None:
             lambda p: ("plan", "--sizes", "1B", "--targets", "cpu", "--measured", p),
         ),
         "golden": (hostile.goldens(), ".npz", lambda p: ("verify", cases.bundle, "--golden", p)),
-        "prompts": ({"nothing": b"", "not UTF-8": b"\xff", "a long line": b"w1 " * 10**5}, ".txt", compare_with),
+        "prompts": (
+            {"nothing": b"", "not UTF-8": b"\xff", "a long line": b"w1 " * 10**5},
+            ".txt",
+            compare_with,
+        ),
     }
     for kind, (files, suffix, command) in ways.items():
         for name, data in files.items():
@@ -141,26 +170,57 @@ def _hostile_cases(cases: Cases) -> None:
         zeros.symlink_to("/dev/zero")
         cases.add(f"{kind}: a pipe", *command(pipe))
         cases.add(f"{kind}: a device", *command(zeros))
-    read = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "hf_quant_config.json"]
-    for name in [*read, "chat_template.jinja", "chat_template.json", "model.safetensors.index.json", "model.safetensors"]:
+    read = [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "hf_quant_config.json",
+    ]
+    for name in [
+        *read,
+        "chat_template.jinja",
+        "chat_template.json",
+        "model.safetensors.index.json",
+        "model.safetensors",
+    ]:
         copy = cases.with_file("tokenizer.json", harmless)
         (copy / name).unlink(missing_ok=True)
         os.mkfifo(copy / name)
         cases.add(f"pipe: {name}", "inspect", copy)
     for name, data in hostile.tokenizers().items():
-        cases.add(f"tokenizer of a checkpoint: {name}", "inspect", cases.with_file("tokenizer.json", data))
+        cases.add(
+            f"tokenizer of a checkpoint: {name}", "inspect", cases.with_file("tokenizer.json", data)
+        )
     for name, data in (hostile.tokenizers() | hostile.tokenizers_in_use()).items():
-        cases.add(f"tokenizer of a bundle: {name}", "run", cases.with_text(data), "--prompt", hostile.PROMPT, *SHORT)
+        cases.add(
+            f"tokenizer of a bundle: {name}",
+            "run",
+            cases.with_text(data),
+            "--prompt",
+            hostile.PROMPT,
+            *SHORT,
+        )
     for name, text in hostile.templates().items():
-        cases.add(f"template: {name}", "run", cases.with_text(harmless, text), "--chat", "w1", *SHORT)
+        cases.add(
+            f"template: {name}", "run", cases.with_text(harmless, text), "--chat", "w1", *SHORT
+        )
     for name, changes in hostile.configs().items():
-        cases.add(f"config: {name}", "inspect", cases.with_file("config.json", json.dumps(config | changes).encode()))
+        cases.add(
+            f"config: {name}",
+            "inspect",
+            cases.with_file("config.json", json.dumps(config | changes).encode()),
+        )
     for name, data in hostile.indexes().items():
-        cases.add(f"index: {name}", "inspect", cases.with_file("model.safetensors.index.json", data))
+        cases.add(
+            f"index: {name}", "inspect", cases.with_file("model.safetensors.index.json", data)
+        )
 
 
 @pytest.fixture(scope="module")
-def cases(llada_bundle: Path, llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Cases:
+def cases(
+    llada_bundle: Path, llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Cases:
     made = Cases(tmp_path_factory.mktemp("hostile"), llada_bundle, llada_checkpoint)
     _hostile_cases(made)
     return made
@@ -181,14 +241,28 @@ class Ended:
         lines = self.said.splitlines()
         if self.said.startswith("Usage: "):
             lines = lines[3:]  # of an option's value: click shows how the command is used first
-        is_sentence = len(lines) == 1 and lines[0].startswith("Error: ") and lines[0].isprintable() and len(lines[0]) < 1500
+        is_sentence = (
+            len(lines) == 1
+            and lines[0].startswith("Error: ")
+            and lines[0].isprintable()
+            and len(lines[0]) < 1500
+        )
         return self.code in (1, 2) and is_sentence
 
 
 def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) -> dict[str, Ended]:
-    """How commands end, by name, in a program of their own; the ``harmless`` ones, which load what all want, end well first."""
+    """How commands end, by name, in a program of their own; the ``harmless`` ones, which load what
+    all want, end well first.
+    """
     given = json.dumps([harmless, [*commands.values()]])
-    done = subprocess.run([sys.executable, __file__], input=given, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
     ended = [Ended(**json.loads(line)) for line in done.stdout.splitlines()]
     assert len(ended) == len(commands), f"{[*commands][len(ended)]}: {done.stderr[-3000:]}"
     assert done.stderr == ""
@@ -196,9 +270,13 @@ def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) ->
 
 
 def _check(cases: Cases, names: list[str]) -> None:
-    """Run these cases; each must be refused in a sentence, and leave nothing on the screen or on the disk."""
+    """Run these cases; each must be refused in a sentence, and leave nothing on the screen or on
+    the disk.
+    """
     text = cases.with_text(json.dumps(hostile.harmless()).encode())
-    harmless = [["run", str(text), given, "w1 w2", *map(str, SHORT)] for given in ("--prompt", "--chat")]
+    harmless = [
+        ["run", str(text), given, "w1 w2", *map(str, SHORT)] for given in ("--prompt", "--chat")
+    ]
     harmless.append(["inspect", str(cases.checkpoint)])
     ended = ended_commands(harmless, {name: cases.commands[name] for name in names})
     wrong = [f"{name}: {end}"[:600] for name, end in ended.items() if not end.is_refusal]

@@ -20,7 +20,8 @@ else:
     import tomli as tomllib
 
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
-# From the ground up: what a room or a module of the root imports stands in its own line or above it.
+# From the ground up: what a room or a module of the root imports stands in its own line or above
+# it.
 ROOMS = (
     {"memory", "opening", "outputs", "processors", "progress", "signals", "targets", "workplace"},
     {"network"},
@@ -55,7 +56,9 @@ main()
 
 
 def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_importing_the_runtime_imports_no_heavy_package() -> None:
@@ -63,7 +66,14 @@ def test_importing_the_runtime_imports_no_heavy_package() -> None:
     assert done.returncode == 0
     modules = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "dlm_runtime" in modules
-    assert not modules & {*HEAVY, "onnxruntime", "tokenizers", "jinja2", "dlm_export", "dlm_calibration"}
+    assert not modules & {
+        *HEAVY,
+        "onnxruntime",
+        "tokenizers",
+        "jinja2",
+        "dlm_export",
+        "dlm_calibration",
+    }
 
 
 def test_a_base_install_needs_no_heavy_package() -> None:
@@ -80,7 +90,9 @@ def test_a_base_install_needs_no_heavy_package() -> None:
             continue
         found.add((requirement.name, *requirement.extras))
         for wanted in requirement.extras or {""}:
-            waiting += [(Requirement(text), wanted) for text in metadata.requires(requirement.name) or []]
+            waiting += [
+                (Requirement(text), wanted) for text in metadata.requires(requirement.name) or []
+            ]
     names = {name.replace("-", "_") for name, *_ in found}
     assert {"outlines_core", "onnxruntime", "numpy"} <= names
     assert not names & {*HEAVY}
@@ -91,14 +103,22 @@ def test_a_missing_constraint_compiler_is_named(monkeypatch: pytest.MonkeyPatch)
     from dlm_runtime.errors import DlmError
 
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(DlmError, match="outlines-core is not installed, and constraints need it: pip install"):
+    with pytest.raises(
+        DlmError, match="outlines-core is not installed, and constraints need it: pip install"
+    ):
         byte_automaton("ab+", CompileLimits())
 
 
 def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
     # Where it finds itself on a build server it keeps to itself in any case.
-    clean = ["env", *(f"--unset={name}" for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")), f"HOME={tmp_path}"]
-    subprocess.run([*clean, sys.executable, "-c", "import dlm_export, onnxruntime"], timeout=120, check=True)
+    clean = [
+        "env",
+        *(f"--unset={name}" for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")),
+        f"HOME={tmp_path}",
+    ]
+    subprocess.run(
+        [*clean, sys.executable, "-c", "import dlm_export, onnxruntime"], timeout=120, check=True
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -109,16 +129,30 @@ def test_the_calibration_package_does_not_import_the_exporter() -> None:
 
 
 def test_run_needs_only_the_base_install(llada_bundle: Path) -> None:
-    done = _python("-c", BLOCKED, "run", str(llada_bundle), "--tokens", "1,2", "--max-new-tokens", "4", "--threads", "1")
+    done = _python(
+        "-c",
+        BLOCKED,
+        "run",
+        str(llada_bundle),
+        "--tokens",
+        "1,2",
+        "--max-new-tokens",
+        "4",
+        "--threads",
+        "1",
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 6
 
 
-def test_a_command_that_needs_the_export_extra_says_so(llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_command_that_needs_the_export_extra_says_so(
+    llada_checkpoint: Path, tmp_path: Path
+) -> None:
     done = _python("-c", BLOCKED, "build", str(llada_checkpoint), "-o", str(tmp_path / "bundle"))
     assert done.returncode == 1
     assert (
-        "this command needs the export extra: pip install 'dlm-export[export]'. Without a GPU" in done.stderr.splitlines()[-1]
+        "this command needs the export extra: pip install 'dlm-export[export]'. Without a GPU"
+        in done.stderr.splitlines()[-1]
     )
     assert not (tmp_path / "bundle").exists()
 
@@ -147,9 +181,16 @@ MISSING = {
 }
 
 
-def test_what_is_missing_is_said_before_anything_is_loaded(llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_what_is_missing_is_said_before_anything_is_loaded(
+    llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path
+) -> None:
     """In a base install, and in one process: none of these imports torch or asks for it."""
-    paths = {"NOWHERE": tmp_path / "nowhere", "OUT": tmp_path / "out", "BUNDLE": llada_bundle, "CHECKPOINT": llada_checkpoint}
+    paths = {
+        "NOWHERE": tmp_path / "nowhere",
+        "OUT": tmp_path / "out",
+        "BUNDLE": llada_bundle,
+        "CHECKPOINT": llada_checkpoint,
+    }
     commands = []
     for name, arguments in MISSING.items():
         filled = list(arguments)
@@ -182,18 +223,24 @@ def test_two_bundles_are_compared_in_a_base_install(llada_bundle: Path, dream_bu
 
 
 def _rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and room of every import of the exporter's own, inside functions too; not of those for types alone."""
+    """Line and room of every import of the exporter's own, inside functions too; not of those for
+    types alone.
+    """
     tree = ast.parse(path.read_text())
     for_types = {
         inner
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.ImportFrom) and node not in for_types:
-            assert node.level == 0, f"{path}:{node.lineno}: imports are written with the room's name"
+            assert node.level == 0, (
+                f"{path}:{node.lineno}: imports are written with the room's name"
+            )
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import) and node not in for_types:
             names = [alias.name for alias in node.names]
@@ -220,7 +267,9 @@ def test_rooms_of_the_exporter_import_one_way() -> None:
 def test_every_room_says_what_comes_in_and_what_goes_out() -> None:
     for path in EXPORTER.glob("*/__init__.py"):
         first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
-        assert re.search(r"\bin[,;] .*\bout\b", first, re.DOTALL), f"{path}: begin with what comes in and what goes out"
+        assert re.search(r"\bin[,;] .*\bout\b", first, re.DOTALL), (
+            f"{path}: begin with what comes in and what goes out"
+        )
 
 
 LIGHT = [
@@ -232,7 +281,9 @@ LIGHT = [
     "dlm_export.cli.app",
 ]
 LIGHT += [
-    f"dlm_export.{room}.{path.stem}" for room in ("tensorrt", "doctor") for path in sorted((EXPORTER / room).glob("[!_]*.py"))
+    f"dlm_export.{room}.{path.stem}"
+    for room in ("tensorrt", "doctor")
+    for path in sorted((EXPORTER / room).glob("[!_]*.py"))
 ]
 
 

@@ -1,4 +1,6 @@
-"""Holes in a text: what is given stays, holes end with their padding, and the surest length is taken."""
+"""Holes in a text: what is given stays, holes end with their padding, and the surest length is
+taken.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any
             token, prob = predict(canvas, int(p.position_ids[row]))
             p.top_tokens[i], p.top_probs[i] = (token, 0), (prob, 0)
 
-    bundle = dlm_runtime.from_callback(DenoiserInfo(300, MASK, 512, eos_token_ids=(EOS,), **info), run)
+    bundle = dlm_runtime.from_callback(
+        DenoiserInfo(300, MASK, 512, eos_token_ids=(EOS,), **info), run
+    )
     bundle._tokenizer = Letters()  # type: ignore[assignment]
     return bundle
 
@@ -57,7 +61,9 @@ def counted(_: list[int], position: int) -> tuple[int, float]:
 
 @settings(max_examples=100, deadline=None)
 @given(parts=st.lists(st.text("xyzé ", max_size=5), min_size=2, max_size=4), data=st.data())
-def test_what_is_given_stays_and_every_hole_is_filled(parts: list[str], data: st.DataObject) -> None:
+def test_what_is_given_stays_and_every_hole_is_filled(
+    parts: list[str], data: st.DataObject
+) -> None:
     lengths = [data.draw(st.integers(1, 6)) for _ in parts[1:]]
     with lettered(counted) as bundle:
         done = bundle.infill("<mask>".join(parts), lengths=lengths)
@@ -75,7 +81,10 @@ def test_what_is_given_stays_and_every_hole_is_filled(parts: list[str], data: st
 def test_a_hole_ends_with_its_padding_and_the_next_one_does_not() -> None:
     with lettered(lambda canvas, at: (EOS if at in (5, 6) else ord("a") + at, 0.5)) as bundle:
         done = bundle.infill("x<mask>y<mask>z", lengths=[6, 2], block_length=4)
-    assert (done.text, done.holes) == ("xcdeyjkz", ["cde", "jk"])  # the fourth and fifth token pad, what is behind them is cut
+    assert (done.text, done.holes) == (
+        "xcdeyjkz",
+        ["cde", "jk"],
+    )  # the fourth and fifth token pad, what is behind them is cut
 
 
 def test_the_length_whose_tokens_are_surest_is_taken() -> None:
@@ -86,7 +95,11 @@ def test_the_length_whose_tokens_are_surest_is_taken() -> None:
 
     with lettered(predict) as bundle:
         done = bundle.infill("a<mask>b", lengths=[[1, 2, 3, 5]])
-        assert (done.text, done.lengths, done.log_prob) == ("aooob", (3,), pytest.approx(-0.1053605))
+        assert (done.text, done.lengths, done.log_prob) == (
+            "aooob",
+            (3,),
+            pytest.approx(-0.1053605),
+        )
         both = bundle.infill("<mask>b<mask>", lengths=[[1, 2], [2, 4]])
     assert both.lengths == (1, 2) or sum(both.lengths) == 4
 
@@ -113,7 +126,9 @@ def test_wrong_holes_are_refused(text: str, lengths: Any, sentence: str) -> None
 def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longer() -> None:
     with lettered(counted) as bundle:
         assert bundle.infill("a<mask>b<mask>", lengths=3).lengths == (3, 3)
-        with pytest.raises(RequestError, match="max_new_tokens is of text behind a prompt: give lengths"):
+        with pytest.raises(
+            RequestError, match="max_new_tokens is of text behind a prompt: give lengths"
+        ):
             bundle.infill("a<mask>", lengths=3, max_new_tokens=9)
 
 
@@ -142,7 +157,10 @@ def test_nothing_that_ends_a_prompt_stands_in_front_of_a_hole_and_nothing_twice(
 
 
 def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
-    with lettered(counted, visible_block=4) as bundle, pytest.raises(RequestError, match="block-causal, in blocks of 4"):
+    with (
+        lettered(counted, visible_block=4) as bundle,
+        pytest.raises(RequestError, match="block-causal, in blocks of 4"),
+    ):
         bundle.infill("a<mask>b")
 
 
@@ -154,19 +172,32 @@ def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
         (("--infill", "a <mask>", "--prompt", "b", "--prefix", "c"), 2, "without --infill"),
         (("--prompt", "a", "--tokens", "1"), 2, "give one of"),
         (("--tokens", "1", "--hole-tokens", "3"), 2, "--hole-tokens is of --infill"),
-        (("--infill", "a <mask>", "--hole-tokens", "x"), 2, "--hole-tokens: 'x' is not a list of integers"),
+        (
+            ("--infill", "a <mask>", "--hole-tokens", "x"),
+            2,
+            "--hole-tokens: 'x' is not a list of integers",
+        ),
         (("--infill", "a <mask>", "--watch"), 2, "--watch shows one canvas"),
-        (("--infill", "a <mask>", "--max-new-tokens", "4"), 2, "--max-new-tokens is of text behind a prompt"),
+        (
+            ("--infill", "a <mask>", "--max-new-tokens", "4"),
+            2,
+            "--max-new-tokens is of text behind a prompt",
+        ),
     ],
 )
-def test_the_command_says_what_it_does_not_take(llada_bundle: Path, options: tuple[str, ...], code: int, says: str) -> None:
+def test_the_command_says_what_it_does_not_take(
+    llada_bundle: Path, options: tuple[str, ...], code: int, says: str
+) -> None:
     done = CliRunner().invoke(main, ["run", str(llada_bundle), "--threads", "1", *options])
     assert (done.exit_code, says in done.output) == (code, True), done.output
 
 
 def test_the_command_fills_in_what_was_asked_for(demo_bundle: Path) -> None:
     call = '{"name":"set_light","arguments":{"room":"<mask>","brightness":40}}'
-    command, how = "turn the kitchen lights to forty percent", ["--threads", "1", "--hole-tokens", "1"]
+    command, how = (
+        "turn the kitchen lights to forty percent",
+        ["--threads", "1", "--hole-tokens", "1"],
+    )
     text = f"{command}<|assistant|>{call}"
     for options, whole in (
         (["--prompt", command, "--infill", call], call),
@@ -179,7 +210,9 @@ def test_the_command_fills_in_what_was_asked_for(demo_bundle: Path) -> None:
 
 
 def test_the_examples_of_the_help_work_on_the_demo(demo_bundle: Path) -> None:
-    told = CliRunner().invoke(main, ["run", "--help"], terminal_width=200).output.replace("\\\n", " ")
+    told = (
+        CliRunner().invoke(main, ["run", "--help"], terminal_width=200).output.replace("\\\n", " ")
+    )
     answers = []
     for line in re.findall(r"dlm-export run .*", told):
         words = shlex.split(line)

@@ -1,4 +1,6 @@
-"""A candidate judged against its reference: the same masks for both, the loop's own decisions, budgets, thresholds."""
+"""A candidate judged against its reference: the same masks for both, the loop's own decisions,
+budgets, thresholds.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Scripted:
 
     def __init__(
         self,
-        logits: Callable[[np.ndarray], np.ndarray] = lambda canvas: np.zeros((len(canvas), VOCAB), np.float32),
+        logits: Callable[[np.ndarray], np.ndarray] = lambda canvas: np.zeros(
+            (len(canvas), VOCAB), np.float32
+        ),
         shift: int = 0,
         write: Callable[[Sequence[int], int, Policy], tuple[list[int], int]] | None = None,
     ) -> None:
@@ -66,7 +70,9 @@ class Scripted:
         out = self._logits(canvas)
         return out if rows is None else out[rows]
 
-    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+    def generate(
+        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
+    ) -> tuple[list[int], int]:
         written, nfe = self._write(tokens, max_new_tokens, policy)
         return [*tokens, *written], nfe
 
@@ -74,7 +80,9 @@ class Scripted:
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         finished, nfe = self.generate(tokens, max_new_tokens, policy)
-        return [start_canvas(tokens, max_new_tokens, MASK)] * nfe + [Canvas(np.array(finished), np.zeros(len(finished), bool))]
+        return [start_canvas(tokens, max_new_tokens, MASK)] * nfe + [
+            Canvas(np.array(finished), np.zeros(len(finished), bool))
+        ]
 
 
 def knows(truth: np.ndarray, shift: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -162,7 +170,9 @@ def test_the_likelihood_bound_of_even_guesses_is_exact() -> None:
     sample = text_sample(24)
     found = judged(Scripted(), Scripted(), [sample])
     bits = 24 * math.log2(VOCAB - 1)  # the mask token is never predicted
-    assert found.overall["reference_bits_per_byte"] == pytest.approx(bits / len(decode(sample.tokens.tolist()) or ""))
+    assert found.overall["reference_bits_per_byte"] == pytest.approx(
+        bits / len(decode(sample.tokens.tolist()) or "")
+    )
     assert found.overall["reference_ce"] == pytest.approx(math.log(VOCAB - 1))
     without_text = judged(Scripted(), Scripted(), [sample], decode=no_text)
     assert without_text.overall["reference_bits_per_byte"] is None
@@ -179,13 +189,23 @@ def test_a_canvas_ends_where_the_shorter_of_both_does() -> None:
 
 LOOPS: dict[str, dict[str, Any]] = {
     "threshold": {"commit": "threshold", "threshold": 0.05, "block_length": 8},
-    "threshold, odd blocks": {"commit": "threshold", "threshold": 0.05, "compare": ">", "block_length": 7},
+    "threshold, odd blocks": {
+        "commit": "threshold",
+        "threshold": 0.05,
+        "compare": ">",
+        "block_length": 7,
+    },
     "static, few steps": {"steps_per_block": 3, "block_length": 8},
     "static, random order": {"steps_per_block": 3, "block_length": 8, "score": "random", "seed": 7},
     "dynamic": {"commit": "dynamic", "threshold": 0.05, "steps_per_block": 5, "block_length": 12},
     "factor": {"commit": "factor", "factor": 20.0, "block_length": 12},
     "sequential": {"commit": "sequential", "steps_per_block": 5, "block_length": 8},
-    "timestep, entropy": {"commit": "timestep", "score": "entropy", "block_length": 0, "steps_per_block": 6},
+    "timestep, entropy": {
+        "commit": "timestep",
+        "score": "entropy",
+        "block_length": 0,
+        "steps_per_block": 6,
+    },
     "margin": {"score": "margin", "block_length": 0, "steps_per_block": 4},
     "entropy bound": {"commit": "entropy_bound", "entropy_bound": 10.0, "block_length": 8},
 }
@@ -193,7 +213,10 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def predictors(llada_checkpoint: Path, dream_checkpoint: Path) -> dict[str, TorchPredictor]:
-    return {"llada": TorchPredictor(load(llada_checkpoint), "llada"), "dream": TorchPredictor(load(dream_checkpoint), "dream")}
+    return {
+        "llada": TorchPredictor(load(llada_checkpoint), "llada"),
+        "dream": TorchPredictor(load(dream_checkpoint), "dream"),
+    }
 
 
 def _prompt(predictor: TorchPredictor, length: int = 9) -> list[int]:
@@ -201,14 +224,18 @@ def _prompt(predictor: TorchPredictor, length: int = 9) -> list[int]:
     return random_tokens(length, predictor.vocab_size, special, np.random.default_rng(4)).tolist()
 
 
-def _walk(predictor: TorchPredictor, policy: Policy, new: int = 24) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+def _walk(
+    predictor: TorchPredictor, policy: Policy, new: int = 24
+) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
     """Each pass's predicted next canvas, the loop's own next one, and the state."""
     canvases = predictor.states(_prompt(predictor), new, policy)
     states = judging.frontier_states(canvases[:-1], policy, predictor)
     for state, after in zip(states, canvases[1:], strict=True):
         commitment = judging.predict_commitment(predictor, state, policy, predictor.scores)
         expected = state.canvas.copy()
-        expected[state.turn.positions[commitment.is_chosen]] = commitment.guess[commitment.is_chosen]
+        expected[state.turn.positions[commitment.is_chosen]] = commitment.guess[
+            commitment.is_chosen
+        ]
         yield expected, after.tokens, state
 
 
@@ -226,13 +253,19 @@ def test_what_a_denoiser_would_commit_is_what_its_loop_commits(
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("threshold", [0.05, 0.9])  # at 0.9, a shifted denoiser commits the first position alone
+@pytest.mark.parametrize(
+    "threshold", [0.05, 0.9]
+)  # at 0.9, a shifted denoiser commits the first position alone
 def test_a_cached_loops_full_passes_commit_the_same(
     predictors: dict[str, TorchPredictor], family: str, threshold: float
 ) -> None:
-    policy = Policy(commit="threshold", threshold=threshold, block_length=8, cache="dual", stop="none")
+    policy = Policy(
+        commit="threshold", threshold=threshold, block_length=8, cache="dual", stop="none"
+    )
     first_of_block = [
-        (expected, after) for expected, after, state in _walk(predictors[family], policy) if len(state.turn.positions) == 8
+        (expected, after)
+        for expected, after, state in _walk(predictors[family], policy)
+        if len(state.turn.positions) == 8
     ]
     assert len(first_of_block) == 3
     for expected, after in first_of_block:
@@ -241,7 +274,10 @@ def test_a_cached_loops_full_passes_commit_the_same(
 
 def test_the_mask_token_is_never_what_would_be_committed() -> None:
     def logits(canvas: np.ndarray) -> np.ndarray:
-        return np.tile(np.where(np.arange(VOCAB) == MASK, 9, np.arange(VOCAB) % 7 - 9).astype(np.float32), (len(canvas), 1))
+        return np.tile(
+            np.where(np.arange(VOCAB) == MASK, 9, np.arange(VOCAB) % 7 - 9).astype(np.float32),
+            (len(canvas), 1),
+        )
 
     (state,) = judging.frontier_states([start_canvas([1, 2], 2, MASK)], POLICY, Scripted())
     commitment = judging.predict_commitment(Scripted(logits), state, POLICY, scores)
@@ -255,7 +291,8 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
     predictors: dict[str, TorchPredictor], family: str, cache: str
 ) -> None:
     predictor = predictors[family]
-    # Noise where tokens are wanted, and mask tokens where they are not: inside a block, and as a whole block of their own.
+    # Noise where tokens are wanted, and mask tokens where they are not: inside a block, and as a
+    # whole block of their own.
     start = Canvas(np.array(_prompt(predictor, 24)), np.arange(24) >= 9)
     mask = [3, 11, *range(17, 21)]
     start.tokens[mask], start.undecided[mask] = predictor.mask_token_id, False
@@ -285,18 +322,27 @@ def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -
     logits = (4 * rng.standard_normal((40, 500))).astype(np.float32)
     logits[:, MASK] = -np.inf
     turn = Turn(3, 43, 1, 5, Span(0, 43, "drop"), 3 + np.arange(40), 6)
-    ours, theirs = scores(turn, logits, policy), proposers.scores(turn, torch.from_numpy(logits), policy)
+    ours, theirs = (
+        scores(turn, logits, policy),
+        proposers.scores(turn, torch.from_numpy(logits), policy),
+    )
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
     guess = logits.argmax(-1)
-    np.testing.assert_array_equal(choose_in(turn, guess, ours, policy), choose_in(turn, guess, theirs, policy))
+    np.testing.assert_array_equal(
+        choose_in(turn, guess, ours, policy), choose_in(turn, guess, theirs, policy)
+    )
 
 
 @pytest.mark.parametrize("stop", ["none", "eos"])
-def test_states_are_the_canvas_of_every_pass_and_the_finished_one(predictors: dict[str, TorchPredictor], stop: str) -> None:
+def test_states_are_the_canvas_of_every_pass_and_the_finished_one(
+    predictors: dict[str, TorchPredictor], stop: str
+) -> None:
     denoiser = copy.deepcopy(predictors["llada"].denoiser)
     policy = Policy(block_length=4, stop=stop)
     prompt = _prompt(predictors["llada"])
-    first = predictors["llada"].generate(prompt, 12, policy.with_fields({"stop": "none"}))[0][len(prompt) + 1]
+    first = predictors["llada"].generate(prompt, 12, policy.with_fields({"stop": "none"}))[0][
+        len(prompt) + 1
+    ]
     denoiser.network = replace(denoiser.network, eos_token_ids=(first,))
     predictor = TorchPredictor(denoiser, "ends early")
     tokens, nfe = predictor.generate(prompt, 12, policy)
@@ -319,7 +365,10 @@ def test_states_are_the_canvas_of_every_pass_and_the_finished_one(predictors: di
 def _samples(predictor: TorchPredictor, count: int = 3) -> list[Sample]:
     rng, special = np.random.default_rng(5), (predictor.mask_token_id, *predictor.eos_token_ids)
     tokens = [random_tokens(14, predictor.vocab_size, special, rng) for _ in range(count)]
-    return [Sample(np.append(t, predictor.eos_token_ids[0]), 6, decode(t[6:].tolist()), "a prompt") for t in tokens]
+    return [
+        Sample(np.append(t, predictor.eos_token_ids[0]), 6, decode(t[6:].tolist()), "a prompt")
+        for t in tokens
+    ]
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -328,8 +377,19 @@ def test_a_bundle_in_fp32_costs_nothing(
 ) -> None:
     reference = predictors[family]
     with dlm_runtime.open(request.getfixturevalue(f"{family}_bundle"), threads=1) as bundle:
-        found = judged(reference, BundlePredictor(bundle, "bundle"), _samples(reference), policy=replace(POLICY, cache="dual"))
-        back = judged(BundlePredictor(bundle, "bundle"), reference, _samples(reference), policy=POLICY, free_runs=1)
+        found = judged(
+            reference,
+            BundlePredictor(bundle, "bundle"),
+            _samples(reference),
+            policy=replace(POLICY, cache="dual"),
+        )
+        back = judged(
+            BundlePredictor(bundle, "bundle"),
+            reference,
+            _samples(reference),
+            policy=POLICY,
+            free_runs=1,
+        )
     for one in (found, back):
         assert abs(one.overall["ce_increase"]) < 1e-5
         assert one.overall["kl_mean"] < 1e-8
@@ -349,7 +409,9 @@ def damaged(predictors: dict[str, TorchPredictor]) -> TorchPredictor:
     return TorchPredictor(denoiser, "damaged")
 
 
-def test_a_damaged_denoiser_shows_in_every_view(predictors: dict[str, TorchPredictor], damaged: TorchPredictor) -> None:
+def test_a_damaged_denoiser_shows_in_every_view(
+    predictors: dict[str, TorchPredictor], damaged: TorchPredictor
+) -> None:
     reference = predictors["llada"]
     half = copy.deepcopy(reference.denoiser).to(torch.bfloat16)
     calls = []
@@ -374,12 +436,25 @@ def test_a_damaged_denoiser_shows_in_every_view(predictors: dict[str, TorchPredi
     assert sum(row["positions"] for row in found.buckets) == found.overall["positions"]
     low, high = found.overall["ce_increase_interval"]
     assert low <= found.overall["ce_increase"] <= high
-    again = judged(reference, damaged, _samples(reference), noise_floor=TorchPredictor(half, "bf16"), free_runs=2)
+    again = judged(
+        reference,
+        damaged,
+        _samples(reference),
+        noise_floor=TorchPredictor(half, "bf16"),
+        free_runs=2,
+    )
     assert again.as_dict() == found.as_dict()
 
 
 BUCKET = {
-    *("mask_ratio", "positions", "reference_ce", "candidate_ce", "ce_increase", "ce_increase_interval"),
+    *(
+        "mask_ratio",
+        "positions",
+        "reference_ce",
+        "candidate_ce",
+        "ce_increase",
+        "ce_increase_interval",
+    ),
     *("top1", "top5", "kl_mean", "kl_p95"),
 }
 
@@ -388,22 +463,64 @@ def test_a_judgement_is_plain_data_with_the_sections_of_accuracy_json(
     predictors: dict[str, TorchPredictor], damaged: TorchPredictor
 ) -> None:
     reference = predictors["llada"]
-    found = judged(reference, damaged, _samples(reference, 1)).with_budgets(Budgets(min_top1=0.5)).as_dict()
+    found = (
+        judged(reference, damaged, _samples(reference, 1))
+        .with_budgets(Budgets(min_top1=0.5))
+        .as_dict()
+    )
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert set(found) == {
-        *("reference", "candidate", "data", "policy", "buckets", "overall", "frontier", "free_running", "noise_floor"),
+        *(
+            "reference",
+            "candidate",
+            "data",
+            "policy",
+            "buckets",
+            "overall",
+            "frontier",
+            "free_running",
+            "noise_floor",
+        ),
         *("layers", "layers_method", "threshold", "budgets", "passed", "misses", "effort"),
     }
     assert set(found["data"]) == {"samples", "sha256", "seed"}
     assert all(set(row) == BUCKET for row in found["buckets"])
-    assert set(found["overall"]) == BUCKET - {"mask_ratio"} | {"reference_bits_per_byte", "candidate_bits_per_byte"}
-    assert set(found["frontier"]) == {"buckets", "jaccard", "committed", "flips", "flip_rate", "kl_mean"}
-    assert set(found["frontier"]["buckets"][0]) == {"mask_ratio", "states", "jaccard", "committed", "flips"}
+    assert set(found["overall"]) == BUCKET - {"mask_ratio"} | {
+        "reference_bits_per_byte",
+        "candidate_bits_per_byte",
+    }
+    assert set(found["frontier"]) == {
+        "buckets",
+        "jaccard",
+        "committed",
+        "flips",
+        "flip_rate",
+        "kl_mean",
+    }
+    assert set(found["frontier"]["buckets"][0]) == {
+        "mask_ratio",
+        "states",
+        "jaccard",
+        "committed",
+        "flips",
+    }
     assert set(found["free_running"]) == {
-        *("prompts", "exact_match", "token_agreement", "first_divergence_median", "reference_nfe", "candidate_nfe"),
+        *(
+            "prompts",
+            "exact_match",
+            "token_agreement",
+            "first_divergence_median",
+            "reference_nfe",
+            "candidate_nfe",
+        ),
         *("nfe_ratio", "nfe_ratio_interval", "task", "samples", "equal_by_induction"),
     }
-    assert set(found["free_running"]["task"]) == {"reference", "candidate", "difference", "difference_interval"}
+    assert set(found["free_running"]["task"]) == {
+        "reference",
+        "candidate",
+        "difference",
+        "difference_interval",
+    }
     shown = {"prompt", "answer", "reference", "candidate", "reference_nfe", "candidate_nfe"}
     assert set(found["free_running"]["samples"][0]) == shown
     assert set(found["budgets"][0]) == {"name", "limit", "value", "passed"}
@@ -448,7 +565,10 @@ def test_the_mask_tokens_own_logit_does_not_matter() -> None:
     assert judged(Scripted(), Scripted(logits), [answered()]).overall["kl_mean"] == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("vocab_size", 21), ("mask_token_id", 17), ("eos_token_ids", (16,)), ("shift", 1)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vocab_size", 21), ("mask_token_id", 17), ("eos_token_ids", (16,)), ("shift", 1)],
+)
 def test_two_different_denoisers_are_not_compared(name: str, value: Any) -> None:
     other = Scripted()
     setattr(other, name, value)
@@ -482,8 +602,8 @@ def test_data_that_cannot_judge_is_refused_by_its_number() -> None:
 @pytest.fixture(scope="module")
 def judgement() -> Judgement:
     """Made up: 2% more loss, 95% top-1, 10% more passes, 80% right."""
-    # The relative increase is largest where next to nothing is lost, the absolute one where it may be chance: the worst bucket
-    # is the other one.
+    # The relative increase is largest where next to nothing is lost, the absolute one where it may
+    # be chance: the worst bucket is the other one.
     little = {
         "ce_increase": 4.0,
         "ce_increase_interval": [2.0, 7.0],
@@ -491,31 +611,64 @@ def judgement() -> Judgement:
         "reference_ce": 0.001,
         "candidate_ce": 0.005,
     }
-    worst = {"ce_increase": 0.09, "ce_increase_interval": [0.02, 0.2], "top1": 0.9, "reference_ce": 1.0, "candidate_ce": 1.09}
-    chance = {"ce_increase": 0.5, "ce_increase_interval": [-0.1, 1.0], "top1": 0.9, "reference_ce": 1.0, "candidate_ce": 1.5}
+    worst = {
+        "ce_increase": 0.09,
+        "ce_increase_interval": [0.02, 0.2],
+        "top1": 0.9,
+        "reference_ce": 1.0,
+        "candidate_ce": 1.09,
+    }
+    chance = {
+        "ce_increase": 0.5,
+        "ce_increase_interval": [-0.1, 1.0],
+        "top1": 0.9,
+        "reference_ce": 1.0,
+        "candidate_ce": 1.5,
+    }
     return Judgement(
         reference="fp32",
         candidate="int4",
         data={},
         policy={},
-        buckets=[{"mask_ratio": 0.05} | little, {"mask_ratio": 0.15} | worst, {"mask_ratio": 0.25} | chance],
+        buckets=[
+            {"mask_ratio": 0.05} | little,
+            {"mask_ratio": 0.15} | worst,
+            {"mask_ratio": 0.25} | chance,
+        ],
         overall={"ce_increase": 0.02, "top1": 0.95},
         frontier={},
         free_running={"nfe_ratio": 1.1, "task": {"candidate": 0.8}},
-        layers=[{"layer": f"blocks.{i}.mlp.down", "format": "int4", "kl": 0.0, "frontier_kl": 0.1 * i} for i in (1, 4, 3, 2)],
+        layers=[
+            {"layer": f"blocks.{i}.mlp.down", "format": "int4", "kl": 0.0, "frontier_kl": 0.1 * i}
+            for i in (1, 4, 3, 2)
+        ],
     )
 
 
 @pytest.mark.parametrize(
     ("kept", "missed", "words"),
     [
-        (Budgets(max_ce_increase=0.02), Budgets(max_ce_increase=0.019), "cross-entropy rises by 2.00%, at most 1.90%"),
-        (Budgets(min_top1=0.95), Budgets(min_top1=0.96), "top-1 agreement is 95.00%, at least 96.00%"),
-        (Budgets(max_nfe_ratio=1.1), Budgets(max_nfe_ratio=1.05), "NFE ratio is 1.1000, at most 1.0500"),
+        (
+            Budgets(max_ce_increase=0.02),
+            Budgets(max_ce_increase=0.019),
+            "cross-entropy rises by 2.00%, at most 1.90%",
+        ),
+        (
+            Budgets(min_top1=0.95),
+            Budgets(min_top1=0.96),
+            "top-1 agreement is 95.00%, at least 96.00%",
+        ),
+        (
+            Budgets(max_nfe_ratio=1.1),
+            Budgets(max_nfe_ratio=1.05),
+            "NFE ratio is 1.1000, at most 1.0500",
+        ),
         (Budgets(min_task=0.8), Budgets(min_task=0.81), "task score is 80.00%, at least 81.00%"),
     ],
 )
-def test_a_budget_is_kept_up_to_its_limit(judgement: Judgement, kept: Budgets, missed: Budgets, words: str) -> None:
+def test_a_budget_is_kept_up_to_its_limit(
+    judgement: Judgement, kept: Budgets, missed: Budgets, words: str
+) -> None:
     good, bad = judgement.with_budgets(kept), judgement.with_budgets(missed)
     assert good.passed
     assert good.misses == []
@@ -524,12 +677,18 @@ def test_a_budget_is_kept_up_to_its_limit(judgement: Judgement, kept: Budgets, m
     assert not bad.as_dict()["passed"]
     assert words in bad.misses[0]
     assert "mask ratio 0.15" in bad.misses[1]
-    assert bad.misses[2].index("blocks.4.") < bad.misses[2].index("blocks.3.") < bad.misses[2].index("blocks.2.")
+    assert (
+        bad.misses[2].index("blocks.4.")
+        < bad.misses[2].index("blocks.3.")
+        < bad.misses[2].index("blocks.2.")
+    )
     assert "blocks.1." not in bad.misses[2]
 
 
 def test_a_bucket_whose_loss_may_be_chance_is_not_called_the_worst(judgement: Judgement) -> None:
-    by_chance = replace(judgement, buckets=judgement.buckets[2:]).with_budgets(Budgets(min_top1=0.96))
+    by_chance = replace(judgement, buckets=judgement.buckets[2:]).with_budgets(
+        Budgets(min_top1=0.96)
+    )
     assert not [miss for miss in by_chance.misses if "worst bucket" in miss]
 
 
@@ -551,21 +710,28 @@ def test_a_task_budget_needs_answers(judgement: Judgement) -> None:
     Budgets(min_task=0.5).check([text_sample(), answered()])
     Budgets(max_nfe_ratio=1.0).check([text_sample()])
     with pytest.raises(JudgeError, match="no answers"):
-        replace(judgement, free_running={"nfe_ratio": 1.0, "task": None}).with_budgets(Budgets(min_task=0.5))
+        replace(judgement, free_running={"nfe_ratio": 1.0, "task": None}).with_budgets(
+            Budgets(min_task=0.5)
+        )
 
 
 # --- The threshold, fitted again ---
 
 
-def writer(good_from: float, hesitation: int = 0) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
-    """Writes the answer from a threshold on, and takes a pass more every tenth of it, ``hesitation`` more at all."""
+def writer(
+    good_from: float, hesitation: int = 0
+) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
+    """Writes the answer from a threshold on, and takes a pass more every tenth of it,
+    ``hesitation`` more at all.
+    """
 
     def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
         is_good = policy.commit == "static" or policy.threshold >= good_from
         written = [7, 8, 9] if is_good else [7, 8, 4]
-        return [*written, *[EOS] * (count - 3)], count if policy.commit == "static" else hesitation + int(
-            policy.threshold * 10 + 1e-9
-        )
+        return [
+            *written,
+            *[EOS] * (count - 3),
+        ], count if policy.commit == "static" else hesitation + int(policy.threshold * 10 + 1e-9)
 
     return write
 
@@ -573,23 +739,40 @@ def writer(good_from: float, hesitation: int = 0) -> Callable[[Sequence[int], in
 GRID = (0.3, 0.5, 0.62, 0.65, 0.8)
 
 
-def fit(reference: Predictor, candidate: Predictor, samples: Sequence[Sample], **options: Any) -> Refit:
+def fit(
+    reference: Predictor, candidate: Predictor, samples: Sequence[Sample], **options: Any
+) -> Refit:
     return refit_threshold(reference, candidate, samples, POLICY, 8, decode, GRID, **options)
 
 
-@pytest.mark.parametrize(("sample", "quality"), [(answered(), "task"), (text_sample(6), "agreement")])
-def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(sample: Sample, quality: str) -> None:
+@pytest.mark.parametrize(
+    ("sample", "quality"), [(answered(), "task"), (text_sample(6), "agreement")]
+)
+def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(
+    sample: Sample, quality: str
+) -> None:
     calls: list[int] = []
     samples = [sample] * 4
     hesitating = Scripted(write=writer(0.6, hesitation=3))
-    found = fit(Scripted(write=writer(0.9)), hesitating, samples, preset="fast-dllm", on_done=lambda: calls.append(1))
+    found = fit(
+        Scripted(write=writer(0.9)),
+        hesitating,
+        samples,
+        preset="fast-dllm",
+        on_done=lambda: calls.append(1),
+    )
     assert (found.verdict, found.reached) == ("lowered", True)
-    assert (found.refitted.threshold, found.refitted.nfe) == (0.62, 9)  # 0.5 loses, and 0.65 saves no more
+    assert (found.refitted.threshold, found.refitted.nfe) == (
+        0.62,
+        9,
+    )  # 0.5 loses, and 0.65 saves no more
     assert (found.original.threshold, found.original.nfe) == (0.9, 12)
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
     assert (found.difference, found.interval) == (0, (0, 0))
     assert found.samples == 4
-    assert found.curve[0] == Point(0.5, 0 if quality == "task" else 0.75, 8)  # of three tokens and the end
+    assert found.curve[0] == Point(
+        0.5, 0 if quality == "task" else 0.75, 8
+    )  # of three tokens and the end
     assert len(calls) <= refit_steps(len(samples), POLICY, GRID)
     as_dict = found.as_dict()
     assert json.loads(json.dumps(as_dict)) == as_dict
@@ -599,21 +782,30 @@ def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(sa
 def test_a_candidate_that_loses_quality_gets_the_lowest_threshold_that_gives_it_back() -> None:
     grid = (0.5, 0.92, 0.95, 0.97, 0.99)
     losing = Scripted(write=writer(0.94))
-    found = refit_threshold(Scripted(write=writer(0.9)), losing, [answered()] * 4, POLICY, 8, decode, grid)
+    found = refit_threshold(
+        Scripted(write=writer(0.9)), losing, [answered()] * 4, POLICY, 8, decode, grid
+    )
     assert (found.verdict, found.reached, found.refitted.threshold) == ("raised", True, 0.95)
     assert (found.original.quality, found.refitted.quality) == (0, 1)
 
 
 def test_a_candidate_that_makes_no_more_passes_keeps_the_threshold_and_is_run_once() -> None:
     calls: list[int] = []
-    found = fit(Scripted(write=writer(0.9)), Scripted(write=writer(0.1)), [answered()] * 2, on_done=lambda: calls.append(1))
+    found = fit(
+        Scripted(write=writer(0.9)),
+        Scripted(write=writer(0.1)),
+        [answered()] * 2,
+        on_done=lambda: calls.append(1),
+    )
     assert (found.verdict, found.reached) == ("kept", True)
     assert found.refitted == found.original
     assert len(calls) == 4
 
 
 def test_one_sample_tells_no_threshold_from_another() -> None:
-    found = fit(Scripted(write=writer(0.9)), Scripted(write=writer(0.6, hesitation=3)), [answered()])
+    found = fit(
+        Scripted(write=writer(0.9)), Scripted(write=writer(0.6, hesitation=3)), [answered()]
+    )
     assert (found.verdict, found.reached, found.samples) == ("untold", False, 1)
     assert found.refitted == found.original
 
@@ -626,20 +818,28 @@ def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged
 
 def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
     """Equal and cheap at 0.3 or dear at 0.9: a score of 0 everywhere tells nothing."""
-    found = fit(Scripted(write=writer(2.0)), Scripted(write=writer(2.0, hesitation=3)), [answered()] * 4)
+    found = fit(
+        Scripted(write=writer(2.0)), Scripted(write=writer(2.0, hesitation=3)), [answered()] * 4
+    )
     assert (found.verdict, found.reached, found.reference.quality) == ("untold", False, 0)
     assert found.refitted == found.original
 
 
 def test_a_difference_that_the_samples_do_not_show_changes_nothing_and_claims_nothing() -> None:
-    """One of four answers lost: a threshold that gives it back may do so by chance, and so may the preset's have lost it."""
+    """One of four answers lost: a threshold that gives it back may do so by chance, and so may the
+    preset's have lost it.
+    """
     samples = [answered() for _ in range(4)]
     lost = samples[2].tokens[: samples[2].prompt_length].tolist()
     lost[0] += 1
-    samples[2] = replace(samples[2], tokens=np.array([*lost, *samples[2].tokens[samples[2].prompt_length :]]))
+    samples[2] = replace(
+        samples[2], tokens=np.array([*lost, *samples[2].tokens[samples[2].prompt_length :]])
+    )
 
     def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
-        return writer(2.0 if list(tokens) == lost and policy.threshold <= 0.9 else 0.1)(tokens, count, policy)
+        return writer(2.0 if list(tokens) == lost and policy.threshold <= 0.9 else 0.1)(
+            tokens, count, policy
+        )
 
     found = fit(Scripted(write=writer(0.1)), Scripted(write=write), samples)
     assert (found.verdict, found.reached) == ("kept", False)
@@ -650,13 +850,21 @@ def test_a_difference_that_the_samples_do_not_show_changes_nothing_and_claims_no
 @pytest.mark.parametrize("commit", ["static", "factor", "timestep", "entropy_bound", "sequential"])
 def test_a_policy_without_threshold_is_refused(commit: str) -> None:
     with pytest.raises(RequestError, match=f"'{commit}' has no threshold .* fast-dllm"):
-        refit_threshold(Scripted(), Scripted(), [answered()], replace(POLICY, commit=commit), 8, decode)
+        refit_threshold(
+            Scripted(), Scripted(), [answered()], replace(POLICY, commit=commit), 8, decode
+        )
 
 
-def test_a_denoiser_in_fp32_needs_no_other_threshold_than_any_that_gives_its_text(tmp_path: Path) -> None:
-    reference = TorchPredictor(load(write_checkpoint(tmp_path, llada_config(n_layers=1), seed=3)), "torch")
+def test_a_denoiser_in_fp32_needs_no_other_threshold_than_any_that_gives_its_text(
+    tmp_path: Path,
+) -> None:
+    reference = TorchPredictor(
+        load(write_checkpoint(tmp_path, llada_config(n_layers=1), seed=3)), "torch"
+    )
     policy = PRESETS["fast-dllm"].with_fields({"block_length": 8, "threshold": 0.05})
-    found = refit_threshold(reference, reference, _samples(reference, 2), policy, 8, no_text, (0.01, 0.5))
+    found = refit_threshold(
+        reference, reference, _samples(reference, 2), policy, 8, no_text, (0.01, 0.5)
+    )
     assert found.quality == "agreement"  # no tokenizer, so that answers cannot be read
     assert (found.verdict, found.reached) == ("kept", True)
     assert found.refitted == found.original == found.reference
@@ -664,5 +872,7 @@ def test_a_denoiser_in_fp32_needs_no_other_threshold_than_any_that_gives_its_tex
 
 def test_fitting_on_agreement_takes_few_samples_where_runs_of_one_token_a_pass_are_long() -> None:
     samples = [text_sample(40)] * 8
-    found = refit_threshold(Scripted(write=writer(0.1)), Scripted(write=writer(0.1)), samples, POLICY, 20, decode, GRID)
+    found = refit_threshold(
+        Scripted(write=writer(0.1)), Scripted(write=writer(0.1)), samples, POLICY, 20, decode, GRID
+    )
     assert found.samples == len(samples) * len(MASK_RATIOS) // 20

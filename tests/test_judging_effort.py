@@ -1,4 +1,6 @@
-"""What the default effort judges by: a reference shown the candidate's canvases, rounds that stop, thresholds by replay."""
+"""What the default effort judges by: a reference shown the candidate's canvases, rounds that stop,
+thresholds by replay.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ import pytest
 import torch
 from denoisers import load
 from judging import judge
-from test_judge import EOS, POLICY, Scripted, answered, decode, fit, knows, no_text, text_sample, writer
+from test_judge import (
+    EOS,
+    POLICY,
+    Scripted,
+    answered,
+    decode,
+    fit,
+    knows,
+    no_text,
+    text_sample,
+    writer,
+)
 
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
 from dlm_export import families
@@ -36,7 +49,9 @@ NEW = 24
 
 
 class Sides:
-    """A reference held whole, the same to be shown canvases, and a candidate with a little noise on its weights."""
+    """A reference held whole, the same to be shown canvases, and a candidate with a little noise on
+    its weights.
+    """
 
     def __init__(self, checkpoint: Path, noise: float = 0.02) -> None:
         source = open_source(checkpoint)
@@ -52,7 +67,10 @@ class Sides:
     def samples(self, number: int, length: int = 14) -> list[Sample]:
         rng, special = np.random.default_rng(5), (self.free.mask_token_id, *self.free.eos_token_ids)
         tokens = [random_tokens(length, self.free.vocab_size, special, rng) for _ in range(number)]
-        return [Sample(np.append(t, self.free.eos_token_ids[0]), 6, decode(t[6:].tolist()), "a prompt") for t in tokens]
+        return [
+            Sample(np.append(t, self.free.eos_token_ids[0]), 6, decode(t[6:].tolist()), "a prompt")
+            for t in tokens
+        ]
 
 
 @pytest.fixture(scope="module", params=["llada_checkpoint", "dream_checkpoint"])
@@ -61,7 +79,10 @@ def sides(request: pytest.FixtureRequest) -> Sides:
 
 
 def _met(predictor: TorchPredictor, samples: Sequence[Sample], policy: Policy) -> list[Met]:
-    return [meet(predictor, sample, i, policy, NEW, predictor.max_canvas_length) for i, sample in enumerate(samples)]
+    return [
+        meet(predictor, sample, i, policy, NEW, predictor.max_canvas_length)
+        for i, sample in enumerate(samples)
+    ]
 
 
 # --- A reference that is shown canvases ---
@@ -69,15 +90,33 @@ def _met(predictor: TorchPredictor, samples: Sequence[Sample], policy: Policy) -
 LOOPS: dict[str, dict[str, Any]] = {
     "no cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8},
     "dual cache": {"commit": "threshold", "threshold": 0.05, "block_length": 8, "cache": "dual"},
-    "prefix cache": {"commit": "static", "steps_per_block": 4, "block_length": 8, "cache": "prefix"},
-    "refreshed cache": {"commit": "threshold", "threshold": 0.05, "block_length": 6, "cache": "dual", "refresh": 4},
-    "one block": {"commit": "timestep", "score": "entropy", "block_length": 0, "steps_per_block": 6},
+    "prefix cache": {
+        "commit": "static",
+        "steps_per_block": 4,
+        "block_length": 8,
+        "cache": "prefix",
+    },
+    "refreshed cache": {
+        "commit": "threshold",
+        "threshold": 0.05,
+        "block_length": 6,
+        "cache": "dual",
+        "refresh": 4,
+    },
+    "one block": {
+        "commit": "timestep",
+        "score": "entropy",
+        "block_length": 0,
+        "steps_per_block": 6,
+    },
 }
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, name: str) -> None:
-    """And one that is not, is not: the reference's free run meets the same canvases exactly where it is said to."""
+    """And one that is not, is not: the reference's free run meets the same canvases exactly where
+    it is said to.
+    """
     policy = Policy(**LOOPS[name])
     samples = sides.samples(6)
     runs = _met(sides.candidate, samples[:4], policy) + _met(sides.free, samples[4:], policy)
@@ -125,15 +164,23 @@ def test_what_it_was_shown_is_what_a_whole_denoiser_predicts(sides: Sides) -> No
         sides.seer.logits(canvases[1], np.array([0]))
 
 
-def test_masked_positions_cost_the_same_by_either_effort_and_the_reference_runs_freely_where_asked(sides: Sides) -> None:
+def test_masked_positions_cost_the_same_by_either_effort_and_the_reference_runs_freely_where_asked(
+    sides: Sides,
+) -> None:
     samples = sides.samples(3)
-    given: dict[str, Any] = {"policy": replace(POLICY, cache="dual"), "max_new_tokens": 8, "decode": decode}
+    given: dict[str, Any] = {
+        "policy": replace(POLICY, cache="dual"),
+        "max_new_tokens": 8,
+        "decode": decode,
+    }
     full = judge(sides.free, sides.candidate, samples, **given)
     evidence = Evidence(sides.seer, sides.candidate, samples, free=sides.free, free_runs=1, **given)
     for _ in samples:
         evidence.add(1)
     found = evidence.judgement()
-    for ours, theirs in zip([found.overall, *found.buckets], [full.overall, *full.buckets], strict=True):
+    for ours, theirs in zip(
+        [found.overall, *found.buckets], [full.overall, *full.buckets], strict=True
+    ):
         for name in ("positions", "top1", "top5"):
             assert ours[name] == theirs[name]
         for name in ("reference_ce", "candidate_ce", "kl_mean"):
@@ -143,7 +190,9 @@ def test_masked_positions_cost_the_same_by_either_effort_and_the_reference_runs_
     assert full.effort == {"states_of": "reference", "free_runs": 3}
     assert found.free_running["candidate_nfe"] == full.free_running["candidate_nfe"]
     assert found.free_running["reference_nfe"][0] == full.free_running["reference_nfe"][0]
-    everything = Evidence(sides.seer, sides.candidate, samples, free=sides.free, free_runs=3, **given)
+    everything = Evidence(
+        sides.seer, sides.candidate, samples, free=sides.free, free_runs=3, **given
+    )
     everything.add(3)
     known = everything.judgement().free_running
     assert {name: known[name] for name in full.free_running if name != "equal_by_induction"} == {
@@ -155,10 +204,16 @@ def test_a_candidate_that_takes_a_pass_a_token_runs_fewer_prompts() -> None:
     slow = Scripted(write=lambda tokens, new, policy: ([EOS] * new, new))
     samples = list(enumerate([answered()] * 6))
     told = list[None]()
-    assert len(meet_within(slow, samples, POLICY, 8, 64, passes=20, on_done=lambda: told.append(None))) == len(told) == 2
+    assert (
+        len(meet_within(slow, samples, POLICY, 8, 64, passes=20, on_done=lambda: told.append(None)))
+        == len(told)
+        == 2
+    )
     assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1)) == 1
     assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1, least=3)) == 3
-    evidence = Evidence(Scripted(), slow, [answered((7,))] * 6, policy=POLICY, max_new_tokens=40, decode=decode)
+    evidence = Evidence(
+        Scripted(), slow, [answered((7,))] * 6, policy=POLICY, max_new_tokens=40, decode=decode
+    )
     evidence.add(6)
     found = evidence.judgement()
     masked = len(MASK_RATIOS) * 6
@@ -180,15 +235,23 @@ class Clock:
 
 
 def _in_rounds(
-    monkeypatch: pytest.MonkeyPatch, effort: Effort, budgets: Budgets, candidate: Any = None, samples: int = 40
+    monkeypatch: pytest.MonkeyPatch,
+    effort: Effort,
+    budgets: Budgets,
+    candidate: Any = None,
+    samples: int = 40,
 ) -> tuple[dict[str, Any], list[int]]:
     """The effort's record, and the samples that had been judged behind each round."""
     pool = [text_sample(12)] * min(samples, effort.most)
-    evidence = Evidence(Scripted(), candidate or Scripted(), pool, policy=POLICY, max_new_tokens=4, decode=no_text)
+    evidence = Evidence(
+        Scripted(), candidate or Scripted(), pool, policy=POLICY, max_new_tokens=4, decode=no_text
+    )
     monkeypatch.setattr(rounds, "time", Clock(evidence))
     seen: list[int] = []
     add = evidence.add
-    monkeypatch.setattr(evidence, "add", lambda *given: (add(*given), seen.append(evidence.judged))[0])
+    monkeypatch.setattr(
+        evidence, "add", lambda *given: (add(*given), seen.append(evidence.judged))[0]
+    )
     found = judge_in_rounds(evidence, effort, budgets, 4)
     assert found.data["samples"] == seen[-1]
     return found.effort, seen
@@ -197,11 +260,17 @@ def _in_rounds(
 def test_judging_stops_when_its_time_is_spent_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     effort, judged = _in_rounds(monkeypatch, Effort(seconds=5), Budgets())
     assert judged == [4, 20], "four a second, and four seconds were left"
-    assert (effort["judge"], effort["stopped"], effort["states_of"]) == ("default", "time", "candidate")
+    assert (effort["judge"], effort["stopped"], effort["states_of"]) == (
+        "default",
+        "time",
+        "candidate",
+    )
     assert _in_rounds(monkeypatch, Effort(seconds=0.5), Budgets())[1] == [4]
 
 
-def test_judging_takes_32_samples_at_most_and_as_many_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judging_takes_32_samples_at_most_and_as_many_as_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), Budgets())
     assert (judged, effort["stopped"]) == ([4, 32], "most")
     effort, judged = _in_rounds(monkeypatch, Effort(judged=35, seconds=0), Budgets())
@@ -214,9 +283,13 @@ def test_judging_takes_32_samples_at_most_and_as_many_as_are_asked_for(monkeypat
 
 def test_rounds_double_until_every_budget_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Scripted(knows(text_sample(12).tokens + 1, 0))
-    effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), Budgets(max_ce_increase=0.01), wrong)
+    effort, judged = _in_rounds(
+        monkeypatch, Effort(seconds=1e9), Budgets(max_ce_increase=0.01), wrong
+    )
     assert (judged, effort["stopped"]) == ([4, 8], "decided"), "fewer than eight decide nothing"
-    undecided = Budgets(max_ce_increase=0.01, min_top1=1.0)  # the same predictions: an interval of one point, the limit
+    undecided = Budgets(
+        max_ce_increase=0.01, min_top1=1.0
+    )  # the same predictions: an interval of one point, the limit
     effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), undecided)
     assert (judged, effort["stopped"]) == ([4, 8, 16, 32], "most")
     assert all(after <= 2 * before for before, after in pairwise(judged))
@@ -233,7 +306,9 @@ def test_a_replay_at_the_recorded_threshold_is_the_run(sides: Sides) -> None:
         assert replayed.generate(run.prompt, run.room, policy) == (run.tokens, run.nfe)
         passes = []
         for threshold in (0.01, 0.05, 0.2, 0.999999):
-            tokens, nfe = replayed.generate(run.prompt, run.room, policy.with_fields({"threshold": threshold}))
+            tokens, nfe = replayed.generate(
+                run.prompt, run.room, policy.with_fields({"threshold": threshold})
+            )
             assert tokens[: len(run.prompt)] == run.prompt
             assert replayed.mask_token_id not in tokens
             passes.append(nfe)
@@ -243,7 +318,9 @@ def test_a_replay_at_the_recorded_threshold_is_the_run(sides: Sides) -> None:
 
 
 class Sure(Scripted):
-    """Predicts 7 8 9 and the end behind its prompt, with a given confidence in the 9 and none to doubt elsewhere."""
+    """Predicts 7 8 9 and the end behind its prompt, with a given confidence in the 9 and none to
+    doubt elsewhere.
+    """
 
     def __init__(self, confidence: float, token: int = 9, **options: Any) -> None:
         def logits(canvas: np.ndarray) -> np.ndarray:
@@ -254,7 +331,9 @@ class Sure(Scripted):
 
         super().__init__(logits, **options)
 
-    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+    def generate(
+        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
+    ) -> tuple[list[int], int]:
         states = self.states(tokens, max_new_tokens, policy)
         return states[-1].tokens.tolist(), len(states) - 1
 
@@ -264,7 +343,9 @@ class Sure(Scripted):
         for turn in turns(canvas, policy.with_fields({"stop": "none"}), self):
             logits = self.logits(canvas.tokens, turn.positions)
             guess = logits.argmax(-1)
-            committed = turn.positions[chosen := choose_in(turn, guess, self.scores(turn, logits, policy), policy)]
+            committed = turn.positions[
+                chosen := choose_in(turn, guess, self.scores(turn, logits, policy), policy)
+            ]
             canvas.tokens[committed], canvas.undecided[committed] = guess[chosen], False
             canvases.append(Canvas(canvas.tokens.copy(), canvas.undecided.copy()))
         return canvases
@@ -293,11 +374,19 @@ def test_a_threshold_found_by_replay_is_confirmed_by_generations() -> None:
 
 
 def test_a_threshold_that_generations_do_not_show_to_be_better_is_not_taken() -> None:
-    hesitating, faithless = Scripted(write=writer(0.6, hesitation=3)), Scripted(write=writer(0.95, hesitation=3))
-    assert fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=hesitating).verdict == "lowered"
+    hesitating, faithless = (
+        Scripted(write=writer(0.6, hesitation=3)),
+        Scripted(write=writer(0.95, hesitation=3)),
+    )
+    assert (
+        fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=hesitating).verdict
+        == "lowered"
+    )
     stubborn = Scripted(write=lambda tokens, new, policy: ([7, 8, 9, *[EOS] * (new - 3)], 12))
     found = fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=stubborn)
-    assert (found.verdict, found.refitted) == ("kept", found.original), "its passes are the same at every threshold"
+    assert (found.verdict, found.refitted) == ("kept", found.original), (
+        "its passes are the same at every threshold"
+    )
     loses = fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=faithless)
     assert loses.verdict == "lowered", "as bad at either threshold, and cheaper"
 

@@ -1,7 +1,8 @@
-"""The operators of domain ``dlm_export``: the functions inside a graph against the native kernels, and graphs that lie.
+"""The operators of domain ``dlm_export``: the functions inside a graph against the native kernels,
+and graphs that lie.
 
-The native library runs in this process, so a crash of it ends the test run. Kernels alone, against plain loops, are tested
-natively: runtime/native/tests/kernels_test.cc.
+The native library runs in this process, so a crash of it ends the test run. Kernels alone, against
+plain loops, are tested natively: runtime/native/tests/kernels_test.cc.
 """
 
 from __future__ import annotations
@@ -35,41 +36,69 @@ from dlm_export.graph.body import DOMAIN
 from dlm_runtime import DlmError, EngineError, RequestError, _native
 
 SETS = ("amx-int8", "avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
-# Dream has grouped queries and biases. In NVFP4 weights alone: rounding of activations is no kernel's.
-BUNDLES = ("llada-fp32", "dream-fp32", "llada-int8", "dream-int8", "llada-int4", "dream-int4", "dream-nvfp4")
+# Dream has grouped queries and biases. In NVFP4 weights alone: rounding of activations is no
+# kernel's.
+BUNDLES = (
+    "llada-fp32",
+    "dream-fp32",
+    "llada-int8",
+    "dream-int8",
+    "llada-int4",
+    "dream-int4",
+    "dream-nvfp4",
+)
 BY_ROWS = ("int8", "int4")  # precisions that quantise activations
 GRAPH = "denoiser.onnx"
-LONGEST = 60  # tokens of a pass: numpy.choose, with which onnx.reference gathers rows, takes 64 arrays in all
-# Kernels sum in another order and their exponentials are within 2e-7: 5e-6 of logits around 10 was seen.
+# tokens of a pass: numpy.choose, with which onnx.reference gathers rows, takes 64 arrays in all
+LONGEST = 60
+# Kernels sum in another order and their exponentials are within 2e-7: 5e-6 of logits around 10 was
+# seen.
 TOLERANCE = 1e-4
-# In INT8 and INT4 an activation between two codes may then go to either, and every layer behind sees it: 0.1 was seen, half of
-# the rows within 0.01. Products that saturate are off by 3.
+# In INT8 and INT4 an activation between two codes may then go to either, and every layer behind
+# sees it: 0.1 was seen, half of the rows within 0.01. Products that saturate are off by 3.
 INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 
 
 @pytest.fixture(scope="session")
-def row_bundles(llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def row_bundles(
+    llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Those of ``BUNDLES`` in ``BY_ROWS``."""
     built = {}
     for precision, recipe in zip(BY_ROWS, ("int8", "int4-rtn"), strict=True):
         for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
             name = f"{family}-{precision}"
             built[name] = tmp_path_factory.mktemp(precision) / family
-            build_bundle(checkpoint, built[name], BuildOptions(precision=recipe, check_parity=False, quantise=SMALL))
+            build_bundle(
+                checkpoint,
+                built[name],
+                BuildOptions(precision=recipe, check_parity=False, quantise=SMALL),
+            )
     return built
 
 
 @pytest.fixture(scope="session")
 def nvfp4_bundle(dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("nvfp4") / "dream"
-    build_bundle(dream_checkpoint, built, BuildOptions(precision="nvfp4-weight", check_parity=False, quantise=SMALL))
+    build_bundle(
+        dream_checkpoint,
+        built,
+        BuildOptions(precision="nvfp4-weight", check_parity=False, quantise=SMALL),
+    )
     return built
 
 
 @pytest.fixture(scope="session")
-def bundles(llada_bundle: Path, dream_bundle: Path, row_bundles: dict[str, Path], nvfp4_bundle: Path) -> dict[str, Path]:
+def bundles(
+    llada_bundle: Path, dream_bundle: Path, row_bundles: dict[str, Path], nvfp4_bundle: Path
+) -> dict[str, Path]:
     """Those of ``BUNDLES``; none may be changed."""
-    found = {"llada-fp32": llada_bundle, "dream-fp32": dream_bundle, **row_bundles, "dream-nvfp4": nvfp4_bundle}
+    found = {
+        "llada-fp32": llada_bundle,
+        "dream-fp32": dream_bundle,
+        **row_bundles,
+        "dream-nvfp4": nvfp4_bundle,
+    }
     return {name: found[name] for name in BUNDLES}
 
 
@@ -83,7 +112,9 @@ def choices(bundle: Path) -> list[str]:
 
 
 @pytest.fixture(params=SETS)
-def kernels(request: pytest.FixtureRequest, llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def kernels(
+    request: pytest.FixtureRequest, llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
     """Kernels that this processor has; the bundles of the test run on them."""
     if request.param not in choices(llada_bundle):
         pytest.skip(f"this processor has no {request.param}")
@@ -99,7 +130,11 @@ def _evaluator(bundle: Path) -> ReferenceEvaluator:
 def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.ndarray]:
     """One full pass of the graph."""
     layers = read_manifest(bundle)["loop"]["graph"]["ports"]["layers"]
-    feeds = {"input_ids": np.array([tokens]), "position_ids": np.arange(len(tokens))[None], "score_rows": np.array([rows])}
+    feeds = {
+        "input_ids": np.array([tokens]),
+        "position_ids": np.arange(len(tokens))[None],
+        "score_rows": np.array([rows]),
+    }
     for layer in layers:
         cache = np.zeros((1, layer["kv_heads"], 0, layer["head_size"]), np.float32)
         feeds |= {layer["past_key"]: cache, layer["past_value"]: cache}
@@ -107,7 +142,9 @@ def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.n
 
 
 def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.ndarray:
-    """Logits ``[R, V]`` by the operators' definitions: ONNX Runtime's own INT8 products saturate on processors without VNNI."""
+    """Logits ``[R, V]`` by the operators' definitions: ONNX Runtime's own INT8 products saturate on
+    processors without VNNI.
+    """
     return np.asarray(_evaluator(bundle).run(["logits"], feeds_of(bundle, tokens, rows))[0])[0]
 
 
@@ -119,12 +156,17 @@ def check_logits(name: str, got: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_kernels_compute_what_the_functions_in_the_graph_say(bundles: dict[str, Path], name: str, kernels: str) -> None:
+def test_kernels_compute_what_the_functions_in_the_graph_say(
+    bundles: dict[str, Path], name: str, kernels: str
+) -> None:
     bundle, rng = bundles[name], np.random.default_rng(7)
     with dlm_runtime.open(bundle, threads=1) as opened:
         for length in (1, 2, 9, 32, LONGEST):
             tokens = rng.integers(0, opened.vocab_size, length).tolist()
-            got, expected = opened.logits(tokens), logits_of_functions(bundle, tokens, list(range(length)))
+            got, expected = (
+                opened.logits(tokens),
+                logits_of_functions(bundle, tokens, list(range(length))),
+            )
             check_logits(name, got, expected)
             assert np.median(np.abs(got - expected)) < INT8_MEDIAN
             agreeing = (got.argmax(-1) == expected.argmax(-1)).mean()
@@ -133,12 +175,20 @@ def test_kernels_compute_what_the_functions_in_the_graph_say(bundles: dict[str, 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_shape_of_a_pass_fits_the_kernels(bundles: dict[str, Path], kernels: str, data: st.DataObject) -> None:
+def test_any_shape_of_a_pass_fits_the_kernels(
+    bundles: dict[str, Path], kernels: str, data: st.DataObject
+) -> None:
     name = data.draw(st.sampled_from(BUNDLES))
     with dlm_runtime.open(bundles[name], threads=data.draw(st.sampled_from([1, 2]))) as opened:
-        tokens = data.draw(st.lists(st.integers(0, opened.vocab_size - 1), min_size=1, max_size=LONGEST))
-        rows = data.draw(st.lists(st.integers(0, len(tokens) - 1), min_size=1, max_size=len(tokens)))
-        check_logits(name, opened.logits(tokens, rows), logits_of_functions(bundles[name], tokens, rows))
+        tokens = data.draw(
+            st.lists(st.integers(0, opened.vocab_size - 1), min_size=1, max_size=LONGEST)
+        )
+        rows = data.draw(
+            st.lists(st.integers(0, len(tokens) - 1), min_size=1, max_size=len(tokens))
+        )
+        check_logits(
+            name, opened.logits(tokens, rows), logits_of_functions(bundles[name], tokens, rows)
+        )
         cached = data.draw(st.integers(0, 100))
         assert len(opened.time_passes(len(tokens), cached, len(rows), 1)) == 1
 
@@ -147,11 +197,22 @@ def test_any_shape_of_a_pass_fits_the_kernels(bundles: dict[str, Path], kernels:
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("score", ["confidence", "margin", "entropy"])
 def test_kernels_fill_a_canvas_as_the_functions_do(
-    bundles: dict[str, Path], family: str, cache: str, score: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+    bundles: dict[str, Path],
+    family: str,
+    cache: str,
+    score: str,
+    kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def generate() -> list[int]:
         with dlm_runtime.open(bundles[f"{family}-fp32"], threads=1) as opened:
-            policy = {"block_length": 8, "steps_per_block": 4, "cache": cache, "score": score, "stop": "none"}
+            policy = {
+                "block_length": 8,
+                "steps_per_block": 4,
+                "cache": cache,
+                "score": score,
+                "stop": "none",
+            }
             return opened.generate(tokens=[3, 1, 4, 1, 5], max_new_tokens=32, **policy).tokens
 
     by_kernels = generate()
@@ -160,7 +221,9 @@ def test_kernels_fill_a_canvas_as_the_functions_do(
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_number_of_threads_does_not_change_a_bit(bundles: dict[str, Path], name: str, kernels: str) -> None:
+def test_number_of_threads_does_not_change_a_bit(
+    bundles: dict[str, Path], name: str, kernels: str
+) -> None:
     tokens = np.random.default_rng(3).integers(0, 150, 90).tolist()
     found = []
     for threads in (1, 2, 3):
@@ -176,7 +239,9 @@ def test_number_of_threads_does_not_change_a_bit(bundles: dict[str, Path], name:
 # ---- DLM_KERNELS ----
 
 
-def test_fastest_kernels_are_taken_unless_others_are_named(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_kernels_are_taken_unless_others_are_named(
+    llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = choices(llada_bundle)
     assert known[-1] == "none"
     assert set(known[:-1]) <= set(SETS)
@@ -197,7 +262,9 @@ def test_without_kernels_the_graph_is_what_onnxruntime_makes_of_it(
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     tokens = list(range(40))
     for name, bundle in bundles.items():
-        plain = onnxruntime.InferenceSession(bundle / GRAPH, options, providers=["CPUExecutionProvider"])
+        plain = onnxruntime.InferenceSession(
+            bundle / GRAPH, options, providers=["CPUExecutionProvider"]
+        )
         expected = np.asarray(plain.run(["logits"], feeds_of(bundle, tokens, tokens))[0])[0]
         with dlm_runtime.open(bundle, threads=1) as opened:
             assert (opened.logits(tokens) == expected).all(), name
@@ -211,22 +278,32 @@ def test_kernels_that_the_processor_does_not_have_are_refused(
     monkeypatch.setenv("DLM_KERNELS", name)
     with pytest.raises(RequestError) as refused:
         dlm_runtime.open(llada_bundle)
-    assert str(refused.value).startswith(f'DLM_KERNELS is "{name[:40]}", kernels that this processor does not have; choose one')
+    assert str(refused.value).startswith(
+        f'DLM_KERNELS is "{name[:40]}", kernels that this processor does not have; choose one'
+    )
     assert str(refused.value).endswith(", ".join(known))
     monkeypatch.setenv("DLM_KERNELS", next(name for name in SETS if name not in known))
-    with pytest.raises(RequestError, match=r"kernels that (this processor does not have|do not run here: .*); choose one of"):
+    with pytest.raises(
+        RequestError,
+        match=r"kernels that (this processor does not have|do not run here: .*); choose one of",
+    ):
         dlm_runtime.open(llada_bundle)
 
 
 def test_what_amx_lacks_is_named(llada_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "amx-int8" in choices(llada_bundle) or platform.machine() != "x86_64":
         pytest.skip("nothing is lacking, or everything")
-    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    flags = next(
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+    ).split()
     missing = [name for name in ("amx_tile", "amx_int8", "avx512_vnni") if name not in flags]
     known = {"amx_tile": "amx-tile", "amx_int8": "amx-int8", "avx512_vnni": "AVX-512 with VNNI"}
     reason = f"the processor has no {known[missing[0]]}" if missing else ".*(AMX|tried|compiler).*"
     monkeypatch.setenv("DLM_KERNELS", "amx-int8")
-    with pytest.raises(RequestError, match=f'"amx-int8", kernels that do not run here: {reason}; choose one of .*none$'):
+    with pytest.raises(
+        RequestError,
+        match=f'"amx-int8", kernels that do not run here: {reason}; choose one of .*none$',
+    ):
         dlm_runtime.open(llada_bundle)
 
 
@@ -246,8 +323,12 @@ def _attribute(op_type: str, name: str, value: object) -> Edit:
         node = _node(model, op_type)
         kept = [attribute for attribute in node.attribute if attribute.name != name]
         del node.attribute[:]
-        kind = onnx.AttributeProto.INTS if isinstance(value, list) else None  # an empty list has none by itself
-        node.attribute.extend(kept if value is None else [*kept, helper.make_attribute(name, value, attr_type=kind)])
+        kind = (
+            onnx.AttributeProto.INTS if isinstance(value, list) else None
+        )  # an empty list has none by itself
+        node.attribute.extend(
+            kept if value is None else [*kept, helper.make_attribute(name, value, attr_type=kind)]
+        )
 
     return edit
 
@@ -311,7 +392,10 @@ LIES: dict[str, tuple[str, Edit]] = {
     "fewer columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [32])),
     "no columns": ("Int8Linear", _attribute("Int8Linear", "columns", [0])),
     "negative columns": ("Int8Linear", _attribute("Int8Linear", "columns", [-64])),
-    "columns beyond all memory": ("Int8Linear", _attribute("Int8Linear", "columns", [(1 << 63) - 1])),
+    "columns beyond all memory": (
+        "Int8Linear",
+        _attribute("Int8Linear", "columns", [(1 << 63) - 1]),
+    ),
     "two numbers of columns": ("Int8Linear", _attribute("Int8Linear", "columns", [64, 64])),
     "no number of columns": ("Int8Linear", _attribute("Int8Linear", "columns", [])),
     "columns missing": ("Int8Linear", _attribute("Int8Linear", "columns", None)),
@@ -324,14 +408,23 @@ LIES: dict[str, tuple[str, Edit]] = {
     "panels in a row": ("Int8Linear", _reshaped("Int8Linear", 1, 2 * 16 * 32 * 4)),
     "panels of five dimensions": ("Int8Linear", _reshaped("Int8Linear", 1, 1, 2, 16, 32, 4)),
     "panels of nothing": ("Int8Linear", _panels(2, 0, 32, 4)),
-    "panels of another number": ("Int8Linear", _replaced("Int8Linear", 1, np.zeros((2, 16, 32, 4), np.int8))),
+    "panels of another number": (
+        "Int8Linear",
+        _replaced("Int8Linear", 1, np.zeros((2, 16, 32, 4), np.int8)),
+    ),
     "scales too few": ("Int8Linear", _cut("Int8Linear", 2, 32)),
     "one scale": ("Int8Linear", _cut("Int8Linear", 2)),
     "an input of another width": ("Int8Linear", _cut("Int8Linear", 0, 1, 3, 68)),
     "an odd input": ("Int8Linear", _cut("Int8Linear", 0, 1, 3, 62)),
     "an input of no width": ("Int8Linear", _cut("Int8Linear", 0, 1, 3, 0)),
-    "an input and panels of no width": ("Int8Linear", _both(_cut("Int8Linear", 0, 1, 3, 0), _panels(2, 0, 32, 4))),
-    "sums beyond 32 bits": ("Int8Linear", _both(_cut("Int8Linear", 0, 1, 1, 132_112), _panels(2, 132_112 // 4, 32, 4))),
+    "an input and panels of no width": (
+        "Int8Linear",
+        _both(_cut("Int8Linear", 0, 1, 3, 0), _panels(2, 0, 32, 4)),
+    ),
+    "sums beyond 32 bits": (
+        "Int8Linear",
+        _both(_cut("Int8Linear", 0, 1, 1, 132_112), _panels(2, 132_112 // 4, 32, 4)),
+    ),
     "an input that is one number": ("Int8Linear", _cut("Int8Linear", 0)),
     "an input of six dimensions": ("Int8Linear", _cut("Int8Linear", 0, 1, 1, 1, 1, 3, 64)),
     "fewer INT4 columns than panels": (INT4, _attribute(INT4, "columns", [32])),
@@ -360,7 +453,10 @@ LIES: dict[str, tuple[str, Edit]] = {
     "an NVFP4 input of another width": (NVFP4, _cut(NVFP4, 0, 1, 3, 48)),
     "an NVFP4 input that groups do not divide": (NVFP4, _cut(NVFP4, 0, 1, 3, 60)),
     "an NVFP4 input of no width": (NVFP4, _cut(NVFP4, 0, 1, 3, 0)),
-    "heads that kv_heads do not divide": ("CachedAttention", _attribute("CachedAttention", "kv_heads", 3)),
+    "heads that kv_heads do not divide": (
+        "CachedAttention",
+        _attribute("CachedAttention", "kv_heads", 3),
+    ),
     "no heads": ("CachedAttention", _attribute("CachedAttention", "heads", 0)),
     "no kv_heads": ("CachedAttention", _attribute("CachedAttention", "kv_heads", 0)),
     "negative heads": ("CachedAttention", _attribute("CachedAttention", "heads", -4)),
@@ -383,13 +479,34 @@ LIES: dict[str, tuple[str, Edit]] = {
     "keys of another length": ("CachedAttention", _cut("CachedAttention", 1, 1, 2, 64)),
     "values that are one number": ("CachedAttention", _cut("CachedAttention", 2)),
     "past values of other rows": ("CachedAttention", _cut("CachedAttention", 4, 1, 4, 7, 16)),
-    "positions behind the tables": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, 1, 256]]))),
-    "positions before the tables": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, -1, 2]]))),
-    "positions of another shape": ("CachedAttention", _replaced("CachedAttention", 5, np.array([[0, 1]]))),
-    "segments of two numbers": ("CachedAttention", _replaced("CachedAttention", 8, np.array([[0, 3]]))),
-    "segments of fewer tokens": ("CachedAttention", _replaced("CachedAttention", 8, np.array([[0, 0, 0, 1]]))),
-    "segments beyond what is cached": ("CachedAttention", _replaced("CachedAttention", 8, np.array([[0, 1 << 40, 0, 3]]))),
-    "segments in a row": ("CachedAttention", _replaced("CachedAttention", 8, np.array([0, 0, 0, 3]))),
+    "positions behind the tables": (
+        "CachedAttention",
+        _replaced("CachedAttention", 5, np.array([[0, 1, 256]])),
+    ),
+    "positions before the tables": (
+        "CachedAttention",
+        _replaced("CachedAttention", 5, np.array([[0, -1, 2]])),
+    ),
+    "positions of another shape": (
+        "CachedAttention",
+        _replaced("CachedAttention", 5, np.array([[0, 1]])),
+    ),
+    "segments of two numbers": (
+        "CachedAttention",
+        _replaced("CachedAttention", 8, np.array([[0, 3]])),
+    ),
+    "segments of fewer tokens": (
+        "CachedAttention",
+        _replaced("CachedAttention", 8, np.array([[0, 0, 0, 1]])),
+    ),
+    "segments beyond what is cached": (
+        "CachedAttention",
+        _replaced("CachedAttention", 8, np.array([[0, 1 << 40, 0, 3]])),
+    ),
+    "segments in a row": (
+        "CachedAttention",
+        _replaced("CachedAttention", 8, np.array([0, 0, 0, 3])),
+    ),
     "blocks of no tokens": ("BlockCachedAttention", _by_blocks(0)),
     "blocks of a negative number": ("BlockCachedAttention", _by_blocks(-4)),
     "blocks beyond all positions": ("BlockCachedAttention", _by_blocks(1 << 40)),
@@ -413,7 +530,13 @@ def lying(bundles: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
 
     def make(name: str) -> Path:
         operator = LIES[name][0]
-        honest = "dream-nvfp4" if operator == NVFP4 else "llada-int4" if operator.startswith("Int4") else "llada-int8"
+        honest = (
+            "dream-nvfp4"
+            if operator == NVFP4
+            else "llada-int4"
+            if operator.startswith("Int4")
+            else "llada-int8"
+        )
         bundle = Path(shutil.copytree(bundles[honest], tmp_path / "bundle"))
         model = onnx.load(bundle / GRAPH, load_external_data=False)
         LIES[name][1](model)
@@ -427,7 +550,9 @@ def lying(bundles: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_graph_that_lies_is_refused_by_its_operator(lying: Callable[[str], Path], name: str) -> None:
+def test_a_graph_that_lies_is_refused_by_its_operator(
+    lying: Callable[[str], Path], name: str
+) -> None:
     bundle = lying(name)
     with pytest.raises(DlmError) as refused, dlm_runtime.open(bundle) as opened:
         opened.generate(tokens=[1], max_new_tokens=2)
@@ -441,7 +566,9 @@ def test_a_graph_that_lies_is_refused_by_its_operator(lying: Callable[[str], Pat
 @pytest.fixture(scope="session")
 def by_tokens(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     source = Path(__file__).with_name("generate_tokens.c")
-    return compile_c(tmp_path_factory.mktemp("tokens") / "generate_tokens", source, sanitized, *SANITIZE)
+    return compile_c(
+        tmp_path_factory.mktemp("tokens") / "generate_tokens", source, sanitized, *SANITIZE
+    )
 
 
 def test_kernels_agree_with_plain_loops_under_sanitizers(sanitized: Path) -> None:  # noqa: F811
@@ -450,7 +577,9 @@ def test_kernels_agree_with_plain_loops_under_sanitizers(sanitized: Path) -> Non
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_no_lie_gets_past_the_sanitizers(by_tokens: Path, lying: Callable[[str], Path], name: str) -> None:
+def test_no_lie_gets_past_the_sanitizers(
+    by_tokens: Path, lying: Callable[[str], Path], name: str
+) -> None:
     done = run(by_tokens, lying(name), "2", "1", ASAN_OPTIONS="detect_leaks=1")
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("\n") == 1
@@ -464,7 +593,16 @@ def test_passes_of_the_kernels_are_clean_under_sanitizers(
     name: str,
     kernels: str,
 ) -> None:
-    done = run(by_tokens, bundles[name], "40", "3", "1", "4", ASAN_OPTIONS="detect_leaks=1", DLM_KERNELS=kernels)
+    done = run(
+        by_tokens,
+        bundles[name],
+        "40",
+        "3",
+        "1",
+        "4",
+        ASAN_OPTIONS="detect_leaks=1",
+        DLM_KERNELS=kernels,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -473,7 +611,9 @@ def test_passes_of_the_kernels_are_clean_under_sanitizers(
 
 @settings(max_examples=200, deadline=None)
 @given(groups=st.integers(1, 20), columns=st.integers(1, 100), seed=st.integers(0, 9))
-def test_panels_hold_every_code_where_the_functions_look_for_it(groups: int, columns: int, seed: int) -> None:
+def test_panels_hold_every_code_where_the_functions_look_for_it(
+    groups: int, columns: int, seed: int
+) -> None:
     codes = np.random.default_rng(seed).integers(-128, 128, (4 * groups, columns)).astype(np.int8)
     panels = functions.panels(codes)
     assert panels.shape == (functions.padded(columns) // 32, groups, 32, 4)
@@ -483,12 +623,21 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(groups: int, col
     assert (whole[:, columns:] == 0).all()
 
 
-def _by_definition(name: str, columns: int, given: dict[str, np.ndarray], **attributes: int) -> np.ndarray:
+def _by_definition(
+    name: str, columns: int, given: dict[str, np.ndarray], **attributes: int
+) -> np.ndarray:
     """The result of a linear layer's function, by its body."""
-    call = helper.make_node(name, list(given), ["y"], domain=DOMAIN, columns=[columns], **attributes)
+    call = helper.make_node(
+        name, list(given), ["y"], domain=DOMAIN, columns=[columns], **attributes
+    )
     kinds = [helper.np_dtype_to_tensor_dtype(value.dtype) for value in given.values()]
-    ports = [helper.make_tensor_value_info(port, kind, None) for port, kind in zip(given, kinds, strict=True)]
-    graph = helper.make_graph([call], "g", ports, [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)])
+    ports = [
+        helper.make_tensor_value_info(port, kind, None)
+        for port, kind in zip(given, kinds, strict=True)
+    ]
+    graph = helper.make_graph(
+        [call], "g", ports, [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)]
+    )
     body = ir.to_proto(functions._DEFINITIONS[name]())
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, functions=[body], opset_imports=imports)
@@ -497,18 +646,28 @@ def _by_definition(name: str, columns: int, given: dict[str, np.ndarray], **attr
 
 @settings(max_examples=100, deadline=None)
 @given(groups=st.integers(1, 6), columns=st.integers(1, 100), seed=st.integers(0, 9))
-def test_nvfp4_panels_hold_every_code_and_scale_where_the_function_looks_for_them(groups: int, columns: int, seed: int) -> None:
+def test_nvfp4_panels_hold_every_code_and_scale_where_the_function_looks_for_them(
+    groups: int, columns: int, seed: int
+) -> None:
     w = np.random.default_rng(seed).normal(size=(16 * groups, columns)).astype(np.float32)
     weight = quantise_weight(w, "nvfp4")
     panels, scales = functions.nvfp4_panels(weight.codes), functions.panel_scales(weight.scales)
     x = np.eye(16 * groups, dtype=np.float32)
-    given = {"x": x, "panels": panels, "scales": scales, "global_scale": np.asarray(weight.global_scale)}
+    given = {
+        "x": x,
+        "panels": panels,
+        "scales": scales,
+        "global_scale": np.asarray(weight.global_scale),
+    }
     assert np.array_equal(_by_definition(NVFP4, columns, given), weight.dequantise())
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    pairs=st.integers(1, 20), columns=st.integers(1, 100), group_size=st.sampled_from([8, 24, 32, 128]), seed=st.integers(0, 9)
+    pairs=st.integers(1, 20),
+    columns=st.integers(1, 100),
+    group_size=st.sampled_from([8, 24, 32, 128]),
+    seed=st.integers(0, 9),
 )
 def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them(
     pairs: int, columns: int, group_size: int, seed: int
@@ -516,10 +675,17 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
     rng = np.random.default_rng(seed)
     w = rng.normal(size=(8 * pairs, columns)).astype(np.float32)
     weight = quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16)
-    weight.codes[...] = rng.integers(-8, 8, weight.codes.shape)  # those that no weight rounds to as well
-    panels, scales = functions.int4_panels(weight.codes), functions.panel_scales(weight.scales.T).astype(FP16)
+    weight.codes[...] = rng.integers(
+        -8, 8, weight.codes.shape
+    )  # those that no weight rounds to as well
+    panels, scales = (
+        functions.int4_panels(weight.codes),
+        functions.panel_scales(weight.scales.T).astype(FP16),
+    )
     x = 127 * np.eye(8 * pairs, dtype=np.float32)
-    found = _by_definition(INT4, columns, {"x": x, "panels": panels, "scales": scales}, group_size=group_size)
+    found = _by_definition(
+        INT4, columns, {"x": x, "panels": panels, "scales": scales}, group_size=group_size
+    )
     assert np.array_equal(found, 127 * weight.dequantise())
 
 
@@ -527,14 +693,18 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
 def test_a_session_of_the_callers_own_runs_a_graph_by_the_same_kernels(
     bundles: dict[str, Path], name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ONNX Runtime's own way to load operators gives what the runtime gives, bit by bit; with no kernels too."""
+    """ONNX Runtime's own way to load operators gives what the runtime gives, bit by bit; with no
+    kernels too.
+    """
     tokens = list(range(12))
     for chosen in (kernels, "none"):
         monkeypatch.setenv("DLM_KERNELS", chosen)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 4
         options.register_custom_ops_library(_native.library()._name)
-        session = onnxruntime.InferenceSession(bundles[name] / GRAPH, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            bundles[name] / GRAPH, options, providers=["CPUExecutionProvider"]
+        )
         found = np.asarray(session.run(["logits"], feeds_of(bundles[name], tokens, tokens))[0])[0]
         with dlm_runtime.open(bundles[name], threads=1) as opened:
             np.testing.assert_array_equal(found, opened.logits(tokens))

@@ -1,4 +1,6 @@
-"""A denoiser read a layer at a time gives what the whole one gives, in memory or in a file, and refuses what has no room."""
+"""A denoiser read a layer at a time gives what the whole one gives, in memory or in a file, and
+refuses what has no room.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def _canvases(vocab_size: int, lengths: list[int], seed: int = 0) -> list[np.nda
 def test_every_canvas_is_in_one_batch_of_its_own_length(lengths: list[int], tokens: int) -> None:
     canvases = _canvases(50, lengths)
     batches = make_batches(canvases, tokens)
-    assert sorted(number for batch in batches for number in batch.numbers) == list(range(len(lengths)))
+    assert sorted(number for batch in batches for number in batch.numbers) == list(
+        range(len(lengths))
+    )
     rows = 0
     for batch in batches:
         assert batch.rows == slice(rows, rows + batch.ids.numel())
@@ -41,7 +45,11 @@ def test_every_canvas_is_in_one_batch_of_its_own_length(lengths: list[int], toke
 @pytest.mark.parametrize("memory_bytes", [None, 0])
 @pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
 def test_the_logits_are_those_of_the_whole_denoiser(
-    family: str, dtype: torch.dtype, memory_bytes: int | None, request: pytest.FixtureRequest, tmp_path: Path
+    family: str,
+    dtype: torch.dtype,
+    memory_bytes: int | None,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
     source = open_source(request.getfixturevalue(family))
     canvases = _canvases(source.network.vocab_size, [5, 9, 5, 12, 9, 5])
@@ -54,10 +62,15 @@ def test_the_logits_are_those_of_the_whole_denoiser(
     whole = families.load(source.parameters, source.network, dtype)
     for canvas, chosen, features in zip(canvases, rows, carried.features(rows), strict=True):
         with torch.no_grad():
-            expected = whole(torch.from_numpy(canvas).unsqueeze(0))[0, torch.from_numpy(chosen)].float()
-        # Rows of other canvases in a product change the order of its sums; in bf16 the head is multiplied in fp32 here.
+            expected = whole(torch.from_numpy(canvas).unsqueeze(0))[
+                0, torch.from_numpy(chosen)
+            ].float()
+        # Rows of other canvases in a product change the order of its sums; in bf16 the head is
+        # multiplied in fp32 here.
         tolerance = 2e-5 if dtype == torch.float32 else 3e-2
-        assert (project(features) - expected).abs().max() <= tolerance * (expected.max() - expected.min())
+        assert (project(features) - expected).abs().max() <= tolerance * (
+            expected.max() - expected.min()
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -69,14 +82,24 @@ def test_a_full_disk_is_told_before_anything_is_computed(
 
     source = open_source(llada_checkpoint)
     monkeypatch.setattr(layered.os, "posix_fallocate", full)
-    with pytest.raises(MemoryLimitError, match=r"no room for [\d,]+ bytes of activations \(No space left on device\)"):
-        Carried(families.layered(source.parameters, source.network), [np.arange(4)], memory_bytes=0, folder=tmp_path)
+    with pytest.raises(
+        MemoryLimitError,
+        match=r"no room for [\d,]+ bytes of activations \(No space left on device\)",
+    ):
+        Carried(
+            families.layered(source.parameters, source.network),
+            [np.arange(4)],
+            memory_bytes=0,
+            folder=tmp_path,
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_layers_memory_is_the_next_ones_only_when_nobody_holds_it(llada_checkpoint: Path) -> None:
     source = open_source(llada_checkpoint)
-    parts = families.layered(source.parameters, source.network, torch.bfloat16)  # of fp32 weights: all are made
+    parts = families.layered(
+        source.parameters, source.network, torch.bfloat16
+    )  # of fp32 weights: all are made
 
     def values(i: int) -> list[torch.Tensor]:
         return [weight.clone() for weight in parts.block(i).parameters()]
@@ -110,8 +133,12 @@ def test_small_layers_take_one_thread_for_as_long_as_they_work() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_product_in_bf16_is_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With kernels for bf16 and without, in several pieces: the nearest bf16 but where fp32 sums fall on the other side."""
+def test_a_product_in_bf16_is_rounded_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels for bf16 and without, in several pieces: the nearest bf16 but where fp32 sums
+    fall on the other side.
+    """
     torch.manual_seed(0)
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(96, 70).to(dtype)
     exact = x.double() @ weight.double()
@@ -121,4 +148,6 @@ def test_a_product_in_bf16_is_rounded_once(dtype: torch.dtype, monkeypatch: pyte
         found = linear.product(x, weight)
         assert found.dtype == dtype
         # A bf16 has 8 bits, an fp32 sum of 96 products about 20 that are right.
-        torch.testing.assert_close(found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-4
+        )

@@ -1,4 +1,6 @@
-"""Parity of quantised graphs from equal inputs: honest ones hold, whatever flips on the way, and one wrong value is found."""
+"""Parity of quantised graphs from equal inputs: honest ones hold, whatever flips on the way, and
+one wrong value is found.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source
 from dlm_export.workplace import Workplace
 
-SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=2, states_per_sample=2), effort=Effort(judged=2))
+SMALL = QuantiseOptions(
+    calibration=CalibrationOptions(samples=2, states_per_sample=2), effort=Effort(judged=2)
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,13 @@ class Made:
         )
 
 
-def make(checkpoint: Path, output: Path, precision: str, target: str = "cpu", activations: str | None = None) -> Made:
+def make(
+    checkpoint: Path,
+    output: Path,
+    precision: str,
+    target: str = "cpu",
+    activations: str | None = None,
+) -> Made:
     options = BuildOptions((target,), precision, activations, check_parity=False, quantise=SMALL)
     build(checkpoint, output, options)
     job = check_job(check_request(options), open_source(checkpoint))
@@ -87,14 +97,19 @@ def test_layers_hold_from_equal_inputs_where_a_whole_pass_drifts(
     made = make(checkpoint, tmp_path / "bundle", precision, target, activations)
     parity = made.check()
     assert parity.misses == []
-    quantised = {layer for layer, name in made.numbers.formats.items() if FORMATS[name].weights is not None}
+    quantised = {
+        layer for layer, name in made.numbers.formats.items() if FORMATS[name].weights is not None
+    }
     rows = {row.layer: row for row in parity.layers}
     assert rows.keys() - {"logits"} == quantised
     assert ("logits" in rows) == ("head" not in quantised)
     if precision == "int8":
         hidden = {layer for layer, row in rows.items() if row.output_relative is None} - {"logits"}
-        assert hidden == {f"blocks.{i}.mlp.{name}" for i in (0, 1) for name in ("gate", "up")}, "of the fused gated product"
-    # The figure that such a bundle was once held to by 0.05: an honest one, and far beyond what any layer shows.
+        assert hidden == {f"blocks.{i}.mlp.{name}" for i in (0, 1) for name in ("gate", "up")}, (
+            "of the fused gated product"
+        )
+    # The figure that such a bundle was once held to by 0.05: an honest one, and far beyond what any
+    # layer shows.
     drift = max(row.relative for row in parity.graph)
     assert drift > 100 * PART_TOLERANCES["fp32"].relative or target == "cpu"
     assert max(row.worst for row in parity.layers) < PART_TOLERANCES[made.base].relative
@@ -114,19 +129,26 @@ def _negate(folder: Path, initialiser: str) -> tuple[int, bytes]:
         data.seek(offset)
         before = data.read(64)
         data.seek(offset)
-        data.write(bytes(each ^ 0x80 if i % width == width - 1 else each for i, each in enumerate(before)))
+        data.write(
+            bytes(each ^ 0x80 if i % width == width - 1 else each for i, each in enumerate(before))
+        )
     return offset, before
 
 
 @pytest.mark.parametrize(
     ("initialiser", "says"),
     [
-        ("blocks.1.attention.v.weight.codes", "blocks.1.attention.v (fp8) gives another result than torch's from the same"),
+        (
+            "blocks.1.attention.v.weight.codes",
+            "blocks.1.attention.v (fp8) gives another result than torch's from the same",
+        ),
         ("blocks.0.mlp_norm.weight", "what goes into blocks.0.mlp.gate differs from torch's by"),
         ("final_norm.weight", "the logits, after the last layer, differs from torch's by"),
     ],
 )
-def test_one_wrong_value_is_found_and_the_message_names_where(fp8: Made, initialiser: str, says: str) -> None:
+def test_one_wrong_value_is_found_and_the_message_names_where(
+    fp8: Made, initialiser: str, says: str
+) -> None:
     assert fp8.check().misses == []
     offset, before = _negate(fp8.folder, initialiser)
     try:
@@ -139,13 +161,23 @@ def test_one_wrong_value_is_found_and_the_message_names_where(fp8: Made, initial
     with pytest.raises(ParityError, match=r"though the layers before|beyond one code.s step"):
         require_parity(parity, "bundle")
     layer = initialiser.removesuffix(".weight.codes")
-    sound = [row for row in parity.layers if row.layer != layer and row.worst <= PART_TOLERANCES["fp32"].relative]
-    assert len(sound) >= len(parity.layers) - 2, "what lies behind is judged from equal inputs: the damage is not carried on"
+    sound = [
+        row
+        for row in parity.layers
+        if row.layer != layer and row.worst <= PART_TOLERANCES["fp32"].relative
+    ]
+    assert len(sound) >= len(parity.layers) - 2, (
+        "what lies behind is judged from equal inputs: the damage is not carried on"
+    )
 
 
 def test_slack_is_one_step_of_an_input_on_a_boundary_and_nothing_elsewhere(fp8: Made) -> None:
     layer = "blocks.0.attention.q"
-    weight = calibrate.families.load(fp8.numbers.parameters, fp8.numbers.parameters.network).get_submodule(layer).weight.numpy()
+    weight = (
+        calibrate.families.load(fp8.numbers.parameters, fp8.numbers.parameters.network)
+        .get_submodule(layer)
+        .weight.numpy()
+    )
     scale = np.float32(fp8.numbers.amax[layer] / 448)
     x = np.zeros((1, 1, weight.shape[0]), np.float32)
     x[0, 0, 3] = 17.0 * scale  # half way between 16 and 18

@@ -24,7 +24,9 @@ def reference(value: Any, layout: str) -> str:
     """What ``layout`` is documented to be."""
     if layout == "lines" and isinstance(value, list) and value:
         return "[\n" + ",\n".join(reference(item, "compact") for item in value) + "\n]"
-    given: dict[str, Any] = {"spaced": {}, "indented": {"indent": 2}}.get(layout, {"separators": (",", ":")})
+    given: dict[str, Any] = {"spaced": {}, "indented": {"indent": 2}}.get(
+        layout, {"separators": (",", ":")}
+    )
     return json.dumps(value, ensure_ascii=False, **given)
 
 
@@ -39,7 +41,10 @@ VALUES = st.recursive(
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text('ab"\né', max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab,: ", max_size=2), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("ab,: ", max_size=2), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -65,7 +70,9 @@ def test_texts_of_schemas_are_in_the_layout(layout: str) -> None:
 @settings(max_examples=20, deadline=None)
 @given(value=VALUES)
 def test_constants_are_in_the_layout(layout: str, value: Any) -> None:
-    texts = byte_automaton(schema.expression({"const": value}, layout=LAYOUTS[layout]), CompileLimits(), True)
+    texts = byte_automaton(
+        schema.expression({"const": value}, layout=LAYOUTS[layout]), CompileLimits(), True
+    )
     assert texts.matches(reference(value, layout).encode())
 
 
@@ -81,8 +88,19 @@ def test_any_object_is_in_the_layout(layout: str) -> None:
 
 
 def test_values_inside_other_containers_are_indented_by_their_level() -> None:
-    wanted = {"type": "array", "prefixItems": [{"const": {"a": [1]}}], "minItems": 1, "items": False}
-    texts = byte_automaton(schema.expression(wanted, layout=LAYOUTS["indented"], level=2), CompileLimits(), True)
-    assert texts.matches(json.dumps([[[{"a": [1]}]]], indent=2).encode()[len("[\n  [\n    ") : -len("\n  ]\n]")])
-    lines = byte_automaton(schema.expression(wanted, layout=LAYOUTS["lines"], level=1), CompileLimits(), True)
+    wanted = {
+        "type": "array",
+        "prefixItems": [{"const": {"a": [1]}}],
+        "minItems": 1,
+        "items": False,
+    }
+    texts = byte_automaton(
+        schema.expression(wanted, layout=LAYOUTS["indented"], level=2), CompileLimits(), True
+    )
+    assert texts.matches(
+        json.dumps([[[{"a": [1]}]]], indent=2).encode()[len("[\n  [\n    ") : -len("\n  ]\n]")]
+    )
+    lines = byte_automaton(
+        schema.expression(wanted, layout=LAYOUTS["lines"], level=1), CompileLimits(), True
+    )
     assert lines.matches(b'[{"a":[1]}]'), "only a top-level array has lines"

@@ -1,4 +1,6 @@
-"""LLaDA-MoE: what its config says, its tensors, and its logits beside transformers' Qwen3-MoE, whose layer it has."""
+"""LLaDA-MoE: what its config says, its tensors, and its logits beside transformers' Qwen3-MoE,
+whose layer it has.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,12 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, {"moe_layer_freq": [0, 1], "num_key_value_heads": 2}], ids=str)
-def test_logits_are_those_of_transformers_own_layer(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"moe_layer_freq": [0, 1], "num_key_value_heads": 2}], ids=str
+)
+def test_logits_are_those_of_transformers_own_layer(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     config = llada_moe_config(**changes)
     path = write_checkpoint(tmp_path / "checkpoint", config, seed=3)
     theirs = qwen3_moe(
@@ -50,15 +56,23 @@ def test_logits_are_those_of_transformers_own_layer(tmp_path: Path, changes: dic
         moe_intermediate_size=config["expert_intermediate_size"],
         intermediate_size=config["dense_intermediate_size"],
         norm_topk_prob=False,
-        mlp_only_layers=[i for i, has_experts in enumerate(config["moe_layer_freq"]) if not has_experts],
+        mlp_only_layers=[
+            i for i, has_experts in enumerate(config["moe_layer_freq"]) if not has_experts
+        ],
     )
     expected = logits_of(Qwen3MoeForCausalLM, theirs, read_tensors(path), tmp_path / "theirs", IDS)
     assert difference(load(path)(IDS), expected) < 1e-5
 
 
 def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[B, L, V]`` by the published layer with bias and shared expert, all experts computed one after the other."""
-    eps, heads, kv_heads = config["rms_norm_eps"], config["num_attention_heads"], config["num_key_value_heads"]
+    """Logits ``[B, L, V]`` by the published layer with bias and shared expert, all experts computed
+    one after the other.
+    """
+    eps, heads, kv_heads = (
+        config["rms_norm_eps"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+    )
     size = config["hidden_size"] // heads
 
     def gated(x: torch.Tensor, prefix: str) -> torch.Tensor:
@@ -70,12 +84,23 @@ def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tenso
         b = f"model.layers.{i}."
         h = _rms_norm(x, w[f"{b}input_layernorm.weight"], eps)
         q, k, v = (h @ w[f"{b}self_attn.{name}_proj.weight"].T for name in "qkv")
-        q = _rms_norm(q.unflatten(-1, (heads, size)), w[f"{b}self_attn.q_norm.weight"], eps).flatten(-2)
-        k = _rms_norm(k.unflatten(-1, (kv_heads, size)), w[f"{b}self_attn.k_norm.weight"], eps).flatten(-2)
-        x = x + _attention(q, k, v, heads, kv_heads, config["rope_theta"]) @ w[f"{b}self_attn.o_proj.weight"].T
+        q = _rms_norm(
+            q.unflatten(-1, (heads, size)), w[f"{b}self_attn.q_norm.weight"], eps
+        ).flatten(-2)
+        k = _rms_norm(
+            k.unflatten(-1, (kv_heads, size)), w[f"{b}self_attn.k_norm.weight"], eps
+        ).flatten(-2)
+        x = (
+            x
+            + _attention(q, k, v, heads, kv_heads, config["rope_theta"])
+            @ w[f"{b}self_attn.o_proj.weight"].T
+        )
         h = _rms_norm(x, w[f"{b}post_attention_layernorm.weight"], eps)
         scores = (h @ w[f"{b}mlp.gate.weight"].T).softmax(-1) + w[f"{b}mlp.expert_bias"]
-        kept = scores >= scores.sort(descending=True).values[..., config["num_experts_per_tok"] - 1, None]
+        kept = (
+            scores
+            >= scores.sort(descending=True).values[..., config["num_experts_per_tok"] - 1, None]
+        )
         for expert in range(config["num_experts"]):
             weight = (scores * kept)[..., expert, None]
             x = x + weight * gated(h, f"{b}mlp.experts.{expert}")
@@ -85,7 +110,9 @@ def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tenso
 
 @torch.no_grad()
 def test_a_bias_enters_the_weights_and_a_shared_expert_sees_all_tokens(tmp_path: Path) -> None:
-    config = llada_moe_config(moe_router_enable_expert_bias=True, shared_expert_intermediate_size=24)
+    config = llada_moe_config(
+        moe_router_enable_expert_bias=True, shared_expert_intermediate_size=24
+    )
     path = write_checkpoint(tmp_path, config, seed=5)
     assert difference(load(path)(IDS), forward(config, read_tensors(path), IDS)) < 1e-5
 
@@ -93,10 +120,19 @@ def test_a_bias_enters_the_weights_and_a_shared_expert_sees_all_tokens(tmp_path:
 def test_what_is_told_of_it(tmp_path: Path) -> None:
     network = network_of(write_checkpoint(tmp_path, llada_moe_config(moe_layer_freq=[0, 1])))
     dense, experts = (layer.mlp for layer in network.layers)
-    assert (network.family, network.shift, network.layers[0].attention.qk_norm) == ("llada-moe", 0, True)
+    assert (network.family, network.shift, network.layers[0].attention.qk_norm) == (
+        "llada-moe",
+        0,
+        True,
+    )
     assert dense == MlpSpec(96)
     assert isinstance(experts, ExpertsSpec)
-    assert (experts.count, experts.active, experts.size, experts.router.renormalise) == (8, 3, 40, False)
+    assert (experts.count, experts.active, experts.size, experts.router.renormalise) == (
+        8,
+        3,
+        40,
+        False,
+    )
     idle = 5 * 3 * 64 * 40
     assert network.parameter_count() - network.active_parameter_count() == idle
 
@@ -114,7 +150,9 @@ def test_what_is_told_of_it(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_another_network_is_refused_by_its_key(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_another_network_is_refused_by_its_key(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
     path = write_checkpoint(tmp_path, llada_moe_config())
     (path / "config.json").write_text(json.dumps(llada_moe_config(**changes)))
     with pytest.raises(CheckpointError, match=told):
@@ -124,7 +162,11 @@ def test_another_network_is_refused_by_its_key(tmp_path: Path, changes: dict[str
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense layer and one with experts, a bias and a shared expert."""
-    config = llada_moe_config(moe_layer_freq=[0, 1], moe_router_enable_expert_bias=True, shared_expert_intermediate_size=24)
+    config = llada_moe_config(
+        moe_layer_freq=[0, 1],
+        moe_router_enable_expert_bias=True,
+        shared_expert_intermediate_size=24,
+    )
     return write_checkpoint(tmp_path_factory.mktemp("llada-moe") / "checkpoint", config, seed=7)
 
 
@@ -133,7 +175,10 @@ def bundle(checkpoint: Path) -> Path:
     report = build(checkpoint, checkpoint.with_name("bundle"))
     assert report.parity is not None
     assert report.parity.misses == []
-    assert report.kernels == {"calls": {"CachedAttention": 2, "Fp32Experts": 1, "Candidates": 1}, "plain": {}}
+    assert report.kernels == {
+        "calls": {"CachedAttention": 2, "Fp32Experts": 1, "Candidates": 1},
+        "plain": {},
+    }
     return report.output
 
 
@@ -150,14 +195,19 @@ def test_whole_canvases_equal_the_reference(checkpoint: Path, bundle: Path) -> N
 
 def test_many_experts_are_refused_for_a_gpu(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "checkpoint", llada_moe_config(num_experts=17))
-    with pytest.raises(TargetError, match=r"layer 0 routes a token to 3 of 17 experts.*done for up to 16"):
+    with pytest.raises(
+        TargetError, match=r"layer 0 routes a token to 3 of 17 experts.*done for up to 16"
+    ):
         build(path, tmp_path / "bundle", BuildOptions(precision="fp16", targets=("cuda",)))
 
 
 def rewritten(path: Path, changes: dict[str, torch.Tensor | None]) -> Path:
     """The checkpoint with tensors put in, or taken out of it."""
     tensors = read_tensors(path) | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        path / "model.safetensors",
+    )
     return path
 
 
@@ -167,7 +217,9 @@ def merged(path: Path, layers: list[int]) -> Path:
     for i in layers:
         for name in ("gate_proj", "up_proj", "down_proj"):
             parts = [f"model.layers.{i}.mlp.experts.{expert}.{name}.weight" for expert in range(8)]
-            changes[f"model.layers.{i}.mlp.experts.{name}"] = torch.stack([tensors[part] for part in parts])
+            changes[f"model.layers.{i}.mlp.experts.{name}"] = torch.stack(
+                [tensors[part] for part in parts]
+            )
             changes |= dict.fromkeys(parts)
     return rewritten(path, changes)
 
@@ -181,18 +233,29 @@ def test_merged_experts_are_the_split_ones(tmp_path: Path) -> None:
 
 LAYER = "model.layers.0.mlp"
 WRONG: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
-    "missing": ({f"{LAYER}.experts.5.up_proj.weight": None}, r"1 tensors missing: model\.layers\.0\.mlp\.experts\.5\.up_proj"),
-    "router": ({f"{LAYER}.gate.weight": torch.zeros(7, 64)}, r"mlp\.gate\.weight is \[7, 64\], expected \[8, 64\]"),
+    "missing": (
+        {f"{LAYER}.experts.5.up_proj.weight": None},
+        r"1 tensors missing: model\.layers\.0\.mlp\.experts\.5\.up_proj",
+    ),
+    "router": (
+        {f"{LAYER}.gate.weight": torch.zeros(7, 64)},
+        r"mlp\.gate\.weight is \[7, 64\], expected \[8, 64\]",
+    ),
     "extra": (
         {f"{LAYER}.experts.8.up_proj.weight": torch.zeros(40, 64)},
         r"1 tensors not known: model\.layers\.0\.mlp\.experts\.8",
     ),
-    "shape": ({f"{LAYER}.experts.2.down_proj.weight": torch.zeros(40, 64)}, r"experts\.2\.down_proj\.weight is \[40, 64\]"),
+    "shape": (
+        {f"{LAYER}.experts.2.down_proj.weight": torch.zeros(40, 64)},
+        r"experts\.2\.down_proj\.weight is \[40, 64\]",
+    ),
 }
 
 
 @pytest.mark.parametrize(("change", "told"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_tensors_are_named(tmp_path: Path, change: dict[str, torch.Tensor | None], told: str) -> None:
+def test_wrong_tensors_are_named(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], told: str
+) -> None:
     path = rewritten(write_checkpoint(tmp_path, llada_moe_config()), change)
     with pytest.raises(CheckpointError, match=told):
         families.open_weights(Checkpoint(path), network_of(path))
@@ -209,7 +272,12 @@ def test_an_expert_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, llada_moe_config(), shards=2)
     index = json.loads((path / "model.safetensors.index.json").read_text())
     name = "model.layers.0.mlp.experts.0.gate_proj.weight"
-    index["weight_map"][name] = next(file for file in index["weight_map"].values() if file != index["weight_map"][name])
+    index["weight_map"][name] = next(
+        file for file in index["weight_map"].values() if file != index["weight_map"][name]
+    )
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight is not in this shard"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight is not in this shard",
+    ):
         Checkpoint(path)

@@ -1,4 +1,6 @@
-"""Requests in lockstep, a layer at a time, go the way that each goes alone under the reference loop."""
+"""Requests in lockstep, a layer at a time, go the way that each goes alone under the reference
+loop.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,21 @@ from dlm_runtime import Policy
 
 LOOPS: dict[str, dict[str, Any]] = {
     **test_judging_effort.LOOPS,
-    "random order": {"commit": "static", "score": "random", "steps_per_block": 3, "block_length": 6, "cache": "dual"},
+    "random order": {
+        "commit": "static",
+        "score": "random",
+        "steps_per_block": 3,
+        "block_length": 6,
+        "cache": "dual",
+    },
 }
 
 
 @pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
 @pytest.mark.parametrize("name", LOOPS)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 20)), min_size=1, max_size=6),
     tokens_together=st.sampled_from([1, 40, 2048]),
@@ -46,8 +56,13 @@ def test_each_course_is_the_references(
 ) -> None:
     source = open_source(request.getfixturevalue(family))
     c, policy, rng = source.network, Policy(**LOOPS[name]), np.random.default_rng(seed)
-    given_ids = np.delete(np.arange(c.vocab_size), c.mask_token_id)  # all rows of a canvas of masks tie, and rounding chooses
-    starts = [start_canvas(rng.choice(given_ids, given).tolist(), new, c.mask_token_id) for given, new in shapes]
+    given_ids = np.delete(
+        np.arange(c.vocab_size), c.mask_token_id
+    )  # all rows of a canvas of masks tie, and rounding chooses
+    starts = [
+        start_canvas(rng.choice(given_ids, given).tolist(), new, c.mask_token_id)
+        for given, new in shapes
+    ]
     whole, layered = families.load(source.parameters, c), families.layered(source.parameters, c)
     longest = max(len(start.tokens) for start in starts)
     memory_bytes = max(longest, 2 * tokens_together) * lockstep.cache_bytes(layered)
@@ -65,7 +80,9 @@ def test_each_course_is_the_references(
         ]
 
 
-def test_only_what_has_room_goes_on_together(llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_has_room_goes_on_together(
+    llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = open_source(llada_checkpoint)
     layered = families.layered(source.parameters, source.network)
     widths: list[int] = []
@@ -80,10 +97,15 @@ def test_only_what_has_room_goes_on_together(llada_checkpoint: Path, monkeypatch
     policy = Policy(block_length=7, cache="dual")
     for tokens, most in ((5, 1), (9, 1), (20, 2), (1000, 5)):
         widths.clear()
-        courses = list(lockstep.courses(layered, starts, policy, 2 * tokens * lockstep.cache_bytes(layered)))
+        courses = list(
+            lockstep.courses(layered, starts, policy, 2 * tokens * lockstep.cache_bytes(layered))
+        )
         assert len(courses) == 5
         assert max(widths) == most
-    with pytest.raises(MemoryLimitError, match=r"a canvas of 10 tokens take [\d,]+ bytes, .* Allow [\d,]+ bytes more"):
+    with pytest.raises(
+        MemoryLimitError,
+        match=r"a canvas of 10 tokens take [\d,]+ bytes, .* Allow [\d,]+ bytes more",
+    ):
         next(lockstep.courses(layered, starts, policy, 9 * lockstep.cache_bytes(layered)))
 
 
@@ -119,5 +141,9 @@ def test_a_denoiser_that_is_sure_of_nothing_takes_so_many_passes_a_block(
 def test_a_canvas_without_masks_stays_as_it_is(llada_checkpoint: Path) -> None:
     source = open_source(llada_checkpoint)
     canvas = Canvas(np.array([5, 6, 7]), np.zeros(3, bool))
-    found = list(lockstep.courses(families.layered(source.parameters, source.network), [canvas] * 3, Policy()))
+    found = list(
+        lockstep.courses(
+            families.layered(source.parameters, source.network), [canvas] * 3, Policy()
+        )
+    )
     assert found == [[canvas]] * 3

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 import dlm_runtime
 from dlm_export.network.turns import choose, philox, random_score, timestep_count, transfer_counts
-from dlm_runtime import CallbackPass, CancelledError, DenoiserInfo, EngineError, Policy, RequestError
+from dlm_runtime import (
+    CallbackPass,
+    CancelledError,
+    DenoiserInfo,
+    EngineError,
+    Policy,
+    RequestError,
+)
 
 GOLDEN = Path(__file__).parent / "golden" / "loop.json"
 COMMITS = ("static", "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential")
@@ -59,7 +66,11 @@ def test_every_run_fills_the_canvas_keeps_what_was_given_and_counts_its_passes(
     given_tokens = request["tokens"]
     assert len(out.tokens) == len(given_tokens) + request["max_new_tokens"]
     assert mask not in out.tokens
-    assert all(ours == theirs for ours, theirs in zip(out.tokens, given_tokens, strict=False) if theirs != mask)
+    assert all(
+        ours == theirs
+        for ours, theirs in zip(out.tokens, given_tokens, strict=False)
+        if theirs != mask
+    )
     assert out.nfe == denoiser.passes
     assert out.nfe <= given_tokens.count(mask) + request["max_new_tokens"]
 
@@ -74,7 +85,9 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
     before = request["tokens"] + [mask] * request["max_new_tokens"]
     assume(mask in before)
     for event in denoiser.bundle.stream(**request, **policy.as_dict()):
-        changed = [i for i, (old, new) in enumerate(zip(before, event.canvas, strict=True)) if old != new]
+        changed = [
+            i for i, (old, new) in enumerate(zip(before, event.canvas, strict=True)) if old != new
+        ]
         assert all(before[i] == mask for i in changed)
         start, end = event.block
         if not event.done:  # the last step may fill the rest with the end token
@@ -90,26 +103,42 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
 
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, Any]:
-    """Requests of a few lengths, some with masks among what is given, so that some fit together and some do not."""
+    """Requests of a few lengths, some with masks among what is given, so that some fit together and
+    some do not.
+    """
     lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     token = st.one_of(st.integers(0, 38), st.just(39))
-    tokens = [draw(st.lists(token, min_size=6 + length // 3, max_size=6 + length // 3)) for length in lengths]
-    return {"tokens": tokens, "max_new_tokens": draw(st.integers(0, 40)), "max_batch": draw(st.integers(1, 7))}
+    tokens = [
+        draw(st.lists(token, min_size=6 + length // 3, max_size=6 + length // 3))
+        for length in lengths
+    ]
+    return {
+        "tokens": tokens,
+        "max_new_tokens": draw(st.integers(0, 40)),
+        "max_batch": draw(st.integers(1, 7)),
+    }
 
 
 @settings(max_examples=200, deadline=None)
 @given(policy=policies, requests=batches(), shift=st.integers(0, 1))
-def test_a_batch_gives_each_request_what_it_gets_alone(policy: Policy, requests: dict[str, Any], shift: int) -> None:
+def test_a_batch_gives_each_request_what_it_gets_alone(
+    policy: Policy, requests: dict[str, Any], shift: int
+) -> None:
     """The end token is common, so that requests end at different times and leave their batch."""
     denoiser = ArithmeticDenoiser(shift=shift, eos=5, vocab_size=40)
     new, fields = requests["max_new_tokens"], policy.as_dict()
     together = denoiser.bundle.generate_batch(**requests, **fields)
-    alone = [denoiser.bundle.generate(tokens=tokens, max_new_tokens=new, **fields) for tokens in requests["tokens"]]
+    alone = [
+        denoiser.bundle.generate(tokens=tokens, max_new_tokens=new, **fields)
+        for tokens in requests["tokens"]
+    ]
     assert [(out.tokens, out.nfe) for out in together] == [(out.tokens, out.nfe) for out in alone]
 
 
 def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
-    """Positions that the native loop commits in its first step when the denoiser's confidences are ``scores``."""
+    """Positions that the native loop commits in its first step when the denoiser's confidences are
+    ``scores``.
+    """
 
     def run(p: CallbackPass) -> None:
         p.top_tokens[:] = [0, 1]
@@ -119,13 +148,21 @@ def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
             p.entropy[:] = np.array(scores, np.float32)[p.score_rows] - 1
 
     with dlm_runtime.from_callback(DenoiserInfo(8, 7, 256), run) as bundle:
-        event = next(iter(bundle.stream(tokens=[], max_new_tokens=len(scores), steps=steps, **policy.as_dict())))
+        event = next(
+            iter(
+                bundle.stream(
+                    tokens=[], max_new_tokens=len(scores), steps=steps, **policy.as_dict()
+                )
+            )
+        )
     return [i for i, token in enumerate(event.canvas) if token != 7]
 
 
 # Few distinct values, so that ties and values on the threshold itself are common.
 scores = st.lists(
-    st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 1.0]), st.floats(0, 1, width=32)), min_size=1, max_size=24
+    st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 1.0]), st.floats(0, 1, width=32)),
+    min_size=1,
+    max_size=24,
 )
 
 
@@ -140,9 +177,22 @@ scores = st.lists(
     steps=st.integers(1, 30),
 )
 def test_native_commit_rules_choose_what_the_reference_chooses(
-    scores: list[float], commit: str, compare: str, threshold: float, factor: float, bound: float, steps: int
+    scores: list[float],
+    commit: str,
+    compare: str,
+    threshold: float,
+    factor: float,
+    bound: float,
+    steps: int,
 ) -> None:
-    policy = Policy(commit=commit, compare=compare, threshold=threshold, factor=factor, entropy_bound=bound, block_length=0)
+    policy = Policy(
+        commit=commit,
+        compare=compare,
+        threshold=threshold,
+        factor=factor,
+        entropy_bound=bound,
+        block_length=0,
+    )
     values = np.array(scores, np.float32)
     values = values - 1 if commit == "entropy_bound" else values
     wanted = choose(values.astype(np.float64), policy, transfer_counts(len(scores), steps)[0])
@@ -150,12 +200,18 @@ def test_native_commit_rules_choose_what_the_reference_chooses(
 
 
 @settings(max_examples=60, deadline=None)
-@given(masked=st.integers(1, 120), steps=st.integers(1, 120), eps=st.sampled_from([1e-3, 1e-2, 0.5]))
-def test_native_timestep_schedule_equals_the_references(masked: int, steps: int, eps: float) -> None:
+@given(
+    masked=st.integers(1, 120), steps=st.integers(1, 120), eps=st.sampled_from([1e-3, 1e-2, 0.5])
+)
+def test_native_timestep_schedule_equals_the_references(
+    masked: int, steps: int, eps: float
+) -> None:
     denoiser = ArithmeticDenoiser()
     policy = Policy(commit="timestep", block_length=0, timestep_eps=eps)
     left, step = masked, 0
-    for event in denoiser.bundle.stream(tokens=[1], max_new_tokens=masked, steps=steps, **policy.as_dict()):
+    for event in denoiser.bundle.stream(
+        tokens=[1], max_new_tokens=masked, steps=steps, **policy.as_dict()
+    ):
         assert event.committed == min(left, timestep_count(left, step, steps, eps))
         left, step = left - event.committed, step + 1
     assert left == 0
@@ -163,8 +219,15 @@ def test_native_timestep_schedule_equals_the_references(masked: int, steps: int,
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), masked=st.integers(1, 2048), steps=st.integers(1, 1024), eps=st.floats(1e-5, 0.9))
-def test_the_timestep_schedule_is_that_of_torchs_linspace(data: st.DataObject, masked: int, steps: int, eps: float) -> None:
+@given(
+    data=st.data(),
+    masked=st.integers(1, 2048),
+    steps=st.integers(1, 1024),
+    eps=st.floats(1e-5, 0.9),
+)
+def test_the_timestep_schedule_is_that_of_torchs_linspace(
+    data: st.DataObject, masked: int, steps: int, eps: float
+) -> None:
     step = data.draw(st.integers(0, steps - 1))
     t = torch.linspace(1, eps, steps + 1)
     wanted = masked if step == steps - 1 else max(1, int(masked * (1 - t[step + 1] / t[step])))
@@ -184,7 +247,12 @@ def test_philox_gives_the_published_vectors() -> None:
     """Known answers of the Random123 distribution for philox4x32-10."""
     ones = 0xFFFFFFFF
     assert philox(0, (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    assert philox(ones << 32 | ones, (ones, ones, ones, ones)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    assert philox(ones << 32 | ones, (ones, ones, ones, ones)) == (
+        0x408F276D,
+        0x41C83B0E,
+        0xA20BC7C6,
+        0x6D5451FD,
+    )
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
     assert philox(0x299F31D0A4093822, pi) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
@@ -194,7 +262,13 @@ def test_philox_gives_the_published_vectors() -> None:
 def test_random_order_follows_the_seed(seed: int, length: int) -> None:
     denoiser = ArithmeticDenoiser()
     policy = Policy(score="random", block_length=0, seed=seed)
-    event = next(iter(denoiser.bundle.stream(tokens=[], max_new_tokens=length, steps=length, **policy.as_dict())))
+    event = next(
+        iter(
+            denoiser.bundle.stream(
+                tokens=[], max_new_tokens=length, steps=length, **policy.as_dict()
+            )
+        )
+    )
     first = max(range(length), key=lambda i: random_score(seed, 0, i))
     assert [i for i, token in enumerate(event.canvas) if token != 39] == [first]
 
@@ -211,17 +285,25 @@ def test_blocks_after_one_with_an_end_token_are_not_run() -> None:
         out = bundle.generate(tokens=[1, 3], max_new_tokens=32, block_length=4, steps=8)
         assert out.tokens == [1, 3] + [3] * 32
         assert out.nfe == len(calls) == 1
-        assert bundle.generate(tokens=[1], max_new_tokens=32, block_length=4, steps=8, stop="none").nfe == 8
+        assert (
+            bundle.generate(tokens=[1], max_new_tokens=32, block_length=4, steps=8, stop="none").nfe
+            == 8
+        )
 
 
 def test_steps_are_split_evenly_over_the_blocks() -> None:
     denoiser = ArithmeticDenoiser()
-    blocks = [e.block for e in denoiser.bundle.stream(tokens=[1], max_new_tokens=40, block_length=16, steps=8)]
+    blocks = [
+        e.block
+        for e in denoiser.bundle.stream(tokens=[1], max_new_tokens=40, block_length=16, steps=8)
+    ]
     assert blocks == [(1, 17)] * 3 + [(17, 33)] * 3 + [(33, 41)] * 2
 
 
 @pytest.mark.parametrize(("refresh", "opening"), [(0, (0, 10)), (2, (2, 10))])
-def test_cached_passes_of_a_shifted_denoiser_stay_inside_the_block(refresh: int, opening: tuple[int, int]) -> None:
+def test_cached_passes_of_a_shifted_denoiser_stay_inside_the_block(
+    refresh: int, opening: tuple[int, int]
+) -> None:
     spans: list[tuple[int, int]] = []
 
     def run(p: CallbackPass) -> None:
@@ -232,7 +314,11 @@ def test_cached_passes_of_a_shifted_denoiser_stay_inside_the_block(refresh: int,
 
     info = DenoiserInfo(8, 7, 64, shift=1, has_cache=True)
     with dlm_runtime.from_callback(info, run) as bundle:
-        events = list(bundle.stream(tokens=[1, 1], max_new_tokens=8, block_length=4, cache="dual", refresh=refresh))
+        events = list(
+            bundle.stream(
+                tokens=[1, 1], max_new_tokens=8, block_length=4, cache="dual", refresh=refresh
+            )
+        )
     assert spans == [(0, 10), (2, 6), (2, 6), (2, 6), opening, (6, 10), (6, 10), (6, 10)]
     # The first position of a block commits in its opening pass, the least sure as it may be.
     assert (events[0].canvas[2], events[0].canvas[3:]) == (3, [7] * 7)
@@ -250,7 +336,9 @@ def spans_of(tokens: list[int], new: int, shift: int = 0, **fields: Any) -> list
         p.top_tokens[:] = [3, 1]
         p.top_probs[:] = [0.5, 0.1]
 
-    with dlm_runtime.from_callback(DenoiserInfo(8, 7, 64, shift=shift, has_cache=True), run) as bundle:
+    with dlm_runtime.from_callback(
+        DenoiserInfo(8, 7, 64, shift=shift, has_cache=True), run
+    ) as bundle:
         bundle.generate(tokens=tokens, max_new_tokens=new, **fields)
     return spans
 
@@ -258,13 +346,24 @@ def spans_of(tokens: list[int], new: int, shift: int = 0, **fields: Any) -> list
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
     ("refresh", "reached"),
-    [(0, [(0, 13), (0, 13), (0, 13)]), (1, [(0, 13), (2, 10), (6, 13)]), (6, [(0, 13), (0, 10), (4, 13)])],
+    [
+        (0, [(0, 13), (0, 13), (0, 13)]),
+        (1, [(0, 13), (2, 10), (6, 13)]),
+        (6, [(0, 13), (0, 10), (4, 13)]),
+    ],
 )
 def test_refresh_starts_later_blocks_with_the_block_before_at_least(
     refresh: int, reached: list[tuple[int, int]], shift: int
 ) -> None:
     spans = spans_of([1, 1], 11, shift, block_length=4, cache="dual", refresh=refresh)
-    assert spans == [reached[0], *[(2, 6)] * 3, reached[1], *[(6, 10)] * 3, reached[2], *[(10, 13)] * 2]
+    assert spans == [
+        reached[0],
+        *[(2, 6)] * 3,
+        reached[1],
+        *[(6, 10)] * 3,
+        reached[2],
+        *[(10, 13)] * 2,
+    ]
     spans = spans_of([1, 1], 11, shift, block_length=4, cache="prefix", refresh=refresh)
     starts = [first for first, _ in reached]
     assert spans == [(at, 13) for at in (starts[0], 2, 2, 2, starts[1], 6, 6, 6, starts[2], 10, 10)]
@@ -280,8 +379,9 @@ def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
 def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_there(
     policy: Policy, request: dict[str, Any]
 ) -> None:
-    """Keys hold their position, values the token that was there, each with its layer and head: none may be missing, twice,
-    or of a mask token that has been replaced since."""
+    """Keys hold their position, values the token that was there, each with its layer and head: none
+    may be missing, twice, or of a mask token that has been replaced since.
+    """
     mask, seen = 39, []
 
     def run(p: CallbackPass) -> None:
@@ -291,7 +391,9 @@ def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_the
             keys, values = p.past[layer][0][head], p.past[layer][1][head]
             assert (keys[:, 1] == 10 * layer + head).all()
             assert (values[:, 1] == 100 + 10 * layer + head).all()
-            cached = dict(zip(keys[:, 0].astype(int).tolist(), values[:, 0].astype(int).tolist(), strict=True))
+            cached = dict(
+                zip(keys[:, 0].astype(int).tolist(), values[:, 0].astype(int).tolist(), strict=True)
+            )
             assert len(cached) == len(keys)
             assert not cached.keys() & set(p.position_ids.tolist())
             if (layer, head) == (0, 0):
@@ -299,8 +401,14 @@ def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_the
             assert all(canvas[position] == token for position, token in cached.items())
         seen.append([canvas[position] for position in range(len(canvas))])
         for layer, head in rows if p.present else []:
-            p.present[layer][0][head, :, 0], p.present[layer][0][head, :, 1] = p.position_ids, 10 * layer + head
-            p.present[layer][1][head, :, 0], p.present[layer][1][head, :, 1] = p.input_ids, 100 + 10 * layer + head
+            p.present[layer][0][head, :, 0], p.present[layer][0][head, :, 1] = (
+                p.position_ids,
+                10 * layer + head,
+            )
+            p.present[layer][1][head, :, 0], p.present[layer][1][head, :, 1] = (
+                p.input_ids,
+                100 + 10 * layer + head,
+            )
         p.top_tokens[:] = np.stack((p.score_rows % 30, p.score_rows % 30 + 1), 1)
         p.top_probs[:] = [0.5, 0.1]
 
@@ -331,7 +439,12 @@ def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> Non
 
 @pytest.mark.parametrize(
     ("token", "prob", "sentence"),
-    [(7, 0.5, "outside what it may"), (8, 0.5, "outside what it may"), (-1, 0.5, "outside"), (0, float("nan"), "not finite")],
+    [
+        (7, 0.5, "outside what it may"),
+        (8, 0.5, "outside what it may"),
+        (-1, 0.5, "outside"),
+        (0, float("nan"), "not finite"),
+    ],
 )
 def test_impossible_predictions_are_engine_errors(token: int, prob: float, sentence: str) -> None:
     def run(p: CallbackPass) -> None:
@@ -354,7 +467,10 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
         ({"threshold": float("nan")}, "outside 0..1"),
         ({"block_length": -1}, "outside 0"),
         ({"refresh": -1, "cache": "dual"}, "refresh = -1 is outside 0"),
-        ({"refresh": 32}, 'refresh = 32, but cache = "none" keeps no rows to refresh: use cache = "prefix" or "dual"'),
+        (
+            {"refresh": 32},
+            'refresh = 32, but cache = "none" keeps no rows to refresh: use cache = "prefix" or "dual"',
+        ),
         ({"temperature": -1}, "temperature = -1 is outside 0..1e"),
         ({"temperature": 0.2, "select": "argmax"}, 'temperature = 0.2 is of select = "sample"'),
         ({"select": "sample"}, "draws at a temperature above 0"),
@@ -383,19 +499,33 @@ def test_a_misspelled_argument_is_told_by_the_method_that_it_was_given_to() -> N
         bundle.generate_batch(tokens=[[1]], max_batches=2)
     with pytest.raises(RequestError, match=r"'prompts': did you mean prompt\?"):
         bundle.stream(prompts=["a"])
-    with pytest.raises(RequestError, match=r"unknown policy field 'tresholds': did you mean threshold\? Known are select"):
+    with pytest.raises(
+        RequestError,
+        match=r"unknown policy field 'tresholds': did you mean threshold\? Known are select",
+    ):
         bundle.policy(tresholds=0.5)
 
 
 def golden_runs() -> dict[str, dict[str, Any]]:
-    """Every commit rule with every cache over the arithmetic denoiser; regenerate: python tests/test_loop.py"""
+    """Every commit rule with every cache over the arithmetic denoiser; regenerate: python
+    tests/test_loop.py
+    """
     runs = {}
     for commit in COMMITS:
         for cache in CACHES:
             for shift in (0, 1):
                 bundle = ArithmeticDenoiser(shift=shift, eos=5).bundle
-                policy = Policy(commit=commit, cache=cache, block_length=8, threshold=0.6, entropy_bound=0.5, stop="none")
-                out = bundle.generate(tokens=[1, 2, 3], max_new_tokens=20, steps=12, **policy.as_dict())
+                policy = Policy(
+                    commit=commit,
+                    cache=cache,
+                    block_length=8,
+                    threshold=0.6,
+                    entropy_bound=0.5,
+                    stop="none",
+                )
+                out = bundle.generate(
+                    tokens=[1, 2, 3], max_new_tokens=20, steps=12, **policy.as_dict()
+                )
                 runs[f"{commit}, {cache}, shift {shift}"] = {"tokens": out.tokens, "nfe": out.nfe}
     return runs
 
@@ -421,7 +551,9 @@ def test_a_step_callback_can_cancel() -> None:
     options.max_new_tokens, options.on_step = 8, _native.StepFn(on_step)
     buffer, length = (C.c_int32 * 9)(1), C.c_size_t()
     with denoiser.bundle._session() as session:
-        status = _native.library().dlm_session_generate(session, C.byref(options), buffer, 1, 9, None, C.byref(length))
+        status = _native.library().dlm_session_generate(
+            session, C.byref(options), buffer, 1, 9, None, C.byref(length)
+        )
         with pytest.raises(CancelledError, match="after 3 passes"):
             denoiser.bundle._check(status, session)
     assert seen == [1, 2, 3]

@@ -1,4 +1,6 @@
-"""What the machine or a newer library gives in another way than usual: cores, memory, /proc, versions, numbers."""
+"""What the machine or a newer library gives in another way than usual: cores, memory, /proc,
+versions, numbers.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_a_status_that_only_a_newer_library_knows_is_an_error_with_its_sentence(
 
 
 def test_the_log_probability_of_a_token_that_is_forced_against_the_denoiser_is_finite() -> None:
-    info = dlm_runtime.DenoiserInfo(vocab_size=6, mask_token_id=5, max_canvas_length=32, eos_token_ids=(0,))
+    info = dlm_runtime.DenoiserInfo(
+        vocab_size=6, mask_token_id=5, max_canvas_length=32, eos_token_ids=(0,)
+    )
 
     def run(p: dlm_runtime.CallbackPass) -> None:
         p.top_tokens[:], p.top_probs[:] = (1, 2), (1, 0)
@@ -97,11 +101,15 @@ def test_a_file_without_memory_for_it_is_an_error_with_a_sentence(tmp_path: Path
         "try: read_bytes(Path(sys.argv[1]), 2 << 30, DlmError)\n"
         "except DlmError as err: print(err)"
     )
-    done = subprocess.run([PYTHON, "-c", script, str(large)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [PYTHON, "-c", script, str(large)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert "large: not enough memory to read it: end other programs" in done.stdout, done.stderr
 
 
-def test_a_command_that_runs_out_of_memory_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_runs_out_of_memory_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @click.command()
     def greedy() -> None:
         raise MemoryError("Unable to allocate 8.00 GiB\nfor an array")
@@ -109,12 +117,16 @@ def test_a_command_that_runs_out_of_memory_says_so_in_one_line(monkeypatch: pyte
     monkeypatch.setitem(main.commands, "greedy", greedy)
     result = CliRunner().invoke(main, ["greedy"])
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: out of memory (Unable to allocate 8.00 GiB for an array). End other programs")
+    assert result.stderr.startswith(
+        "Error: out of memory (Unable to allocate 8.00 GiB for an array). End other programs"
+    )
     assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
-def test_a_tokenizer_that_is_replaced_after_it_was_hashed_is_refused(demo_bundle: Path, tmp_path: Path, name: str) -> None:
+def test_a_tokenizer_that_is_replaced_after_it_was_hashed_is_refused(
+    demo_bundle: Path, tmp_path: Path, name: str
+) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(demo_bundle, bundle)
     with (
@@ -123,12 +135,16 @@ def test_a_tokenizer_that_is_replaced_after_it_was_hashed_is_refused(demo_bundle
     ):
         with open(bundle / name, "a") as file:
             file.write("\n")  # of the same meaning: only its hash shows it
-        with pytest.raises(BundleError, match=rf"{name}: its content is not what the bundle's manifest says"):
+        with pytest.raises(
+            BundleError, match=rf"{name}: its content is not what the bundle's manifest says"
+        ):
             _ = opened.tokenizer
         assert trusted.tokenizer is not None
 
 
-def test_a_text_file_that_is_replaced_after_it_was_hashed_is_refused(demo_bundle: Path, tmp_path: Path) -> None:
+def test_a_text_file_that_is_replaced_after_it_was_hashed_is_refused(
+    demo_bundle: Path, tmp_path: Path
+) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(demo_bundle, bundle)
     with (
@@ -149,7 +165,9 @@ def test_a_text_file_that_is_replaced_after_it_was_hashed_is_refused(demo_bundle
 
 def test_more_threads_than_cores_are_as_many_as_cores_with_a_warning(demo_bundle: Path) -> None:
     before = threads()
-    with pytest.warns(DlmWarning, match=rf"threads = 4096 is more than the {CORES} cores .*: {CORES} threads run"):
+    with pytest.warns(
+        DlmWarning, match=rf"threads = 4096 is more than the {CORES} cores .*: {CORES} threads run"
+    ):
         bundle = dlm_runtime.open(demo_bundle, threads=4096)
     with bundle:
         assert threads() - before < CORES + 4
@@ -176,7 +194,9 @@ def test_the_command_prints_our_warnings_as_one_line(
 
 
 @pytest.mark.parametrize("version", ["1.20.1", "1.22.3", "0.99.0"])
-def test_an_onnxruntime_that_is_too_old_is_named_before_it_is_used(demo_bundle: Path, tmp_path: Path, version: str) -> None:
+def test_an_onnxruntime_that_is_too_old_is_named_before_it_is_used(
+    demo_bundle: Path, tmp_path: Path, version: str
+) -> None:
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("gcc is not installed")
@@ -189,14 +209,19 @@ def test_an_onnxruntime_that_is_too_old_is_named_before_it_is_used(demo_bundle: 
         "const void *OrtGetApiBase(void) { return &base; }\n"
     )
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(fake)], check=True)
-    with pytest.raises(EngineError, match=f"is ONNX Runtime {version}, and 1.23 or newer is needed, for opset 23"):
+    with pytest.raises(
+        EngineError, match=f"is ONNX Runtime {version}, and 1.23 or newer is needed, for opset 23"
+    ):
         dlm_runtime.open(demo_bundle, library=fake)
 
 
 def test_without_proc_the_error_says_what_to_mount(demo_bundle: Path) -> None:
     unshare = shutil.which("unshare")
     hide = [unshare or "", "-m", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
-    if unshare is None or subprocess.run([*hide, "true"], capture_output=True, check=False).returncode:
+    if (
+        unshare is None
+        or subprocess.run([*hide, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("/proc cannot be hidden here: unshare -m needs the right to mount")
     script = (
         "import sys, dlm_runtime as dlm\n"
@@ -204,7 +229,13 @@ def test_without_proc_the_error_says_what_to_mount(demo_bundle: Path) -> None:
         "except dlm.EngineError as err: print(err)"
     )
     done = subprocess.run(
-        [*hide, PYTHON, "-c", script, str(demo_bundle)], capture_output=True, text=True, timeout=120, check=False
+        [*hide, PYTHON, "-c", script, str(demo_bundle)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     is_run = done.stdout.startswith("onnxruntime ")
-    assert is_run or "reads weights through /proc, which is not mounted here. Mount it" in done.stdout, done.stderr
+    assert (
+        is_run or "reads weights through /proc, which is not mounted here. Mount it" in done.stdout
+    ), done.stderr

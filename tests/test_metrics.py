@@ -20,9 +20,9 @@ MASK = 5
 quick = settings(max_examples=60, deadline=None)
 
 # Integers: ties are common, and equal logits are equal.
-rows_of_logits = st.lists(st.lists(st.integers(-6, 6), min_size=VOCAB, max_size=VOCAB), min_size=1, max_size=5).map(
-    lambda rows: np.array(rows, np.float32)
-)
+rows_of_logits = st.lists(
+    st.lists(st.integers(-6, 6), min_size=VOCAB, max_size=VOCAB), min_size=1, max_size=5
+).map(lambda rows: np.array(rows, np.float32))
 losses = st.lists(st.floats(0.01, 10), min_size=1, max_size=12).map(np.array)
 token_lists = st.lists(st.integers(0, 3), max_size=8)
 
@@ -31,8 +31,16 @@ token_lists = st.lists(st.integers(0, 3), max_size=8)
 def two_sides(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Logits of both and true tokens, the mask token not among them."""
     first = draw(rows_of_logits)
-    second = np.array(draw(st.permutations(first.reshape(-1).tolist())), np.float32).reshape(first.shape)
-    truth = draw(st.lists(st.sampled_from([t for t in range(VOCAB) if t != MASK]), min_size=len(first), max_size=len(first)))
+    second = np.array(draw(st.permutations(first.reshape(-1).tolist())), np.float32).reshape(
+        first.shape
+    )
+    truth = draw(
+        st.lists(
+            st.sampled_from([t for t in range(VOCAB) if t != MASK]),
+            min_size=len(first),
+            max_size=len(first),
+        )
+    )
     return first, second, np.array(truth)
 
 
@@ -41,11 +49,15 @@ def two_sides(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @quick
 @given(rows_of_logits, st.floats(-50, 50))
-def test_probabilities_add_up_to_one_without_the_mask_token(logits: np.ndarray, offset: float) -> None:
+def test_probabilities_add_up_to_one_without_the_mask_token(
+    logits: np.ndarray, offset: float
+) -> None:
     log_probs = metrics.log_probabilities(logits, MASK)
     assert (log_probs[:, MASK] == -np.inf).all()
     np.testing.assert_allclose(np.exp(log_probs).sum(-1), 1, rtol=1e-12)
-    np.testing.assert_allclose(metrics.log_probabilities(logits.astype(np.float64) + offset, MASK), log_probs, atol=1e-9)
+    np.testing.assert_allclose(
+        metrics.log_probabilities(logits.astype(np.float64) + offset, MASK), log_probs, atol=1e-9
+    )
 
 
 def test_cross_entropy_and_divergence_are_those_of_the_definition() -> None:
@@ -53,13 +65,17 @@ def test_cross_entropy_and_divergence_are_those_of_the_definition() -> None:
     rows = metrics.compare_rows(reference, candidate, np.array([1]), mask_token_id=3)
     np.testing.assert_allclose(rows.reference_ce, [-math.log(0.25)])
     np.testing.assert_allclose(rows.candidate_ce, [-math.log(0.5)])
-    np.testing.assert_allclose(rows.kl, [0.5 * math.log(2) - 0.25 * math.log(2)])  # of the candidate from the reference
+    np.testing.assert_allclose(
+        rows.kl, [0.5 * math.log(2) - 0.25 * math.log(2)]
+    )  # of the candidate from the reference
     assert rows.rank.tolist() == [1]
 
 
 @quick
 @given(two_sides())
-def test_divergence_is_never_negative_and_zero_for_equal_logits(sides: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def test_divergence_is_never_negative_and_zero_for_equal_logits(
+    sides: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> None:
     first, second, truth = sides
     assert (metrics.compare_rows(first, second, truth, MASK).kl >= 0).all()
     same = metrics.compare_rows(first, first.copy(), truth, MASK)
@@ -83,12 +99,16 @@ def test_a_rank_of_zero_is_equal_argmax_and_every_rank_is_the_place_in_a_stable_
 
 def test_an_excluded_token_that_the_reference_holds_possible_is_infinitely_far() -> None:
     log_q = metrics.log_probabilities(np.array([[0.0, -np.inf, 0.0]]), 2)
-    assert metrics.divergence(metrics.log_probabilities(np.zeros((1, 3)), 2), log_q).tolist() == [np.inf]
+    assert metrics.divergence(metrics.log_probabilities(np.zeros((1, 3)), 2), log_q).tolist() == [
+        np.inf
+    ]
 
 
 @quick
 @given(two_sides())
-def test_rows_do_not_depend_on_the_size_of_the_chunks(sides: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def test_rows_do_not_depend_on_the_size_of_the_chunks(
+    sides: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> None:
     whole = metrics.compare_rows(*sides, MASK)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "_CHUNK_ELEMENTS", 2 * VOCAB)
@@ -102,16 +122,25 @@ def test_differences_that_fp32_would_lose_are_seen() -> None:
     reference = rng.normal(size=(4, 3000)).astype(np.float32)
     candidate = reference + rng.normal(size=reference.shape).astype(np.float32) * np.float32(1e-5)
     kl = metrics.compare_rows(reference, candidate, np.zeros(4, np.int64), 1).kl
-    np.testing.assert_allclose(kl, 0.5e-10, rtol=0.2)  # half the variance of the logits' differences
+    np.testing.assert_allclose(
+        kl, 0.5e-10, rtol=0.2
+    )  # half the variance of the logits' differences
 
 
 def test_a_summary_weighs_positions_alike_and_compares_sums() -> None:
-    rows = Rows(np.array([1.0, 1.0, 2.0]), np.array([1.0, 2.0, 3.0]), np.array([0.0, 0.1, 0.2]), np.array([0, 4, 5]))
+    rows = Rows(
+        np.array([1.0, 1.0, 2.0]),
+        np.array([1.0, 2.0, 3.0]),
+        np.array([0.0, 0.1, 0.2]),
+        np.array([0, 4, 5]),
+    )
     summary = metrics.summarise(rows, np.array([0, 0, 1]), samples=2, seed=0)
     assert summary["positions"] == 3
     assert summary["reference_ce"] == pytest.approx(4 / 3)
     assert summary["ce_increase"] == pytest.approx(0.5)
-    assert summary["ce_increase_interval"] == pytest.approx([0.5, 0.5])  # both samples lose the same share
+    assert summary["ce_increase_interval"] == pytest.approx(
+        [0.5, 0.5]
+    )  # both samples lose the same share
     assert (summary["top1"], summary["top5"]) == pytest.approx((1 / 3, 2 / 3))
     assert summary["kl_mean"] == pytest.approx(0.1)
     assert summary["kl_p95"] == pytest.approx(0.19)
@@ -119,7 +148,9 @@ def test_a_summary_weighs_positions_alike_and_compares_sums() -> None:
 
 def test_an_increase_from_nothing_has_no_number() -> None:
     none, some = np.zeros(2), np.ones(2)
-    assert metrics.summarise(Rows(none, some, none, none), np.arange(2), 2, 0)["ce_increase"] is None
+    assert (
+        metrics.summarise(Rows(none, some, none, none), np.arange(2), 2, 0)["ce_increase"] is None
+    )
     assert metrics.summarise(Rows(none, none, none, none), np.arange(2), 2, 0)["ce_increase"] == 0
 
 
@@ -133,7 +164,9 @@ def test_no_rows_are_no_summary() -> None:
 
 @quick
 @given(losses, st.floats(0.5, 2))
-def test_what_is_hard_for_both_cancels_in_a_paired_interval(theirs: np.ndarray, factor: float) -> None:
+def test_what_is_hard_for_both_cancels_in_a_paired_interval(
+    theirs: np.ndarray, factor: float
+) -> None:
     low, high = metrics.ratio_interval(factor * theirs, theirs, seed=0) or (0, 0)
     assert low == pytest.approx(factor)
     assert high == pytest.approx(factor)
@@ -208,7 +241,9 @@ def test_a_flip_is_another_token_at_a_position_that_both_commit() -> None:
 
 @quick
 @given(token_lists, token_lists)
-def test_sequences_without_divergence_agree_in_every_token(first: list[int], second: list[int]) -> None:
+def test_sequences_without_divergence_agree_in_every_token(
+    first: list[int], second: list[int]
+) -> None:
     position = metrics.first_divergence(first, second)
     same, count = metrics.token_agreement(first, second)
     assert (position is None) == (first == second)
@@ -247,22 +282,30 @@ def test_what_is_written_ends_with_its_first_end_token(tokens: list[int]) -> Non
         (None, "", False),
     ],
 )
-def test_answers_are_the_same_as_json_or_else_as_text(text: str | None, answer: str, is_same: bool) -> None:
+def test_answers_are_the_same_as_json_or_else_as_text(
+    text: str | None, answer: str, is_same: bool
+) -> None:
     assert metrics.same_answer(text, answer) is is_same
 
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 @quick
 @given(json_values, json_values)
-def test_json_is_the_same_however_it_is_laid_out_and_no_other_json_is(first: Any, second: Any) -> None:
+def test_json_is_the_same_however_it_is_laid_out_and_no_other_json_is(
+    first: Any, second: Any
+) -> None:
     answer = json.dumps([first])
-    assert metrics.same_answer(json.dumps([first], indent=3, sort_keys=True, ensure_ascii=False), answer)
+    assert metrics.same_answer(
+        json.dumps([first], indent=3, sort_keys=True, ensure_ascii=False), answer
+    )
     is_equal = json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
     assert metrics.same_answer(json.dumps([second]), answer) == is_equal
 
@@ -274,7 +317,9 @@ def _sample(answer: str | None) -> Sample:
 def test_runs_are_shown_with_the_differing_ones_first_and_bounded() -> None:
     theirs = [Run([1, 2], "x", 4) for _ in range(20)]
     ours = [Run([1, 2 + (i >= 15)], "x" if i % 2 else "y", 5) for i in range(20)]
-    found = metrics.summarise_runs([_sample("x")] * 20, [str(i) for i in range(20)], theirs, ours, seed=0)
+    found = metrics.summarise_runs(
+        [_sample("x")] * 20, [str(i) for i in range(20)], theirs, ours, seed=0
+    )
     assert [row["prompt"] for row in found["samples"][:6]] == ["15", "16", "17", "18", "19", "0"]
     assert len(found["samples"]) == metrics.SHOWN_SAMPLES
     assert found["exact_match"] == 0.75
@@ -291,13 +336,19 @@ def test_runs_are_shown_with_the_differing_ones_first_and_bounded() -> None:
 def test_equal_runs_without_answers_have_neither_divergence_nor_task() -> None:
     runs = [Run([1, 2], None, 4)] * 2
     found = metrics.summarise_runs([_sample(None)] * 2, [None, None], runs, runs, seed=0)
-    assert (found["exact_match"], found["first_divergence_median"], found["task"]) == (1, None, None)
+    assert (found["exact_match"], found["first_divergence_median"], found["task"]) == (
+        1,
+        None,
+        None,
+    )
 
 
 def test_a_task_is_scored_over_the_samples_that_carry_answers() -> None:
     samples = [_sample("x"), _sample(None), _sample("y")]
     runs = [Run([1], "x", 1)] * 3
-    assert metrics.summarise_runs(samples, ["p"] * 3, runs, runs, seed=0)["task"]["candidate"] == 0.5
+    assert (
+        metrics.summarise_runs(samples, ["p"] * 3, runs, runs, seed=0)["task"]["candidate"] == 0.5
+    )
 
 
 def test_an_end_token_is_counted_and_not_decoded() -> None:

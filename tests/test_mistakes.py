@@ -1,4 +1,5 @@
-"""Ten mistakes, made with every command that allows them: the same exit code everywhere, and one line that says what it was.
+"""Ten mistakes, made with every command that allows them: the same exit code everywhere, and one
+line that says what it was.
 
 ``TABLE`` in docs/troubleshooting.md has the rule; these are its cases.
 """
@@ -214,12 +215,17 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
         },
     ),
 }
-CASES = [(mistake, command) for mistake, (_, _, commands) in MISTAKES.items() for command in commands]
+CASES = [
+    (mistake, command) for mistake, (_, _, commands) in MISTAKES.items() for command in commands
+]
 
 
 @pytest.fixture(scope="session")
 def places(
-    tmp_path_factory: pytest.TempPathFactory, llada_checkpoint: Path, llada_bundle: Path, dream_bundle: Path
+    tmp_path_factory: pytest.TempPathFactory,
+    llada_checkpoint: Path,
+    llada_bundle: Path,
+    dream_bundle: Path,
 ) -> dict[str, Path]:
     """What the words in capitals stand for."""
     folder = tmp_path_factory.mktemp("mistakes")
@@ -238,7 +244,9 @@ def places(
     manifest = json.loads((int8 / "manifest.json").read_text())
     manifest["precision"]["name"] = "int8"  # as if: none of these gets as far as to run it
     (int8 / "manifest.json").write_text(json.dumps(manifest))
-    config = llada_config(vocab_size=100, embedding_size=100, mask_token_id=90, eos_token_id=91, pad_token_id=91)
+    config = llada_config(
+        vocab_size=100, embedding_size=100, mask_token_id=90, eos_token_id=91, pad_token_id=91
+    )
     return {
         "NOWHERE": folder / "nowhere",
         "EMPTY": folder / "empty",
@@ -256,7 +264,9 @@ def places(
     }
 
 
-@pytest.mark.parametrize(("mistake", "command"), CASES, ids=[f"{command}: {mistake}" for mistake, command in CASES])
+@pytest.mark.parametrize(
+    ("mistake", "command"), CASES, ids=[f"{command}: {mistake}" for mistake, command in CASES]
+)
 def test_a_mistake_ends_every_command_the_same_way(
     places: dict[str, Path], mistake: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +286,9 @@ def test_a_mistake_ends_every_command_the_same_way(
     assert re.search(says, lines[-1]), lines[-1]
     assert len(lines[-1]) < 600
     assert len(lines) == 1 or lines[0].startswith(("Usage: ", "Warning: ")), done.output
-    assert {path: path.lstat().st_mtime_ns for path in places["OUT"].parent.rglob("*")} == before, "something was written"
+    assert {path: path.lstat().st_mtime_ns for path in places["OUT"].parent.rglob("*")} == before, (
+        "something was written"
+    )
 
 
 def test_every_command_is_in_the_table() -> None:
@@ -300,7 +312,9 @@ def test_every_error_has_one_of_the_exit_codes() -> None:
 
 def test_verify_names_the_smaller_vocabulary_of_another_checkpoint(places: dict[str, Path]) -> None:
     """And not the mask token, which the bundle brings and the checkpoint has no room for."""
-    done = CliRunner().invoke(main, ["verify", str(places["BUNDLE"]), "--checkpoint", str(places["SMALLER"])])
+    done = CliRunner().invoke(
+        main, ["verify", str(places["BUNDLE"]), "--checkpoint", str(places["SMALLER"])]
+    )
     assert done.exit_code == WRONG
     assert "its vocab_size is 160, the other's 100" in done.stderr
     theirs = json.loads((places["BUNDLE"] / "manifest.json").read_text())["source"]["config_sha256"]

@@ -1,8 +1,10 @@
-"""Layers whose caches differ in heads and in the size of one: every cache gives what no cache gives.
+"""Layers whose caches differ in heads and in the size of one: every cache gives what no cache
+gives.
 
-The graph is hand-made. A row's keys and values follow from its own token and position alone, so cached rows are never out of
-date, and all numbers are small integers, whose sums are exact in any order: canvases must be equal to the last token. What a
-row predicts depends on every cached number, and on which key stands with which value in which head.
+The graph is hand-made. A row's keys and values follow from its own token and position alone, so
+cached rows are never out of date, and all numbers are small integers, whose sums are exact in any
+order: canvases must be equal to the last token. What a row predicts depends on every cached number,
+and on which key stands with which value in which head.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ LAYER = """
   weighed.L = Mul(head_sums.L, head_weights.L)
   seen.L = ReduceSum(weighed.L, last)
 """
-# How rows are stored. Those of int8 carry the first two of their codes once more, where a scale would lie: what is read is off
-# by as much as these are of another row's.
+# How rows are stored. Those of int8 carry the first two of their codes once more, where a scale
+# would lie: what is read is off by as much as these are of another row's.
 STORED = {
     "float32": """
   read_KIND.L = Identity(old_KIND.L)
@@ -69,7 +71,11 @@ STORED = {
   read_KIND.L = Add(numbers_KIND.L, off_KIND.L)
 """,
 }
-TYPES = {"float32": ("float", 4, 0), "float16": ("float16", 2, 0), "int8": ("int8", 1, 2)}  # bytes of an element and of a scale
+TYPES = {
+    "float32": ("float", 4, 0),
+    "float16": ("float16", 2, 0),
+    "int8": ("int8", 1, 2),
+}  # bytes of an element and of a scale
 HEAD = """
   all_seen = Sum(SEEN)
   whole = Cast<to = 7>(all_seen)
@@ -118,7 +124,12 @@ def _graph(cache_dtype: str) -> onnx.ModelProto:
         "mask_bias": np.where(np.arange(VOCABULARY) == MASK, -np.inf, 0).astype(np.float32),
     }
     inputs = ["int64[B,T] ids", "int64[B,T] places", "int64[B,R] scored"]
-    outputs = ["int32[B,R,2] candidates", "float[B,R,2] probs", "float[B,R] spread", f"float[B,R,{VOCABULARY}] raw"]
+    outputs = [
+        "int32[B,R,2] candidates",
+        "float[B,R,2] probs",
+        "float[B,R] spread",
+        f"float[B,R,{VOCABULARY}] raw",
+    ]
     body = ""
     element, _, scale = TYPES[cache_dtype]
     for i, (heads, size) in enumerate(LAYERS):
@@ -132,17 +143,23 @@ def _graph(cache_dtype: str) -> onnx.ModelProto:
             inputs.append(f"{element}[B,{heads},S,{size + scale}] old_{kind}s_{i}")
             outputs.append(f"{element}[B,{heads},T,{size + scale}] kept_{kind}s_{i}")
             for name, rows in (("table", VOCABULARY), ("place", LONGEST)):
-                constants[f"{kind}_{name}_{i}"] = rng.integers(0, 10, (rows, heads * size)).astype(np.float32)
+                constants[f"{kind}_{name}_{i}"] = rng.integers(0, 10, (rows, heads * size)).astype(
+                    np.float32
+                )
     body += HEAD.replace("SEEN", ", ".join(f"seen_{i}" for i in range(len(LAYERS))))
     text = f'<ir_version: 10, opset_import: ["": 21]> mixed ({", ".join(inputs)}) => ({", ".join(outputs)}) {{{body}}}'
     model = parser.parse_model(text)
-    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items())
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()
+    )
     onnx.checker.check_model(model)
     return model
 
 
 @pytest.fixture(scope="module", params=TYPES)
-def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dlm_runtime.Bundle]:
+def bundle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dlm_runtime.Bundle]:
     folder = tmp_path_factory.mktemp("mixed")
     content = _graph(request.param).SerializeToString()
     (folder / "graph.onnx").write_bytes(content)
@@ -159,30 +176,60 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         }
         for i, (heads, size) in enumerate(LAYERS)
     ]
-    graph = {"file": "graph.onnx", "simulated": False, "top_k": 2, "cache_dtype": request.param, "ports": ports}
-    loop = {"vocab_size": VOCABULARY, "mask_token_id": MASK, "eos_token_ids": [], "max_canvas_length": LONGEST, "shift": 0}
+    graph = {
+        "file": "graph.onnx",
+        "simulated": False,
+        "top_k": 2,
+        "cache_dtype": request.param,
+        "ports": ports,
+    }
+    loop = {
+        "vocab_size": VOCABULARY,
+        "mask_token_id": MASK,
+        "eos_token_ids": [],
+        "max_canvas_length": LONGEST,
+        "shift": 0,
+    }
     loop |= {"graph": graph, "presets": {"plain": {"block_length": 8}}, "default_preset": "plain"}
     files = {"graph.onnx": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
-    (folder / "manifest.json").write_text(json.dumps({"schema_version": 3, "loop": loop, "files": files}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"schema_version": 3, "loop": loop, "files": files})
+    )
     with dlm_runtime.open(folder, threads=1) as opened:
         yield opened
 
 
 CACHES: list[dict[str, Any]] = [
-    {"cache": cache, "refresh": refresh} for cache in ("prefix", "dual") for refresh in (0, 1, 9, 20)
+    {"cache": cache, "refresh": refresh}
+    for cache in ("prefix", "dual")
+    for refresh in (0, 1, 9, 20)
 ]
 REQUESTS: list[dict[str, Any]] = [
     {"tokens": [5, 7, 11], "max_new_tokens": 40},
     {"tokens": [5, MASK, 11, 4, MASK, MASK, 3, 9], "max_new_tokens": 27},
     {"tokens": [], "max_new_tokens": 64, "block_length": 16},
-    {"tokens": [2] * 30, "max_new_tokens": 20, "block_length": 5, "commit": "threshold", "threshold": 0.5},
-    {"tokens": [1, 2], "max_new_tokens": 30, "commit": "entropy_bound", "score": "entropy", "entropy_bound": 2.0},
+    {
+        "tokens": [2] * 30,
+        "max_new_tokens": 20,
+        "block_length": 5,
+        "commit": "threshold",
+        "threshold": 0.5,
+    },
+    {
+        "tokens": [1, 2],
+        "max_new_tokens": 30,
+        "commit": "entropy_bound",
+        "score": "entropy",
+        "entropy_bound": 2.0,
+    },
 ]
 
 
 @pytest.mark.parametrize("fields", CACHES, ids=lambda fields: "-".join(map(str, fields.values())))
 @pytest.mark.parametrize("number", range(len(REQUESTS)))
-def test_every_cache_gives_what_no_cache_gives(bundle: dlm_runtime.Bundle, number: int, fields: dict[str, Any]) -> None:
+def test_every_cache_gives_what_no_cache_gives(
+    bundle: dlm_runtime.Bundle, number: int, fields: dict[str, Any]
+) -> None:
     plain = bundle.generate(**REQUESTS[number])
     cached = bundle.generate(**REQUESTS[number], **fields)
     assert (cached.tokens, cached.nfe) == (plain.tokens, plain.nfe)
@@ -192,7 +239,9 @@ def test_every_cache_gives_what_no_cache_gives(bundle: dlm_runtime.Bundle, numbe
 
 
 @pytest.mark.parametrize("fields", CACHES, ids=lambda fields: "-".join(map(str, fields.values())))
-def test_requests_of_a_batch_keep_their_own_rows(bundle: dlm_runtime.Bundle, fields: dict[str, Any]) -> None:
+def test_requests_of_a_batch_keep_their_own_rows(
+    bundle: dlm_runtime.Bundle, fields: dict[str, Any]
+) -> None:
     prompts = [[i, 3 * i + 1, 50 - i] for i in range(5)]
     alone = [bundle.generate(tokens=tokens, max_new_tokens=40).tokens for tokens in prompts]
     together = bundle.generate_batch(tokens=prompts, max_new_tokens=40, **fields)
@@ -203,7 +252,9 @@ def test_what_a_row_predicts_depends_on_every_other_token(bundle: dlm_runtime.Bu
     canvas = np.full(32, MASK)
     base = bundle.logits(canvas, [0]).argmax()
     moved = [
-        bundle.logits([*canvas[:i], token, *canvas[i + 1 :]], [0]).argmax() != base for i in range(1, 32) for token in (3, 9)
+        bundle.logits([*canvas[:i], token, *canvas[i + 1 :]], [0]).argmax() != base
+        for i in range(1, 32)
+        for token in (3, 9)
     ]
     assert np.mean(moved) > 0.8, "the graph would hide rows that are out of place"
 
@@ -212,4 +263,9 @@ def test_sizes_that_layers_do_not_share_are_0_in_c(bundle: dlm_runtime.Bundle) -
     info = _native.Denoiser()
     _native.library().dlm_bundle_denoiser(bundle._handle, ctypes.byref(info))
     element = TYPES[bundle.manifest["loop"]["graph"]["cache_dtype"]][1]
-    assert (info.layers, info.kv_heads, info.head_size, info.kv_element_bytes) == (len(LAYERS), 0, 0, element)
+    assert (info.layers, info.kv_heads, info.head_size, info.kv_element_bytes) == (
+        len(LAYERS),
+        0,
+        0,
+        element,
+    )

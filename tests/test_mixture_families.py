@@ -1,7 +1,8 @@
-"""LLaDA2, RND1 and SDAR-MoE beside transformers' classes of the same layers, on the same weights under other names.
+"""LLaDA2, RND1 and SDAR-MoE beside transformers' classes of the same layers, on the same weights
+under other names.
 
-Glm4Moe has LLaDA2's layer: norms of query and key heads, half of which turn, and DeepSeek-V3's router. Qwen3-MoE has that of
-the others.
+Glm4Moe has LLaDA2's layer: norms of query and key heads, half of which turn, and DeepSeek-V3's
+router. Qwen3-MoE has that of the others.
 """
 
 from __future__ import annotations
@@ -38,12 +39,41 @@ def by_blocks(block_length: int) -> torch.Tensor:
 
 def glm4_moe(config: dict[str, Any]) -> Glm4MoeConfig:
     same = (
-        *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
-        *("moe_intermediate_size", "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "rms_norm_eps"),
-        *("first_k_dense_replace", "vocab_size", "norm_topk_prob", "tie_word_embeddings", "max_position_embeddings"),
+        *(
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+        ),
+        *(
+            "moe_intermediate_size",
+            "num_experts_per_tok",
+            "n_group",
+            "topk_group",
+            "routed_scaling_factor",
+            "rms_norm_eps",
+        ),
+        *(
+            "first_k_dense_replace",
+            "vocab_size",
+            "norm_topk_prob",
+            "tie_word_embeddings",
+            "max_position_embeddings",
+        ),
     )
-    rope = {"rope_type": "default", "rope_theta": config["rope_theta"], "partial_rotary_factor": 0.5}
-    other = {"n_routed_experts": config["num_experts"], "n_shared_experts": 1, "use_qk_norm": True, "rope_parameters": rope}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": config["rope_theta"],
+        "partial_rotary_factor": 0.5,
+    }
+    other = {
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": 1,
+        "use_qk_norm": True,
+        "rope_parameters": rope,
+    }
     return Glm4MoeConfig(**{name: config[name] for name in same} | other)
 
 
@@ -74,11 +104,19 @@ def test_llada2s_logits_are_those_of_glm4_moe(tmp_path: Path) -> None:
     config = llada2_config()
     path = write_checkpoint(tmp_path / "checkpoint", config, seed=3)
     tensors = read_tensors(path)
-    # Scores of groups that are left out are 0 there and out of reach here: with all biased scores above 0 that is the same.
-    biases = {name: tensor.abs() for name, tensor in tensors.items() if name.endswith("expert_bias")}
+    # Scores of groups that are left out are 0 there and out of reach here: with all biased scores
+    # above 0 that is the same.
+    biases = {
+        name: tensor.abs() for name, tensor in tensors.items() if name.endswith("expert_bias")
+    }
     rewritten(path, dict(biases))
     expected = logits_of(
-        Glm4MoeForCausalLM, glm4_moe(config), as_glm4_moe(tensors | biases), tmp_path / "theirs", IDS, by_blocks(32)
+        Glm4MoeForCausalLM,
+        glm4_moe(config),
+        as_glm4_moe(tensors | biases),
+        tmp_path / "theirs",
+        IDS,
+        by_blocks(32),
     )
     assert difference(load(path)(IDS), expected) < 1e-5
 
@@ -92,18 +130,37 @@ def test_llada2s_logits_are_those_of_glm4_moe(tmp_path: Path) -> None:
         ("SDARMoeForCausalLM", {"block_size": 4}, 4),
     ],
 )
-def test_logits_are_those_of_qwen3_moe(tmp_path: Path, architecture: str, changes: dict[str, Any], block_length: int) -> None:
+def test_logits_are_those_of_qwen3_moe(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], block_length: int
+) -> None:
     config = qwen3_moe_config(architecture, **changes)
     path = write_checkpoint(tmp_path / "checkpoint", config, seed=3)
-    same = ("head_dim", "intermediate_size", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")
+    same = (
+        "head_dim",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "mlp_only_layers",
+    )
     theirs = qwen3_moe(config, **{name: config[name] for name in same})
-    expected = logits_of(Qwen3MoeForCausalLM, theirs, read_tensors(path), tmp_path / "theirs", IDS, by_blocks(block_length))
+    expected = logits_of(
+        Qwen3MoeForCausalLM,
+        theirs,
+        read_tensors(path),
+        tmp_path / "theirs",
+        IDS,
+        by_blocks(block_length),
+    )
     assert difference(load(path)(IDS), expected) < 1e-5
 
 
 def test_what_is_told_of_them(tmp_path: Path) -> None:
     llada2 = network_of(write_checkpoint(tmp_path / "llada2", llada2_config()))
-    attention, dense, experts = llada2.layers[0].attention, llada2.layers[0].mlp, llada2.layers[1].mlp
+    attention, dense, experts = (
+        llada2.layers[0].attention,
+        llada2.layers[0].mlp,
+        llada2.layers[1].mlp,
+    )
     assert (attention.qk_norm, attention.visible_block, llada2.shift) == (True, 32, 0)
     assert dense == MlpSpec(96)
     assert isinstance(experts, ExpertsSpec)
@@ -134,7 +191,10 @@ def test_merged_experts_of_llada2_are_the_split_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+        ),
         ({"n_group": 3}, "num_experts 16 in n_group 3"),
         ({"num_experts_per_tok": 9}, "do not give each token num_experts_per_tok 9"),
         ({"score_function": "softmax"}, "score_function"),
@@ -142,7 +202,9 @@ def test_merged_experts_of_llada2_are_the_split_ones(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_another_llada2_is_refused_by_its_key(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_another_llada2_is_refused_by_its_key(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
     path = write_checkpoint(tmp_path, llada2_config())
     (path / "config.json").write_text(json.dumps(llada2_config(**changes)))
     with pytest.raises(CheckpointError, match=told):
@@ -152,15 +214,22 @@ def test_another_llada2_is_refused_by_its_key(tmp_path: Path, changes: dict[str,
 def test_a_fused_matrix_of_other_heads_is_named(tmp_path: Path) -> None:
     name = "model.layers.0.attention.query_key_value.weight"
     path = rewritten(write_checkpoint(tmp_path, llada2_config()), {name: torch.zeros(127, 64)})
-    with pytest.raises(CheckpointError, match=r"query_key_value\.weight is \[127, 64\], expected \[128, 64\]"):
+    with pytest.raises(
+        CheckpointError, match=r"query_key_value\.weight is \[127, 64\], expected \[128, 64\]"
+    ):
         families.open_weights(Checkpoint(path), network_of(path))
 
 
 def test_a_bundle_of_llada2_computes_what_torch_does_by_every_preset(tmp_path: Path) -> None:
-    """The build proves logits and whole canvases, with the exact cache of blocks and without, against the reference loop."""
+    """The build proves logits and whole canvases, with the exact cache of blocks and without,
+    against the reference loop.
+    """
     path = write_checkpoint(tmp_path / "checkpoint", llada2_config(num_hidden_layers=2), seed=7)
     by_blocks = QuantiseOptions(calibration=CalibrationOptions(preset="llada2"))
     report = build(path, tmp_path / "bundle", BuildOptions(quantise=by_blocks))
     assert report.parity is not None
     assert report.parity.misses == []
-    assert report.kernels == {"calls": {"BlockCachedAttention": 2, "Fp32Experts": 1, "Candidates": 1}, "plain": {}}
+    assert report.kernels == {
+        "calls": {"BlockCachedAttention": 2, "Fp32Experts": 1, "Candidates": 1},
+        "plain": {},
+    }

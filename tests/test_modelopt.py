@@ -1,4 +1,5 @@
-"""NVIDIA's modelopt as a second opinion: the ranges and scales that it finds are ours, and it leaves the denoiser alone.
+"""NVIDIA's modelopt as a second opinion: the ranges and scales that it finds are ours, and it
+leaves the denoiser alone.
 
 What needs the package ``nvidia-modelopt`` is skipped where it is not installed.
 """
@@ -38,7 +39,8 @@ from dlm_export.quantising import modelopt
 from dlm_export.quantising.modelopt import ModeloptError
 
 needs_modelopt = pytest.mark.skipif(
-    importlib.util.find_spec("modelopt") is None, reason="the package nvidia-modelopt is not installed"
+    importlib.util.find_spec("modelopt") is None,
+    reason="the package nvidia-modelopt is not installed",
 )
 MASK = 150
 Q, DOWN = "blocks.1.attention.q", "blocks.0.mlp.down"
@@ -69,7 +71,9 @@ def _layers(denoiser: Denoiser) -> list[str]:
 
 
 @torch.no_grad()
-def _inputs(denoiser: Denoiser, layers: Sequence[str], states: Sequence[State]) -> dict[str, np.ndarray]:
+def _inputs(
+    denoiser: Denoiser, layers: Sequence[str], states: Sequence[State]
+) -> dict[str, np.ndarray]:
     """What each layer is given, fp32 ``[P, K]``; the head, the masked positions' features."""
     seen: dict[str, list[np.ndarray]] = {layer: [] for layer in layers}
     handles = [
@@ -109,19 +113,35 @@ def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 @pytest.mark.parametrize(
     ("version", "failure", "says"),
     [
-        (None, None, r"needs the package nvidia-modelopt, which is not installed: pip install 'dlm-export\[modelopt\]'"),
+        (
+            None,
+            None,
+            r"needs the package nvidia-modelopt, which is not installed: pip install 'dlm-export\[modelopt\]'",
+        ),
         ("0.9.3", None, r"nvidia-modelopt 0.9.3 is too old, 0.47 or later is needed"),
-        ("0.47.0", ModuleNotFoundError("no", name="pulp"), "nvidia-modelopt 0.47.0 needs pulp, which is not installed"),
+        (
+            "0.47.0",
+            ModuleNotFoundError("no", name="pulp"),
+            "nvidia-modelopt 0.47.0 needs pulp, which is not installed",
+        ),
         (
             "1.2.0rc1",
             ImportError("no onnx"),
             r"cannot be imported beside torch 9.9, onnx 9.9, onnxruntime 9.9 \(ImportError: no",
         ),
-        ("0.50", AttributeError("fp9"), r"nvidia-modelopt 0.50 cannot be imported .* without its \[onnx\] extra"),
+        (
+            "0.50",
+            AttributeError("fp9"),
+            r"nvidia-modelopt 0.50 cannot be imported .* without its \[onnx\] extra",
+        ),
     ],
 )
 def test_what_is_missing_or_in_the_way_is_named_with_its_version(
-    monkeypatch: pytest.MonkeyPatch, denoiser: Denoiser, version: str | None, failure: Exception | None, says: str
+    monkeypatch: pytest.MonkeyPatch,
+    denoiser: Denoiser,
+    version: str | None,
+    failure: Exception | None,
+    says: str,
 ) -> None:
     _install(monkeypatch, version)
 
@@ -135,7 +155,9 @@ def test_what_is_missing_or_in_the_way_is_named_with_its_version(
 
 @pytest.mark.parametrize("rotated", [{}, {DOWN: 32}], ids=["plain", "rotated"])
 @torch.no_grad()
-def test_the_copy_with_torch_linears_computes_the_same(denoiser: Denoiser, rotated: dict[str, int]) -> None:
+def test_the_copy_with_torch_linears_computes_the_same(
+    denoiser: Denoiser, rotated: dict[str, int]
+) -> None:
     layers = _layers(denoiser)
     assert len(layers) == 15
     copied = modelopt._with_torch_linears(denoiser, layers, rotated, own_weights=False)
@@ -157,20 +179,30 @@ def test_the_copy_with_torch_linears_computes_the_same(denoiser: Denoiser, rotat
 
 @needs_modelopt
 @pytest.mark.parametrize("number_format", ["int8-static", "fp8", "nvfp4"])
-def test_ranges_are_the_largest_inputs(denoiser: Denoiser, number_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranges_are_the_largest_inputs(
+    denoiser: Denoiser, number_format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     layers, states, calls = _layers(denoiser), _states(), []
     before = {name: parameter.clone() for name, parameter in denoiser.named_parameters()}
-    found = modelopt.amaxes(denoiser, states, dict.fromkeys(layers, number_format), on_state=lambda: calls.append(1))
+    found = modelopt.amaxes(
+        denoiser, states, dict.fromkeys(layers, number_format), on_state=lambda: calls.append(1)
+    )
     assert capsys.readouterr().out == ""
     assert len(calls) == len(states)
-    assert found == {layer: float(np.abs(x).max()) for layer, x in _inputs(denoiser, layers, states).items()}
+    assert found == {
+        layer: float(np.abs(x).max()) for layer, x in _inputs(denoiser, layers, states).items()
+    }
     for name, parameter in denoiser.named_parameters():
         assert torch.equal(parameter, before[name]), name
 
 
 @needs_modelopt
 def test_only_layers_with_static_activations_have_a_range(denoiser: Denoiser) -> None:
-    formats = dict.fromkeys(_layers(denoiser), "high") | {Q: "fp8", DOWN: "int8-dynamic", "blocks.1.mlp.up": "int4-g32"}
+    formats = dict.fromkeys(_layers(denoiser), "high") | {
+        Q: "fp8",
+        DOWN: "int8-dynamic",
+        "blocks.1.mlp.up": "int4-g32",
+    }
     assert modelopt.amaxes(denoiser, _states(1), formats).keys() == {Q}
     assert modelopt.amaxes(denoiser, _states(1), {DOWN: "int4-g32"}) == {}
 
@@ -192,7 +224,9 @@ def test_smoothquants_scales_are_ours(denoiser: Denoiser) -> None:
     groups = {DOWN: [DOWN], "blocks.1.attention.out": ["blocks.1.attention.out"]}
     found = modelopt.scales(denoiser, states, dict.fromkeys(groups, "fp8"), groups, alpha=alpha)
     for layer, x in _inputs(denoiser, list(groups), states).items():
-        expected = solvers.smooth_scales(np.abs(x).max(0), np.abs(_weight(denoiser, layer)).max(1), alpha)
+        expected = solvers.smooth_scales(
+            np.abs(x).max(0), np.abs(_weight(denoiser, layer)).max(1), alpha
+        )
         np.testing.assert_allclose(found[layer], expected, rtol=1e-5)
     for name, parameter in denoiser.named_parameters():
         assert torch.equal(parameter, before[name]), name
@@ -202,24 +236,34 @@ def test_smoothquants_scales_are_ours(denoiser: Denoiser) -> None:
 def test_layers_that_share_an_input_get_one_scale(denoiser: Denoiser) -> None:
     members = [f"blocks.1.attention.{name}" for name in "qkv"]
     formats = dict.fromkeys(members, "int8-static")
-    each = modelopt.scales(denoiser, _states(), formats, {layer: [layer] for layer in members}, alpha=0.5)
+    each = modelopt.scales(
+        denoiser, _states(), formats, {layer: [layer] for layer in members}, alpha=0.5
+    )
     together = modelopt.scales(denoiser, _states(), formats, {Q: members}, alpha=0.5)
     assert together.keys() == {Q}
-    np.testing.assert_allclose(1 / together[Q], np.mean([1 / scale for scale in each.values()], axis=0), rtol=1e-5)
+    np.testing.assert_allclose(
+        1 / together[Q], np.mean([1 / scale for scale in each.values()], axis=0), rtol=1e-5
+    )
 
 
 @needs_modelopt
 def test_awq_lowers_the_error_of_int4_where_channels_stand_out(denoiser: Denoiser) -> None:
-    with torch.no_grad():  # four channels of the input a hundred times larger, the function unchanged
+    with (
+        torch.no_grad()
+    ):  # four channels of the input a hundred times larger, the function unchanged
         denoiser.blocks[0].mlp.up.weight[:, ::24] *= 100  # type: ignore[union-attr,operator]
         denoiser.blocks[0].mlp.down.weight[::24] /= 100  # type: ignore[union-attr,operator]
     states, calls = _states(), []
-    found = modelopt.scales(denoiser, states, {DOWN: "int4-g32"}, {DOWN: [DOWN]}, on_state=lambda: calls.append(1))[DOWN]
+    found = modelopt.scales(
+        denoiser, states, {DOWN: "int4-g32"}, {DOWN: [DOWN]}, on_state=lambda: calls.append(1)
+    )[DOWN]
     assert len(calls) == modelopt.AWQ_SWEEPS * len(states)
     x, w = _inputs(denoiser, [DOWN], states)[DOWN], _weight(denoiser, DOWN)
 
     def loss(scale: np.ndarray) -> float:
-        rounded = quantise_weight(w * scale[:, None], "int4", group_size=32).dequantise() / scale[:, None]
+        rounded = (
+            quantise_weight(w * scale[:, None], "int4", group_size=32).dequantise() / scale[:, None]
+        )
         return float(np.square(x @ (rounded - w)).mean())
 
     assert found.shape == (96,)
@@ -236,7 +280,9 @@ def test_awq_on_nvfp4_says_that_it_needs_cuda(denoiser: Denoiser) -> None:
 
 @needs_modelopt
 def test_a_layer_without_an_observation_is_named(denoiser: Denoiser) -> None:
-    with pytest.raises(CalibrationError, match="observed nothing at head: no calibration state ran it"):
+    with pytest.raises(
+        CalibrationError, match="observed nothing at head: no calibration state ran it"
+    ):
         modelopt.amaxes(denoiser, _states(1, ratio=0), {"head": "fp8", Q: "fp8"})
     with pytest.raises(CalibrationError, match=f"observed nothing at {Q}"):
         modelopt.scales(denoiser, [], {Q: "fp8"}, {Q: [Q]}, alpha=0.5)
@@ -254,7 +300,9 @@ def test_broken_activations_are_refused(denoiser: Denoiser, value: float) -> Non
 def test_an_input_of_zeros_keeps_a_range(denoiser: Denoiser) -> None:
     denoiser.blocks[0].mlp.up.weight.data.zero_()  # type: ignore[union-attr,operator]
     assert modelopt.amaxes(denoiser, _states(1), {DOWN: "fp8"}) == {DOWN: SMALLEST_AMAX}
-    assert np.isfinite(modelopt.scales(denoiser, _states(1), {DOWN: "fp8"}, {DOWN: [DOWN]}, alpha=0.5)[DOWN]).all()
+    assert np.isfinite(
+        modelopt.scales(denoiser, _states(1), {DOWN: "fp8"}, {DOWN: [DOWN]}, alpha=0.5)[DOWN]
+    ).all()
 
 
 # ---- What it exports ----
@@ -262,7 +310,9 @@ def test_an_input_of_zeros_keeps_a_range(denoiser: Denoiser) -> None:
 
 @needs_modelopt
 @pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
-def test_a_matrix_that_modelopt_exported_reads_as_modelopt_reads_it(checkpoint: Path, tmp_path: Path, algorithm: str) -> None:
+def test_a_matrix_that_modelopt_exported_reads_as_modelopt_reads_it(
+    checkpoint: Path, tmp_path: Path, algorithm: str
+) -> None:
     mtq = modelopt.require()
     export = importlib.import_module("modelopt.torch.export.unified_export_hf")
     qtensor = importlib.import_module("modelopt.torch.quantization.qtensor")
@@ -276,10 +326,18 @@ def test_a_matrix_that_modelopt_exported_reads_as_modelopt_reads_it(checkpoint: 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             export._export_quantized_weight(layer[0], torch.float32)
-    exported = {key: tensor for key, tensor in layer[0].state_dict().items() if "quantizer" not in key}
+    exported = {
+        key: tensor for key, tensor in layer[0].state_dict().items() if "quantizer" not in key
+    }
     path = write_checkpoint(tmp_path, dream_config(), seed=8)
-    save_file(tensors | {f"{name}.{key}": tensor for key, tensor in exported.items()}, path / "model.safetensors")
-    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "group_size": 16}}
+    save_file(
+        tensors | {f"{name}.{key}": tensor for key, tensor in exported.items()},
+        path / "model.safetensors",
+    )
+    said = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": algorithm, "group_size": 16},
+    }
     (path / "hf_quant_config.json").write_text(json.dumps(said))
 
     opened = Checkpoint(path)
@@ -293,16 +351,32 @@ def test_a_matrix_that_modelopt_exported_reads_as_modelopt_reads_it(checkpoint: 
     else:
         packed = qtensor.NVFP4QTensor(torch.Size((64, 96)), torch.float32, exported["weight"])
         theirs = packed.dequantize(
-            torch.float32, scale=exported["weight_scale"], double_scale=exported["weight_scale_2"], block_sizes={-1: 16}
+            torch.float32,
+            scale=exported["weight_scale"],
+            double_scale=exported["weight_scale_2"],
+            block_sizes={-1: 16},
         )
     np.testing.assert_array_equal(stored.weight.dequantise(), theirs.T.numpy())
 
 
 @needs_modelopt
-@pytest.mark.parametrize(("recipe", "options"), [("fp8", ()), ("int8-static", ("--smoothing", "0.5")), ("int4-awq", ())])
-def test_a_build_takes_its_ranges_and_scales(checkpoint: Path, recipe: str, options: Sequence[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("fp8", ()), ("int8-static", ("--smoothing", "0.5")), ("int4-awq", ())]
+)
+def test_a_build_takes_its_ranges_and_scales(
+    checkpoint: Path, recipe: str, options: Sequence[str], tmp_path: Path
+) -> None:
     small = ("--calib-samples", "4", "--calib-states", "4", "--judged", "2")
-    arguments = ("build", str(checkpoint), "--precision", recipe, "--calibrator", "modelopt", *small, *options)
+    arguments = (
+        "build",
+        str(checkpoint),
+        "--precision",
+        recipe,
+        "--calibrator",
+        "modelopt",
+        *small,
+        *options,
+    )
     result = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "bundle"), "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["parity"]["passed"]
@@ -310,9 +384,20 @@ def test_a_build_takes_its_ranges_and_scales(checkpoint: Path, recipe: str, opti
     assert manifest["precision"]["calibration"]["calibrator"] == "modelopt"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("modelopt") is not None, reason="nvidia-modelopt is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("modelopt") is not None, reason="nvidia-modelopt is installed"
+)
 def test_a_build_without_the_package_says_how_to_get_it(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ("build", str(checkpoint), "--precision", "fp8", "--calibrator", "modelopt", "-o", str(tmp_path / "bundle"))
+    arguments = (
+        "build",
+        str(checkpoint),
+        "--precision",
+        "fp8",
+        "--calibrator",
+        "modelopt",
+        "-o",
+        str(tmp_path / "bundle"),
+    )
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 1
     assert "pip install 'dlm-export[modelopt]'" in result.stderr

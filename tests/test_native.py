@@ -1,7 +1,8 @@
-"""The native library as C programs meet it: built with sanitizers, installed, linked, and walked down every error path.
+"""The native library as C programs meet it: built with sanitizers, installed, linked, and walked
+down every error path.
 
-Builds live in build/native-asan and, for slow tests, build/native-release, so that only the first run compiles everything.
-What is installed is what the package brings.
+Builds live in build/native-asan and, for slow tests, build/native-release, so that only the first
+run compiles everything. What is installed is what the package brings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ SOURCE = REPOSITORY / "runtime" / "native"
 HEADER = SOURCE / "include" / "dlm_runtime.h"
 EXAMPLE = REPOSITORY / "examples" / "embed"
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic"]
-SANITIZE = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+SANITIZE = [
+    "-g",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+]
 PRESENT = Path(_native.library()._name)  # the library of this package
 LOADERS = {"ld-linux-x86-64", "ld-linux-aarch64"}
 PROMPT, NEW_TOKENS = "turn on the kitchen lights", 40
@@ -58,24 +64,38 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 
 
 def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program with environment variables changed; whether it succeeded is for the caller to see."""
+    """Run a program with environment variables changed; whether it succeeded is for the caller to
+    see.
+    """
     engine = _native.onnxruntime_library()
     known = {} if engine is None else {"DLM_ONNXRUNTIME": engine}
     environment = os.environ | known | {"PATH": TOOLS} | variables
-    return subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [str(part) for part in command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def succeed(*command: str | Path, **variables: str) -> str:
-    """Standard output of a program that exits with 0; anything else fails the test with all that it printed."""
+    """Standard output of a program that exits with 0; anything else fails the test with all that it
+    printed.
+    """
     done = run(*command, **variables)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, (
+        f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done.stdout
 
 
 def tool(name: str) -> str:
     """A program that these tests cannot do without."""
     found = shutil.which(name, path=TOOLS)
-    assert found is not None, f"{name} is not installed. These tests need cmake, ninja (pip install cmake ninja), gcc and nm."
+    assert found is not None, (
+        f"{name} is not installed. These tests need cmake, ninja (pip install cmake ninja), gcc and nm."
+    )
     return found
 
 
@@ -110,7 +130,9 @@ def build(folder: Path, *options: str) -> Path:
         "-DCMAKE_INSTALL_LIBDIR=lib",
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:  # workers share the folder, and two builds at once break each other's files
+    with (folder / "lock").open(
+        "w"
+    ) as lock:  # workers share the folder, and two builds at once break each other's files
         fcntl.flock(lock, fcntl.LOCK_EX)
         succeed(tool("cmake"), "-S", SOURCE, "-B", folder, *generator, *options)
         succeed(tool("cmake"), "--build", folder)
@@ -118,9 +140,23 @@ def build(folder: Path, *options: str) -> Path:
 
 
 def compile_c(output: Path, source: Path, library: Path, *flags: str) -> Path:
-    """Compile a C program strictly and link it with the library in a build folder, to be found there at run time."""
+    """Compile a C program strictly and link it with the library in a build folder, to be found
+    there at run time.
+    """
     link = ["-L", str(library), "-ldlm_runtime", f"-Wl,-rpath,{library}"]
-    succeed(tool("gcc"), *STRICT, *flags, "-I", HEADER.parent, source, "-o", output, *link, "-lm", "-pthread")
+    succeed(
+        tool("gcc"),
+        *STRICT,
+        *flags,
+        "-I",
+        HEADER.parent,
+        source,
+        "-o",
+        output,
+        *link,
+        "-lm",
+        "-pthread",
+    )
     return output
 
 
@@ -132,7 +168,10 @@ def header() -> str:
 def header_functions() -> dict[str, tuple[str, int]]:
     """Every function of the header: what it returns, and how many arguments it takes."""
     found = re.findall(r"^DLM_API ([^;]*?)(dlm_\w+)\(([^;]*)\);", header(), flags=re.MULTILINE)
-    return {name: (result.strip(), 0 if args == "void" else args.count(",") + 1) for result, name, args in found}
+    return {
+        name: (result.strip(), 0 if args == "void" else args.count(",") + 1)
+        for result, name, args in found
+    }
 
 
 def header_fields(struct: str) -> list[str]:
@@ -145,16 +184,23 @@ def header_fields(struct: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def sanitized() -> Path:
-    """A build folder: the library and its tests under AddressSanitizer and UndefinedBehaviorSanitizer, TensorRT included."""
+    """A build folder: the library and its tests under AddressSanitizer and
+    UndefinedBehaviorSanitizer, TensorRT included.
+    """
     options = ["-DCMAKE_BUILD_TYPE=Debug", "-DDLM_SANITIZE=address", "-DDLM_BUILD_TESTS=ON"]
     return build(REPOSITORY / "build" / "native-asan", *options, *TENSORRT_HEADERS, *CUDA_HEADERS)
 
 
 @pytest.fixture(scope="session")
 def release() -> Path:
-    """A build folder: the library as CMake makes it without Python, with debug information for valgrind. For slow tests: what
-    the package brings is there already."""
-    return build(REPOSITORY / "build" / "native-release", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DDLM_STATIC_LIBSTDCXX=ON")
+    """A build folder: the library as CMake makes it without Python, with debug information for
+    valgrind. For slow tests: what the package brings is there already.
+    """
+    return build(
+        REPOSITORY / "build" / "native-release",
+        "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
+        "-DDLM_STATIC_LIBSTDCXX=ON",
+    )
 
 
 @dataclass(frozen=True)
@@ -177,34 +223,54 @@ def request_of_example(demo_bundle: Path) -> Request:
 
 
 def test_native_tests_pass_under_sanitizers(sanitized: Path) -> None:
-    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "native_test"), flags=re.MULTILINE)
+    assert re.search(
+        r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "native_test"), flags=re.MULTILINE
+    )
 
 
-def test_requests_that_share_passes_come_to_what_each_comes_to_alone_under_sanitizers(sanitized: Path) -> None:
-    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "scheduler_test"), flags=re.MULTILINE)
+def test_requests_that_share_passes_come_to_what_each_comes_to_alone_under_sanitizers(
+    sanitized: Path,
+) -> None:
+    assert re.search(
+        r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "scheduler_test"), flags=re.MULTILINE
+    )
 
 
 def test_constraints_are_read_and_kept_to_under_sanitizers(sanitized: Path) -> None:
-    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "constraint_test"), flags=re.MULTILINE)
+    assert re.search(
+        r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "constraint_test"), flags=re.MULTILINE
+    )
 
 
 @pytest.mark.slow
 def test_10000_constraints_with_extreme_logits_under_sanitizers(sanitized: Path) -> None:
-    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "constraint_test", "10000"), flags=re.MULTILINE)
+    assert re.search(
+        r"^[1-9]\d* passed, 0 failed$",
+        succeed(sanitized / "constraint_test", "10000"),
+        flags=re.MULTILINE,
+    )
 
 
-def test_every_error_path_of_the_abi_is_clean(sanitized: Path, llada_bundle: Path, tmp_path: Path) -> None:
-    driver = compile_c(tmp_path / "native_driver", Path(__file__).parent / "native_driver.c", sanitized, *SANITIZE)
+def test_every_error_path_of_the_abi_is_clean(
+    sanitized: Path, llada_bundle: Path, tmp_path: Path
+) -> None:
+    driver = compile_c(
+        tmp_path / "native_driver", Path(__file__).parent / "native_driver.c", sanitized, *SANITIZE
+    )
     out = succeed(driver, llada_bundle, ASAN_OPTIONS="detect_leaks=1")
     assert re.search(r"^[1-9]\d* passed, 0 failed$", out, flags=re.MULTILINE)
 
 
 @pytest.fixture(scope="session")
 def sanitized_example(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_c(tmp_path_factory.mktemp("embed") / "generate", EXAMPLE / "generate.c", sanitized, *SANITIZE)
+    return compile_c(
+        tmp_path_factory.mktemp("embed") / "generate", EXAMPLE / "generate.c", sanitized, *SANITIZE
+    )
 
 
-def test_c_example_generates_what_python_does_and_leaks_nothing(sanitized_example: Path, request_of_example: Request) -> None:
+def test_c_example_generates_what_python_does_and_leaks_nothing(
+    sanitized_example: Path, request_of_example: Request
+) -> None:
     done = run(sanitized_example, *request_of_example.arguments, ASAN_OPTIONS="detect_leaks=1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == request_of_example.answer + "\n"
@@ -219,14 +285,36 @@ def test_c_example_generates_what_python_does_and_leaks_nothing(sanitized_exampl
         (["{bundle}", "-1", "x"], 2, "usage: "),
         (["{bundle}", "4"], 2, "usage: "),
         (["/no/such/bundle", "4", "x"], 1, "NOT_FOUND: /no/such/bundle: "),
-        (["{bundle}", "4", "x"], 1, "UNSUPPORTED: this bundle holds no compiled text: it has no tokenizer, "),
+        (
+            ["{bundle}", "4", "x"],
+            1,
+            "UNSUPPORTED: this bundle holds no compiled text: it has no tokenizer, ",
+        ),
         (["{demo}", "4", b"\xff"], 1, "INVALID_ARGUMENT: the text is no UTF-8: byte 0 "),
-        (["{demo}", "100000", "x"], 1, "INVALID_ARGUMENT: a canvas of 100003 tokens (3 given and 100000 new) "),
+        (
+            ["{demo}", "100000", "x"],
+            1,
+            "INVALID_ARGUMENT: a canvas of 100003 tokens (3 given and 100000 new) ",
+        ),
     ],
-    ids=["nothing", "no number", "negative", "no prompt", "no bundle", "no tokenizer", "no UTF-8", "too long"],
+    ids=[
+        "nothing",
+        "no number",
+        "negative",
+        "no prompt",
+        "no bundle",
+        "no tokenizer",
+        "no UTF-8",
+        "too long",
+    ],
 )
 def test_c_example_names_every_error_and_frees_everything(
-    sanitized_example: Path, llada_bundle: Path, demo_bundle: Path, arguments: list[str | bytes], code: int, message: str
+    sanitized_example: Path,
+    llada_bundle: Path,
+    demo_bundle: Path,
+    arguments: list[str | bytes],
+    code: int,
+    message: str,
 ) -> None:
     named: dict[str | bytes, str] = {"{bundle}": str(llada_bundle), "{demo}": str(demo_bundle)}
     given = [os.fsdecode(named.get(argument, argument)) for argument in arguments]
@@ -241,9 +329,15 @@ def test_c_example_names_every_error_and_frees_everything(
 
 @pytest.mark.parametrize(("chosen", "seen"), [(None, "1"), ("0", "0")])
 def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise(
-    sanitized_example: Path, request_of_example: Request, tmp_path: Path, chosen: str | None, seen: str
+    sanitized_example: Path,
+    request_of_example: Request,
+    tmp_path: Path,
+    chosen: str | None,
+    seen: str,
 ) -> None:
-    """The library that is loaded here is none, and calls itself by what it finds in the environment."""
+    """The library that is loaded here is none, and calls itself by what it finds in the
+    environment.
+    """
     source = tmp_path / "fake.c"
     source.write_text(
         "#include <stdlib.h>\n"
@@ -255,8 +349,15 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
     )
     fake = tmp_path / "libonnxruntime.so"
     succeed(tool("gcc"), "-shared", "-fPIC", source, "-o", fake)
-    environment = ["env", "-u", "ORT_DISABLE_TELEMETRY", *([f"ORT_DISABLE_TELEMETRY={chosen}"] if chosen else [])]
-    done = run(*environment, sanitized_example, *request_of_example.arguments, DLM_ONNXRUNTIME=str(fake))
+    environment = [
+        "env",
+        "-u",
+        "ORT_DISABLE_TELEMETRY",
+        *([f"ORT_DISABLE_TELEMETRY={chosen}"] if chosen else []),
+    ]
+    done = run(
+        *environment, sanitized_example, *request_of_example.arguments, DLM_ONNXRUNTIME=str(fake)
+    )
     assert f"{fake} is ONNX Runtime {seen}, and 1.23 or newer is needed" in done.stderr
 
 
@@ -264,7 +365,14 @@ def test_onnxruntime_leaves_nothing_in_the_home_folder(
     sanitized_example: Path, request_of_example: Request, tmp_path: Path
 ) -> None:
     # Where it finds itself on a build server it keeps to itself in any case.
-    clean = ["env", *(part for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME") for part in ("-u", name))]
+    clean = [
+        "env",
+        *(
+            part
+            for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")
+            for part in ("-u", name)
+        ),
+    ]
     succeed(*clean, sanitized_example, *request_of_example.arguments, HOME=str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -275,7 +383,9 @@ def test_onnxruntime_leaves_nothing_in_the_home_folder(
 def test_library_exports_the_functions_of_its_header_and_the_entry_for_operators_alone() -> None:
     listing = succeed(tool("nm"), "-D", "--defined-only", "--format=posix", PRESENT)
     for_onnxruntime = "RegisterCustomOps"  # the name that it looks for
-    assert sorted(line.split()[0] for line in listing.splitlines()) == sorted([*header_functions(), for_onnxruntime])
+    assert sorted(line.split()[0] for line in listing.splitlines()) == sorted(
+        [*header_functions(), for_onnxruntime]
+    )
 
 
 def test_ctypes_table_covers_every_function_of_the_header() -> None:
@@ -286,11 +396,11 @@ def test_ctypes_table_covers_every_function_of_the_header() -> None:
         "dlm_status": ctypes.c_int32,
         "int32_t": ctypes.c_int32,
         "uint32_t": ctypes.c_uint32,
-        "const char *": ctypes.c_char_p,
-        "const dlm_policy_field *": ctypes.POINTER(_native.PolicyField),
-        "const dlm_kernel_set *": ctypes.POINTER(_native.KernelSet),
-        "const uint8_t *": ctypes.POINTER(ctypes.c_uint8),
-        "const int32_t *": ctypes.POINTER(ctypes.c_int32),
+        "const char*": ctypes.c_char_p,
+        "const dlm_policy_field*": ctypes.POINTER(_native.PolicyField),
+        "const dlm_kernel_set*": ctypes.POINTER(_native.KernelSet),
+        "const uint8_t*": ctypes.POINTER(ctypes.c_uint8),
+        "const int32_t*": ctypes.POINTER(ctypes.c_int32),
         "void": None,
     }
     for name, (result, count) in functions.items():
@@ -309,13 +419,24 @@ def test_ctypes_structs_are_laid_out_as_c_lays_them_out(tmp_path: Path) -> None:
         expected.append(f"{name} {ctypes.sizeof(struct)}")
         for field in fields:
             place = getattr(struct, field)
-            lines.append(f'  printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));')
+            lines.append(
+                f'  printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name} *)0)->{field}));'
+            )
             expected.append(f"{name}.{field} {place.offset} {place.size}")
     lines.append('  printf("DLM_ABI_VERSION %d\\n", DLM_ABI_VERSION);')
     expected.append(f"DLM_ABI_VERSION {_native.ABI_VERSION}")
     source = tmp_path / "layout.c"
     source.write_text(
-        "\n".join(["#include <stdio.h>", '#include "dlm_runtime.h"', "int main(void) {", *lines, "  return 0;", "}"])
+        "\n".join(
+            [
+                "#include <stdio.h>",
+                '#include "dlm_runtime.h"',
+                "int main(void) {",
+                *lines,
+                "  return 0;",
+                "}",
+            ]
+        )
     )
     succeed(tool("gcc"), *STRICT, "-I", HEADER.parent, source, "-o", tmp_path / "layout")
     assert succeed(tmp_path / "layout").splitlines() == expected
@@ -327,7 +448,9 @@ def test_function_slots_agree_with_the_official_onnxruntime_header(release: Path
     found = re.search(r"^ONNXRUNTIME_C_API_DIR:PATH=(.*)$", cache, flags=re.MULTILINE)
     assert found is not None
     if found[1].endswith("-NOTFOUND"):
-        pytest.skip("onnxruntime_c_api.h is neither in $ONNXRUNTIME_INCLUDE_DIR nor on the system (Debian: libonnxruntime-dev)")
+        pytest.skip(
+            "onnxruntime_c_api.h is neither in $ONNXRUNTIME_INCLUDE_DIR nor on the system (Debian: libonnxruntime-dev)"
+        )
     # Static assertions: where the object is, they hold. The library depends on it.
     assert list(release.glob("CMakeFiles/ort_slots_check.dir/**/*.o"))
 
@@ -342,25 +465,49 @@ def _needed(library: Path) -> set[str]:
 
 def test_package_brings_what_a_compiler_needs() -> None:
     prefix = embedding.prefix()
-    files = {str(path.relative_to(prefix)) for folder in ("include", "lib") for path in (prefix / folder).rglob("*")}
+    files = {
+        str(path.relative_to(prefix))
+        for folder in ("include", "lib")
+        for path in (prefix / folder).rglob("*")
+    }
     expected = {"libdlm_runtime.a", "pkgconfig/dlm_runtime.pc", "pkgconfig/dlm_runtime-static.pc"}
-    assert files >= {f"lib/{name}" for name in (*expected, "cmake/dlm_runtime/dlm_runtimeConfig.cmake", PRESENT.name)}
+    assert files >= {
+        f"lib/{name}"
+        for name in (*expected, "cmake/dlm_runtime/dlm_runtimeConfig.cmake", PRESENT.name)
+    }
     assert (prefix / "include" / "dlm_runtime.h").read_bytes() == HEADER.read_bytes()
     soname = re.search(r"\(SONAME\).*\[(.+)\]", succeed(tool("readelf"), "-d", PRESENT))
     assert soname is not None
     assert soname[1] == f"libdlm_runtime.so.{_native.ABI_VERSION}"
-    assert {name.split(".so")[0] for name in _needed(PRESENT)} <= {"libstdc++", "libm", "libgcc_s", "libc", "libdl", *LOADERS}
+    assert {name.split(".so")[0] for name in _needed(PRESENT)} <= {
+        "libstdc++",
+        "libm",
+        "libgcc_s",
+        "libc",
+        "libdl",
+        *LOADERS,
+    }
     assert PRESENT.stat().st_size < 2_000_000
 
 
 def test_static_library_shows_a_program_the_abi_and_nothing_else() -> None:
-    listing = succeed(tool("nm"), "-g", "--defined-only", "--format=posix", embedding.prefix() / "lib" / "libdlm_runtime.a")
+    listing = succeed(
+        tool("nm"),
+        "-g",
+        "--defined-only",
+        "--format=posix",
+        embedding.prefix() / "lib" / "libdlm_runtime.a",
+    )
     names = [words[0] for line in listing.splitlines() if len(words := line.split()) > 1]
     assert sorted(names) == sorted([*header_functions(), "RegisterCustomOps"])
 
 
-def test_static_library_keeps_its_names_from_a_programs_own(demo_bundle: Path, tmp_path: Path) -> None:
-    """The program has functions and a class by names of ours, and the same templates of the C++ library."""
+def test_static_library_keeps_its_names_from_a_programs_own(
+    demo_bundle: Path, tmp_path: Path
+) -> None:
+    """The program has functions and a class by names of ours, and the same templates of the C++
+    library.
+    """
     source = tmp_path / "names.cc"
     source.write_text(
         "#include <dlm_runtime.h>\n#include <cstdio>\n#include <map>\n#include <string>\n#include <vector>\n"
@@ -375,15 +522,26 @@ def test_static_library_keeps_its_names_from_a_programs_own(demo_bundle: Path, t
     )
     flags = shlex.split(f"{embedding.cflags()} {embedding.libs(static=True)}")
     succeed(tool("g++"), "-std=c++17", source, *flags, "-o", tmp_path / "names")
-    assert succeed(tmp_path / "names", demo_bundle).split("\n") == ["my engine", "mine", "NOT_FOUND", "OK", ""]
+    assert succeed(tmp_path / "names", demo_bundle).split("\n") == [
+        "my engine",
+        "mine",
+        "NOT_FOUND",
+        "OK",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("how", ["shared", "static"])
-def test_embed_command_says_how_the_example_is_built(request_of_example: Request, tmp_path: Path, how: str) -> None:
+def test_embed_command_says_how_the_example_is_built(
+    request_of_example: Request, tmp_path: Path, how: str
+) -> None:
     asked = ["embed", "--cflags", "--libs", *(["--static"] if how == "static" else [])]
     flags = shlex.split(CliRunner().invoke(main, asked, catch_exceptions=False).stdout)
     succeed(tool("gcc"), *STRICT, EXAMPLE / "generate.c", *flags, "-o", tmp_path / "generate")
-    assert succeed(tmp_path / "generate", *request_of_example.arguments) == request_of_example.answer + "\n"
+    assert (
+        succeed(tmp_path / "generate", *request_of_example.arguments)
+        == request_of_example.answer + "\n"
+    )
     assert (PRESENT.name in _needed(tmp_path / "generate")) == (how == "shared")
 
 
@@ -401,57 +559,111 @@ def test_embed_command_prints_each_path_and_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["dlm_runtime", "dlm_runtime-static"])
-def test_pkg_config_file_builds_the_example(request_of_example: Request, tmp_path: Path, name: str) -> None:
+def test_pkg_config_file_builds_the_example(
+    request_of_example: Request, tmp_path: Path, name: str
+) -> None:
     pkg_config = shutil.which("pkg-config", path=TOOLS)
     if pkg_config is None:
         pytest.skip("pkg-config is not installed")
     folder = embedding.prefix() / "lib"
-    flags = succeed(pkg_config, "--cflags", "--libs", name, PKG_CONFIG_PATH=str(folder / "pkgconfig")).split()
+    flags = succeed(
+        pkg_config, "--cflags", "--libs", name, PKG_CONFIG_PATH=str(folder / "pkgconfig")
+    ).split()
     succeed(tool("gcc"), *STRICT, EXAMPLE / "generate.c", *flags, "-o", tmp_path / "generate")
-    assert succeed(tmp_path / "generate", *request_of_example.arguments) == request_of_example.answer + "\n"
+    assert (
+        succeed(tmp_path / "generate", *request_of_example.arguments)
+        == request_of_example.answer + "\n"
+    )
 
 
 def test_a_parallel_build_with_makefiles_waits_for_the_objects(tmp_path: Path) -> None:
-    """Each compilation is replaced by a copy of an empty object, so only the order of the build steps is tested."""
+    """Each compilation is replaced by a copy of an empty object, so only the order of the build
+    steps is tested.
+    """
     empty, launcher = tmp_path / "empty.o", tmp_path / "launcher"
     succeed(tool("gcc"), "-c", "-x", "c", "-fPIC", "/dev/null", "-o", empty)
-    launcher.write_text(f'#!/bin/sh\nsleep 0.02\nwhile [ "$1" != -o ]; do shift; done\ncp {shlex.quote(str(empty))} "$2"\n')
+    launcher.write_text(
+        f'#!/bin/sh\nsleep 0.02\nwhile [ "$1" != -o ]; do shift; done\ncp {shlex.quote(str(empty))} "$2"\n'
+    )
     launcher.chmod(0o755)
-    options = ["-G", "Unix Makefiles", f"-DCMAKE_MAKE_PROGRAM={tool('make')}", "-DCMAKE_CXX_COMPILER=g++"]
-    succeed(tool("cmake"), "-S", SOURCE, "-B", tmp_path / "b", *options, f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}")
+    options = [
+        "-G",
+        "Unix Makefiles",
+        f"-DCMAKE_MAKE_PROGRAM={tool('make')}",
+        "-DCMAKE_CXX_COMPILER=g++",
+    ]
+    succeed(
+        tool("cmake"),
+        "-S",
+        SOURCE,
+        "-B",
+        tmp_path / "b",
+        *options,
+        f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}",
+    )
     succeed(tool("cmake"), "--build", tmp_path / "b", "-j2")
     assert (tmp_path / "b" / "libdlm_runtime.a").is_file()
 
 
 def test_cmake_package_builds_the_example(request_of_example: Request, tmp_path: Path) -> None:
-    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DCMAKE_PREFIX_PATH={embedding.prefix()}"]
+    generator = [
+        "-G",
+        "Ninja",
+        f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+        f"-DCMAKE_PREFIX_PATH={embedding.prefix()}",
+    ]
     succeed(tool("cmake"), "-S", EXAMPLE, "-B", tmp_path, *generator)
     succeed(tool("cmake"), "--build", tmp_path)
-    assert succeed(tmp_path / "generate", *request_of_example.arguments) == request_of_example.answer + "\n"
+    assert (
+        succeed(tmp_path / "generate", *request_of_example.arguments)
+        == request_of_example.answer + "\n"
+    )
 
 
 @pytest.mark.slow
-def test_what_cmake_installs_without_python_is_whole(release: Path, request_of_example: Request, tmp_path: Path) -> None:
+def test_what_cmake_installs_without_python_is_whole(
+    release: Path, request_of_example: Request, tmp_path: Path
+) -> None:
     prefix = tmp_path / "prefix"  # not the one that the build was configured for
     succeed(tool("cmake"), "--install", release, "--prefix", prefix)
     library = prefix / "lib" / "libdlm_runtime.so"
-    version = re.search(r"project\(dlm_runtime VERSION ([0-9.]+)", (SOURCE / "CMakeLists.txt").read_text())
+    version = re.search(
+        r"project\(dlm_runtime VERSION ([0-9.]+)", (SOURCE / "CMakeLists.txt").read_text()
+    )
     assert version is not None
     assert library.resolve().name == f"libdlm_runtime.so.{version[1]}"
     assert (prefix / "lib" / PRESENT.name).is_symlink()
     assert "libstdc++.so.6" not in _needed(library)  # inside, as was asked for
-    flags = ["-I", str(prefix / "include"), "-L", str(prefix / "lib"), "-ldlm_runtime", f"-Wl,-rpath,{prefix / 'lib'}"]
+    flags = [
+        "-I",
+        str(prefix / "include"),
+        "-L",
+        str(prefix / "lib"),
+        "-ldlm_runtime",
+        f"-Wl,-rpath,{prefix / 'lib'}",
+    ]
     succeed(tool("gcc"), *STRICT, EXAMPLE / "generate.c", *flags, "-o", tmp_path / "generate")
-    assert succeed(tmp_path / "generate", *request_of_example.arguments) == request_of_example.answer + "\n"
+    assert (
+        succeed(tmp_path / "generate", *request_of_example.arguments)
+        == request_of_example.answer + "\n"
+    )
 
 
 @pytest.mark.slow
-def test_valgrind_finds_no_error_and_no_leak(release: Path, request_of_example: Request, tmp_path: Path) -> None:
+def test_valgrind_finds_no_error_and_no_leak(
+    release: Path, request_of_example: Request, tmp_path: Path
+) -> None:
     valgrind = shutil.which("valgrind", path=TOOLS)
     if valgrind is None:
         pytest.skip("valgrind is not installed")
     example = compile_c(tmp_path / "generate", EXAMPLE / "generate.c", release, "-g")
     suppressions = Path(__file__).parent / "native_valgrind.supp"
     leaks = ["--leak-check=full", "--errors-for-leak-kinds=definite,indirect"]
-    command = [valgrind, "--error-exitcode=99", f"--suppressions={suppressions}", *leaks, str(example)]
+    command = [
+        valgrind,
+        "--error-exitcode=99",
+        f"--suppressions={suppressions}",
+        *leaks,
+        str(example),
+    ]
     assert succeed(*command, *request_of_example.arguments) == request_of_example.answer + "\n"

@@ -1,8 +1,10 @@
-"""The TensorRT engine without a GPU: compiled with NVIDIA's headers, run over mocks of CUDA and TensorRT, under sanitizers.
+"""The TensorRT engine without a GPU: compiled with NVIDIA's headers, run over mocks of CUDA and
+TensorRT, under sanitizers.
 
-The mocks (runtime/native/tests) hold "device" memory that the host cannot read, do work on a stream no sooner than somebody
-waits for it, and check every address; the denoiser behind them is arithmetic over every byte that a pass sees, so a canvas
-equals the callback engine's only if all of them reached their places. No kernel of TensorRT's is run here.
+The mocks (runtime/native/tests) hold "device" memory that the host cannot read, do work on a stream
+no sooner than somebody waits for it, and check every address; the denoiser behind them is
+arithmetic over every byte that a pass sees, so a canvas equals the callback engine's only if all of
+them reached their places. No kernel of TensorRT's is run here.
 """
 
 from __future__ import annotations
@@ -43,13 +45,19 @@ def profiles(block: int = BLOCK, canvas: int = CANVAS) -> dict[str, dict[str, li
 
 
 def plan(
-    sizes: dict[str, dict[str, list[int]]], cache: str = "float16", *more: str, layers: tuple[tuple[int, int], ...] = LAYERS
+    sizes: dict[str, dict[str, list[int]]],
+    cache: str = "float16",
+    *more: str,
+    layers: tuple[tuple[int, int], ...] = LAYERS,
 ) -> str:
     """An engine file of the mock's."""
     lines = ["mock-engine", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
     lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
     for profile in sizes.values():
-        lines.append("profile " + " ".join(str(n) for name in ("tokens", "cached", "rows") for n in profile[name]))
+        lines.append(
+            "profile "
+            + " ".join(str(n) for name in ("tokens", "cached", "rows") for n in profile[name])
+        )
     return "\n".join([*lines, *more]) + "\n"
 
 
@@ -68,12 +76,16 @@ def write_bundle(
 ) -> Path:
     """A bundle whose graph is never opened, with what the native reader needs and nothing else.
 
-    ``engines``: by target, what differs from a good entry; "plan" is the file. ``names``: what a port is called. ``graphs``:
-    the two graphs' files, which TensorRT opens none of.
+    ``engines``: by target, what differs from a good entry; "plan" is the file. ``names``: what a
+    port is called. ``graphs``: the two graphs' files, which TensorRT opens none of.
     """
     folder.mkdir(exist_ok=True)
     judged, device = (text.encode() for text in graphs)
-    contents = {"denoiser.onnx": judged, "denoiser.device.onnx": device, "denoiser.onnx.data": b"weights"}
+    contents = {
+        "denoiser.onnx": judged,
+        "denoiser.device.onnx": device,
+        "denoiser.onnx.data": b"weights",
+    }
     entries = {}
     for target, changes in ({"rtx5090": {}} if engines is None else engines).items():
         sizes = changes.get("profiles", profiles())
@@ -99,13 +111,34 @@ def write_bundle(
         (folder / name).write_bytes(content)
     ports: dict[str, Any] = {name: names(name) for name in PORTS}
     ports["layers"] = [
-        {"kv_heads": kv_heads, "head_size": head_size, **{kind: names(f"{kind}.{i}") for kind in LAYER_PORTS}}
+        {
+            "kv_heads": kv_heads,
+            "head_size": head_size,
+            **{kind: names(f"{kind}.{i}") for kind in LAYER_PORTS},
+        }
         for i, (kv_heads, head_size) in enumerate(layers)
     ]
-    graph = {"file": "denoiser.onnx", "device_file": "denoiser.device.onnx", "simulated": False, "top_k": TOP_K}
-    loop = {"vocab_size": VOCABULARY, "mask_token_id": MASK, "eos_token_ids": [], "max_canvas_length": 256, "shift": shift}
-    loop |= {"graph": graph | {"cache_dtype": cache, "ports": ports}, "presets": {"llada": {}}, "default_preset": "llada"}
-    files = {name: {"bytes": len(content), "sha256": _sha(content)} for name, content in contents.items()}
+    graph = {
+        "file": "denoiser.onnx",
+        "device_file": "denoiser.device.onnx",
+        "simulated": False,
+        "top_k": TOP_K,
+    }
+    loop = {
+        "vocab_size": VOCABULARY,
+        "mask_token_id": MASK,
+        "eos_token_ids": [],
+        "max_canvas_length": 256,
+        "shift": shift,
+    }
+    loop |= {
+        "graph": graph | {"cache_dtype": cache, "ports": ports},
+        "presets": {"llada": {}},
+        "default_preset": "llada",
+    }
+    files = {
+        name: {"bytes": len(content), "sha256": _sha(content)} for name, content in contents.items()
+    }
     manifest = {"schema_version": 3, "loop": loop | {"engines": entries}, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
@@ -118,7 +151,9 @@ def bundle(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Told:
-    """What device_driver printed: statuses with their sentences, and how often each call was made until then."""
+    """What device_driver printed: statuses with their sentences, and how often each call was made
+    until then.
+    """
 
     opened: tuple[str, str]
     rounds: list[tuple[str, str]]
@@ -140,8 +175,14 @@ Drive = Callable[..., Told]
 @pytest.fixture
 def drive(sanitized: Path) -> Drive:  # noqa: F811
     def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
-        """Run the driver; the mocks may be told to fail. It must exit well, leak nothing, and never touch foreign memory."""
-        variable = {"DLM_CUDA_LIBRARY": "mock_cuda", "DLM_TENSORRT": "mock_nvinfer", "DLM_ONNXRUNTIME": "mock_onnxruntime"}
+        """Run the driver; the mocks may be told to fail. It must exit well, leak nothing, and never
+        touch foreign memory.
+        """
+        variable = {
+            "DLM_CUDA_LIBRARY": "mock_cuda",
+            "DLM_TENSORRT": "mock_nvinfer",
+            "DLM_ONNXRUNTIME": "mock_onnxruntime",
+        }
         mocks = {name: str(sanitized / f"lib{mock}.so") for name, mock in variable.items()}
         arguments = [f"{key}={value}" for key, value in options.items()]
         environment = mocks | {"ASAN_OPTIONS": "detect_leaks=1"} | (variables or {})
@@ -153,8 +194,16 @@ def drive(sanitized: Path) -> Drive:  # noqa: F811
             found = [re.fullmatch(rf"{kind} (\w+) ?(.*)", line) for line in lines]
             return [(match[1], match[2]) for match in found if match]
 
-        counts = [dict(pair.split("=") for pair in line.split()[1:]) for line in lines if line.startswith("counts ")]
-        told = Told(answers("open")[0], answers("round"), [{key: int(n) for key, n in count.items()} for count in counts])
+        counts = [
+            dict(pair.split("=") for pair in line.split()[1:])
+            for line in lines
+            if line.startswith("counts ")
+        ]
+        told = Told(
+            answers("open")[0],
+            answers("round"),
+            [{key: int(n) for key, n in count.items()} for count in counts],
+        )
         assert lines[-1] == "live 0", "something of CUDA's was not given back"
         for forbidden in ("bad_access", "stale_graph"):
             assert not any(count.get(forbidden) for count in told.counts), forbidden
@@ -184,12 +233,17 @@ def drive(sanitized: Path) -> Drive:  # noqa: F811
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()) or "plain",
 )
-def test_canvases_are_those_of_the_callback_engine(bundle: Path, drive: Drive, cache: str, options: dict[str, Any]) -> None:
+def test_canvases_are_those_of_the_callback_engine(
+    bundle: Path, drive: Drive, cache: str, options: dict[str, Any]
+) -> None:
     given, new = options.get("given", 5), options.get("new", 24)
     if cache == "none":
         options = {key: value for key, value in options.items() if key != "refresh"}
     if cache == "prefix" and given + new > BLOCK:
-        options = options | {"given": min(given, 8), "new": 24}  # or the first cached pass would be longer than a block
+        options = options | {
+            "given": min(given, 8),
+            "new": 24,
+        }  # or the first cached pass would be longer than a block
     told = drive(bundle, cache=cache, rounds=3, **options)
     assert told.opened[0] == "OK"
     assert "tensorrt 10.14.1.48 (Mock GPU, SM 12.0, engine rtx5090)" in told.opened[1]
@@ -206,9 +260,17 @@ def test_canvases_are_the_same_for_every_cache_type_and_shift(
 
 
 @pytest.mark.parametrize(
-    "options", [{"cache": "none"}, {"cache": "prefix"}, {"cache": "dual"}, {"cache": "dual", "refresh": 9, "infill": 1}]
+    "options",
+    [
+        {"cache": "none"},
+        {"cache": "prefix"},
+        {"cache": "dual"},
+        {"cache": "dual", "refresh": 9, "infill": 1},
+    ],
 )
-def test_layers_of_other_heads_and_sizes_each_keep_their_own(tmp_path: Path, drive: Drive, options: dict[str, Any]) -> None:
+def test_layers_of_other_heads_and_sizes_each_keep_their_own(
+    tmp_path: Path, drive: Drive, options: dict[str, Any]
+) -> None:
     bundle = write_bundle(tmp_path / "bundle", layers=MIXED)
     layers = ",".join(f"{kv_heads}x{head_size}" for kv_heads, head_size in MIXED)
     told = drive(bundle, layers=layers, rounds=3, **options)
@@ -216,13 +278,19 @@ def test_layers_of_other_heads_and_sizes_each_keep_their_own(tmp_path: Path, dri
     assert told.all_same(), told.rounds
 
 
-def test_ports_are_found_by_the_names_that_the_manifest_gives_them(tmp_path: Path, drive: Drive) -> None:
+def test_ports_are_found_by_the_names_that_the_manifest_gives_them(
+    tmp_path: Path, drive: Drive
+) -> None:
     # Each is called what another one would be: position or habit would take the wrong one.
     everything = [*PORTS, *(f"{kind}.{i}" for kind in LAYER_PORTS for i in range(len(LAYERS)))]
     called = dict(zip(everything, reversed(everything), strict=True))
-    lines = [f"rename {name} {name}!" for name in called] + [f"rename {name}! {other}" for name, other in called.items()]
+    lines = [f"rename {name} {name}!" for name in called] + [
+        f"rename {name}! {other}" for name, other in called.items()
+    ]
     file = plan(profiles(), "float16", *lines)
-    bundle = write_bundle(tmp_path / "bundle", {"rtx5090": {"plan": file}}, names=called.__getitem__)
+    bundle = write_bundle(
+        tmp_path / "bundle", {"rtx5090": {"plan": file}}, names=called.__getitem__
+    )
     for cache in ("none", "dual"):
         assert drive(bundle, cache=cache, rounds=3).all_same()
 
@@ -234,7 +302,9 @@ def test_sessions_in_threads_get_what_one_gets(bundle: Path, drive: Drive) -> No
 
 
 @pytest.mark.parametrize("rows", [1, 9, 32, 50])
-def test_logits_are_copied_whole_and_in_as_many_passes_as_the_engine_needs(bundle: Path, drive: Drive, rows: int) -> None:
+def test_logits_are_copied_whole_and_in_as_many_passes_as_the_engine_needs(
+    bundle: Path, drive: Drive, rows: int
+) -> None:
     told = drive(bundle, logits=rows, given=51)
     assert told.all_same()
     passes = 1 if rows <= BLOCK else 2
@@ -257,20 +327,27 @@ def test_everything_is_allocated_when_the_session_opens(bundle: Path, drive: Dri
         assert [count[call] for count in told.counts] == [3] * 4, call
 
 
-def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(bundle: Path, drive: Drive) -> None:
+def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
+    bundle: Path, drive: Drive
+) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
     # Three blocks; the last one has no rows behind it.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
-    row_bytes = 2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)  # keys and values in float16
+    row_bytes = (
+        2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
+    )  # keys and values in float16
     assert told.counts[0]["cache_bytes"] == row_bytes * (29 + 21)
-    # A refresh: past goes aside and comes back without some rows, and with those of the pass in between.
+    # A refresh: past goes aside and comes back without some rows, and with those of the pass in
+    # between.
     told = drive(bundle, cache="dual", given=5, new=24, block=8, refresh=8)
     first, second, third = 2, (1 + 2) + (1 + 3), (1 + 1) + (1 + 2)
     assert told.made("cuMemcpy2DAsync") == (first + second + third) * 2 * len(LAYERS)
     assert drive(bundle, cache="none").counts[0].get("cuMemcpy2DAsync", 0) == 0
 
 
-def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(bundle: Path, drive: Drive) -> None:
+def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
+    bundle: Path, drive: Drive
+) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=3)
     # Full passes (T 29, S 0, R 8) and cached ones (T 8, S 21, R 8), 3 and 21 a request.
     assert told.made("cuStreamBeginCapture", 0) == told.made("cuGraphInstantiateWithFlags", 0) == 2
@@ -290,14 +367,24 @@ def test_rows_are_rounded_so_that_few_graphs_exist(bundle: Path, drive: Drive) -
     assert told.made("enqueueV3", 1) == 0
 
 
-def test_at_most_32_graphs_are_kept_and_a_dropped_one_is_made_again(bundle: Path, drive: Drive) -> None:
+def test_at_most_32_graphs_are_kept_and_a_dropped_one_is_made_again(
+    bundle: Path, drive: Drive
+) -> None:
     few = drive(bundle, given=2, new=2, block=4, cycle=30, rounds=60)
     assert few.all_same()
-    assert few.counts[59]["enqueueV3"] == few.counts[29]["enqueueV3"], "the second time around, all are known"
+    assert few.counts[59]["enqueueV3"] == few.counts[29]["enqueueV3"], (
+        "the second time around, all are known"
+    )
     many = drive(bundle, given=2, new=2, block=4, cycle=40, rounds=80)
     assert many.all_same()
     assert many.counts[79]["createExecutionContext"] == 2 + 2 * 40
-    assert max(count["createExecutionContext"] - count.get("cuGraphExecDestroy", 0) for count in many.counts) == 2 + 32
+    assert (
+        max(
+            count["createExecutionContext"] - count.get("cuGraphExecDestroy", 0)
+            for count in many.counts
+        )
+        == 2 + 32
+    )
     # The one that is used in between stays: 39 others and itself, each made once.
     mixed = drive(bundle, given=2, new=2, block=4, cycle=40, alternate=1, rounds=80)
     assert mixed.counts[79]["createExecutionContext"] == 2 + 40
@@ -305,7 +392,13 @@ def test_at_most_32_graphs_are_kept_and_a_dropped_one_is_made_again(bundle: Path
 
 @pytest.mark.parametrize(
     "call",
-    ["cuStreamBeginCapture:*", "cuStreamEndCapture:*", "cuGraphInstantiateWithFlags:*", "enqueueV3:3", "cuMemcpyHtoDAsync:7"],
+    [
+        "cuStreamBeginCapture:*",
+        "cuStreamEndCapture:*",
+        "cuGraphInstantiateWithFlags:*",
+        "enqueueV3:3",
+        "cuMemcpyHtoDAsync:7",
+    ],
 )
 def test_a_pass_that_cannot_be_captured_runs_without(bundle: Path, drive: Drive, call: str) -> None:
     told = drive(bundle, {"MOCK_CUDA_FAIL": call}, cache="none", given=8, new=8, block=8, rounds=2)
@@ -325,10 +418,16 @@ def test_a_pass_that_cannot_be_captured_runs_without(bundle: Path, drive: Drive,
         ("cuMemHostAlloc:1", "CUDA: cuMemHostAlloc of "),
         ("cuStreamCreate:1", "CUDA: cuStreamCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)"),
         ("createExecutionContext:2", "TensorRT: createExecutionContext failed"),
-        ("setOptimizationProfileAsync:1", "TensorRT: setOptimizationProfileAsync failed: the profile is bad"),
+        (
+            "setOptimizationProfileAsync:1",
+            "TensorRT: setOptimizationProfileAsync failed: the profile is bad",
+        ),
         ("setInputShape:1", 'TensorRT: setInputShape("input_ids") failed: the shape is bad'),
         ("enqueueV3:1", "TensorRT: enqueueV3 failed: the kernel is bad"),
-        ("cuStreamSynchronize:2", "CUDA: cuStreamSynchronize failed: CUDA_ERROR_LAUNCH_FAILED (719)"),
+        (
+            "cuStreamSynchronize:2",
+            "CUDA: cuStreamSynchronize failed: CUDA_ERROR_LAUNCH_FAILED (719)",
+        ),
         ("cuMemcpyHtoDAsync:2", "CUDA: cuMemcpyHtoDAsync failed: CUDA_ERROR_LAUNCH_FAILED (719)"),
         ("cuMemcpyDtoHAsync:1", "CUDA: cuMemcpyDtoHAsync failed"),
         ("cuMemcpy2DAsync:1", "CUDA: cuMemcpy2DAsync failed"),
@@ -344,13 +443,17 @@ def test_a_failing_call_ends_the_request_with_its_name_and_the_session_goes_on(
     failed = [answer for answer in told.rounds if answer[0] == "ENGINE_FAILED"]
     assert failed, told.rounds
     assert sentence in failed[0][1]
-    if "Alloc" not in call and not call.startswith(("cuStreamCreate", "createExecutionContext:2", "setOptimization")):
+    if "Alloc" not in call and not call.startswith(
+        ("cuStreamCreate", "createExecutionContext:2", "setOptimization")
+    ):
         assert len(failed) == 1
         assert told.rounds[-1] == ("OK", "same")
 
 
 def test_probabilities_that_are_not_finite_end_the_request(tmp_path: Path, drive: Drive) -> None:
-    bundle = write_bundle(tmp_path / "bundle", {"rtx5090": {"plan": plan(profiles(), "float16", "nan")}})
+    bundle = write_bundle(
+        tmp_path / "bundle", {"rtx5090": {"plan": plan(profiles(), "float16", "nan")}}
+    )
     ((status, message),) = drive(bundle).rounds
     assert status == "ENGINE_FAILED"
     assert "not finite" in message
@@ -359,10 +462,17 @@ def test_probabilities_that_are_not_finite_end_the_request(tmp_path: Path, drive
     assert "not finite" in message
 
 
-def test_an_error_that_stopped_nothing_is_not_the_reason_of_a_later_failure(tmp_path: Path, drive: Drive) -> None:
-    bundle = write_bundle(tmp_path / "bundle", {"rtx5090": {"plan": plan(profiles(), "float16", "chatty")}})
+def test_an_error_that_stopped_nothing_is_not_the_reason_of_a_later_failure(
+    tmp_path: Path, drive: Drive
+) -> None:
+    bundle = write_bundle(
+        tmp_path / "bundle", {"rtx5090": {"plan": plan(profiles(), "float16", "chatty")}}
+    )
     told = drive(bundle, {"MOCK_CUDA_FAIL": "createExecutionContext:3"}, rounds=2)
-    assert told.rounds == [("ENGINE_FAILED", "TensorRT: createExecutionContext failed"), ("OK", "same")]
+    assert told.rounds == [
+        ("ENGINE_FAILED", "TensorRT: createExecutionContext failed"),
+        ("OK", "same"),
+    ]
 
 
 # ---- Requests that do not fit ----
@@ -371,9 +481,18 @@ def test_an_error_that_stopped_nothing_is_not_the_reason_of_a_later_failure(tmp_
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"given": 40, "new": 25}, "needs a pass of 65 tokens over 0 cached ones that scores 8 rows"),
-        ({"given": 5, "new": 40, "block": 40}, "needs a pass of 45 tokens over 0 cached ones that scores 40 rows"),
-        ({"cache": "prefix", "given": 5, "new": 40}, "needs a pass of 40 tokens over 5 cached ones that scores 7 rows"),
+        (
+            {"given": 40, "new": 25},
+            "needs a pass of 65 tokens over 0 cached ones that scores 8 rows",
+        ),
+        (
+            {"given": 5, "new": 40, "block": 40},
+            "needs a pass of 45 tokens over 0 cached ones that scores 40 rows",
+        ),
+        (
+            {"cache": "prefix", "given": 5, "new": 40},
+            "needs a pass of 40 tokens over 5 cached ones that scores 7 rows",
+        ),
         (
             {"cache": "dual", "refresh": 25, "given": 30, "new": 24},
             "needs a pass of 33 tokens over 21 cached ones that scores 8 rows",
@@ -388,11 +507,16 @@ def test_a_request_that_cannot_fit_is_refused_before_any_pass(
     ((status, message),) = told.rounds
     assert status == "INVALID_ARGUMENT"
     assert sentence in message
-    assert "passes of 1..64 tokens that score up to 32 rows, and passes of 1..32 tokens over 0..64 cached ones" in message
+    assert (
+        "passes of 1..64 tokens that score up to 32 rows, and passes of 1..32 tokens over 0..64 cached ones"
+        in message
+    )
     assert "--canvas" in message
     if options.get("cache") == "prefix":
         assert 'choose cache = "dual"' in message
-    assert ("choose a smaller refresh or block_length, or refresh = 0" in message) == ("refresh" in options)
+    assert ("choose a smaller refresh or block_length, or refresh = 0" in message) == (
+        "refresh" in options
+    )
     assert told.counts[0].get("enqueueV3", 0) == 0
 
 
@@ -408,7 +532,9 @@ def test_requests_of_a_batch_run_one_by_one_or_are_refused(bundle: Path, drive: 
 # ---- Which engine, which library, which device ----
 
 
-def opening(drive: Drive, bundle: Path, variables: dict[str, str] | None = None, engine: str = "tensorrt") -> tuple[str, str]:
+def opening(
+    drive: Drive, bundle: Path, variables: dict[str, str] | None = None, engine: str = "tensorrt"
+) -> tuple[str, str]:
     return drive(bundle, variables, engine=engine).opened
 
 
@@ -429,19 +555,30 @@ def test_the_engine_that_fits_is_taken_and_auto_takes_it_too(tmp_path: Path, dri
     assert "engine old)" in opening(drive, bundle, {"MOCK_TRT_VERSION": "10.3.0.30"})[1]
     status, message = opening(drive, bundle, {"MOCK_CUDA_SM": "110"})
     assert status == "UNSUPPORTED"
-    assert "rtx4090: built for SM 8.9, this device is SM 11.0; rtx5090-rtx: built for SM 12.0" in message
+    assert (
+        "rtx4090: built for SM 8.9, this device is SM 11.0; rtx5090-rtx: built for SM 12.0"
+        in message
+    )
     assert f"dlm-export engine {bundle} --target sm110" in message
     status, message = opening(drive, bundle, {"MOCK_TRT_VERSION": "10.14.1.49"})
     assert status == "UNSUPPORTED"
-    assert "rtx5090-rtx: built by tensorrt_rtx 1.7.1.116, the library here is tensorrt 10.14.1.49" in message
-    assert "rtx5090: built by tensorrt 10.14.1.48, the library here is tensorrt 10.14.1.49" in message
+    assert (
+        "rtx5090-rtx: built by tensorrt_rtx 1.7.1.116, the library here is tensorrt 10.14.1.49"
+        in message
+    )
+    assert (
+        "rtx5090: built by tensorrt 10.14.1.48, the library here is tensorrt 10.14.1.49" in message
+    )
 
 
 def test_no_engine_is_deserialised_before_it_is_known_to_fit(bundle: Path, drive: Drive) -> None:
     # The file is no engine at all, and is not the reason that is given.
     write_bundle(bundle, {"rtx5090": {"plan": "nonsense"}})
     assert "this device is SM 8.7" in opening(drive, bundle, {"MOCK_CUDA_SM": "87"})[1]
-    assert "the library here is tensorrt 10.0.0.6" in opening(drive, bundle, {"MOCK_TRT_VERSION": "10.0.0.6"})[1]
+    assert (
+        "the library here is tensorrt 10.0.0.6"
+        in opening(drive, bundle, {"MOCK_TRT_VERSION": "10.0.0.6"})[1]
+    )
 
 
 def test_a_bundle_without_engines_says_how_to_build_one(tmp_path: Path, drive: Drive) -> None:
@@ -454,14 +591,29 @@ def test_a_bundle_without_engines_says_how_to_build_one(tmp_path: Path, drive: D
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"DLM_CUDA_LIBRARY": "/no/such/libcuda.so.1"}, "cannot load the CUDA driver from $DLM_CUDA_LIBRARY: /no/such/"),
+        (
+            {"DLM_CUDA_LIBRARY": "/no/such/libcuda.so.1"},
+            "cannot load the CUDA driver from $DLM_CUDA_LIBRARY: /no/such/",
+        ),
         ({"DLM_CUDA_LIBRARY": "libm.so.6"}, "has no cuInit"),
         ({"MOCK_CUDA_DEVICES": "0"}, "sees no device"),
-        ({"DLM_TENSORRT": "/no/such/libnvinfer.so.10"}, "cannot load TensorRT from $DLM_TENSORRT: /no/such/"),
+        (
+            {"DLM_TENSORRT": "/no/such/libnvinfer.so.10"},
+            "cannot load TensorRT from $DLM_TENSORRT: /no/such/",
+        ),
         ({"DLM_TENSORRT": "libm.so.6"}, "is not TensorRT: it has no getInferLibMajorVersion"),
-        ({"DLM_TENSORRT": "", "LD_LIBRARY_PATH": "/nowhere"}, "cannot find TensorRT: tried libnvinfer.so.10"),
-        ({"MOCK_TRT_VERSION": "11.0.0.1"}, "is TensorRT 11.0.0.1, but this build of libdlm_runtime is for TensorRT 10"),
-        ({"MOCK_TRT_VERSION": "1.7.1.116"}, "is TensorRT 1.7.1.116, but this build of libdlm_runtime is for TensorRT 10"),
+        (
+            {"DLM_TENSORRT": "", "LD_LIBRARY_PATH": "/nowhere"},
+            "cannot find TensorRT: tried libnvinfer.so.10",
+        ),
+        (
+            {"MOCK_TRT_VERSION": "11.0.0.1"},
+            "is TensorRT 11.0.0.1, but this build of libdlm_runtime is for TensorRT 10",
+        ),
+        (
+            {"MOCK_TRT_VERSION": "1.7.1.116"},
+            "is TensorRT 1.7.1.116, but this build of libdlm_runtime is for TensorRT 10",
+        ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
@@ -478,10 +630,16 @@ def test_a_missing_driver_device_or_library_is_named_with_advice(
     ("call", "sentence"),
     [
         ("cuInit:1", "CUDA: cuInit failed: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
-        ("cuDevicePrimaryCtxRetain:1", "CUDA: cuDevicePrimaryCtxRetain failed: CUDA_ERROR_OUT_OF_MEMORY (2)"),
+        (
+            "cuDevicePrimaryCtxRetain:1",
+            "CUDA: cuDevicePrimaryCtxRetain failed: CUDA_ERROR_OUT_OF_MEMORY (2)",
+        ),
         ("cuCtxPushCurrent:1", "CUDA: cuCtxPushCurrent failed"),
         ("createInferRuntime:1", "TensorRT: createInferRuntime failed"),
-        ("deserializeCudaEngine:1", "TensorRT 10.14.1.48 cannot load it: the plan's magic tag does not match second line. If"),
+        (
+            "deserializeCudaEngine:1",
+            "TensorRT 10.14.1.48 cannot load it: the plan's magic tag does not match second line. If",
+        ),
     ],
 )
 def test_a_failure_while_opening_is_named_and_leaves_nothing_behind(
@@ -504,14 +662,19 @@ def test_a_truncated_engine_file_is_refused_by_its_size(bundle: Path, drive: Dri
     assert "truncated" in message
 
 
-@pytest.mark.parametrize("text", ["", "not an engine", "mock-engine\ndenoiser 2"], ids=["empty", "text", "cut"])
+@pytest.mark.parametrize(
+    "text", ["", "not an engine", "mock-engine\ndenoiser 2"], ids=["empty", "text", "cut"]
+)
 def test_an_engine_that_tensorrt_cannot_load_is_named_with_the_command_that_builds_it(
     bundle: Path, drive: Drive, text: str
 ) -> None:
     write_bundle(bundle, {"rtx5090": {"plan": text}})
     status, message = opening(drive, bundle)
     assert status == "ENGINE_FAILED"
-    assert "rtx5090.engine: TensorRT 10.14.1.48 cannot load it: the plan's magic tag does not match" in message
+    assert (
+        "rtx5090.engine: TensorRT 10.14.1.48 cannot load it: the plan's magic tag does not match"
+        in message
+    )
     assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
 
 
@@ -523,14 +686,22 @@ def test_an_engine_that_tensorrt_cannot_load_is_named_with_the_command_that_buil
         ("without entropy", 'the output "entropy" is missing'),
         ("rename past_key.1 key", 'the input "key" is not known to this runtime'),
         ("extra confidence", 'the output "confidence" is not known to this runtime'),
-        ("type top_prob 1", 'the output "top_prob" is float16 [any, any, 2], but the manifest makes it float'),
-        ("type past_key.0 0", 'the input "past_key.0" is float [any, 3, any, 4], but the manifest makes it float16'),
+        (
+            "type top_prob 1",
+            'the output "top_prob" is float16 [any, any, 2], but the manifest makes it float',
+        ),
+        (
+            "type past_key.0 0",
+            'the input "past_key.0" is float [any, 3, any, 4], but the manifest makes it float16',
+        ),
         ("type top_token 9", 'the output "top_token" is undefined'),
         ("host score_rows", 'the input "score_rows" is wanted in host memory'),
         ("profile 1 1 1 0 0 0 1 1 1", "has 3 profiles instead of 2"),
     ],
 )
-def test_an_engine_with_other_inputs_and_outputs_is_refused(bundle: Path, drive: Drive, line: str, sentence: str) -> None:
+def test_an_engine_with_other_inputs_and_outputs_is_refused(
+    bundle: Path, drive: Drive, line: str, sentence: str
+) -> None:
     write_bundle(bundle, {"rtx5090": {"plan": plan(profiles(), "float16", line)}})
     status, message = opening(drive, bundle)
     assert status == "BAD_BUNDLE"
@@ -543,8 +714,14 @@ def test_an_engine_with_other_inputs_and_outputs_is_refused(bundle: Path, drive:
     [
         (profiles(block=16), 'the largest "score_rows" of profile 0'),
         (profiles(canvas=128), 'the largest "input_ids" of profile 0'),
-        (profiles() | {"block": profiles()["block"] | {"cached": [1, 32, 64]}}, 'the smallest "past_key.0" of profile 1'),
-        (profiles() | {"block": profiles()["block"] | {"rows": [1, 8, 33]}}, 'the largest "score_rows" of profile 1'),
+        (
+            profiles() | {"block": profiles()["block"] | {"cached": [1, 32, 64]}},
+            'the smallest "past_key.0" of profile 1',
+        ),
+        (
+            profiles() | {"block": profiles()["block"] | {"rows": [1, 8, 33]}},
+            'the largest "score_rows" of profile 1',
+        ),
     ],
 )
 def test_an_engine_with_other_profiles_than_its_entry_is_refused(

@@ -1,6 +1,8 @@
-"""``optimum-cli export dlm`` is ``dlm-export build``: the same options, the same work, the same exit codes.
+"""``optimum-cli export dlm`` is ``dlm-export build``: the same options, the same work, the same
+exit codes.
 
-The command itself runs where optimum is installed; how its arguments become those of ``build`` is tested everywhere.
+The command itself runs where optimum is installed; how its arguments become those of ``build`` is
+tested everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def _has_optimum() -> bool:
         return False
 
 
-needs_optimum = pytest.mark.skipif(not _has_optimum(), reason="the package optimum is not installed")
+needs_optimum = pytest.mark.skipif(
+    not _has_optimum(), reason="the package optimum is not installed"
+)
 
 
 @pytest.fixture
@@ -88,12 +92,18 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "-odd value=%s").touch()
 
 
-OPTIONS = [parameter for parameter in build.params if isinstance(parameter, click.Option) and parameter.name != "output"]
+OPTIONS = [
+    parameter
+    for parameter in build.params
+    if isinstance(parameter, click.Option) and parameter.name != "output"
+]
 
 
 @pytest.mark.usefixtures("_there")
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_every_option_of_build_comes_through_with_its_value(command: ModuleType, option: click.Option) -> None:
+def test_every_option_of_build_comes_through_with_its_value(
+    command: ModuleType, option: click.Option
+) -> None:
     example = _example(option)
     flag, *value = example
     if value and value[0].startswith("-"):
@@ -114,19 +124,27 @@ def test_options_that_are_not_given_keep_builds_defaults(command: ModuleType) ->
 @pytest.mark.usefixtures("_there")
 def test_folders_that_look_like_options_are_folders(command: ModuleType) -> None:
     parsed = _parsed(_through_optimum(command, ["--", "-c", "--force"])[1:])
-    assert (parsed["checkpoint"], parsed["output"], parsed["force"]) == (Path("-c"), Path("--force"), False)
+    assert (parsed["checkpoint"], parsed["output"], parsed["force"]) == (
+        Path("-c"),
+        Path("--force"),
+        False,
+    )
 
 
 def test_the_help_names_every_option(command: ModuleType) -> None:
     parser = ArgumentParser(prog="optimum-cli")
     command.DlmExportCommand.parse_args(parser)
     text = parser.format_help()
-    assert all(name in text for option in OPTIONS for name in (*option.opts, *option.secondary_opts))
+    assert all(
+        name in text for option in OPTIONS for name in (*option.opts, *option.secondary_opts)
+    )
 
 
 def test_the_namespace_stays_a_namespace_and_is_in_the_wheel() -> None:
     folder = ROOT / "exporter" / "optimum"
-    assert [path.relative_to(folder.parent) for path in folder.rglob("*.py")] == [REGISTER]  # no __init__.py (PEP 420)
+    assert [path.relative_to(folder.parent) for path in folder.rglob("*.py")] == [
+        REGISTER
+    ]  # no __init__.py (PEP 420)
     assert '"exporter/optimum"' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -154,7 +172,9 @@ def test_optimum_lists_the_export() -> None:
 @pytest.mark.slow
 def test_optimum_builds_a_bundle(llada_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundle"
-    done = _optimum_cli("export", "dlm", str(llada_checkpoint), str(out), "--precision", "fp16", "--no-verify")
+    done = _optimum_cli(
+        "export", "dlm", str(llada_checkpoint), str(out), "--precision", "fp16", "--no-verify"
+    )
     assert done.returncode == 0, done.stderr
     assert (out / "manifest.json").is_file()
     assert "denoiser.onnx" in done.stdout
@@ -163,10 +183,18 @@ def test_optimum_builds_a_bundle(llada_checkpoint: Path, tmp_path: Path) -> None
 @needs_optimum
 @pytest.mark.parametrize(
     ("options", "code", "says"),
-    [([], 2, "no-such-folder"), (["--precision", "fp3"], 2, "no-such-folder"), (["--judged", "many"], 2, "'--judged'")],
+    [
+        ([], 2, "no-such-folder"),
+        (["--precision", "fp3"], 2, "no-such-folder"),
+        (["--judged", "many"], 2, "'--judged'"),
+    ],
     ids=["missing", "precision", "usage"],
 )
-def test_failures_keep_their_exit_codes(tmp_path: Path, options: list[str], code: int, says: str) -> None:
-    done = _optimum_cli("export", "dlm", str(tmp_path / "no-such-folder"), str(tmp_path / "out"), *options)
+def test_failures_keep_their_exit_codes(
+    tmp_path: Path, options: list[str], code: int, says: str
+) -> None:
+    done = _optimum_cli(
+        "export", "dlm", str(tmp_path / "no-such-folder"), str(tmp_path / "out"), *options
+    )
     assert (done.returncode, says in done.stderr.splitlines()[-1]) == (code, True), done.stderr
     assert not (tmp_path / "out").exists()

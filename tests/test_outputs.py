@@ -64,7 +64,9 @@ def _put_file(out: Path) -> None:
 @pytest.mark.usefixtures("either_move")
 @pytest.mark.parametrize("force", [False, True], ids=["fresh", "force"])
 @pytest.mark.parametrize("put", [_put_folder, _put_file])
-def test_what_appears_at_the_output_during_a_build_is_left_alone(out: Path, put: Callable[[Path], None], force: bool) -> None:
+def test_what_appears_at_the_output_during_a_build_is_left_alone(
+    out: Path, put: Callable[[Path], None], force: bool
+) -> None:
     with _loses(), staged(out, force=force, needed_bytes=0) as folder:
         (folder / "new").touch()
         put(out)
@@ -87,7 +89,9 @@ def _replace_the_folder(out: Path) -> None:
 
 @pytest.mark.usefixtures("either_move")
 @pytest.mark.parametrize("change", [_add_a_file, _rewrite_a_file, _replace_the_folder])
-def test_a_bundle_that_changes_during_its_replacement_is_left_alone(out: Path, change: Callable[[Path], None]) -> None:
+def test_a_bundle_that_changes_during_its_replacement_is_left_alone(
+    out: Path, change: Callable[[Path], None]
+) -> None:
     fake_build(out, "old", False)
     with _loses(), staged(out, force=True, needed_bytes=0) as folder:
         (folder / "new").touch()
@@ -98,7 +102,9 @@ def test_a_bundle_that_changes_during_its_replacement_is_left_alone(out: Path, c
 
 
 @pytest.mark.usefixtures("either_move")
-def test_what_comes_between_the_last_look_and_the_exchange_is_put_back(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_between_the_last_look_and_the_exchange_is_put_back(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_build(out, "old", False)
     exchange = outputs._exchange
 
@@ -138,7 +144,9 @@ def test_an_empty_folder_or_a_bundle_is_replaced_with_force(out: Path, has_old: 
 def test_a_bundle_with_files_that_are_not_its_own_is_never_replaced(out: Path, name: str) -> None:
     fake_build(out, "old", False)
     (out / name).write_text("mine")
-    with pytest.raises(TakenError, match=f"holds '{name}', which is not the bundle's, so it is never replaced"):
+    with pytest.raises(
+        TakenError, match=f"holds '{name}', which is not the bundle's, so it is never replaced"
+    ):
         fake_build(out, "new", True)
     assert (out / name).read_text() == "mine"
 
@@ -181,10 +189,15 @@ def test_folders_above_an_output_are_made_and_go_again_with_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_second_build_to_the_same_path_is_refused_before_it_starts(out: Path, force: bool) -> None:
+def test_a_second_build_to_the_same_path_is_refused_before_it_starts(
+    out: Path, force: bool
+) -> None:
     with staged(out, force=False, needed_bytes=0) as folder:
         code, said = in_child(lambda: fake_build(out, "second", force))
-        assert (code, said) == (1, f"{out}: process {os.getpid()} is writing it. Wait for it, or choose another name.")
+        assert (code, said) == (
+            1,
+            f"{out}: process {os.getpid()} is writing it. Wait for it, or choose another name.",
+        )
         (folder / "first").touch()
     assert os.listdir(out) == ["first"]
     assert os.listdir(out.parent) == ["bundle"]
@@ -194,7 +207,10 @@ def test_files_are_claimed_as_bundles_are(tmp_path: Path) -> None:
     path = tmp_path / "golden.npz"
     with claimed_file(path, force=False) as new:
         new.write_text("first")
-        with pytest.raises(OutputError, match=f"process {os.getpid()} is writing it"), claimed_file(path, force=True):
+        with (
+            pytest.raises(OutputError, match=f"process {os.getpid()} is writing it"),
+            claimed_file(path, force=True),
+        ):
             pytest.fail("claimed twice")
     assert path.read_text() == "first"
     with pytest.raises(TakenError, match="Pass --force"), claimed_file(path, force=False):
@@ -246,7 +262,9 @@ def test_a_folder_in_the_claims_place_that_is_not_ours_is_left_alone(out: Path) 
     claim = out.with_name(".bundle.dlm-export")
     claim.mkdir()
     (claim / "thesis.tex").write_text("years of work")
-    with pytest.raises(OutputError, match=r"\.bundle\.dlm-export is in the way and not dlm-export's"):
+    with pytest.raises(
+        OutputError, match=r"\.bundle\.dlm-export is in the way and not dlm-export's"
+    ):
         fake_build(out, "new", False)
     assert os.listdir(claim) == ["thesis.tex"]
     shutil.rmtree(claim)
@@ -263,14 +281,18 @@ def test_a_file_that_somebody_put_into_a_claim_is_left_alone(out: Path) -> None:
     assert os.listdir(claim) == ["thesis.tex"]
 
 
-def test_nothing_is_cleared_where_the_file_system_has_no_locks(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_cleared_where_the_file_system_has_no_locks(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claim = _leave(out)
 
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with pytest.raises(OutputError, match=f"has no locks to tell which. If nothing is at it, remove {claim}"):
+    with pytest.raises(
+        OutputError, match=f"has no locks to tell which. If nothing is at it, remove {claim}"
+    ):
         fake_build(out, "new", False)
     assert {*os.listdir(claim)} == {"owner", "new"}
     shutil.rmtree(claim)
@@ -281,8 +303,12 @@ def test_nothing_is_cleared_where_the_file_system_has_no_locks(out: Path, monkey
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_kill_between_two_renames_is_mended_by_the_next_build(out: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Where the file system cannot exchange: nothing stands at the path for a moment, and the old bundle lies aside."""
+def test_a_kill_between_two_renames_is_mended_by_the_next_build(
+    out: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Where the file system cannot exchange: nothing stands at the path for a moment, and the old
+    bundle lies aside.
+    """
     fake_build(out, "old", False)
     monkeypatch.setattr(outputs, "_renameat2", _no_renameat2)
     rename, calls = os.rename, []
@@ -310,11 +336,18 @@ def _check(found: dict[str, Any]) -> None:
     assert found["code"] == -sent, found
     old = "old" if found["force"] else None
     if second is not None and second[0] == 0:
-        assert found["stands"] == "second", found  # it began before ours had a claim, or when ours was done
+        assert found["stands"] == "second", (
+            found
+        )  # it began before ours had a claim, or when ours was done
     else:
         assert found["stands"] in (old, "new"), found
         assert second is None or second[0] in (ExitCode.COULD_NOT, ExitCode.WRONG_INPUT), found
-        assert second is None or "is writing it" in second[1] or "exists" in second[1] or "changing it" in second[1], found
+        assert (
+            second is None
+            or "is writing it" in second[1]
+            or "exists" in second[1]
+            or "changing it" in second[1]
+        ), found
     assert len(found["neighbours"]) == 3, found
     assert (found["stands_then"], found["left"]) == ("next", []), found
 
@@ -322,12 +355,16 @@ def _check(found: dict[str, Any]) -> None:
 def _ended_builds(*arguments: object) -> list[dict[str, Any]]:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1200, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_build_that_a_signal_ends_at_any_file_operation_leaves_the_old_bundle_or_the_new(tmp_path: Path) -> None:
+def test_a_build_that_a_signal_ends_at_any_file_operation_leaves_the_old_bundle_or_the_new(
+    tmp_path: Path,
+) -> None:
     found = _ended_builds("fake", tmp_path)
     for each in found:
         _check(each)
@@ -339,7 +376,9 @@ def test_a_build_that_a_signal_ends_at_any_file_operation_leaves_the_old_bundle_
 
 
 @pytest.mark.slow
-def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(tmp_path: Path, llada_checkpoint: Path) -> None:
+def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(
+    tmp_path: Path, llada_checkpoint: Path
+) -> None:
     found = _ended_builds("real", tmp_path, llada_checkpoint)
     assert len(found) == 50
     for each in found:
@@ -348,16 +387,31 @@ def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(tmp_path: Path, llada_checkpoint: Path) -> None:
-    """The command itself, ended from outside: one time in three anywhere, else while its last files come into place."""
+def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(
+    tmp_path: Path, llada_checkpoint: Path
+) -> None:
+    """The command itself, ended from outside: one time in three anywhere, else while its last files
+    come into place.
+    """
     out = tmp_path / "out" / "bundle"
     claim = out.with_name(".bundle.dlm-export")
     draw = random.Random(7)
 
     def start(length: int) -> subprocess.Popen[bytes]:
         options = ("--force", "--no-verify", "--max-canvas-length", length)
-        command = [sys.executable, "-m", "dlm_export.cli", "build", llada_checkpoint, "-o", out, *options]
-        return subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "dlm_export.cli",
+            "build",
+            llada_checkpoint,
+            "-o",
+            out,
+            *options,
+        ]
+        return subprocess.Popen(
+            [*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
 
     def stands() -> int:
         with dlm_runtime.open(out, engine="none") as bundle:  # checks every hash
@@ -371,7 +425,9 @@ def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(tmp_pat
         if length % 3 == 0:
             time.sleep(draw.uniform(0, seconds))
         else:
-            while process.poll() is None and not (claim / "new" / "bundle" / "manifest.json").exists():
+            while (
+                process.poll() is None and not (claim / "new" / "bundle" / "manifest.json").exists()
+            ):
                 time.sleep(0.0003)
             time.sleep(draw.uniform(0, 0.02))
         process.kill()

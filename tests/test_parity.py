@@ -1,4 +1,6 @@
-"""Parity: ONNX against torch, the native loop against the reference loop, each by itself and both together."""
+"""Parity: ONNX against torch, the native loop against the reference loop, each by itself and both
+together.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,50 @@ from dlm_runtime import PRESETS, Bundle
 # Sums of some hundred fp32 terms in another order; the project promises 2e-4 of the logits' range.
 RELATIVE = 2e-4
 
-# Enough of every rule that a wrong one shows: thresholds at which random denoisers commit several tokens at once.
+# Enough of every rule that a wrong one shows: thresholds at which random denoisers commit several
+# tokens at once.
 LOOPS: dict[str, dict[str, Any]] = {
     "llada": {"preset": "llada", "block_length": 8},
     "llada in few steps": {"preset": "llada", "block_length": 16, "steps": 8},
-    "llada, random order": {"preset": "llada", "block_length": 8, "steps": 12, "score": "random", "seed": 7},
-    "threshold, no cache": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.3, "cache": "none"},
-    "threshold, prefix cache": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.3, "cache": "prefix"},
+    "llada, random order": {
+        "preset": "llada",
+        "block_length": 8,
+        "steps": 12,
+        "score": "random",
+        "seed": 7,
+    },
+    "threshold, no cache": {
+        "preset": "fast-dllm",
+        "block_length": 8,
+        "threshold": 0.3,
+        "cache": "none",
+    },
+    "threshold, prefix cache": {
+        "preset": "fast-dllm",
+        "block_length": 8,
+        "threshold": 0.3,
+        "cache": "prefix",
+    },
     "threshold, dual cache": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.3},
-    "threshold, dual cache, odd blocks": {"preset": "fast-dllm", "block_length": 7, "threshold": 0.5, "compare": ">"},
-    "factor, dual cache": {"preset": "fast-dllm", "block_length": 12, "commit": "factor", "factor": 2.0},
-    "dynamic, prefix cache": {"preset": "fast-dllm", "commit": "dynamic", "threshold": 0.3, "steps": 6, "cache": "prefix"},
+    "threshold, dual cache, odd blocks": {
+        "preset": "fast-dllm",
+        "block_length": 7,
+        "threshold": 0.5,
+        "compare": ">",
+    },
+    "factor, dual cache": {
+        "preset": "fast-dllm",
+        "block_length": 12,
+        "commit": "factor",
+        "factor": 2.0,
+    },
+    "dynamic, prefix cache": {
+        "preset": "fast-dllm",
+        "commit": "dynamic",
+        "threshold": 0.3,
+        "steps": 6,
+        "cache": "prefix",
+    },
     "static, dual cache": {"preset": "llada", "block_length": 8, "steps": 9, "cache": "dual"},
     "sequential": {"preset": "llada", "block_length": 8, "steps": 12, "commit": "sequential"},
     "dream, entropy": {"preset": "dream", "steps": 10},
@@ -43,8 +78,20 @@ LOOPS: dict[str, dict[str, Any]] = {
     "dream, maskgit_plus": {"preset": "dream", "steps": 10, "score": "maskgit_plus"},
     "dream without draws": {"preset": "dream", "steps": 10, "temperature": 0.0},
     "llada, drawn": {"preset": "llada", "block_length": 8, "temperature": 1.0, "seed": 5},
-    "llada, drawn, random order": {"preset": "llada", "block_length": 8, "temperature": 0.7, "score": "random", "top_k": 9},
-    "threshold, dual cache, drawn": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.2, "temperature": 0.6, "seed": 1},
+    "llada, drawn, random order": {
+        "preset": "llada",
+        "block_length": 8,
+        "temperature": 0.7,
+        "score": "random",
+        "top_k": 9,
+    },
+    "threshold, dual cache, drawn": {
+        "preset": "fast-dllm",
+        "block_length": 8,
+        "threshold": 0.2,
+        "temperature": 0.6,
+        "seed": 1,
+    },
     "threshold, prefix cache, drawn from few": {
         "preset": "fast-dllm",
         "block_length": 8,
@@ -56,7 +103,12 @@ LOOPS: dict[str, dict[str, Any]] = {
         "score_of": "draw",
     },
     "guided": {"preset": "llada", "block_length": 8, "steps": 12, "cfg_scale": 1.5},
-    "guided, threshold, dual cache": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.3, "cfg_scale": 0.7},
+    "guided, threshold, dual cache": {
+        "preset": "fast-dllm",
+        "block_length": 8,
+        "threshold": 0.3,
+        "cfg_scale": 0.7,
+    },
     "guided, drawn, prefix cache": {
         "preset": "fast-dllm",
         "threshold": 0.2,
@@ -64,16 +116,65 @@ LOOPS: dict[str, dict[str, Any]] = {
         "cfg_scale": 2.0,
         "temperature": 0.8,
     },
-    "guided entropies": {"preset": "llada", "commit": "entropy_bound", "entropy_bound": 2.0, "cfg_scale": 1.0},
-    "entropies of draws": {"preset": "llada", "commit": "entropy_bound", "entropy_bound": 2.0, "temperature": 0.9, "top_k": 40},
+    "guided entropies": {
+        "preset": "llada",
+        "commit": "entropy_bound",
+        "entropy_bound": 2.0,
+        "cfg_scale": 1.0,
+    },
+    "entropies of draws": {
+        "preset": "llada",
+        "commit": "entropy_bound",
+        "entropy_bound": 2.0,
+        "temperature": 0.9,
+        "top_k": 40,
+    },
     "dream-block": {"preset": "dream-block", "block_length": 8, "threshold": 0.3},
-    "dream-block, prefix cache": {"preset": "dream-block", "block_length": 8, "threshold": 0.3, "cache": "prefix"},
-    "dual cache, refresh of one block": {"preset": "fast-dllm", "block_length": 8, "threshold": 0.3, "refresh": 1},
-    "dual cache, refresh of more": {"preset": "fast-dllm", "block_length": 4, "threshold": 0.3, "refresh": 10},
-    "dual cache, refresh, odd blocks": {"preset": "llada", "block_length": 7, "steps": 9, "cache": "dual", "refresh": 9},
-    "prefix cache, refresh": {"preset": "fast-dllm", "block_length": 5, "threshold": 0.3, "cache": "prefix", "refresh": 6},
-    "dream-block, refresh": {"preset": "dream-block", "block_length": 8, "threshold": 0.3, "refresh": 8},
-    "entropy bound": {"preset": "llada", "commit": "entropy_bound", "entropy_bound": 2.0, "cache": "dual", "block_length": 8},
+    "dream-block, prefix cache": {
+        "preset": "dream-block",
+        "block_length": 8,
+        "threshold": 0.3,
+        "cache": "prefix",
+    },
+    "dual cache, refresh of one block": {
+        "preset": "fast-dllm",
+        "block_length": 8,
+        "threshold": 0.3,
+        "refresh": 1,
+    },
+    "dual cache, refresh of more": {
+        "preset": "fast-dllm",
+        "block_length": 4,
+        "threshold": 0.3,
+        "refresh": 10,
+    },
+    "dual cache, refresh, odd blocks": {
+        "preset": "llada",
+        "block_length": 7,
+        "steps": 9,
+        "cache": "dual",
+        "refresh": 9,
+    },
+    "prefix cache, refresh": {
+        "preset": "fast-dllm",
+        "block_length": 5,
+        "threshold": 0.3,
+        "cache": "prefix",
+        "refresh": 6,
+    },
+    "dream-block, refresh": {
+        "preset": "dream-block",
+        "block_length": 8,
+        "threshold": 0.3,
+        "refresh": 8,
+    },
+    "entropy bound": {
+        "preset": "llada",
+        "commit": "entropy_bound",
+        "entropy_bound": 2.0,
+        "cache": "dual",
+        "block_length": 8,
+    },
 }
 NEW_TOKENS = 24
 
@@ -87,7 +188,9 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
-def pairs(llada_checkpoint: Path, llada_bundle: Path, dream_checkpoint: Path, dream_bundle: Path) -> dict[str, Pair]:
+def pairs(
+    llada_checkpoint: Path, llada_bundle: Path, dream_checkpoint: Path, dream_bundle: Path
+) -> dict[str, Pair]:
     return {
         "llada": Pair(load(llada_checkpoint), dlm_runtime.open(llada_bundle, threads=1)),
         "dream": Pair(load(dream_checkpoint), dlm_runtime.open(dream_bundle, threads=1)),
@@ -96,10 +199,15 @@ def pairs(llada_checkpoint: Path, llada_bundle: Path, dream_checkpoint: Path, dr
 
 def prompts(denoiser: Denoiser, count: int, length: int = 9) -> list[list[int]]:
     c, rng = denoiser.network, np.random.default_rng(3)
-    return [random_tokens(length, c.vocab_size, (c.mask_token_id, *c.eos_token_ids), rng).tolist() for _ in range(count)]
+    return [
+        random_tokens(length, c.vocab_size, (c.mask_token_id, *c.eos_token_ids), rng).tolist()
+        for _ in range(count)
+    ]
 
 
-def expected(denoiser: Denoiser, bundle: Bundle, tokens: list[int], loop: dict[str, Any]) -> reference.Reference:
+def expected(
+    denoiser: Denoiser, bundle: Bundle, tokens: list[int], loop: dict[str, Any]
+) -> reference.Reference:
     fields = {name: value for name, value in loop.items() if name not in ("preset", "steps")}
     policy = PRESETS[loop["preset"]].with_fields(fields)
     return reference.generate(denoiser, tokens, policy, NEW_TOKENS, loop.get("steps", 0))
@@ -107,7 +215,9 @@ def expected(denoiser: Denoiser, bundle: Bundle, tokens: list[int], loop: dict[s
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_whole_canvases_and_nfe_equal_the_reference(pairs: dict[str, Pair], family: str, loop: dict[str, Any]) -> None:
+def test_whole_canvases_and_nfe_equal_the_reference(
+    pairs: dict[str, Pair], family: str, loop: dict[str, Any]
+) -> None:
     pair = pairs[family]
     for tokens in prompts(pair.denoiser, 3):
         wanted = expected(pair.denoiser, pair.bundle, tokens, loop)
@@ -122,32 +232,54 @@ def test_native_loop_over_the_torch_denoiser_equals_the_reference(
     pairs: dict[str, Pair], family: str, loop: dict[str, Any]
 ) -> None:
     denoiser = pairs[family].denoiser
-    policy = PRESETS[loop["preset"]].with_fields({k: v for k, v in loop.items() if k not in ("preset", "steps")})
+    policy = PRESETS[loop["preset"]].with_fields(
+        {k: v for k, v in loop.items() if k not in ("preset", "steps")}
+    )
     with under_native_loop(denoiser) as bundle:
         for tokens in prompts(denoiser, 3):
             wanted = reference.generate(denoiser, tokens, policy, NEW_TOKENS, loop.get("steps", 0))
-            out = bundle.generate(tokens=tokens, max_new_tokens=NEW_TOKENS, steps=loop.get("steps", 0), **policy.as_dict())
+            out = bundle.generate(
+                tokens=tokens,
+                max_new_tokens=NEW_TOKENS,
+                steps=loop.get("steps", 0),
+                **policy.as_dict(),
+            )
             assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_a_batch_equals_the_reference_request_by_request(pairs: dict[str, Pair], family: str, loop: dict[str, Any]) -> None:
-    """Over ONNX, and over torch, which sees every cached row of the batch at its place or gives something else. Two requests
-    are infilled, so that blocks end at different passes."""
+def test_a_batch_equals_the_reference_request_by_request(
+    pairs: dict[str, Pair], family: str, loop: dict[str, Any]
+) -> None:
+    """Over ONNX, and over torch, which sees every cached row of the batch at its place or gives
+    something else. Two requests are infilled, so that blocks end at different passes.
+    """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
-    policy = PRESETS[loop["preset"]].with_fields({k: v for k, v in loop.items() if k not in ("preset", "steps")})
+    policy = PRESETS[loop["preset"]].with_fields(
+        {k: v for k, v in loop.items() if k not in ("preset", "steps")}
+    )
     tokens = [given + [mask] * NEW_TOKENS for given in prompts(pair.denoiser, 4)]
     for at, given in enumerate(prompts(pair.denoiser, 2, NEW_TOKENS)):
-        tokens[at][-NEW_TOKENS:] = [mask if i % (3 + at) == 0 else token for i, token in enumerate(given)]
+        tokens[at][-NEW_TOKENS:] = [
+            mask if i % (3 + at) == 0 else token for i, token in enumerate(given)
+        ]
     steps = loop.get("steps", 0)
     wanted = [reference.generate(pair.denoiser, one, policy, 0, steps) for one in tokens]
-    assert len({one.nfe for one in wanted}) > 1 or policy.commit in ("timestep", "sequential", "static")
+    assert len({one.nfe for one in wanted}) > 1 or policy.commit in (
+        "timestep",
+        "sequential",
+        "static",
+    )
     with under_native_loop(pair.denoiser) as torch_bundle:
         for bundle in (pair.bundle, torch_bundle):
-            out = bundle.generate_batch(tokens=tokens, max_new_tokens=0, steps=steps, **policy.as_dict())
-            assert [(one.tokens, one.nfe) for one in out] == [(one.tokens, one.nfe) for one in wanted]
+            out = bundle.generate_batch(
+                tokens=tokens, max_new_tokens=0, steps=steps, **policy.as_dict()
+            )
+            assert [(one.tokens, one.nfe) for one in out] == [
+                (one.tokens, one.nfe) for one in wanted
+            ]
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
@@ -156,12 +288,19 @@ def test_a_batch_equals_the_reference_request_by_request(pairs: dict[str, Pair],
 def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
     pairs: dict[str, Pair], family: str, refresh: int, cache: str
 ) -> None:
-    """Given positions at the start, in the middle and at the end of blocks, one block given whole, a shorter last one."""
+    """Given positions at the start, in the middle and at the end of blocks, one block given whole,
+    a shorter last one.
+    """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
-    policy = PRESETS["llada"].with_fields({"cache": cache, "refresh": refresh, "block_length": 5, "stop": "none"})
+    policy = PRESETS["llada"].with_fields(
+        {"cache": cache, "refresh": refresh, "block_length": 5, "stop": "none"}
+    )
     for given in prompts(pair.denoiser, 3, 34):
-        tokens = [mask if i >= 4 and not 9 <= i < 15 and i % 5 not in (0, 3) else token for i, token in enumerate(given)]
+        tokens = [
+            mask if i >= 4 and not 9 <= i < 15 and i % 5 not in (0, 3) else token
+            for i, token in enumerate(given)
+        ]
         wanted = reference.generate(pair.denoiser, tokens, policy, 9, steps=0)
         out = pair.bundle.generate(tokens=tokens, max_new_tokens=9, **policy.as_dict())
         assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
@@ -171,7 +310,10 @@ def test_loops_differ_from_each_other(pairs: dict[str, Pair]) -> None:
     """The table above must tell rules apart, or the equalities would say little."""
     pair = pairs["llada"]
     tokens = prompts(pair.denoiser, 1)[0]
-    nfe = {name: pair.bundle.generate(tokens=tokens, max_new_tokens=NEW_TOKENS, **loop).nfe for name, loop in LOOPS.items()}
+    nfe = {
+        name: pair.bundle.generate(tokens=tokens, max_new_tokens=NEW_TOKENS, **loop).nfe
+        for name, loop in LOOPS.items()
+    }
     assert len(set(nfe.values())) >= 6, nfe
     assert nfe["threshold, dual cache"] < NEW_TOKENS
 
@@ -181,7 +323,12 @@ def test_logits_equal_torch_at_every_mask_ratio(pairs: dict[str, Pair], family: 
     pair = pairs[family]
     c, rng = pair.denoiser.network, np.random.default_rng(0)
     for ratio, length in itertools.product(MASK_RATIOS, (1, 6, 40)):
-        canvas = mask_independently(random_tokens(length, c.vocab_size, (c.mask_token_id,), rng), ratio, c.mask_token_id, rng)
+        canvas = mask_independently(
+            random_tokens(length, c.vocab_size, (c.mask_token_id,), rng),
+            ratio,
+            c.mask_token_id,
+            rng,
+        )
         ours = pair.bundle.logits(canvas.tolist())
         with torch.no_grad():
             theirs = pair.denoiser(torch.from_numpy(canvas)[None])[0].numpy()
@@ -195,18 +342,29 @@ def test_logits_equal_torch_at_every_mask_ratio(pairs: dict[str, Pair], family: 
 
 
 SHAPES = {
-    "llada, grouped queries, two shards": (llada_config(n_kv_heads=2, n_layers=3, d_model=96, n_heads=6), {"shards": 2}),
+    "llada, grouped queries, two shards": (
+        llada_config(n_kv_heads=2, n_layers=3, d_model=96, n_heads=6),
+        {"shards": 2},
+    ),
     "llada, one kv head, qkv bias": (llada_config(n_kv_heads=1, include_qkv_bias=True), {}),
     "llada, tied head, fp16 weights": (llada_config(weight_tying=True), {"dtype": torch.float16}),
-    "dream, head size 32, one layer": (dream_config(hidden_size=128, num_hidden_layers=1), {"dtype": torch.bfloat16}),
-    "dream, tied head, full heads": (dream_config(tie_word_embeddings=True, num_key_value_heads=4), {"shards": 4}),
+    "dream, head size 32, one layer": (
+        dream_config(hidden_size=128, num_hidden_layers=1),
+        {"dtype": torch.bfloat16},
+    ),
+    "dream, tied head, full heads": (
+        dream_config(tie_word_embeddings=True, num_key_value_heads=4),
+        {"shards": 4},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None:
     config, options = SHAPES[name]
-    report = build(write_checkpoint(tmp_path / "checkpoint", config, seed=5, **options), tmp_path / "bundle")
+    report = build(
+        write_checkpoint(tmp_path / "checkpoint", config, seed=5, **options), tmp_path / "bundle"
+    )
     assert report.parity is not None
     assert report.parity.misses == []
     assert max(row.relative for row in report.parity.graph) <= RELATIVE
@@ -216,11 +374,14 @@ def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None
 def test_fp16_graph_stays_close_to_torch(llada_checkpoint: Path, tmp_path: Path) -> None:
     report = build(llada_checkpoint, tmp_path / "bundle", BuildOptions(precision="fp16"))
     assert report.parity is not None
-    # 11-bit significands: a unit in the last place is 5e-4 of a value, and a few layers add theirs up.
+    # 11-bit significands: a unit in the last place is 5e-4 of a value, and a few layers add theirs
+    # up.
     assert 0 < max(row.relative for row in report.parity.graph) < 5e-3
     assert report.files_bytes["denoiser.onnx.data"] < 300_000
     with dlm_runtime.open(tmp_path / "bundle") as bundle:
-        out = bundle.generate(tokens=[1, 2, 3], max_new_tokens=16, preset="fast-dllm", block_length=8, threshold=0.3)
+        out = bundle.generate(
+            tokens=[1, 2, 3], max_new_tokens=16, preset="fast-dllm", block_length=8, threshold=0.3
+        )
         assert out.nfe <= 16
         assert bundle.mask_token_id not in out.tokens
 
@@ -230,11 +391,19 @@ def test_graph_is_checked_named_and_addressable(llada_bundle: Path) -> None:
     onnx.checker.check_model(str(path), full_check=False)
     model = onnx.load(str(path), load_external_data=False)
     assert [opset.version for opset in model.opset_import if opset.domain == ""] == [23]
-    axes = {i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input}
+    axes = {
+        i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim]
+        for i in model.graph.input
+    }
     assert axes["input_ids"] == ["B", "T"]
     assert axes["score_rows"] == ["B", "R"]
     assert axes["past_key.1"] == ["B", 4, "S", 16]
-    layers = {p.value: node.op_type for node in model.graph.node for p in node.metadata_props if p.key == graph.LAYER_KEY}
+    layers = {
+        p.value: node.op_type
+        for node in model.graph.node
+        for p in node.metadata_props
+        if p.key == graph.LAYER_KEY
+    }
     assert layers["blocks.1.mlp.down"] == "MatMul"
     assert layers["head"] == "MatMul"
     kinds = [node.op_type for node in model.graph.node]

@@ -1,4 +1,6 @@
-"""Parts of a graph, run one after the other, are the graph: equal to the bit, whatever it holds; a part names what it lacks."""
+"""Parts of a graph, run one after the other, are the graph: equal to the bit, whatever it holds; a
+part names what it lacks.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,43 @@ SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=2, states_per_sam
 
 def _pass(network: NetworkSpec, canvases: int = 2) -> dict[str, onnxruntime.OrtValue]:
     rng = np.random.default_rng(3)
-    return full_pass(network, "float32", rng.integers(0, network.vocab_size, (canvases, 9)), np.tile([1, 4, 8], (canvases, 1)))
+    return full_pass(
+        network,
+        "float32",
+        rng.integers(0, network.vocab_size, (canvases, 9)),
+        np.tile([1, 4, 8], (canvases, 1)),
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [("llada", "fp32"), ("llada", "int8"), ("llada", "nvfp4"), ("dream", "int4-rtn"), ("dream", "int8")],
+    [
+        ("llada", "fp32"),
+        ("llada", "int8"),
+        ("llada", "nvfp4"),
+        ("dream", "int4-rtn"),
+        ("dream", "int8"),
+    ],
 )
 def test_parts_one_after_the_other_give_the_whole_graphs_outputs_to_the_bit(
     family: str, precision: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     checkpoint = request.getfixturevalue(f"{family}_checkpoint")
-    build(checkpoint, tmp_path / "bundle", BuildOptions(precision=precision, check_parity=False, quantise=SMALL))
-    network, folder, is_simulated = open_source(checkpoint).network, tmp_path / "bundle", precision == "nvfp4"
+    build(
+        checkpoint,
+        tmp_path / "bundle",
+        BuildOptions(precision=precision, check_parity=False, quantise=SMALL),
+    )
+    network, folder, is_simulated = (
+        open_source(checkpoint).network,
+        tmp_path / "bundle",
+        precision == "nvfp4",
+    )
     model = ir.load(folder / GRAPH_FILE)
     names = [str(value.name) for value in model.graph.outputs]
-    expected = open_graph(model, folder, is_simulated=is_simulated).run_with_ort_values(names, _pass(network))
+    expected = open_graph(model, folder, is_simulated=is_simulated).run_with_ort_values(
+        names, _pass(network)
+    )
     parts = cut(model)
     assert [part.name for part in parts] == ["embed", "blocks.0", "blocks.1", "end"]
     held = [set(part.model.graph.initializers) for part in parts]
@@ -46,10 +69,19 @@ def test_parts_one_after_the_other_give_the_whole_graphs_outputs_to_the_bit(
     for name in large:
         home = name.split(".weight")[0]
         assert [part.name for part, names in zip(parts, held, strict=True) if name in names] == [
-            next((part.name for part in parts if home.startswith(f"{part.name}.") or home == part.name), "end")
+            next(
+                (
+                    part.name
+                    for part in parts
+                    if home.startswith(f"{part.name}.") or home == part.name
+                ),
+                "end",
+            )
         ]
     found: dict[str, np.ndarray] = {}
-    for _, (values,) in run_parts(folder, parts, [_pass(network)], names, is_simulated=is_simulated):
+    for _, (values,) in run_parts(
+        folder, parts, [_pass(network)], names, is_simulated=is_simulated
+    ):
         found |= values
     assert found.keys() == set(names)
     for name, value in zip(names, expected, strict=True):
@@ -59,6 +91,10 @@ def test_parts_one_after_the_other_give_the_whole_graphs_outputs_to_the_bit(
 def test_a_part_says_what_it_lacks(llada_bundle: Path, llada_checkpoint: Path) -> None:
     network = open_source(llada_checkpoint).network
     parts = cut(ir.load(llada_bundle / GRAPH_FILE))
-    runs = run_parts(llada_bundle, [parts[0], *parts[2:]], [_pass(network)], ["logits"], is_simulated=False)
-    with pytest.raises(PartError, match=r"^blocks\.1 reads .*, which neither the pass nor a part before it gives"):
+    runs = run_parts(
+        llada_bundle, [parts[0], *parts[2:]], [_pass(network)], ["logits"], is_simulated=False
+    )
+    with pytest.raises(
+        PartError, match=r"^blocks\.1 reads .*, which neither the pass nor a part before it gives"
+    ):
         list(runs)

@@ -1,4 +1,6 @@
-"""The graph in elementary operators, for TensorRT before 10.14 (Orin), computes what the one in whole operators does."""
+"""The graph in elementary operators, for TensorRT before 10.14 (Orin), computes what the one in
+whole operators does.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,27 @@ def write(checkpoint: Path, folder: Path, *, is_plain: bool) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_both_graphs_compute_the_same(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_both_graphs_compute_the_same(
+    family: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     checkpoint = request.getfixturevalue(f"{family}_checkpoint")
     whole = write(checkpoint, tmp_path / "whole", is_plain=False)
     plain = write(checkpoint, tmp_path / "plain", is_plain=True)
     assert {node.op_type for node in whole.graph.node} >= NEW
     assert not {node.op_type for node in plain.graph.node} & NEW
     assert [item.version for item in plain.opset_import] == [21]
-    assert [value.name for value in plain.graph.input] == [value.name for value in whole.graph.input]
-    assert [value.name for value in plain.graph.output] == [value.name for value in whole.graph.output]
+    assert [value.name for value in plain.graph.input] == [
+        value.name for value in whole.graph.input
+    ]
+    assert [value.name for value in plain.graph.output] == [
+        value.name for value in whole.graph.output
+    ]
 
     rng = np.random.default_rng(3)
-    sessions = [onnxruntime.InferenceSession(tmp_path / name / graph.GRAPH_FILE) for name in ("whole", "plain")]
+    sessions = [
+        onnxruntime.InferenceSession(tmp_path / name / graph.GRAPH_FILE)
+        for name in ("whole", "plain")
+    ]
     for T, S, rows in ((7, 5, [0, 6]), (1, 0, [0]), (12, 0, [1, 2, 11]), (3, 30, [2])):
         feed = {
             "input_ids": rng.integers(0, 150, (1, T)),
@@ -53,12 +64,16 @@ def test_both_graphs_compute_the_same(family: str, request: pytest.FixtureReques
         expected, found = ([*session.run(names, feed)] for session in sessions)
         for name, one, other in zip(names, expected, found, strict=True):
             # Sums in another order, in fp32, through two layers.
-            np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5, err_msg=f"{name} at T={T}, S={S}")
+            np.testing.assert_allclose(
+                other, one, rtol=1e-4, atol=1e-5, err_msg=f"{name} at T={T}, S={S}"
+            )
 
 
 def test_a_bundle_for_orin_holds_the_plain_graph(llada_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundle"
-    done = dlm_export("build", llada_checkpoint, "--target", "agx-orin,sm87", "--precision", "fp16", "-o", out)
+    done = dlm_export(
+        "build", llada_checkpoint, "--target", "agx-orin,sm87", "--precision", "fp16", "-o", out
+    )
     assert done.exit_code == 0, done.output
     assert f"dlm-export engine {out} --target agx-orin" in done.stdout
     for name in (graph.GRAPH_FILE, graph.DEVICE_FILE):

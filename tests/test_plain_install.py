@@ -1,6 +1,8 @@
-"""README and the page of the examples, followed in a fresh environment that has only what ``pip install .`` installs.
+"""README and the page of the examples, followed in a fresh environment that has only what ``pip
+install .`` installs.
 
-The home folder is new, so nothing is cached. Commands that build bundles need the ``export`` extra: test_docs.py follows those.
+The home folder is new, so nothing is cached. Commands that build bundles need the ``export`` extra:
+test_docs.py follows those.
 """
 
 from __future__ import annotations
@@ -21,10 +23,21 @@ from test_imports import HEAVY
 pytestmark = pytest.mark.slow
 
 EMBED = ROOT / "examples" / "embed" / "README.md"
-NOT_COPIED = (".git", ".venv", "build", "dist", "target", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
+NOT_COPIED = (
+    ".git",
+    ".venv",
+    "build",
+    "dist",
+    "target",
+    "__pycache__",
+    "*.egg-info",
+    ".*_cache",
+    ".hypothesis",
+)
 PROGRAMS = ("cmake", "pkg-config", "cargo", "go")
 
-# Program that is needed -> how the lines of the page begin that build and run the examples, in order.
+# Program that is needed -> how the lines of the page begin that build and run the examples, in
+# order.
 EXAMPLES = {
     "cc": ("cc -std=c99 examples/embed/generate.c $(dlm-export",),
     "pkg-config": ('export PKG_CONFIG_PATH="$HOME', "cc -std=c99 examples/embed/generate.c $(pkg-config"),
@@ -42,7 +55,15 @@ def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     tree, venv, home, tools = (folder / name for name in ("tree", "venv", "home", "tools"))
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    pip = [venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "."]
+    pip = [
+        venv / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        ".",
+    ]
     subprocess.run(pip, cwd=tree, check=True, stdout=sys.stderr)
     shutil.rmtree(tree / "build", ignore_errors=True)  # what the installation compiled
     shutil.copytree(demo_bundle, tree / PLACEHOLDERS["BUNDLE"])
@@ -55,7 +76,9 @@ def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     real = Path.home()
     environment = {
         "HOME": str(home),
-        "PATH": os.pathsep.join([str(venv / "bin"), str(tools), "/usr/local/bin", "/usr/bin", "/bin"]),
+        "PATH": os.pathsep.join(
+            [str(venv / "bin"), str(tools), "/usr/local/bin", "/usr/bin", "/bin"]
+        ),
         "CARGO_HOME": os.environ.get("CARGO_HOME", str(real / ".cargo")),
         "RUSTUP_HOME": os.environ.get("RUSTUP_HOME", str(real / ".rustup")),
         "GOPROXY": "off",
@@ -63,23 +86,40 @@ def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     def run(script: str) -> str:
         done = subprocess.run(
-            ["sh", "-ec", script], cwd=tree, env=environment, capture_output=True, text=True, timeout=600, check=False
+            ["sh", "-ec", script],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
-        assert done.returncode == 0, f"{script}\nexit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, (
+            f"{script}\nexit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done.stdout
 
-    (home / "dlm").symlink_to(run("dlm-export embed --prefix").strip())  # as if it was installed there
+    (home / "dlm").symlink_to(
+        run("dlm-export embed --prefix").strip()
+    )  # as if it was installed there
     return run
 
 
 def test_a_plain_install_holds_no_heavy_package(plain: Callable[[str], str]) -> None:
-    listed = {each["name"].lower().replace("-", "_") for each in json.loads(plain("python -m pip list --format json"))}
+    listed = {
+        each["name"].lower().replace("-", "_")
+        for each in json.loads(plain("python -m pip list --format json"))
+    }
     assert "outlines_core" in listed
     assert not listed & {*HEAVY}
 
 
 def test_the_commands_of_readme_that_run_a_bundle_run(plain: Callable[[str], str]) -> None:
-    commands = [words for words in _commands(README) if words[0] == "dlm-export" and "CHECKPOINT" not in words]
+    commands = [
+        words
+        for words in _commands(README)
+        if words[0] == "dlm-export" and "CHECKPOINT" not in words
+    ]
     ours = [words for words in commands if "--golden" not in words]
     assert {words[1] for words in ours} == {"inspect", "run"}
     for words in ours:
@@ -89,9 +129,16 @@ def test_the_commands_of_readme_that_run_a_bundle_run(plain: Callable[[str], str
 
 def test_the_python_program_of_readme_runs(plain: Callable[[str], str]) -> None:
     program = next(block.text for block in _blocks(README) if block.language == "python")
-    out = plain(f"export XDG_CACHE_HOME=$HOME/caches; test ! -e $HOME/caches\npython - <<'END'\n{program}\nEND")
+    out = plain(
+        f"export XDG_CACHE_HOME=$HOME/caches; test ! -e $HOME/caches\npython - <<'END'\n{program}\nEND"
+    )
     assert '{"name":"set_light","arguments":{"room":"kitchen","state":"on"}}' in out
-    last, end = None, 0  # the streamed text ends without a newline, so the object of json_object follows on the same line
+    last, end = (
+        None,
+        0,
+        # the streamed text ends without a newline, so the object of json_object follows on the same
+        # line
+    )
     while end < len(line := out.splitlines()[-1]):
         last, end = json.JSONDecoder().raw_decode(line, end)
     assert isinstance(last, dict)
@@ -100,15 +147,23 @@ def test_the_python_program_of_readme_runs(plain: Callable[[str], str]) -> None:
 
 def test_the_c_program_of_readme_runs(plain: Callable[[str], str]) -> None:
     tree = Path(plain("pwd").strip())
-    assert plain(write_c_sample(tree)) == '{"name":"set_light","arguments":{"room":"kitchen","state":"on"}}\n'
+    assert (
+        plain(write_c_sample(tree))
+        == '{"name":"set_light","arguments":{"room":"kitchen","state":"on"}}\n'
+    )
 
 
 @pytest.mark.parametrize("program", EXAMPLES)
-def test_the_examples_build_and_run_as_their_page_says(plain: Callable[[str], str], program: str) -> None:
+def test_the_examples_build_and_run_as_their_page_says(
+    plain: Callable[[str], str], program: str
+) -> None:
     if program in PROGRAMS:
         found(program)
     lines = [
-        line for block in _blocks(EMBED) if block.language == "sh" for line in block.text.replace("\\\n", " ").splitlines()
+        line
+        for block in _blocks(EMBED)
+        if block.language == "sh"
+        for line in block.text.replace("\\\n", " ").splitlines()
     ]
 
     def line_of(start: str) -> str:

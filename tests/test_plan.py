@@ -26,10 +26,22 @@ from dlm_export.cli import main
 from dlm_export.network.spec import MlpSpec
 from dlm_export.planning import plan
 from dlm_export.planning.bench import PassSize
-from dlm_export.planning.measured import MeasuredError, MeasuredPass, interpolated_ratio, read_measured
+from dlm_export.planning.measured import (
+    MeasuredError,
+    MeasuredPass,
+    interpolated_ratio,
+    read_measured,
+)
 from dlm_export.planning.plan import Request, generation_passes, make_plan, memory_bytes, predict
 from dlm_export.planning.roofline import Machine, kinds_of, limit_s, weights_bytes
-from dlm_export.planning.shapes import Precision, Shape, ShapeError, precisions_of, read_shape, scaled_shape
+from dlm_export.planning.shapes import (
+    Precision,
+    Shape,
+    ShapeError,
+    precisions_of,
+    read_shape,
+    scaled_shape,
+)
 from dlm_export.sources import open_source
 from dlm_export.targets import TARGETS, Target
 from dlm_export.tensorrt.estimate import Limits, estimate
@@ -45,7 +57,11 @@ def invoke(*arguments: object) -> Result:
 
 
 def prediction(
-    shape: Shape = LLADA_8B, target: Target = H100, precision: str = "fp16", request: Request | None = None, block: int = 32
+    shape: Shape = LLADA_8B,
+    target: Target = H100,
+    precision: str = "fp16",
+    request: Request | None = None,
+    block: int = 32,
 ) -> plan.Prediction:
     (found,), _ = precisions_of(shape, target, [precision])
     return predict(shape, target, found, request or Request(), block)
@@ -53,7 +69,12 @@ def prediction(
 
 def measurement(**changes: Any) -> dict[str, Any]:
     """What ``bench --json`` prints of a bundle of TINY's sizes, as far as a plan reads it."""
-    rates = {"read_bytes_per_s": 1e9, "int8_macs_per_s": 4e9, "int8_macs_per_s_32_rows": 2e9, "fp32_macs_per_s": 1e9}
+    rates = {
+        "read_bytes_per_s": 1e9,
+        "int8_macs_per_s": 4e9,
+        "int8_macs_per_s_32_rows": 2e9,
+        "fp32_macs_per_s": 1e9,
+    }
     machine = Machine(**rates)
     (precision,), _ = precisions_of(TINY, CPU, ["int8"])
     passes = []
@@ -61,7 +82,10 @@ def measurement(**changes: Any) -> dict[str, Any]:
         work = plan._work(TINY, precision, PassSize(tokens, cached, rows), 1)
         limit_ms = 1e3 * limit_s(work, machine.rates())
         made = {"tokens": tokens, "cached": cached, "rows": rows}
-        passes.append(made | {"ms": ratio * limit_ms, "limit_ms": limit_ms, "ratio": ratio, "quartiles_ms": [0, 0]})
+        passes.append(
+            made
+            | {"ms": ratio * limit_ms, "limit_ms": limit_ms, "ratio": ratio, "quartiles_ms": [0, 0]}
+        )
     generation = {
         "preset": "fast-dllm",
         "changes": {},
@@ -90,8 +114,12 @@ def measured_file(tmp_path: Path) -> Path:
 
 
 def test_an_example_worked_out_by_hand() -> None:
-    """One block of d 32: 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights, head 3200, norms 96; 2-byte elements."""
-    target = replace(H100, bandwidth_bytes_per_s=1e6, rates={"fp16": 4e7})  # 2e7 multiply-adds a second
+    """One block of d 32: 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights, head 3200, norms 96; 2-byte
+    elements.
+    """
+    target = replace(
+        H100, bandwidth_bytes_per_s=1e6, rates={"fp16": 4e7}
+    )  # 2e7 multiply-adds a second
     request = Request(prompt_tokens=8, new_tokens=4, tokens_per_pass=(2,), prices={"h100": 3.6})
     got = prediction(TINY, target, request=request, block=4)
     weights = 2 * (10240 + 3200 + 96)
@@ -107,7 +135,9 @@ def test_an_example_worked_out_by_hand() -> None:
     assert got.block_pass.arithmetic_ms == pytest.approx(block_macs)
     (speed,) = got.speeds
     assert speed.nfe == 2
-    assert speed.ms_per_token == pytest.approx((full_bytes + block_bytes) / 4)  # bytes bind, however many rows are scored
+    assert speed.ms_per_token == pytest.approx(
+        (full_bytes + block_bytes) / 4
+    )  # bytes bind, however many rows are scored
     assert speed.tokens_per_s == pytest.approx(1e3 / speed.ms_per_token)
     assert speed.cost_per_million_tokens == pytest.approx(3.6 * 1e6 / speed.tokens_per_s / 3600)
 
@@ -117,7 +147,12 @@ def test_eight_billion_is_llada_8b_to_the_parameter() -> None:
     network = LLADA_8B.network
     attention, mlp = network.layers[0].attention, network.layers[0].mlp
     assert isinstance(mlp, MlpSpec)
-    assert (len(network.layers), network.hidden_size, attention.heads, mlp.size) == (32, 4096, 32, 12288)
+    assert (len(network.layers), network.hidden_size, attention.heads, mlp.size) == (
+        32,
+        4096,
+        32,
+        12288,
+    )
     assert network.parameter_count() == 8_015_581_184
     (fp16,), _ = precisions_of(LLADA_8B, H100, ["fp16"])
     assert _weights_bytes(LLADA_8B, fp16) == 2 * network.parameter_count()
@@ -161,9 +196,12 @@ def test_the_passes_are_those_that_the_native_loop_makes(
             super()._run(p)
 
         def predict(self, position: int, token: int, masked: int) -> tuple[int, float]:
-            return super().predict(position, token, masked)[0], 0.5  # ties commit by the count alone
+            return super().predict(position, token, masked)[
+                0
+            ], 0.5  # ties commit by the count alone
 
-    # Entropy 0.5 a row: the rule commits while the sum of the entropies before stays within the bound.
+    # Entropy 0.5 a row: the rule commits while the sum of the entropies before stays within the
+    # bound.
     bundle = Recording(visible_block=visible_block).bundle
     block *= visible_block or 1
     bundle.generate(
@@ -175,7 +213,9 @@ def test_the_passes_are_those_that_the_native_loop_makes(
         block_length=block,
         stop="none",
     )
-    assert made == generation_passes(prompt, new, block, per_pass, has_cache=has_cache, visible_block=visible_block)
+    assert made == generation_passes(
+        prompt, new, block, per_pass, has_cache=has_cache, visible_block=visible_block
+    )
 
 
 def test_a_broken_number_of_tokens_a_pass_commits_that_many_on_average() -> None:
@@ -184,11 +224,18 @@ def test_a_broken_number_of_tokens_a_pass_commits_that_many_on_average() -> None
 
 
 @given(new=st.integers(1, 300), block=st.integers(1, 64), per_pass=st.floats(1, 64))
-def test_more_tokens_a_pass_never_make_more_or_larger_passes(new: int, block: int, per_pass: float) -> None:
+def test_more_tokens_a_pass_never_make_more_or_larger_passes(
+    new: int, block: int, per_pass: float
+) -> None:
     def rows(per_pass: float) -> int:
-        return sum(each.rows * count for each, count in generation_passes(8, new, block, per_pass).items())
+        return sum(
+            each.rows * count for each, count in generation_passes(8, new, block, per_pass).items()
+        )
 
-    fewer, more = generation_passes(8, new, block, per_pass), generation_passes(8, new, block, per_pass * 1.5)
+    fewer, more = (
+        generation_passes(8, new, block, per_pass),
+        generation_passes(8, new, block, per_pass * 1.5),
+    )
     assert more.total() <= fewer.total() <= new
     assert rows(per_pass * 1.5) <= rows(per_pass)
 
@@ -219,28 +266,43 @@ shapes = st.builds(
     vocabulary=st.integers(10, 100_000),
     tied=st.booleans(),
 )
-requests = st.builds(Request, prompt_tokens=st.integers(0, 500), new_tokens=st.integers(1, 60), batch=st.integers(1, 40))
+requests = st.builds(
+    Request,
+    prompt_tokens=st.integers(0, 500),
+    new_tokens=st.integers(1, 60),
+    batch=st.integers(1, 40),
+)
 MEMORY_TARGETS = [H100, TARGETS["b200"], CPU]
 precisions = st.sampled_from(["fp16", "int8", "int8-static", "int4", "fp8"])
 
 
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, request=requests, precision=precisions, times=st.floats(1, 100))
-def test_more_bandwidth_and_higher_rates_are_never_slower(shape: Shape, request: Request, precision: str, times: float) -> None:
+def test_more_bandwidth_and_higher_rates_are_never_slower(
+    shape: Shape, request: Request, precision: str, times: float
+) -> None:
     base = prediction(shape, H100, precision, request)
     assert H100.bandwidth_bytes_per_s is not None
     wider = replace(H100, bandwidth_bytes_per_s=times * H100.bandwidth_bytes_per_s)
     faster = replace(H100, rates={name: times * rate for name, rate in H100.rates.items()})
     for better in (wider, faster):
-        for ours, theirs in zip(prediction(shape, better, precision, request).speeds, base.speeds, strict=True):
+        for ours, theirs in zip(
+            prediction(shape, better, precision, request).speeds, base.speeds, strict=True
+        ):
             assert ours.tokens_per_s >= theirs.tokens_per_s * (1 - 1e-12)
 
 
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, request=requests, precision=precisions)
-def test_more_tokens_a_pass_are_never_slower(shape: Shape, request: Request, precision: str) -> None:
-    speeds = prediction(shape, H100, precision, replace(request, tokens_per_pass=(1, 1.5, 2, 4, 9, 64))).speeds
-    assert [speed.tokens_per_s for speed in speeds] == sorted(speed.tokens_per_s for speed in speeds)
+def test_more_tokens_a_pass_are_never_slower(
+    shape: Shape, request: Request, precision: str
+) -> None:
+    speeds = prediction(
+        shape, H100, precision, replace(request, tokens_per_pass=(1, 1.5, 2, 4, 9, 64))
+    ).speeds
+    assert [speed.tokens_per_s for speed in speeds] == sorted(
+        speed.tokens_per_s for speed in speeds
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -257,9 +319,14 @@ def test_a_larger_batch_never_lowers_tokens_a_second_nor_memory(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    shape=shapes, canvas=st.integers(32, 1000), batch=st.integers(1, 9), target=st.sampled_from([H100, TARGETS["b200"], CPU])
+    shape=shapes,
+    canvas=st.integers(32, 1000),
+    batch=st.integers(1, 9),
+    target=st.sampled_from([H100, TARGETS["b200"], CPU]),
 )
-def test_quantised_weights_never_need_more_memory(shape: Shape, canvas: int, batch: int, target: Target) -> None:
+def test_quantised_weights_never_need_more_memory(
+    shape: Shape, canvas: int, batch: int, target: Target
+) -> None:
     full = "fp32" if target is CPU else "fp16"
     (reference,), _ = precisions_of(shape, target, [full])
     most = memory_bytes(shape, reference, target, canvas, 32, batch)
@@ -285,9 +352,15 @@ def test_a_build_counts_weights_as_a_plan_does(
     llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     counted = []
-    monkeypatch.setattr(request.estimate, "check_memory", lambda network, target, size, *_, **__: counted.append(size))
+    monkeypatch.setattr(
+        request.estimate,
+        "check_memory",
+        lambda network, target, size, *_, **__: counted.append(size),
+    )
     source = open_source(llada_checkpoint)
-    request.check_job(request.check_request(BuildOptions(("h100",), precision, check_parity=False)), source)
+    request.check_job(
+        request.check_request(BuildOptions(("h100",), precision, check_parity=False)), source
+    )
     ((planned,), _) = precisions_of(Shape("a", source.network, None, {}), H100, [precision])
     assert counted == [_weights_bytes(Shape("a", source.network, None, {}), planned)]
 
@@ -308,7 +381,9 @@ def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bun
         shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
         (fp32,), _ = precisions_of(shape, CPU, ["fp32"])
         assert _weights_bytes(shape, fp32) == 4 * shape.network.parameter_count()
-        stored = json.loads((bundle / "manifest.json").read_text())["files"]["denoiser.onnx.data"]["bytes"]
+        stored = json.loads((bundle / "manifest.json").read_text())["files"]["denoiser.onnx.data"][
+            "bytes"
+        ]
         # The file adds the tables of RoPE, and rounds tensors up to pages.
         assert 1 <= stored / _weights_bytes(shape, fp32) < 1.5
 
@@ -353,7 +428,10 @@ def test_a_precision_that_a_target_does_not_run_is_left_out_with_the_reason() ->
     made = make_plan([LLADA_8B], [H100, TARGETS["b200"]], Request(), ["nvfp4"])
     assert [each.target for each in made.predictions] == ["b200"]
     assert "NVFP4 needs SM 10.0" in made.left_out["h100"]["nvfp4"]
-    assert make_plan([LLADA_8B], [CPU], Request()).left_out["cpu"]["nvfp4"] == "a CPU simulates it, at the speed of fp32"
+    assert (
+        make_plan([LLADA_8B], [CPU], Request()).left_out["cpu"]["nvfp4"]
+        == "a CPU simulates it, at the speed of fp32"
+    )
 
 
 def test_every_precision_that_a_target_runs_is_there_once() -> None:
@@ -372,7 +450,10 @@ def test_the_calibration_gives_the_measured_passes_back(measured_file: Path) -> 
     request = Request(prompt_tokens=24, new_tokens=8)
     got = predict(TINY, CPU, precision, request, 8, measured)
     assert got.is_calibrated
-    told = {(each["tokens"], each["cached"], each["rows"]): each["ms"] for each in measurement()["passes"]}
+    told = {
+        (each["tokens"], each["cached"], each["rows"]): each["ms"]
+        for each in measurement()["passes"]
+    }
     assert got.full_pass.ms == pytest.approx(told[32, 0, 8])
     assert got.block_pass.ms == pytest.approx(told[8, 24, 8])
     assert (got.full_pass.ratio, got.block_pass.ratio) == (pytest.approx(2), pytest.approx(3))
@@ -383,13 +464,19 @@ def test_the_calibration_gives_the_measured_passes_back(measured_file: Path) -> 
 
 
 @given(tokens=st.integers(1, 5000), cached=st.integers(0, 5000), rows=st.integers(0, 5000))
-def test_an_interpolated_ratio_stays_within_what_was_measured(tokens: int, cached: int, rows: int) -> None:
+def test_an_interpolated_ratio_stays_within_what_was_measured(
+    tokens: int, cached: int, rows: int
+) -> None:
     known = [
         MeasuredPass(PassSize(8, 24, 8), 3, 1),
         MeasuredPass(PassSize(32, 0, 8), 2, 1),
         MeasuredPass(PassSize(32, 0, 32), 1.5, 1),
     ]
-    assert 1.5 * (1 - 1e-9) <= interpolated_ratio(known, PassSize(tokens, cached, rows)) <= 3 * (1 + 1e-9)
+    assert (
+        1.5 * (1 - 1e-9)
+        <= interpolated_ratio(known, PassSize(tokens, cached, rows))
+        <= 3 * (1 + 1e-9)
+    )
 
 
 def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path) -> None:
@@ -424,7 +511,9 @@ def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_fil
 
 
 def test_growth_on_the_cpu_compares_only_what_is_calibrated(measured_file: Path) -> None:
-    made = make_plan([TINY], [CPU], Request(prompt_tokens=8, new_tokens=8), None, read_measured(measured_file))
+    made = make_plan(
+        [TINY], [CPU], Request(prompt_tokens=8, new_tokens=8), None, read_measured(measured_file)
+    )
     points = [point for growth in made.growth for point in growth.lines["cpu"] if point is not None]
     assert points
     assert {point.precision for point in points} == {"int8"}
@@ -435,14 +524,22 @@ def test_growth_on_the_cpu_compares_only_what_is_calibrated(measured_file: Path)
     [
         ({"roofline": None}, "roofline.read_bytes_per_s"),
         ({"passes": []}, "holds no pass"),
-        ({"passes": [{"tokens": 0, "cached": 0, "rows": 0, "ms": 1, "limit_ms": 1}]}, "is of no tokens"),
-        ({"passes": [{"tokens": 8, "cached": 0, "rows": 8, "ms": 1, "limit_ms": None}]}, "passes.0.limit_ms"),
+        (
+            {"passes": [{"tokens": 0, "cached": 0, "rows": 0, "ms": 1, "limit_ms": 1}]},
+            "is of no tokens",
+        ),
+        (
+            {"passes": [{"tokens": 8, "cached": 0, "rows": 8, "ms": 1, "limit_ms": None}]},
+            "passes.0.limit_ms",
+        ),
         ({"passes": 3}, "passes is not there"),
         ({"bundle": "somewhere"}, "bundle.precision"),
         ({"machine": {"memory_bytes": True}}, "machine.memory_bytes"),
     ],
 )
-def test_a_damaged_measurement_is_refused_by_name(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_a_damaged_measurement_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(measurement(**change)))
     with pytest.raises(MeasuredError, match=said):
@@ -450,7 +547,11 @@ def test_a_damaged_measurement_is_refused_by_name(tmp_path: Path, change: dict[s
 
 
 @settings(max_examples=50, deadline=None)
-@given(value=st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists, max_leaves=5))
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists, max_leaves=5
+    )
+)
 def test_no_measurement_crashes(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     path = tmp_path_factory.mktemp("measured") / "measured.json"
     for key in measurement():
@@ -463,11 +564,24 @@ def test_no_measurement_crashes(tmp_path_factory: pytest.TempPathFactory, value:
 
 
 def test_json_has_every_combination_and_no_number_that_is_none(measured_file: Path) -> None:
-    options = ("--sizes", "1B,8B", "--targets", "h100,cpu", "--block-length", "16,32", "--tokens-per-pass", "1,2.5")
-    result = invoke("plan", *options, "--price-per-hour", "h100=2", "--measured", measured_file, "--json")
+    options = (
+        "--sizes",
+        "1B,8B",
+        "--targets",
+        "h100,cpu",
+        "--block-length",
+        "16,32",
+        "--tokens-per-pass",
+        "1,2.5",
+    )
+    result = invoke(
+        "plan", *options, "--price-per-hour", "h100=2", "--measured", measured_file, "--json"
+    )
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout, parse_constant=lambda text: pytest.fail(text))
-    combinations = Counter((each["denoiser"], each["target"], each["block_length"]) for each in told["predictions"])
+    combinations = Counter(
+        (each["denoiser"], each["target"], each["block_length"]) for each in told["predictions"]
+    )
     assert combinations == {
         (size, target.name, block): len(precisions_of(scaled_shape(size), target)[0])
         for size in ("1B", "8B")
@@ -475,7 +589,9 @@ def test_json_has_every_combination_and_no_number_that_is_none(measured_file: Pa
         for block in (16, 32)
     }
     for each in told["predictions"]:
-        assert [speed["tokens_per_pass"] for speed in each["speeds"]] == ([1, 2.5] if each["fits"] else [])
+        assert [speed["tokens_per_pass"] for speed in each["speeds"]] == (
+            [1, 2.5] if each["fits"] else []
+        )
         costs = [speed["cost_per_million_tokens"] for speed in each["speeds"]]
         assert all((cost is None) == (each["target"] == "cpu") for cost in costs)
         assert each["full_pass"]["tokens"] == 256
@@ -487,7 +603,9 @@ def test_tables_are_read_in_a_hundred_columns() -> None:
     result = invoke("plan", "--sizes", "8B", "--targets", names, "--price-per-hour", "2.5")
     assert result.exit_code == 0, result.output
     tables = [
-        line for line in result.stdout.splitlines() if not line.startswith(("Left out", "Unknown", "Derived", "Same figures"))
+        line
+        for line in result.stdout.splitlines()
+        if not line.startswith(("Left out", "Unknown", "Derived", "Same figures"))
     ]
     assert max(map(len, tables)) <= 100
     for name in names.split(","):
@@ -495,14 +613,29 @@ def test_tables_are_read_in_a_hundred_columns() -> None:
     assert "Cost of a million tokens, at 2.5 an hour" in result.stdout
 
 
-def test_a_bundle_is_planned_without_torch_in_its_own_precision_too(llada_bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_is_planned_without_torch_in_its_own_precision_too(
+    llada_bundle: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(llada_bundle, folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    (fp32,), _ = precisions_of(read_shape(llada_bundle, lambda path: pytest.fail("this is a bundle")), CPU, ["fp32"])
+    (fp32,), _ = precisions_of(
+        read_shape(llada_bundle, lambda path: pytest.fail("this is a bundle")), CPU, ["fp32"]
+    )
     assert fp32.layers == ()
     done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, "plan", folder, "--targets", "cpu,l4", "--json", "--new-tokens", "16"],
+        [
+            sys.executable,
+            "-c",
+            BLOCKED,
+            "plan",
+            folder,
+            "--targets",
+            "cpu,l4",
+            "--json",
+            "--new-tokens",
+            "16",
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -524,9 +657,14 @@ def test_a_quantised_bundles_own_formats_are_planned() -> None:
     assert left_out["mine, as the bundle has it"] == "h100 does not run int8-dynamic"
 
 
-def test_a_checkpoint_is_planned_by_its_configuration(dream_checkpoint: Path, dream_bundle: Path) -> None:
+def test_a_checkpoint_is_planned_by_its_configuration(
+    dream_checkpoint: Path, dream_bundle: Path
+) -> None:
     options = ("--targets", "l4", "--precisions", "int8", "--new-tokens", 16, "--json")
-    ours, theirs = (json.loads(invoke("plan", path, *options).stdout) for path in (dream_checkpoint, dream_bundle))
+    ours, theirs = (
+        json.loads(invoke("plan", path, *options).stdout)
+        for path in (dream_checkpoint, dream_bundle)
+    )
     for told in (ours, theirs):
         for each in told["predictions"]:
             del each["denoiser"]
@@ -537,7 +675,17 @@ def test_a_checkpoint_is_planned_by_its_configuration(dream_checkpoint: Path, dr
 def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
     path = tmp_path / f"growth.{kind}"
-    options = ("plan", "--sizes", "1B", "--targets", "h100,gb10,thor", "--precisions", "int8", "--plot", path)
+    options = (
+        "plan",
+        "--sizes",
+        "1B",
+        "--targets",
+        "h100,gb10,thor",
+        "--precisions",
+        "int8",
+        "--plot",
+        path,
+    )
     result = invoke(*options)
     assert result.exit_code == 0, result.output
     assert str(path) in result.stderr
@@ -578,7 +726,10 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
         (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "l4=1"), "--price-per-hour"),
         (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "-1"), "--price-per-hour"),
         (("--sizes", "8B", "--targets", "h100", "--price-per-hour", "0"), "--price-per-hour"),
-        (("--sizes", "8B", "--targets", "gb10", "--plot", "no-such-folder/growth.png"), "nothing to draw"),
+        (
+            ("--sizes", "8B", "--targets", "gb10", "--plot", "no-such-folder/growth.png"),
+            "nothing to draw",
+        ),
         (("--sizes", "8B", "--targets", "h100", "--plot", "growth.gif"), ".png or .svg"),
         (("--sizes", "8B", "--targets", "h100", "--max-canvas-length", "8"), "is for checkpoints"),
         (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "does not exist"),
@@ -592,6 +743,8 @@ def test_wrong_usage_exits_2_and_says_what(arguments: tuple[str, ...], said: str
 
 
 def test_a_canvas_longer_than_the_denoisers_is_refused(llada_bundle: Path) -> None:
-    result = invoke("plan", llada_bundle, "--targets", "h100", "--prompt-tokens", 200, "--new-tokens", 57)
+    result = invoke(
+        "plan", llada_bundle, "--targets", "h100", "--prompt-tokens", 200, "--new-tokens", 57
+    )
     assert result.exit_code == 2
     assert "200 + 57 tokens are more than the 256" in result.stderr

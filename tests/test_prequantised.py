@@ -1,4 +1,6 @@
-"""Quantised checkpoints of modelopt's unified export load as they are: every code, every scale, and nothing that is damaged."""
+"""Quantised checkpoints of modelopt's unified export load as they are: every code, every scale, and
+nothing that is damaged.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def _say(path: Path, **values: Any) -> None:
 
 
 def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
-    """What a stored matrix ``[out, in]`` stands for, element by element from the format's definition, in float64."""
+    """What a stored matrix ``[out, in]`` stands for, element by element from the format's
+    definition, in float64.
+    """
     codes = tensors[f"{base}.weight"]
     if codes.dtype == torch.float32:
         return codes.double()
@@ -62,7 +66,9 @@ def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
         return codes.double() * (scale.double()[:, None] if scale.dim() else scale.double())
     values = torch.cat((E2M1, -E2M1)).double()
     pairs = torch.stack((values[(codes & 15).long()], values[(codes >> 4).long()]), -1).flatten(1)
-    return pairs * scale.double().repeat_interleave(16, 1) * tensors[f"{base}.weight_scale_2"].double()
+    return (
+        pairs * scale.double().repeat_interleave(16, 1) * tensors[f"{base}.weight_scale_2"].double()
+    )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -77,7 +83,9 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
     assert weights.notes == []
     for parameter, origin in weights.origins.items():
         base = origin.whole.removesuffix(".weight")
-        expected = _dequantised(tensors, base).T if origin.transpose else tensors[origin.whole].double()
+        expected = (
+            _dequantised(tensors, base).T if origin.transpose else tensors[origin.whole].double()
+        )
         array = weights.read(parameter, FLOAT32)
         assert array.flags.c_contiguous
         # Two fp32 products where the definition has none: 2 units in the last place at most.
@@ -95,7 +103,10 @@ def test_codes_and_scales_come_over_bit_for_bit(tmp_path: Path, algorithm: str) 
     codes = tensors[f"{RELEASED}.weight"]
     if algorithm == "FP8":
         assert np.array_equal(stored.weight.codes.view(np.uint8), codes.view(torch.uint8).T.numpy())
-        assert np.array_equal(stored.weight.scales, np.full(64, tensors[f"{RELEASED}.weight_scale"].item(), np.float32))
+        assert np.array_equal(
+            stored.weight.scales,
+            np.full(64, tensors[f"{RELEASED}.weight_scale"].item(), np.float32),
+        )
         assert stored.weight.global_scale is None
     else:
         assert np.array_equal(stored.weight.codes[:, 0::2], (codes & 15).numpy())
@@ -113,9 +124,13 @@ def test_a_layer_in_full_precision_has_nothing_stored(tmp_path: Path) -> None:
 
 
 def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -> None:
-    """FP8's and NVFP4's largest value sits on the largest code, so the ranges and with them all codes are found again."""
+    """FP8's and NVFP4's largest value sits on the largest code, so the ranges and with them all
+    codes are found again.
+    """
     for algorithm in ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"):
-        stored = _weights(write_quantised(tmp_path / algorithm, CONFIGS["dream"], algorithm)).stored(f"{LAYER}.weight")
+        stored = _weights(
+            write_quantised(tmp_path / algorithm, CONFIGS["dream"], algorithm)
+        ).stored(f"{LAYER}.weight")
         assert stored is not None
         again = quantise_weight(stored.weight.dequantise(), stored.weight.format)
         # Minus zero and zero are one value; a scale found again may be off in the last place.
@@ -128,7 +143,12 @@ def test_the_denoiser_is_that_of_the_dequantised_checkpoint(tmp_path: Path, algo
     plain = write_checkpoint(tmp_path / "plain", CONFIGS["llada"], seed=4)
     original = families.load(_weights(plain), _network(plain))
     tensors = load_file(path / WEIGHTS)
-    _retensor(plain, lambda t: t.update({n: _dequantised(tensors, n.removesuffix(".weight")).float() for n in _matrices(t)}))
+    _retensor(
+        plain,
+        lambda t: t.update(
+            {n: _dequantised(tensors, n.removesuffix(".weight")).float() for n in _matrices(t)}
+        ),
+    )
     ids = torch.randint(0, 150, (1, 24), generator=torch.Generator().manual_seed(0))
     ours = families.load(_weights(path), _network(path))(ids)
     expected = families.load(_weights(plain), _network(plain))(ids)
@@ -145,35 +165,48 @@ def _network(path: Path) -> Any:
     return families.read_network(Checkpoint(path), Overrides())
 
 
-@given(st.floats(min_value=2.0**-100, max_value=2.0**100, width=32), st.sampled_from(["FP8", "NVFP4"]))
+@given(
+    st.floats(min_value=2.0**-100, max_value=2.0**100, width=32), st.sampled_from(["FP8", "NVFP4"])
+)
 def test_the_range_of_an_input_gives_its_scale_back_to_the_bit(amax: float, algorithm: str) -> None:
     number_format = weight_format(algorithm)
     scale = np.float32(np.float32(amax) / np.float32(448 if algorithm == "FP8" else 6 * 448))
     weight = quantise_weight(np.ones((16, 1), np.float32), number_format)
-    assert activation_scale(number_format, StoredQuantised(algorithm, weight, scale).input_amax) == scale
+    assert (
+        activation_scale(number_format, StoredQuantised(algorithm, weight, scale).input_amax)
+        == scale
+    )
 
 
 # ---- What a checkpoint says of itself ----
 
 
 def test_a_quantised_checkpoint_says_by_whom_and_how(tmp_path: Path) -> None:
-    quantisation = Checkpoint(write_quantised(tmp_path / "a", CONFIGS["dream"], "NVFP4")).quantisation
+    quantisation = Checkpoint(
+        write_quantised(tmp_path / "a", CONFIGS["dream"], "NVFP4")
+    ).quantisation
     assert str(quantisation) == "NVFP4 (modelopt 0.47.0)"
-    mixed = Checkpoint(write_quantised(tmp_path / "b", CONFIGS["dream"], "MIXED_PRECISION")).quantisation
+    mixed = Checkpoint(
+        write_quantised(tmp_path / "b", CONFIGS["dream"], "MIXED_PRECISION")
+    ).quantisation
     assert str(mixed) == "FP8 and NVFP4 (modelopt 0.47.0)"
     assert Checkpoint(write_checkpoint(tmp_path / "c", CONFIGS["dream"])).quantisation is None
 
 
 def test_names_that_would_spoil_a_terminal_are_not_shown(tmp_path: Path) -> None:
     path = write_quantised(tmp_path, CONFIGS["dream"], "FP8")
-    said = json.loads((path / SAID).read_text()) | {"producer": {"name": "\x1b[2J", "version": ["x"]}}
+    said = json.loads((path / SAID).read_text()) | {
+        "producer": {"name": "\x1b[2J", "version": ["x"]}
+    }
     (path / SAID).write_text(json.dumps(said))
     assert str(Checkpoint(path).quantisation) == "FP8 (unknown producer)"
 
 
 def test_stored_bytes_count_codes_and_scales(tmp_path: Path) -> None:
     path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
-    assert Checkpoint(path).weight_bytes == sum(tensor.nbytes for tensor in load_file(path / WEIGHTS).values())
+    assert Checkpoint(path).weight_bytes == sum(
+        tensor.nbytes for tensor in load_file(path / WEIGHTS).values()
+    )
 
 
 def test_config_json_alone_is_enough(tmp_path: Path) -> None:
@@ -187,7 +220,9 @@ def test_config_json_alone_is_enough(tmp_path: Path) -> None:
         "producer": {"name": "modelopt", "version": "0.29.0"},
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}}},
     }
-    (path / "config.json").write_text(json.dumps(CONFIGS["dream"] | {"quantization_config": embedded}))
+    (path / "config.json").write_text(
+        json.dumps(CONFIGS["dream"] | {"quantization_config": embedded})
+    )
     checkpoint = Checkpoint(path)
     assert str(checkpoint.quantisation) == "NVFP4 (modelopt 0.29.0)"
     assert checkpoint.quantisation is not None
@@ -195,19 +230,31 @@ def test_config_json_alone_is_enough(tmp_path: Path) -> None:
     assert len(_weights(path).quantised) == 14
 
 
-@pytest.mark.parametrize("pattern", ["lm_head", "lm*", "model.layers.0*", "model.layers.0.*", "model.layers.0", "*.k_proj"])
-def test_modules_that_a_pattern_leaves_out_are_expected_in_full_precision(tmp_path: Path, pattern: str) -> None:
+@pytest.mark.parametrize(
+    "pattern",
+    ["lm_head", "lm*", "model.layers.0*", "model.layers.0.*", "model.layers.0", "*.k_proj"],
+)
+def test_modules_that_a_pattern_leaves_out_are_expected_in_full_precision(
+    tmp_path: Path, pattern: str
+) -> None:
     path = write_quantised(tmp_path, CONFIGS["dream"], "FP8", head=True)
     _say(path, exclude_modules=[pattern])
-    with pytest.raises(CheckpointError, match=r"tensors of the wrong type: .* is F8_E4M3, expected BF16 or F16 or F32"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"tensors of the wrong type: .* is F8_E4M3, expected BF16 or F16 or F32",
+    ):
         _weights(path)
 
 
-def test_a_matrix_in_full_precision_is_read_and_said_where_nothing_leaves_it_out(tmp_path: Path) -> None:
+def test_a_matrix_in_full_precision_is_read_and_said_where_nothing_leaves_it_out(
+    tmp_path: Path,
+) -> None:
     path = write_quantised(tmp_path, CONFIGS["dream"], "FP8")
     _say(path, exclude_modules=None)
     weights = _weights(path)
-    assert weights.notes == ["1 matrices are in full precision, which hf_quant_config.json does not say: lm_head.weight"]
+    assert weights.notes == [
+        "1 matrices are in full precision, which hf_quant_config.json does not say: lm_head.weight"
+    ]
     assert weights.stored("head.weight") is None
 
 
@@ -224,14 +271,26 @@ def test_scales_of_a_quantised_cache_are_left_aside_aloud(tmp_path: Path) -> Non
 # ---- Damage ----
 
 TENSORS: dict[str, tuple[str, Change, str]] = {
-    "a scale is missing": ("NVFP4", lambda t: t.pop(f"{RELEASED}.weight_scale"), f"1 tensors missing: {RELEASED}.weight_scale"),
+    "a scale is missing": (
+        "NVFP4",
+        lambda t: t.pop(f"{RELEASED}.weight_scale"),
+        f"1 tensors missing: {RELEASED}.weight_scale",
+    ),
     "the tensor's scale is missing": (
         "NVFP4",
         lambda t: t.pop(f"{RELEASED}.weight_scale_2"),
         f"1 tensors missing: {RELEASED}.weight_scale_2",
     ),
-    "an FP8 scale is missing": ("FP8", lambda t: t.pop(f"{RELEASED}.weight_scale"), "1 tensors missing"),
-    "the weight is missing": ("NVFP4", lambda t: t.pop(f"{RELEASED}.weight"), f"1 tensors missing: {RELEASED}.weight"),
+    "an FP8 scale is missing": (
+        "FP8",
+        lambda t: t.pop(f"{RELEASED}.weight_scale"),
+        "1 tensors missing",
+    ),
+    "the weight is missing": (
+        "NVFP4",
+        lambda t: t.pop(f"{RELEASED}.weight"),
+        f"1 tensors missing: {RELEASED}.weight",
+    ),
     "a scale too many": (
         "FP8",
         lambda t: t.update({f"{RELEASED}.weight_scale_2": torch.tensor(1.0)}),
@@ -249,7 +308,9 @@ TENSORS: dict[str, tuple[str, Change, str]] = {
     ),
     "scales of another width": (
         "NVFP4",
-        lambda t: t.update({f"{RELEASED}.weight_scale": t[f"{RELEASED}.weight_scale"][:, :3].contiguous()}),
+        lambda t: t.update(
+            {f"{RELEASED}.weight_scale": t[f"{RELEASED}.weight_scale"][:, :3].contiguous()}
+        ),
         r"weight_scale is \[64, 3\], expected \[64, 6\]",
     ),
     "one scale for each input": (
@@ -301,13 +362,41 @@ def _nan_code(tensors: dict[str, torch.Tensor], name: str) -> None:
 
 
 VALUES: dict[str, tuple[str, Change, str]] = {
-    "a code is NaN": ("FP8", lambda t: _nan_code(t, f"{RELEASED}.weight"), "1 of 6144 codes are NaN in"),
-    "a group scale is NaN": ("NVFP4", lambda t: _nan_code(t, f"{RELEASED}.weight_scale"), "1 of 384 group scales are NaN"),
-    "a group scale is negative": ("NVFP4", lambda t: t[f"{RELEASED}.weight_scale"].view(torch.uint8).add_(128), "negative"),
-    "the tensor's scale is infinite": ("NVFP4", lambda t: t[f"{RELEASED}.weight_scale_2"].fill_(np.inf), "not finite and"),
-    "a scale is NaN": ("FP8", lambda t: t[f"{RELEASED}.weight_scale"].fill_(np.nan), "not finite and positive"),
-    "a scale is zero": ("FP8", lambda t: t[f"{RELEASED}.weight_scale"].fill_(0), "not finite and positive"),
-    "an input was never seen": ("NVFP4", lambda t: t[f"{RELEASED}.input_scale"].fill_(0), f"in {RELEASED}.input_scale"),
+    "a code is NaN": (
+        "FP8",
+        lambda t: _nan_code(t, f"{RELEASED}.weight"),
+        "1 of 6144 codes are NaN in",
+    ),
+    "a group scale is NaN": (
+        "NVFP4",
+        lambda t: _nan_code(t, f"{RELEASED}.weight_scale"),
+        "1 of 384 group scales are NaN",
+    ),
+    "a group scale is negative": (
+        "NVFP4",
+        lambda t: t[f"{RELEASED}.weight_scale"].view(torch.uint8).add_(128),
+        "negative",
+    ),
+    "the tensor's scale is infinite": (
+        "NVFP4",
+        lambda t: t[f"{RELEASED}.weight_scale_2"].fill_(np.inf),
+        "not finite and",
+    ),
+    "a scale is NaN": (
+        "FP8",
+        lambda t: t[f"{RELEASED}.weight_scale"].fill_(np.nan),
+        "not finite and positive",
+    ),
+    "a scale is zero": (
+        "FP8",
+        lambda t: t[f"{RELEASED}.weight_scale"].fill_(0),
+        "not finite and positive",
+    ),
+    "an input was never seen": (
+        "NVFP4",
+        lambda t: t[f"{RELEASED}.input_scale"].fill_(0),
+        f"in {RELEASED}.input_scale",
+    ),
 }
 
 
@@ -332,19 +421,28 @@ def test_inputs_that_groups_do_not_divide_are_named(tmp_path: Path) -> None:
     path = write_quantised(tmp_path, dream_config(intermediate_size=104), "FP8")
     names = [name for name in load_file(path / WEIGHTS) if name.endswith("down_proj.weight")]
     _say(path, quant_algo="NVFP4")
-    with pytest.raises(CheckpointError, match=f"2 tensors that NVFP4's groups do not divide: {names[0]} has 104 inputs"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"2 tensors that NVFP4's groups do not divide: {names[0]} has 104 inputs",
+    ):
         _weights(path)
 
 
 SAYS: dict[str, tuple[dict[str, Any], str]] = {
-    "an algorithm that is not read": ({"quant_algo": "W4A16_AWQ"}, r"'W4A16_AWQ', which is not read; FP8, FP8_PER_CHANNEL"),
+    "an algorithm that is not read": (
+        {"quant_algo": "W4A16_AWQ"},
+        r"'W4A16_AWQ', which is not read; FP8, FP8_PER_CHANNEL",
+    ),
     "an algorithm with smoothing": ({"quant_algo": "NVFP4_AWQ"}, "which is not read"),
     "an algorithm that is a list": ({"quant_algo": ["FP8"]}, r"\['FP8'\], which is not read"),
     "groups of 32": ({"group_size": 32}, "group_size is 32; NVFP4 has groups of 16"),
     "patterns that are a text": ({"exclude_modules": "lm_head"}, "must be a list of names"),
     "patterns that are numbers": ({"exclude_modules": [1]}, "must be a list of names"),
     "mixed without layers": ({"quant_algo": "MIXED_PRECISION"}, "needs quantized_layers"),
-    "mixed with odd layers": ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}}, "needs quantized_layers"),
+    "mixed with odd layers": (
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}},
+        "needs quantized_layers",
+    ),
     "mixed with an unknown algorithm": (
         {"quant_algo": "MIXED_PRECISION", "quantized_layers": {RELEASED: {"quant_algo": "INT3"}}},
         f"quant_algo of '{RELEASED}' is 'INT3', which is not read",
@@ -376,12 +474,17 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
         ({"quant_method": "gptq", "bits": 4}, "quantised by 'gptq', which is not read"),
         ({}, "quantised by None"),
         ("fp8", "quantization_config must be an object, found str"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo is 'NVFP4', but config.json says 'FP8'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            "quant_algo is 'NVFP4', but config.json says 'FP8'",
+        ),
     ],
 )
 def test_config_json_is_checked_too(tmp_path: Path, embedded: Any, says: str) -> None:
     path = write_quantised(tmp_path, CONFIGS["dream"], "NVFP4")
-    (path / "config.json").write_text(json.dumps(CONFIGS["dream"] | {"quantization_config": embedded}))
+    (path / "config.json").write_text(
+        json.dumps(CONFIGS["dream"] | {"quantization_config": embedded})
+    )
     with pytest.raises(CheckpointError, match=says):
         Checkpoint(path)
 
@@ -389,7 +492,10 @@ def test_config_json_is_checked_too(tmp_path: Path, embedded: Any, says: str) ->
 def test_quantised_tensors_without_a_word_on_them_are_refused(tmp_path: Path) -> None:
     path = write_quantised(tmp_path, CONFIGS["dream"], "FP8")
     (path / SAID).unlink()
-    with pytest.raises(CheckpointError, match=f"stored as F8_E4M3; only BF16, F16, F32 .* where {SAID} is beside them"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"stored as F8_E4M3; only BF16, F16, F32 .* where {SAID} is beside them",
+    ):
         Checkpoint(path)
 
 
@@ -397,27 +503,43 @@ def test_a_cache_alone_being_quantised_leaves_the_weights_plain(tmp_path: Path) 
     path = write_checkpoint(tmp_path, CONFIGS["dream"])
     said = {"producer": {}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (path / SAID).write_text(json.dumps(said))
-    _retensor(path, lambda t: t.update({"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}))
+    _retensor(
+        path, lambda t: t.update({"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)})
+    )
     weights = _weights(path)
     assert weights.quantised == {}
     assert len(weights.notes) == 1
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "is_simulated"), [("FP8", True), ("NVFP4", True), ("W4A16_NVFP4", True), ("MIXED_PRECISION", True)]
+    ("algorithm", "is_simulated"),
+    [("FP8", True), ("NVFP4", True), ("W4A16_NVFP4", True), ("MIXED_PRECISION", True)],
 )
-def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(algorithm: str, is_simulated: bool, tmp_path: Path) -> None:
+def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
+    algorithm: str, is_simulated: bool, tmp_path: Path
+) -> None:
     path = write_quantised(tmp_path / "checkpoint", CONFIGS["llada"], algorithm, seed=4)
     out = tmp_path / "bundle"
-    result = CliRunner().invoke(main, ["build", str(path), "--precision", "stored", "-o", str(out), "--no-verify"])
+    result = CliRunner().invoke(
+        main, ["build", str(path), "--precision", "stored", "-o", str(out), "--no-verify"]
+    )
     assert result.exit_code == 0, result.output
     weights = _weights(path)
-    tensors = {name: value.const_value for name, value in ir.load(out / "denoiser.onnx").graph.initializers.items()}
+    tensors = {
+        name: value.const_value
+        for name, value in ir.load(out / "denoiser.onnx").graph.initializers.items()
+    }
     stored = weights.stored(f"{LAYER}.weight")
     assert stored is not None
     if stored.weight.format == "nvfp4":  # in the order that its kernel reads
-        assert tensors[f"{LAYER}.weight.panels"].tobytes() == nvfp4_panels(stored.weight.codes).tobytes()
-        assert tensors[f"{LAYER}.weight.panel_scales"].tobytes() == panel_scales(stored.weight.scales).tobytes()
+        assert (
+            tensors[f"{LAYER}.weight.panels"].tobytes()
+            == nvfp4_panels(stored.weight.codes).tobytes()
+        )
+        assert (
+            tensors[f"{LAYER}.weight.panel_scales"].tobytes()
+            == panel_scales(stored.weight.scales).tobytes()
+        )
     else:
         assert tensors[f"{LAYER}.weight.codes"].tobytes() == stored.weight.codes.tobytes()
         assert tensors[f"{LAYER}.weight.scales"].tobytes() == stored.weight.scales.tobytes()
@@ -428,13 +550,22 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(algorithm: str, is_si
         assert bundle.manifest["loop"]["graph"]["simulated"] is is_simulated
         ids = list(range(20))
         ours = bundle.logits(ids)
-    theirs = families.load(weights, families.read_network(Checkpoint(path), Overrides()))(torch.tensor([ids]))[0].numpy()
+    theirs = families.load(weights, families.read_network(Checkpoint(path), Overrides()))(
+        torch.tensor([ids])
+    )[0].numpy()
     # What is left is the quantised activations' share.
     assert np.abs(ours - theirs).max() / (theirs.max() - theirs.min()) < 0.2
 
 
 def test_stored_needs_a_quantised_checkpoint(llada_checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ["build", str(llada_checkpoint), "--precision", "stored", "-o", str(tmp_path / "bundle")]
+    arguments = [
+        "build",
+        str(llada_checkpoint),
+        "--precision",
+        "stored",
+        "-o",
+        str(tmp_path / "bundle"),
+    ]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert "not a pre-quantised checkpoint" in result.stderr

@@ -1,7 +1,9 @@
-"""ONNX Runtime's providers for GPUs without a GPU: over a mock of its library and of CUDA's driver, under sanitizers.
+"""ONNX Runtime's providers for GPUs without a GPU: over a mock of its library and of CUDA's driver,
+under sanitizers.
 
-As for TensorRT, the host cannot read "device" memory, and the denoiser behind the mocks is arithmetic over every byte that a
-pass sees: a canvas equals the callback engine's only if all of them reached their places on the device.
+As for TensorRT, the host cannot read "device" memory, and the denoiser behind the mocks is
+arithmetic over every byte that a pass sees: a canvas equals the callback engine's only if all of
+them reached their places on the device.
 """
 
 from __future__ import annotations
@@ -26,11 +28,17 @@ from dlm_runtime import _native, providers
 # ruff: noqa: F811
 TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}  # ONNXTensorElementDataType
 GPU_PROVIDERS = {"cuda": "CUDA", "tensorrt": "TensorRT", "nv_tensorrt_rtx": "TensorRT-RTX"}
-REGISTERED = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider")
+REGISTERED = (
+    "TensorrtExecutionProvider",
+    "CUDAExecutionProvider",
+    "NvTensorRTRTXExecutionProvider",
+)
 ALL = {"MOCK_ORT_PROVIDERS": ",".join((*REGISTERED, "CPUExecutionProvider"))}
 CUDA = {"engine": "auto", "provider": "cuda"}
 
-needs_mocks = pytest.mark.skipif(not HAS_MOCKS, reason="CUDA's headers are not installed: pip install nvidia-cuda-runtime")
+needs_mocks = pytest.mark.skipif(
+    not HAS_MOCKS, reason="CUDA's headers are not installed: pip install nvidia-cuda-runtime"
+)
 
 
 def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...] = LAYERS) -> str:
@@ -42,9 +50,13 @@ def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...
 
 
 def bundle_of(folder: Path, device: str | None = None, **options: Any) -> Path:
-    """A bundle for GPUs without engine files; ``device`` is its graph for them, and the judged one is none."""
+    """A bundle for GPUs without engine files; ``device`` is its graph for them, and the judged one
+    is none.
+    """
     shown = {name: options[name] for name in ("cache", "layers") if name in options}
-    return write_bundle(folder, {}, graphs=("judged", graph(**shown) if device is None else device), **options)
+    return write_bundle(
+        folder, {}, graphs=("judged", graph(**shown) if device is None else device), **options
+    )
 
 
 @pytest.fixture
@@ -73,7 +85,9 @@ def bundle(tmp_path: Path) -> Path:
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()) or "plain",
 )
-def test_canvases_are_those_of_the_callback_engine(bundle: Path, drive: Drive, cache: str, options: dict[str, Any]) -> None:
+def test_canvases_are_those_of_the_callback_engine(
+    bundle: Path, drive: Drive, cache: str, options: dict[str, Any]
+) -> None:
     if cache == "none":
         options = {key: value for key, value in options.items() if key != "refresh"}
     told = drive(bundle, cache=cache, rounds=3, **CUDA, **options)
@@ -83,8 +97,12 @@ def test_canvases_are_those_of_the_callback_engine(bundle: Path, drive: Drive, c
 
 @needs_mocks
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "bfloat16"])
-def test_canvases_are_the_same_for_every_cache_type(tmp_path: Path, drive: Drive, cache_dtype: str) -> None:
-    assert drive(bundle_of(tmp_path / "bundle", cache=cache_dtype), cache="dual", rounds=2, **CUDA).all_same()
+def test_canvases_are_the_same_for_every_cache_type(
+    tmp_path: Path, drive: Drive, cache_dtype: str
+) -> None:
+    assert drive(
+        bundle_of(tmp_path / "bundle", cache=cache_dtype), cache="dual", rounds=2, **CUDA
+    ).all_same()
 
 
 @needs_mocks
@@ -96,9 +114,21 @@ def test_layers_of_other_heads_and_sizes_each_keep_their_own(tmp_path: Path, dri
 
 @needs_mocks
 @pytest.mark.parametrize("provider", GPU_PROVIDERS)
-def test_every_provider_runs_on_the_device_that_is_asked_for(bundle: Path, drive: Drive, provider: str) -> None:
-    told = drive(bundle, ALL | {"MOCK_CUDA_DEVICES": "3"}, engine="onnxruntime", provider=provider, device=2, cache="dual")
-    assert told.opened == ("OK", f"onnxruntime 1.31.1 ({GPU_PROVIDERS[provider]}, Mock GPU, SM 12.0)")
+def test_every_provider_runs_on_the_device_that_is_asked_for(
+    bundle: Path, drive: Drive, provider: str
+) -> None:
+    told = drive(
+        bundle,
+        ALL | {"MOCK_CUDA_DEVICES": "3"},
+        engine="onnxruntime",
+        provider=provider,
+        device=2,
+        cache="dual",
+    )
+    assert told.opened == (
+        "OK",
+        f"onnxruntime 1.31.1 ({GPU_PROVIDERS[provider]}, Mock GPU, SM 12.0)",
+    )
     assert told.all_same()
 
 
@@ -110,7 +140,9 @@ def test_sessions_in_threads_get_what_one_gets(bundle: Path, drive: Drive) -> No
 
 
 @needs_mocks
-def test_a_bundle_without_a_graph_for_gpus_runs_the_one_it_has(tmp_path: Path, drive: Drive) -> None:
+def test_a_bundle_without_a_graph_for_gpus_runs_the_one_it_has(
+    tmp_path: Path, drive: Drive
+) -> None:
     made = write_bundle(tmp_path / "bundle", {}, graphs=(graph(), "device"))
     manifest = json.loads((made / "manifest.json").read_text())
     del manifest["loop"]["graph"]["device_file"], manifest["loop"]["engines"]
@@ -127,16 +159,22 @@ def test_of_a_pass_nothing_but_candidates_comes_back(bundle: Path, drive: Drive)
     passes = told.counts[1]["nfe"]
     for port in ("input_ids", "position_ids", "score_rows", "top_token", "top_prob"):
         assert told.made(f"{port}_on_host") == passes > 0
-    assert not any(name.startswith(("past", "present", "logits", "entropy")) for name in told.counts[1])
+    assert not any(
+        name.startswith(("past", "present", "logits", "entropy")) for name in told.counts[1]
+    )
     assert drive(bundle, logits=9, given=12, **CUDA).made("logits_on_host") == 1
 
 
 @needs_mocks
-def test_kept_rows_are_moved_on_the_device_and_waited_for_once_a_block(bundle: Path, drive: Drive) -> None:
+def test_kept_rows_are_moved_on_the_device_and_waited_for_once_a_block(
+    bundle: Path, drive: Drive
+) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=2, **CUDA)
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     assert told.made("cuStreamSynchronize") == 3
-    row_bytes = 2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)  # keys and values in float16
+    row_bytes = (
+        2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
+    )  # keys and values in float16
     assert told.counts[0]["cache_bytes"] == row_bytes * (29 + 21)
     assert told.made("cuMemAlloc") == 0, "a second request of that length needs no more memory"
     assert drive(bundle, cache="none", **CUDA).counts[0].get("cuMemAlloc", 0) == 0
@@ -145,10 +183,14 @@ def test_kept_rows_are_moved_on_the_device_and_waited_for_once_a_block(bundle: P
 @needs_mocks
 def test_our_kernels_are_for_the_cpu_alone(tmp_path: Path, drive: Drive) -> None:
     made = write_bundle(tmp_path / "bundle", {}, graphs=(graph(), graph()))
-    on_cpu = drive(made, {"DLM_CUDA_LIBRARY": "/no/such/library"}, engine="onnxruntime", cache="dual")
+    on_cpu = drive(
+        made, {"DLM_CUDA_LIBRARY": "/no/such/library"}, engine="onnxruntime", cache="dual"
+    )
     assert on_cpu.all_same()
     assert on_cpu.opened[1].startswith("onnxruntime 1.31.1 (CPU")
-    assert on_cpu.counts[0].get("AddCustomOpDomain", 0) == (0 if on_cpu.opened[1].endswith("(CPU)") else 1)
+    assert on_cpu.counts[0].get("AddCustomOpDomain", 0) == (
+        0 if on_cpu.opened[1].endswith("(CPU)") else 1
+    )
     assert "AddCustomOpDomain" not in drive(made, cache="dual", **CUDA).counts[0]
 
 
@@ -174,19 +216,28 @@ def test_nodes_left_to_the_cpu_are_refused_by_name(tmp_path: Path, drive: Drive)
 
 
 @needs_mocks
-def test_with_allow_fallback_they_run_on_the_cpu_and_are_named(tmp_path: Path, drive: Drive) -> None:
+def test_with_allow_fallback_they_run_on_the_cpu_and_are_named(
+    tmp_path: Path, drive: Drive
+) -> None:
     made = bundle_of(tmp_path / "bundle", graph(*LEFT))
     told = drive(made, allow_fallback=1, cache="dual", **CUDA)
-    assert told.opened == ("OK", f"onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0; not run there: {LISTED})")
+    assert told.opened == (
+        "OK",
+        f"onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0; not run there: {LISTED})",
+    )
     assert told.all_same()
 
 
 @needs_mocks
-def test_what_tensorrt_leaves_behind_goes_to_cuda_first_and_is_named_too(tmp_path: Path, drive: Drive) -> None:
+def test_what_tensorrt_leaves_behind_goes_to_cuda_first_and_is_named_too(
+    tmp_path: Path, drive: Drive
+) -> None:
     made = bundle_of(tmp_path / "bundle", graph("node norm RMSNormalization CUDAExecutionProvider"))
     told = drive(made, engine="auto", provider="tensorrt")
     assert told.opened[0] == "UNSUPPORTED"
-    assert "TensorRT provider does not run 1 of 4 nodes: 1 RMSNormalization (norm)" in told.opened[1]
+    assert (
+        "TensorRT provider does not run 1 of 4 nodes: 1 RMSNormalization (norm)" in told.opened[1]
+    )
     told = drive(made, engine="auto", provider="tensorrt", allow_fallback=1, cache="dual")
     assert told.opened[0] == "OK"
     assert "not run there: 1 of 4 nodes: 1 RMSNormalization (norm)" in told.opened[1]
@@ -207,16 +258,24 @@ def test_what_tensorrt_leaves_behind_goes_to_cuda_first_and_is_named_too(tmp_pat
                 "`pip install onnxruntime-gpu`",
             ],
         ),
-        ({"MOCK_ORT_VERSION": "1.23.2"}, ['is ONNX Runtime 1.23.2, and 1.24 or newer is needed for provider "cuda"', "-gpu"]),
         (
-            {"MOCK_ORT_LIBRARIES": "libcublasLt.so.13: cannot open shared object file: No such file or directory"},
+            {"MOCK_ORT_VERSION": "1.23.2"},
+            ['is ONNX Runtime 1.23.2, and 1.24 or newer is needed for provider "cuda"', "-gpu"],
+        ),
+        (
+            {
+                "MOCK_ORT_LIBRARIES": "libcublasLt.so.13: cannot open shared object file: No such file or directory"
+            },
             [
                 "ONNX Runtime's CUDA provider: 1 : FAIL : Failed to load library libonnxruntime_providers_cuda.so with error: "
                 "libcublasLt.so.13: cannot open shared object file: No such file or directory. ",
                 "pip install 'onnxruntime-gpu[cuda,cudnn]'",
             ],
         ),
-        ({"DLM_CUDA_LIBRARY": "/no/such/libcuda.so.1"}, ["cannot load the CUDA driver", "NVIDIA's driver", 'provider "cpu"']),
+        (
+            {"DLM_CUDA_LIBRARY": "/no/such/libcuda.so.1"},
+            ["cannot load the CUDA driver", "NVIDIA's driver", 'provider "cpu"'],
+        ),
         ({"MOCK_CUDA_DEVICES": "0"}, ["sees no device"]),
     ],
     ids=["provider", "version", "libraries", "driver", "device"],
@@ -243,9 +302,21 @@ def test_a_provider_that_no_wheel_has_asks_for_a_build(bundle: Path, drive: Driv
 @pytest.mark.parametrize(
     ("options", "status", "sentence"),
     [
-        ({"engine": "auto", "provider": "gpu"}, "UNSUPPORTED", "is not one of: cpu, cuda, tensorrt, nv_tensorrt_rtx"),
-        ({"engine": "tensorrt", "provider": "cuda"}, "INVALID_ARGUMENT", 'is for engine "onnxruntime"'),
-        ({**CUDA, "device": 1}, "INVALID_ARGUMENT", "device 1 is not one of the 1 that the CUDA driver sees (0..0)"),
+        (
+            {"engine": "auto", "provider": "gpu"},
+            "UNSUPPORTED",
+            "is not one of: cpu, cuda, tensorrt, nv_tensorrt_rtx",
+        ),
+        (
+            {"engine": "tensorrt", "provider": "cuda"},
+            "INVALID_ARGUMENT",
+            'is for engine "onnxruntime"',
+        ),
+        (
+            {**CUDA, "device": 1},
+            "INVALID_ARGUMENT",
+            "device 1 is not one of the 1 that the CUDA driver sees (0..0)",
+        ),
         ({**CUDA, "device": -1}, "INVALID_ARGUMENT", "device -1 is not one of"),
         ({"engine": "auto"}, "UNSUPPORTED", 'with a provider such as "cuda"'),
     ],
@@ -268,13 +339,18 @@ def test_what_cannot_be_chosen_is_refused(
         ("Run:1", "a pass of the denoiser failed: the kernel is bad second line"),
         ("Run:7", "a pass of the denoiser failed: the kernel is bad"),
         ("cuMemcpy2DAsync:1", "CUDA: cuMemcpy2DAsync failed: CUDA_ERROR_LAUNCH_FAILED (719)"),
-        ("cuStreamSynchronize:2", "CUDA: cuStreamSynchronize failed: CUDA_ERROR_LAUNCH_FAILED (719)"),
+        (
+            "cuStreamSynchronize:2",
+            "CUDA: cuStreamSynchronize failed: CUDA_ERROR_LAUNCH_FAILED (719)",
+        ),
         ("cuMemGetInfo:1", "CUDA: cuMemGetInfo failed"),
         ("cuMemAlloc:1", "CUDA: cuMemAlloc of "),
         ("cuCtxPushCurrent:4", "CUDA: cuCtxPushCurrent failed"),
     ],
 )
-def test_a_failing_call_ends_the_request_and_the_session_goes_on(bundle: Path, drive: Drive, call: str, sentence: str) -> None:
+def test_a_failing_call_ends_the_request_and_the_session_goes_on(
+    bundle: Path, drive: Drive, call: str, sentence: str
+) -> None:
     told = drive(bundle, {"MOCK_CUDA_FAIL": call}, cache="dual", rounds=3, **CUDA)
     failed = [answer for answer in told.rounds if answer[0] != "OK"]
     assert len(failed) == 1, told.rounds
@@ -286,7 +362,9 @@ def test_a_failing_call_ends_the_request_and_the_session_goes_on(bundle: Path, d
 @needs_mocks
 def test_a_session_without_a_stream_is_no_session(bundle: Path, drive: Drive) -> None:
     told = drive(bundle, {"MOCK_CUDA_FAIL": "cuStreamCreate:1"}, **CUDA)
-    assert told.rounds == [("ENGINE_FAILED", "CUDA: cuStreamCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)")]
+    assert told.rounds == [
+        ("ENGINE_FAILED", "CUDA: cuStreamCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)")
+    ]
 
 
 @needs_mocks
@@ -297,12 +375,15 @@ def test_probabilities_that_are_not_finite_end_the_request(tmp_path: Path, drive
 
 @needs_mocks
 def test_a_cache_that_does_not_fit_says_which_canvas_would(bundle: Path, drive: Drive) -> None:
-    # Two layers of 3 heads of 4 in float16 are 192 bytes a token, past and present; all parts are rounded up by 2 KiB at most.
+    # Two layers of 3 heads of 4 in float16 are 192 bytes a token, past and present; all parts are
+    # rounded up by 2 KiB at most.
     room = {"MOCK_CUDA_BYTES": str(4096)}
     told = drive(bundle, room, cache="dual", given=5, new=24, rounds=2, **CUDA)
     for status, message in told.rounds:
         assert status == "OUT_OF_MEMORY"
-        assert message.startswith("the keys and values of 1 canvas of 29 tokens take 1 MiB of the device")
+        assert message.startswith(
+            "the keys and values of 1 canvas of 29 tokens take 1 MiB of the device"
+        )
         assert "one of 10 tokens would fit" in message
     assert drive(bundle, room, cache="dual", given=2, new=8, **CUDA).all_same()
     told = drive(bundle, room, cache="dual", given=2, new=8, batch=4, max_batch=4, **CUDA)
@@ -334,7 +415,9 @@ def test_a_provider_may_have_a_device_behind_it() -> None:
             providers.parse(wrong)  # type: ignore[arg-type]
 
 
-def test_both_wheels_at_once_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_both_wheels_at_once_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     versions = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.0"}
 
     def version(name: str) -> str:
@@ -347,20 +430,27 @@ def test_both_wheels_at_once_are_refused_by_name(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(dlm_runtime.EngineError) as caught:
         dlm_runtime.open(tmp_path, provider="cuda")
     assert "onnxruntime 1.31.1 and onnxruntime-gpu 1.31.0 are both installed" in str(caught.value)
-    assert "`pip uninstall -y onnxruntime onnxruntime-gpu`, then `pip install onnxruntime-gpu==1.31.0`" in str(caught.value)
+    assert (
+        "`pip uninstall -y onnxruntime onnxruntime-gpu`, then `pip install onnxruntime-gpu==1.31.0`"
+        in str(caught.value)
+    )
     del versions["onnxruntime"]
     with pytest.raises(dlm_runtime.BundleError):  # what is wrong now is the folder
         dlm_runtime.open(tmp_path, provider="cuda")
 
 
 def test_the_library_that_is_installed_here_says_what_it_lacks(llada_bundle: Path) -> None:
-    with pytest.raises(dlm_runtime.EngineError, match=r"has no CUDAExecutionProvider, only .*CPUExecutionProvider"):
+    with pytest.raises(
+        dlm_runtime.EngineError, match=r"has no CUDAExecutionProvider, only .*CPUExecutionProvider"
+    ):
         dlm_runtime.open(llada_bundle, provider="cuda")
     with pytest.raises(dlm_runtime.RequestError, match="is not one of: cpu, cuda"):
         dlm_runtime.open(llada_bundle, provider="rocm")
 
 
-def test_libraries_in_nvidias_wheels_are_loaded_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_in_nvidias_wheels_are_loaded_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = tmp_path / "site"
     loaded: list[str] = []
     for name in ("libcublas.so.13", "libcudart.so.13", "libcublas.so.12", "libcublasLt.so.13"):
@@ -377,7 +467,8 @@ def test_libraries_in_nvidias_wheels_are_loaded_in_order(tmp_path: Path, monkeyp
     monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: loaded.append(Path(path).name))
     providers.load_libraries()
     assert loaded == ["libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13"]
-    # All that the doctor tries: by path where a wheel holds it, else by a name that the loader takes.
+    # All that the doctor tries: by path where a wheel holds it, else by a name that the loader
+    # takes.
     folder = site / "nvidia" / "cu13" / "lib"
     others = ["libnvrtc.so.13", "libcurand.so.10", "libcudnn.so.9"]
     assert providers.cuda_libraries() == [*(str(folder / name) for name in loaded), *others]
@@ -387,7 +478,7 @@ def test_libraries_in_nvidias_wheels_are_loaded_in_order(tmp_path: Path, monkeyp
 
 
 def _slot(name: str) -> int:
-    text = (SOURCE / "src" / "ort_api.h").read_text()
+    text = (SOURCE / "src" / "engines" / "onnxruntime" / "ort_api.h").read_text()
     found = re.search(rf"using {name} = Entry<(\d+),", text)
     assert found is not None, name
     return int(found[1])
@@ -408,10 +499,14 @@ def test_placement_is_read_back_from_the_installed_library_by_our_slots(
     assert path is not None
     library = ctypes.CDLL(path)
     library.OrtGetApiBase.restype = ctypes.POINTER(_Base)
-    table = ctypes.cast(library.OrtGetApiBase().contents.get_api(24), ctypes.POINTER(ctypes.c_void_p))
+    table = ctypes.cast(
+        library.OrtGetApiBase().contents.get_api(24), ctypes.POINTER(ctypes.c_void_p)
+    )
     pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
 
-    def call(name: str, *arguments: object, kinds: tuple[type, ...], result: type | None = pointer) -> None:
+    def call(
+        name: str, *arguments: object, kinds: tuple[type, ...], result: type | None = pointer
+    ) -> None:
         status = ctypes.CFUNCTYPE(result, *kinds)(table[_slot(name)])(*arguments)
         assert not status, name
 
@@ -420,26 +515,55 @@ def test_placement_is_read_back_from_the_installed_library_by_our_slots(
         call(name, of, ctypes.byref(out), kinds=(pointer, pointer))
         return (out.value or b"").decode()
 
-    env, options, session, parts, count = pointer(), pointer(), pointer(), ctypes.POINTER(pointer)(), size()
+    env, options, session, parts, count = (
+        pointer(),
+        pointer(),
+        pointer(),
+        ctypes.POINTER(pointer)(),
+        size(),
+    )
     call("CreateEnv", 4, b"test", ctypes.byref(env), kinds=(ctypes.c_int, text, pointer))
     call("CreateSessionOptions", ctypes.byref(options), kinds=(pointer,))
     recorded = (b"session.record_ep_graph_assignment_info", b"1")
     call("AddSessionConfigEntry", options, *recorded, kinds=(pointer, text, text))
     file = str(llada_bundle / "denoiser.onnx").encode()
-    call("CreateSession", env, file, options, ctypes.byref(session), kinds=(pointer, text, pointer, pointer))
-    call("GetPlacement", session, ctypes.byref(parts), ctypes.byref(count), kinds=(pointer, pointer, pointer))
+    call(
+        "CreateSession",
+        env,
+        file,
+        options,
+        ctypes.byref(session),
+        kinds=(pointer, text, pointer, pointer),
+    )
+    call(
+        "GetPlacement",
+        session,
+        ctypes.byref(parts),
+        ctypes.byref(count),
+        kinds=(pointer, pointer, pointer),
+    )
     assert count.value > 10
     found = set()
     for part in parts[: count.value]:
         assert named("PlacementGetProvider", part) == "CPUExecutionProvider"
         nodes, nodes_count = ctypes.POINTER(pointer)(), size()
-        call("PlacementGetNodes", part, ctypes.byref(nodes), ctypes.byref(nodes_count), kinds=(pointer, pointer, pointer))
+        call(
+            "PlacementGetNodes",
+            part,
+            ctypes.byref(nodes),
+            ctypes.byref(nodes_count),
+            kinds=(pointer, pointer, pointer),
+        )
         for node in nodes[: nodes_count.value]:
             assert named("PlacedNodeGetDomain", node) in ("", "com.microsoft")
             assert named("PlacedNodeGetName", node)
             found.add(named("PlacedNodeGetOperator", node))
     assert {"MatMul", "Gather"} <= found
-    releases = (("ReleaseSession", session), ("ReleaseSessionOptions", options), ("ReleaseEnv", env))
+    releases = (
+        ("ReleaseSession", session),
+        ("ReleaseSessionOptions", options),
+        ("ReleaseEnv", env),
+    )
     for name, made in releases:
         call(name, made, kinds=(pointer,), result=None)
 
@@ -448,7 +572,9 @@ def test_placement_is_read_back_from_the_installed_library_by_our_slots(
 
 
 @pytest.mark.parametrize("command", [["run", "BUNDLE", "--tokens", "1,2"], ["bench", "BUNDLE"]])
-def test_commands_that_take_an_engine_take_a_provider(llada_bundle: Path, command: list[str]) -> None:
+def test_commands_that_take_an_engine_take_a_provider(
+    llada_bundle: Path, command: list[str]
+) -> None:
     words = [str(llada_bundle) if word == "BUNDLE" else word for word in command]
     wrong = CliRunner().invoke(main, [*words, "--provider", "gpu"])
     assert wrong.exit_code == 2
@@ -488,5 +614,8 @@ def test_python_generates_on_a_provider(tmp_path: Path, sanitized: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     engine, tokens = done.stdout.splitlines()
-    assert engine == "onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0; not run there: 1 of 4 nodes: 1 Shape (shape_of))"
+    assert (
+        engine
+        == "onnxruntime 1.31.1 (CUDA, Mock GPU, SM 12.0; not run there: 1 of 4 nodes: 1 Shape (shape_of))"
+    )
     assert len(json.loads(tokens)) == 11

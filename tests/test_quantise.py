@@ -1,4 +1,6 @@
-"""The quantised graph: what ONNX Runtime computes from it equals torch on the same quantised values, format by format."""
+"""The quantised graph: what ONNX Runtime computes from it equals torch on the same quantised
+values, format by format.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,12 @@ def _quantise(source: Source, recipe: Recipe, folder: Path) -> numbers.Quantisat
     """Write the quantised graph into ``folder``."""
     traced = _traced(source)
     formats = recipe.formats(list(source.network.quantisable()))
-    done = calibrate.calibrate(source.parameters, source.network, recipe, formats, _states(source), lambda: None)
-    parts = quantise.rewrite(traced, formats, done.amax, rotated=done.rotated, embedding=recipe.embedding)
+    done = calibrate.calibrate(
+        source.parameters, source.network, recipe, formats, _states(source), lambda: None
+    )
+    parts = quantise.rewrite(
+        traced, formats, done.amax, rotated=done.rotated, embedding=recipe.embedding
+    )
 
     def read(name: str, dtype: np.dtype) -> np.ndarray:
         if name not in parts:
@@ -69,9 +75,13 @@ def _trace_once(path: Path) -> bytes:
 
 
 def _named(model: ir.Model) -> ir.Model:
-    """A model whose initialisers may be serialised: empty ones in place of those still to be written."""
+    """A model whose initialisers may be serialised: empty ones in place of those still to be
+    written.
+    """
     for name, value in model.graph.initializers.items():
-        value.const_value = ir.tensor(np.zeros([int(size) for size in value.shape or ()], np.float32), name=name)
+        value.const_value = ir.tensor(
+            np.zeros([int(size) for size in value.shape or ()], np.float32), name=name
+        )
     return model
 
 
@@ -92,7 +102,9 @@ def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.n
     options.add_session_config_entry("session.x64quantprecision", "1")
     if simulated:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-    session = onnxruntime.InferenceSession(folder / graph.GRAPH_FILE, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        folder / graph.GRAPH_FILE, options, providers=["CPUExecutionProvider"]
+    )
     positions = np.arange(len(ids))[None]
     feeds = {"input_ids": ids[None], "position_ids": positions, "score_rows": positions}
     shapes = [shape for shape in c.cache_shapes() for _ in ("key", "value")]
@@ -115,11 +127,14 @@ def _ids(source: Source, seed: int = 9) -> np.ndarray:
 def _difference(source: Source, done: numbers.Quantisation, folder: Path, simulated: bool) -> float:
     """Graph against torch, the least of three canvases.
 
-    An input at a rounding boundary takes the next code in one of the two now and then, 6% further in fp8: that is chance, and
-    a defect would show on every canvas.
+    An input at a rounding boundary takes the next code in one of the two now and then, 6% further
+    in fp8: that is chance, and a defect would show on every canvas.
     """
     canvases = [_ids(source, seed) for seed in (9, 10, 11)]
-    return min(_relative(_run(folder, source, ids, simulated), _simulated(source, done, ids)) for ids in canvases)
+    return min(
+        _relative(_run(folder, source, ids, simulated), _simulated(source, done, ids))
+        for ids in canvases
+    )
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -127,14 +142,20 @@ def _relative(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "high"])
-def test_the_graph_computes_what_torch_does_on_the_same_quantised_values(source: Source, name: str, tmp_path: Path) -> None:
+def test_the_graph_computes_what_torch_does_on_the_same_quantised_values(
+    source: Source, name: str, tmp_path: Path
+) -> None:
     recipe = Recipe("test", (("*", name),))
     done = _quantise(source, recipe, tmp_path)
     onnx.checker.check_model(tmp_path / graph.GRAPH_FILE)
     assert _difference(source, done, tmp_path, name in SIMULATED) < 1e-4
     ids = _ids(source)
     ours = _run(tmp_path, source, ids, name in SIMULATED)
-    exact = families.load(source.parameters, source.network)(torch.from_numpy(ids)[None])[0].detach().numpy()
+    exact = (
+        families.load(source.parameters, source.network)(torch.from_numpy(ids)[None])[0]
+        .detach()
+        .numpy()
+    )
     assert _relative(ours, exact) > 1e-4, "nothing was quantised"
 
 
@@ -156,7 +177,10 @@ def test_options_fit_every_recipe(source: Source, name: str, options: dict, tmp_
     assert _difference(source, done, tmp_path, name == "fp8") < 1e-4
 
 
-@pytest.mark.parametrize(("name", "solver"), [("int4", "awq"), ("int4", "gptq"), ("fp8", "gptq"), ("nvfp4-weight", "gptq")])
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [("int4", "awq"), ("int4", "gptq"), ("fp8", "gptq"), ("nvfp4-weight", "gptq")],
+)
 def test_solvers_fit_the_graph(source: Source, name: str, solver: str, tmp_path: Path) -> None:
     done = _quantise(source, dataclasses.replace(RECIPES[name], solver=solver), tmp_path)
     assert _difference(source, done, tmp_path, name in SIMULATED) < 1e-4
@@ -170,7 +194,9 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
     assert formats["head"] == "int8-dynamic"
     assert "head" not in done.solved
     for parameter in ("head.weight", "final_norm.weight"):  # into which its scales would be folded
-        ours, theirs = (each.read(parameter, np.dtype("f4")) for each in (done.parameters, source.parameters))
+        ours, theirs = (
+            each.read(parameter, np.dtype("f4")) for each in (done.parameters, source.parameters)
+        )
         assert np.array_equal(ours, theirs)
     solved = "blocks.1.mlp.up" in done.solved
     folded = not np.array_equal(
@@ -187,15 +213,21 @@ def test_folding_leaves_the_function_as_it_was(source: Source) -> None:
     for site, readers in numbers.by_site(c.linear_layers()).items():
         folded.fold(site, rng.uniform(0.2, 5.0, readers[0].inputs).astype(np.float32))
     ids = torch.from_numpy(_ids(source))[None]
-    before, after = families.load(source.parameters, c)(ids)[0].numpy(), families.load(folded, c)(ids)[0].numpy()
+    before, after = (
+        families.load(source.parameters, c)(ids)[0].numpy(),
+        families.load(folded, c)(ids)[0].numpy(),
+    )
     assert _relative(after, before) < 1e-5
     assert not np.array_equal(
-        folded.read("blocks.0.mlp.up.weight", np.dtype("f4")), source.parameters.read("blocks.0.mlp.up.weight", np.dtype("f4"))
+        folded.read("blocks.0.mlp.up.weight", np.dtype("f4")),
+        source.parameters.read("blocks.0.mlp.up.weight", np.dtype("f4")),
     )
 
 
 @torch.no_grad()
-def test_the_fp8_graph_equals_a_fake_quantised_torch_forward(source: Source, tmp_path: Path) -> None:
+def test_the_fp8_graph_equals_a_fake_quantised_torch_forward(
+    source: Source, tmp_path: Path
+) -> None:
     """With torch's own float8, not our numpy formats."""
     done = _quantise(source, dataclasses.replace(RECIPES["fp8"], solver="nearest"), tmp_path)
     denoiser = families.load(source.parameters, source.network)
@@ -223,12 +255,21 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
     # What reads a layer is never the graph's output itself.
     last = ir.node("Identity", [node.outputs[0]])
     last.outputs[0].name, last.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
-    inner = ir.Graph([x], [last.outputs[0]], nodes=[node, last], initializers=[w], opset_imports={"": graph.OPSET}, name="g")
+    inner = ir.Graph(
+        [x],
+        [last.outputs[0]],
+        nodes=[node, last],
+        initializers=[w],
+        opset_imports={"": graph.OPSET},
+        name="g",
+    )
     return trace.Graph(ir.Model(inner, ir_version=11), make_network(), torch.float32)
 
 
 def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.float32) -> np.ndarray:
-    """The layer in ONNX's own FP4 type, run by onnx.reference: two-level DequantizeLinear on both operands."""
+    """The layer in ONNX's own FP4 type, run by onnx.reference: two-level DequantizeLinear on both
+    operands.
+    """
     N, K = weight.codes.shape
     F4, F8, F32 = onnx.TensorProto.FLOAT4E2M1, onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT
     make, tensor = onnx.helper.make_node, onnx.helper.make_tensor
@@ -282,7 +323,10 @@ def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.flo
 @pytest.mark.parametrize("is_shared", [False, True], ids=["panels", "spelled out"])
 def test_the_nvfp4_image_equals_onnx_reference(is_shared: bool) -> None:
     K, N, rng = 64, 40, np.random.default_rng(0)
-    w, x = rng.standard_t(4, (K, N)).astype(np.float32), rng.standard_t(4, (1, 7, K)).astype(np.float32)
+    w, x = (
+        rng.standard_t(4, (K, N)).astype(np.float32),
+        rng.standard_t(4, (1, 7, K)).astype(np.float32),
+    )
     w[:16, 3] = 0.0
     x[0, 2, 16:32] = 0.0
     traced, amax = _matmul_graph(K, N), float(np.abs(x).max())
@@ -291,7 +335,8 @@ def test_the_nvfp4_image_equals_onnx_reference(is_shared: bool) -> None:
     weight = quantise_weight(w, "nvfp4")
     values = {name: part_of(weight, part) for name, part in parts.items()}
     values = {
-        name: value if isinstance(value, np.ndarray) else value[(slice(0, value.shape[0]),)] for name, value in values.items()
+        name: value if isinstance(value, np.ndarray) else value[(slice(0, value.shape[0]),)]
+        for name, value in values.items()
     }
     for name, value in traced.model.graph.initializers.items():
         if value.const_value is None:
@@ -315,7 +360,15 @@ def test_layers_are_found_by_module_path(llada_checkpoint: Path) -> None:
     shapes = c.quantisable()
     assert list(shapes)[:7] == [
         f"blocks.0.{name}"
-        for name in ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")
+        for name in (
+            "attention.q",
+            "attention.k",
+            "attention.v",
+            "attention.out",
+            "mlp.gate",
+            "mlp.up",
+            "mlp.down",
+        )
     ]
     assert list(shapes)[-1] == "head"
     down = shapes["blocks.1.mlp.down"]
@@ -324,11 +377,22 @@ def test_layers_are_found_by_module_path(llada_checkpoint: Path) -> None:
 
 def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
     down = make_network(mlp_size=102).quantisable()["blocks.0.mlp.down"]
-    assert quantise.misfit(down, "nvfp4") == "nvfp4 has groups of 16, and 102 inputs are no multiple"
-    assert quantise.misfit(down, "int8-dynamic") == "int8-dynamic multiplies 4 inputs at once, and 102 are no multiple"
-    assert quantise.misfit(down, "int4-g64-dynamic") == "int4-g64-dynamic multiplies 8 inputs at once, and 102 are no multiple"
+    assert (
+        quantise.misfit(down, "nvfp4") == "nvfp4 has groups of 16, and 102 inputs are no multiple"
+    )
+    assert (
+        quantise.misfit(down, "int8-dynamic")
+        == "int8-dynamic multiplies 4 inputs at once, and 102 are no multiple"
+    )
+    assert (
+        quantise.misfit(down, "int4-g64-dynamic")
+        == "int4-g64-dynamic multiplies 8 inputs at once, and 102 are no multiple"
+    )
     assert quantise.misfit(down, "int4-g32") is None  # the last group is short
-    assert quantise.misfit(down, "int4-g32", on_gpu=True) == "int4-g32 has groups of 32, and 102 inputs are no multiple"
+    assert (
+        quantise.misfit(down, "int4-g32", on_gpu=True)
+        == "int4-g32 has groups of 32, and 102 inputs are no multiple"
+    )
     assert quantise.misfit(down, "fp8", on_gpu=True) is None
 
 
@@ -337,9 +401,15 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
     [
         ('layers = {"blocks.9.mlp" = "int8-dynamic"}', "no layer is called 'blocks.9.mlp'"),
         ('layers = {"blocks.*" = "int3"}', "format of 'blocks.*' is 'int3', one of"),
-        ('observer = "p99"\nlayers = {"blocks.*" = "fp8"}', "observer is 'p99', one of max, percentile"),
+        (
+            'observer = "p99"\nlayers = {"blocks.*" = "fp8"}',
+            "observer is 'p99', one of max, percentile",
+        ),
         ('smoothing = 2\nlayers = {"blocks.*" = "fp8"}', "smoothing 2 is outside 0..1"),
-        ('smoothing = true\nlayers = {"blocks.*" = "fp8"}', "smoothing is of type bool, a number is needed"),
+        (
+            'smoothing = true\nlayers = {"blocks.*" = "fp8"}',
+            "smoothing is of type bool, a number is needed",
+        ),
         ('colour = "blue"', "unknown key 'colour'"),
         ("[layers]\nblocks.0 = 'fp8'", "quote module paths"),
         ("name = 'x'", "quantises nothing"),
@@ -347,7 +417,9 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
         ("\xff", "not readable as UTF-8"),
     ],
 )
-def test_a_bad_recipe_file_is_refused_by_what_is_wrong(text: str, says: str, tmp_path: Path) -> None:
+def test_a_bad_recipe_file_is_refused_by_what_is_wrong(
+    text: str, says: str, tmp_path: Path
+) -> None:
     from dlm_calibration.recipes import find
 
     path = tmp_path / "mine.toml"

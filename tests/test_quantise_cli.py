@@ -1,4 +1,6 @@
-"""Quantising from the command line: what is written, what is refused, and that nothing is left of a failure."""
+"""Quantising from the command line: what is written, what is refused, and that nothing is left of a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -49,15 +51,23 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def int8(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A tiny int8-static bundle, built with everything that a build does, and what the command printed."""
+def int8(
+    llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """A tiny int8-static bundle, built with everything that a build does, and what the command
+    printed.
+    """
     folder = tmp_path_factory.mktemp("quantised") / "int8"
-    result = _run("build", llada_checkpoint, "--precision", "int8-static", "-o", folder, *SMALL, "--json")
+    result = _run(
+        "build", llada_checkpoint, "--precision", "int8-static", "-o", folder, *SMALL, "--json"
+    )
     assert result.exit_code == 0, result.output
     return folder, json.loads(result.stdout)
 
 
-def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tuple[Path, dict[str, Any]]) -> None:
+def test_a_build_writes_accuracy_and_report_and_records_its_calibration(
+    int8: tuple[Path, dict[str, Any]],
+) -> None:
     folder, printed = int8
     manifest = json.loads((folder / "manifest.json").read_text())
     jsonschema.validate(manifest, SCHEMA, registry=Registry())
@@ -67,7 +77,10 @@ def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tu
     assert precision["layers"]["head"] == "high"
     assert precision["calibration"]["states"] == 24
     assert len(precision["calibration"]["states_sha256"]) == 64
-    assert manifest["loop"]["presets"]["fast-dllm"]["threshold"] == precision["threshold"]["refitted"]["threshold"]
+    assert (
+        manifest["loop"]["presets"]["fast-dllm"]["threshold"]
+        == precision["threshold"]["refitted"]["threshold"]
+    )
     assert (manifest["effort"]["preset"], manifest["effort"]["found_by"]) == ("fast-dllm", "replay")
     assert manifest["effort"]["samples"] == precision["threshold"]["samples"]
     assert printed["effort"] == manifest["effort"]
@@ -86,7 +99,9 @@ def test_a_build_writes_accuracy_and_report_and_records_its_calibration(int8: tu
         assert bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, preset="fast-dllm").nfe > 0
 
 
-def test_levels_of_effort_are_fitted_again_and_the_report_shows_them(int8: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_levels_of_effort_are_fitted_again_and_the_report_shows_them(
+    int8: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(int8[0], tmp_path / "bundle"))
     assert "Loops were tried by replaying runs" in (folder / "report.html").read_text()
     result = _run("effort", folder, "--samples", 2, "--threads", 1, "--json")
@@ -100,18 +115,42 @@ def test_levels_of_effort_are_fitted_again_and_the_report_shows_them(int8: tuple
     assert sorted(os.listdir(folder)) == sorted([*manifest["files"], "manifest.json"])
 
 
-def test_the_same_seed_gives_the_same_bundle(int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path, out: Path) -> None:
+def test_the_same_seed_gives_the_same_bundle(
+    int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path, out: Path
+) -> None:
     folder, _ = int8
-    assert _run("build", llada_checkpoint, "--precision", "int8-static", "-o", out, *CALIBRATED, "--no-verify").exit_code == 0
+    assert (
+        _run(
+            "build",
+            llada_checkpoint,
+            "--precision",
+            "int8-static",
+            "-o",
+            out,
+            *CALIBRATED,
+            "--no-verify",
+        ).exit_code
+        == 0
+    )
     first, second = (json.loads((path / "manifest.json").read_text()) for path in (folder, out))
     for name in ("denoiser.onnx", "denoiser.onnx.data"):
         assert first["files"][name] == second["files"][name]
     assert first["precision"]["calibration"] == second["precision"]["calibration"]
 
 
-def test_a_bundle_quantises_to_what_its_checkpoint_does(llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_bundle_quantises_to_what_its_checkpoint_does(
+    llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path
+) -> None:
     for number, source in enumerate((llada_bundle, llada_checkpoint)):
-        result = _run("quantize", source, "--precision", "int4-rtn", "-o", tmp_path / str(number), "--no-verify")
+        result = _run(
+            "quantize",
+            source,
+            "--precision",
+            "int4-rtn",
+            "-o",
+            tmp_path / str(number),
+            "--no-verify",
+        )
         assert result.exit_code == 0, result.output
     first, second = ((tmp_path / name / "denoiser.onnx.data").read_bytes() for name in "01")
     assert first == second
@@ -120,17 +159,31 @@ def test_a_bundle_quantises_to_what_its_checkpoint_does(llada_bundle: Path, llad
 def test_verify_judges_a_quantised_bundle_and_writes_a_report(
     int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path, tmp_path: Path
 ) -> None:
-    arguments = ("verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 3, "--report", tmp_path / "report")
+    arguments = (
+        "verify",
+        int8[0],
+        "--checkpoint",
+        llada_checkpoint,
+        "--judged",
+        3,
+        "--report",
+        tmp_path / "report",
+    )
     result = _run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["passed"]
     assert sorted(os.listdir(tmp_path / "report")) == ["accuracy.json", "report.html"]
     (tmp_path / "report" / "accuracy.json").write_text("mine")
     result = _run(*arguments)
-    assert (result.exit_code, "accuracy.json exists. Pass --force" in result.stderr) == (2, True), result.output
+    assert (result.exit_code, "accuracy.json exists. Pass --force" in result.stderr) == (2, True), (
+        result.output
+    )
     assert (tmp_path / "report" / "accuracy.json").read_text() == "mine"
     result = _run(*arguments[:-1], int8[0], "--force")
-    assert (result.exit_code, "is a bundle, and its files stay as they were built" in result.stderr) == (2, True), result.output
+    assert (
+        result.exit_code,
+        "is a bundle, and its files stay as they were built" in result.stderr,
+    ) == (2, True), result.output
     result = _run(*arguments, "--force", "--min-top1", "1.0", "--max-ce-increase", "0")
     assert result.exit_code == 3
     assert (tmp_path / "report" / "accuracy.json").read_text() != "mine"
@@ -145,7 +198,11 @@ def test_compare_judges_one_bundle_by_another(
     assert result.exit_code == 0, result.output
     assert "int8 (int8-static) against llada (fp32)" in result.stdout
     same = json.loads(_run("compare", llada_bundle, llada_bundle, "--judged", 2, "--json").stdout)
-    assert (same["overall"]["kl_mean"], same["frontier"]["flips"], same["free_running"]["exact_match"]) == (0.0, 0, 1.0)
+    assert (
+        same["overall"]["kl_mean"],
+        same["frontier"]["flips"],
+        same["free_running"]["exact_match"],
+    ) == (0.0, 0, 1.0)
     other = _run("compare", llada_bundle, dream_bundle, "--judged", 2)
     assert other.exit_code == 2
     assert "is another denoiser than" in other.stderr
@@ -153,14 +210,18 @@ def test_compare_judges_one_bundle_by_another(
 
 
 def test_a_comparison_warns_of_another_configuration(llada_bundle: Path, tmp_path: Path) -> None:
-    """Two checkpoints of one network have the same shapes; that their config.json differs is all that tells them apart."""
+    """Two checkpoints of one network have the same shapes; that their config.json differs is all
+    that tells them apart.
+    """
     other = Path(shutil.copytree(llada_bundle, tmp_path / "other"))
     manifest = json.loads((other / "manifest.json").read_text())
     ours, manifest["source"]["config_sha256"] = manifest["source"]["config_sha256"], 64 * "0"
     (other / "manifest.json").write_text(json.dumps(manifest))
     result = _run("compare", llada_bundle, other, "--judged", 1)
     assert result.exit_code == 0, result.output
-    assert f"another config.json than {llada_bundle} (SHA-256 {64 * '0'}, not {ours})" in result.stderr
+    assert (
+        f"another config.json than {llada_bundle} (SHA-256 {64 * '0'}, not {ours})" in result.stderr
+    )
     manifest["network"]["layers"][1]["norm_eps"] = 0.5
     (other / "manifest.json").write_text(json.dumps(manifest))
     result = _run("compare", llada_bundle, other, "--judged", 1)
@@ -170,7 +231,14 @@ def test_a_comparison_warns_of_another_configuration(llada_bundle: Path, tmp_pat
 
 def test_a_budget_that_is_missed_leaves_no_bundle(llada_checkpoint: Path, out: Path) -> None:
     options = ("--precision", "int4-rtn", *SMALL, "--min-top1", "1.0")
-    _fails(out, "build", llada_checkpoint, *options, code=3, says=("top-1 agreement", "worst bucket", "worst layers"))
+    _fails(
+        out,
+        "build",
+        llada_checkpoint,
+        *options,
+        code=3,
+        says=("top-1 agreement", "worst bucket", "worst layers"),
+    )
 
 
 def test_auto_keeps_its_budget_and_prints_its_curve(llada_checkpoint: Path, out: Path) -> None:
@@ -192,7 +260,9 @@ def test_auto_keeps_its_budget_and_prints_its_curve(llada_checkpoint: Path, out:
 
 
 def test_fp8_and_nvfp4_are_marked_as_simulated_on_a_cpu(llada_checkpoint: Path, out: Path) -> None:
-    result = _run("build", llada_checkpoint, "--precision", "mixed", "-o", out, *CALIBRATED, "--no-verify")
+    result = _run(
+        "build", llada_checkpoint, "--precision", "mixed", "-o", out, *CALIBRATED, "--no-verify"
+    )
     assert result.exit_code == 0, result.output
     assert "Simulated" in result.stdout
     with dlm_runtime.open(out, threads=1) as bundle:
@@ -209,28 +279,63 @@ def test_fp8_and_nvfp4_are_marked_as_simulated_on_a_cpu(llada_checkpoint: Path, 
     ],
     ids=["empty", "broken line", "no known key", "longer than the canvas"],
 )
-def test_bad_calibration_data_is_refused_by_its_line(lines: str, says: str, tmp_path: Path, out: Path) -> None:
+def test_bad_calibration_data_is_refused_by_its_line(
+    lines: str, says: str, tmp_path: Path, out: Path
+) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(lines)
-    _fails(out, "build", DEMO, "--precision", "fp8", "--calib", path, "--no-verify", code=2, says=(str(path), says))
-
-
-def test_a_recipe_with_an_unknown_layer_is_refused(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('[layers]\n"blocks.7.mlp.down" = "fp8"\n')
     _fails(
-        out, "build", llada_checkpoint, "--precision", path, code=2, says=("no layer is called 'blocks.7.mlp.down'", "mlp.gate")
+        out,
+        "build",
+        DEMO,
+        "--precision",
+        "fp8",
+        "--calib",
+        path,
+        "--no-verify",
+        code=2,
+        says=(str(path), says),
     )
 
 
-def test_nvfp4_is_refused_for_a_target_without_it(llada_checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_with_an_unknown_layer_is_refused(
+    llada_checkpoint: Path, tmp_path: Path, out: Path
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[layers]\n"blocks.7.mlp.down" = "fp8"\n')
+    _fails(
+        out,
+        "build",
+        llada_checkpoint,
+        "--precision",
+        path,
+        code=2,
+        says=("no layer is called 'blocks.7.mlp.down'", "mlp.gate"),
+    )
+
+
+def test_nvfp4_is_refused_for_a_target_without_it(
+    llada_checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = targets.Target(
-        "old-board", "a board of 2019", "onnxruntime", ("fp32",), ("int8-dynamic", "int8-static"), ("int8-dynamic",), ""
+        "old-board",
+        "a board of 2019",
+        "onnxruntime",
+        ("fp32",),
+        ("int8-dynamic", "int8-static"),
+        ("int8-dynamic",),
+        "",
     )
     monkeypatch.setitem(targets.TARGETS, "old-board", old)
     options = ("--target", "old-board", "--precision")
     _fails(
-        out, "build", llada_checkpoint, *options, "nvfp4", code=2, says=("target old-board does not run nvfp4", "int8-static")
+        out,
+        "build",
+        llada_checkpoint,
+        *options,
+        "nvfp4",
+        code=2,
+        says=("target old-board does not run nvfp4", "int8-static"),
     )
     _fails(out, "build", llada_checkpoint, *options, "fp16", code=2, says=("does not run 'fp16'",))
 
@@ -243,15 +348,21 @@ def _damaged(checkpoint: Path, folder: Path, tensor: str, change: Any) -> Path:
     return copy
 
 
-def test_activations_that_are_not_finite_are_refused_by_layer(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
+def test_activations_that_are_not_finite_are_refused_by_layer(
+    llada_checkpoint: Path, tmp_path: Path, out: Path
+) -> None:
     name = "model.transformer.blocks.0.up_proj.weight"
-    checkpoint = _damaged(llada_checkpoint, tmp_path / "checkpoint", name, lambda w: torch.full_like(w, 3e38))
+    checkpoint = _damaged(
+        llada_checkpoint, tmp_path / "checkpoint", name, lambda w: torch.full_like(w, 3e38)
+    )
     options = ("--precision", "fp8", *CALIBRATED, "--no-verify")
     _fails(out, "build", checkpoint, *options, code=2, says=("blocks.0.mlp.down", "infinite"))
 
 
 @pytest.mark.parametrize("precision", ["int8-static", "int4", "nvfp4", "fp8"])
-def test_channels_that_are_all_zero_quantise(llada_checkpoint: Path, precision: str, tmp_path: Path, out: Path) -> None:
+def test_channels_that_are_all_zero_quantise(
+    llada_checkpoint: Path, precision: str, tmp_path: Path, out: Path
+) -> None:
     def zero(w: torch.Tensor) -> torch.Tensor:
         w[:16] = 0.0
         w[:, :16] = 0.0
@@ -259,17 +370,34 @@ def test_channels_that_are_all_zero_quantise(llada_checkpoint: Path, precision: 
 
     name = "model.transformer.blocks.0.up_proj.weight"
     checkpoint = _damaged(llada_checkpoint, tmp_path / "checkpoint", name, zero)
-    assert _run("build", checkpoint, "--precision", precision, "-o", out, *CALIBRATED, "--no-verify").exit_code == 0
+    assert (
+        _run(
+            "build", checkpoint, "--precision", precision, "-o", out, *CALIBRATED, "--no-verify"
+        ).exit_code
+        == 0
+    )
     with dlm_runtime.open(out, threads=1) as bundle:
         assert bool(torch.from_numpy(bundle.logits([1, 2, 150, 150])).isfinite().all())
 
 
-def test_a_quantised_bundle_is_not_quantised_again(int8: tuple[Path, dict[str, Any]], out: Path) -> None:
-    _fails(out, "quantize", int8[0], "--precision", "int4", code=2, says=("is quantised already (int8-static)", "checkpoint"))
+def test_a_quantised_bundle_is_not_quantised_again(
+    int8: tuple[Path, dict[str, Any]], out: Path
+) -> None:
+    _fails(
+        out,
+        "quantize",
+        int8[0],
+        "--precision",
+        "int4",
+        code=2,
+        says=("is quantised already (int8-static)", "checkpoint"),
+    )
 
 
 def test_min_task_needs_answers(int8: tuple[Path, dict[str, Any]], llada_checkpoint: Path) -> None:
-    result = _run("verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 2, "--min-task", "0.5")
+    result = _run(
+        "verify", int8[0], "--checkpoint", llada_checkpoint, "--judged", 2, "--min-task", "0.5"
+    )
     assert result.exit_code == 2
     assert "no answers" in result.stderr
 
@@ -279,28 +407,57 @@ def test_min_task_needs_answers(int8: tuple[Path, dict[str, Any]], llada_checkpo
     [
         (("--precision", "fp16", "--min-top1", "1"), "--min-top1 is for quantised bundles"),
         (("--precision", "fp32", "--solver", "gptq"), "--solver is for quantised bundles"),
-        (("--precision", "int8", "--auto-formats", "int4-g32"), "--auto-formats is for --precision auto"),
+        (
+            ("--precision", "int8", "--auto-formats", "int4-g32"),
+            "--auto-formats is for --precision auto",
+        ),
         (("--precision", "int8", "--tune"), "--tune is for --precision auto"),
-        (("--precision", "auto", "--tune", "--target", "l4"), "--tune times this processor; --target is l4"),
+        (
+            ("--precision", "auto", "--tune", "--target", "l4"),
+            "--tune times this processor; --target is l4",
+        ),
         (("--precision", "int8", "--no-verify", "--min-task", "0.5"), "--min-task needs judging"),
         (("--precision", "int8", "--max-ce-increase", "nan"), "--max-ce-increase nan is no limit"),
     ],
 )
-def test_options_without_effect_are_wrong_usage(llada_checkpoint: Path, out: Path, options: tuple[str, ...], says: str) -> None:
+def test_options_without_effect_are_wrong_usage(
+    llada_checkpoint: Path, out: Path, options: tuple[str, ...], says: str
+) -> None:
     _fails(out, "build", llada_checkpoint, *options, code=2, says=(says,))
 
 
-def test_verify_refuses_budgets_that_it_would_not_judge(llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_verify_refuses_budgets_that_it_would_not_judge(
+    llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path
+) -> None:
     result = _run("verify", llada_bundle, "--checkpoint", llada_checkpoint, "--min-top1", "0.9")
     assert result.exit_code == 2
     assert "--min-top1 is for quantised bundles" in result.stderr
     (tmp_path / "report").write_text("")
-    assert _run("verify", llada_bundle, "--checkpoint", llada_checkpoint, "--report", tmp_path / "report").exit_code == 2
+    assert (
+        _run(
+            "verify",
+            llada_bundle,
+            "--checkpoint",
+            llada_checkpoint,
+            "--report",
+            tmp_path / "report",
+        ).exit_code
+        == 2
+    )
 
 
 def test_a_bundle_does_not_replace_what_it_is_built_from(llada_bundle: Path) -> None:
     before = (llada_bundle / "manifest.json").read_bytes()
-    result = _run("quantize", llada_bundle, "--precision", "int8", "-o", llada_bundle, "--force", "--no-verify")
+    result = _run(
+        "quantize",
+        llada_bundle,
+        "--precision",
+        "int8",
+        "-o",
+        llada_bundle,
+        "--force",
+        "--no-verify",
+    )
     assert result.exit_code == 2
     assert "is what is read from" in result.stderr
     assert (llada_bundle / "manifest.json").read_bytes() == before
@@ -319,7 +476,16 @@ def test_nothing_is_written_into_a_folder_that_is_read(
 
     for command, source in (
         (("quantize", llada_bundle, "-o", place(llada_bundle) / "inner"), llada_bundle),
-        (("build", llada_checkpoint, "-o", place(llada_checkpoint) / "deep" / "inner", "--force"), llada_checkpoint),
+        (
+            (
+                "build",
+                llada_checkpoint,
+                "-o",
+                place(llada_checkpoint) / "deep" / "inner",
+                "--force",
+            ),
+            llada_checkpoint,
+        ),
         (("capture", llada_checkpoint, "-o", llada_checkpoint / "golden.npz"), llada_checkpoint),
         (("report", llada_bundle, llada_bundle, "-o", llada_bundle / "page.html"), llada_bundle),
     ):
@@ -330,12 +496,25 @@ def test_nothing_is_written_into_a_folder_that_is_read(
         assert sorted(source.rglob("*")) == before
 
 
-def test_a_recipe_file_with_everything_in_it_builds(llada_checkpoint: Path, tmp_path: Path, out: Path) -> None:
-    """The recipe of docs/quantising.md: solver, smoothing, rotation and embedding at once, parity with torch included."""
+def test_a_recipe_file_with_everything_in_it_builds(
+    llada_checkpoint: Path, tmp_path: Path, out: Path
+) -> None:
+    """The recipe of docs/quantising.md: solver, smoothing, rotation and embedding at once, parity
+    with torch included.
+    """
     text = (ROOT / "docs" / "quantising.md").read_text()
     start = text.index("```toml\n") + len("```toml\n")
     (tmp_path / "mine.toml").write_text(text[start : text.index("```", start)])
-    result = _run("build", llada_checkpoint, "--precision", tmp_path / "mine.toml", "-o", out, *SMALL, "--json")
+    result = _run(
+        "build",
+        llada_checkpoint,
+        "--precision",
+        tmp_path / "mine.toml",
+        "-o",
+        out,
+        *SMALL,
+        "--json",
+    )
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["parity"]["passed"]
 
@@ -345,7 +524,9 @@ def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> Non
     assert "Warning: no --data: judged by made-up samples (random ids)" in result.stderr
 
 
-def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(tmp_path: Path, out: Path) -> None:
+def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
+    tmp_path: Path, out: Path
+) -> None:
     """Nothing pads its canvases and nothing ends its text."""
     endless = llada_config(n_layers=1, eos_token_id=None, pad_token_id=None)
     checkpoint = write_checkpoint(tmp_path / "endless", endless, seed=3)
@@ -358,7 +539,9 @@ def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("precision", "has_ranges"), [("int8", False), ("int8-static", True)], ids=["ranges of each pass", "static ranges"]
+    ("precision", "has_ranges"),
+    [("int8", False), ("int8-static", True)],
+    ids=["ranges of each pass", "static ranges"],
 )
 def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_always(
     llada_checkpoint: Path, out: Path, precision: str, has_ranges: bool
@@ -367,7 +550,10 @@ def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_al
     assert result.exit_code == 0, result.output
     told = " ".join(result.stderr.split())
     assert ("values beyond them are clipped" in told) == has_ranges
-    assert "no --calib: judged by made-up samples (random ids). The loss on text of your own is not known" in told
+    assert (
+        "no --calib: judged by made-up samples (random ids). The loss on text of your own is not known"
+        in told
+    )
 
 
 @pytest.mark.slow
@@ -376,29 +562,69 @@ def test_a_reference_that_answers_nothing_fits_no_threshold(tmp_path: Path, out:
     checkpoint = shutil.copytree(DEMO, tmp_path / "untrained")
     weights = load_file(checkpoint / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    noise = {name: torch.randn(each.shape, generator=generator).to(each.dtype) * 0.05 for name, each in weights.items()}
+    noise = {
+        name: torch.randn(each.shape, generator=generator).to(each.dtype) * 0.05
+        for name, each in weights.items()
+    }
     save_file(noise, checkpoint / "model.safetensors", metadata={"format": "pt"})
     result = _run(
-        "build", checkpoint, "--precision", "int8", "-o", out, "--judged", 2, "--calib-samples", 4, "--calib-states", 2
+        "build",
+        checkpoint,
+        "--precision",
+        "int8",
+        "-o",
+        out,
+        "--judged",
+        2,
+        "--calib-samples",
+        4,
+        "--calib-states",
+        2,
     )
     assert result.exit_code == 0, result.output
     told = " ".join(result.stdout.split())
-    assert re.search(r"stays at 0\.9: the reference itself gets none of [12] samples right", told), told
+    assert re.search(
+        r"stays at 0\.9: the reference itself gets none of [12] samples right", told
+    ), told
     manifest = json.loads((out / "manifest.json").read_text())
     found = manifest["precision"]["threshold"]
-    assert (found["verdict"], found["reached"], found["reference"]["quality"]) == ("untold", False, 0)
+    assert (found["verdict"], found["reached"], found["reference"]["quality"]) == (
+        "untold",
+        False,
+        0,
+    )
     assert manifest["loop"]["presets"]["fast-dllm"]["threshold"] == 0.9
 
 
 def test_data_that_nothing_would_read_is_refused(llada_checkpoint: Path, out: Path) -> None:
     options = ("build", llada_checkpoint, "--no-verify", "--calib", HELD_OUT)
-    _fails(out, *options, "--precision", "int8", code=2, says=("--calib has no effect: int8 needs no data",))
-    _fails(out, *options, "--precision", "fp8", code=2, says=("has no tokenizer to read text with",))
-    _fails(out, *options, "--precision", "int8", "--solver", "gptq", code=2, says=("has no tokenizer to read text with",))
+    _fails(
+        out,
+        *options,
+        "--precision",
+        "int8",
+        code=2,
+        says=("--calib has no effect: int8 needs no data",),
+    )
+    _fails(
+        out, *options, "--precision", "fp8", code=2, says=("has no tokenizer to read text with",)
+    )
+    _fails(
+        out,
+        *options,
+        "--precision",
+        "int8",
+        "--solver",
+        "gptq",
+        code=2,
+        says=("has no tokenizer to read text with",),
+    )
 
 
 def test_a_build_that_judges_nothing_still_proves_parity(llada_checkpoint: Path, out: Path) -> None:
-    result = _run("build", llada_checkpoint, "--precision", "int4-rtn", "-o", out, "--judge", "none", "--json")
+    result = _run(
+        "build", llada_checkpoint, "--precision", "int4-rtn", "-o", out, "--judge", "none", "--json"
+    )
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["parity"]["passed"]
@@ -412,14 +638,19 @@ def test_a_build_that_judges_nothing_still_proves_parity(llada_checkpoint: Path,
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--judge", "none", "--min-top1", "0.5"), "--min-top1 needs judging, which --judge none leaves out"),
+        (
+            ("--judge", "none", "--min-top1", "0.5"),
+            "--min-top1 needs judging, which --judge none leaves out",
+        ),
         (("--judge", "none", "--judged", "3"), "--judged needs judging"),
         (("--judge", "full", "--free-runs", "2"), "--free-runs has no effect with --judge full"),
         (("--no-verify", "--judge", "full"), "--judge needs judging, which --no-verify skips"),
         (("--no-verify", "--judged", "3"), "--judged needs judging, which --no-verify skips"),
     ],
 )
-def test_efforts_refuse_what_has_no_effect(llada_checkpoint: Path, out: Path, options: tuple[str, ...], says: str) -> None:
+def test_efforts_refuse_what_has_no_effect(
+    llada_checkpoint: Path, out: Path, options: tuple[str, ...], says: str
+) -> None:
     _fails(out, "build", llada_checkpoint, "--precision", "int8", *options, code=2, says=(says,))
 
 
@@ -430,13 +661,21 @@ def test_the_default_effort_says_how_much_it_judged_and_full_runs_the_reference_
     shown = _run(*arguments)
     assert shown.exit_code == 0, shown.output
     assert (
-        "Judged by 2 samples (as asked), on canvases that the candidate met; 0 runs of the reference were free" in shown.stdout
+        "Judged by 2 samples (as asked), on canvases that the candidate met; 0 runs of the reference were free"
+        in shown.stdout
     )
     assert int8[1]["judgement"]["effort"]["states_of"] == "candidate"
     assert {"judge", "record runs", "fit threshold", "fit effort"} <= set(int8[1]["stages_s"])
     full = json.loads(_run(*arguments, "--judge", "full", "--json").stdout)
-    assert full["effort"] == {"judge": "full", "stopped": "asked", "states_of": "reference", "free_runs": 2}
+    assert full["effort"] == {
+        "judge": "full",
+        "stopped": "asked",
+        "states_of": "reference",
+        "free_runs": 2,
+    }
     free = json.loads(_run(*arguments, "--free-runs", 1, "--json").stdout)
     assert free["effort"]["free_runs"] == 1
     assert free["overall"]["positions"] == full["overall"]["positions"]
-    assert free["overall"]["reference_ce"] == pytest.approx(full["overall"]["reference_ce"], rel=1e-5)
+    assert free["overall"]["reference_ce"] == pytest.approx(
+        full["overall"]["reference_ce"], rel=1e-5
+    )

@@ -1,4 +1,6 @@
-"""Quantised mixtures of experts: whom calibration reaches, what solvers make of it, and bundles and engines of all formats."""
+"""Quantised mixtures of experts: whom calibration reaches, what solvers make of it, and bundles and
+engines of all formats.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import llada2_config, llada_moe_config, qwen3_moe_config, sdar_config, write_checkpoint
+from checkpoints import (
+    llada2_config,
+    llada_moe_config,
+    qwen3_moe_config,
+    sdar_config,
+    write_checkpoint,
+)
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +55,9 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """LLaDA2's layers, the second one with a mixture whose expert 5 no token chooses."""
-    path = write_checkpoint(tmp_path_factory.mktemp("unreached") / "llada2", CONFIGS["llada2"], seed=7)
+    path = write_checkpoint(
+        tmp_path_factory.mktemp("unreached") / "llada2", CONFIGS["llada2"], seed=7
+    )
     name = "model.layers.1.mlp.gate.expert_bias"
     bias = read_tensors(path)[name]
     bias[5] = -9.0
@@ -64,12 +74,16 @@ def states(source: Source, count: int, seed: int) -> list[State]:
 def calibrated(source: Source, recipe: Recipe, count: int = 24, **options: Any) -> Quantisation:
     formats = recipe.formats(list(source.network.quantisable()))
     seen = states(source, count, 5)
-    return calibrate.calibrate(source.parameters, source.network, recipe, formats, seen, lambda: None, **options)
+    return calibrate.calibrate(
+        source.parameters, source.network, recipe, formats, seen, lambda: None, **options
+    )
 
 
 @torch.no_grad()
 def entering(source: Source, seen: list[State]) -> tuple[torch.Tensor, ...]:
-    """Tokens that enter the mixture, the experts they go to and their weights, in the whole denoiser."""
+    """Tokens that enter the mixture, the experts they go to and their weights, in the whole
+    denoiser.
+    """
     denoiser, found = families.load(source.parameters, source.network), []
     mixture = dict(denoiser.named_modules())[MIXTURE]
     mixture.register_forward_pre_hook(lambda _, inputs: found.append(inputs))
@@ -90,11 +104,17 @@ def test_calibration_counts_the_tokens_of_each_expert(source: Source) -> None:
 
 def test_an_unreached_expert_takes_its_stacks_range_and_is_named(source: Source) -> None:
     done = calibrated(source, RECIPES["fp8"], count=6, fewest_tokens=1)
-    solved = [experts.member(f"{MIXTURE}.{role}", expert) in done.solved for role in ("gate", "down") for expert in (4, 5)]
+    solved = [
+        experts.member(f"{MIXTURE}.{role}", expert) in done.solved
+        for role in ("gate", "down")
+        for expert in (4, 5)
+    ]
     assert solved == [True, False, True, False]
     assert done.amax[f"{MIXTURE}.down"] > 0
     np.testing.assert_allclose(  # rounded to nearest
-        done.expert(f"{MIXTURE}.up", 5).dequantise(), done.parameters.read(f"{MIXTURE}.up.weight", np.dtype("f4"))[5], rtol=0.07
+        done.expert(f"{MIXTURE}.up", 5).dequantise(),
+        done.parameters.read(f"{MIXTURE}.up.weight", np.dtype("f4"))[5],
+        rtol=0.07,
     )
     (told,) = experts.doubts(done.reached)
     assert told.startswith(f"1 of 16 experts met no calibration token ({MIXTURE}.5)")
@@ -109,30 +129,42 @@ def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]
         exact = mixture(*given)
         for role in ("gate", "up", "down"):
             stack = f"{MIXTURE}.{role}"
-            getattr(mixture, role).read = lambda expert, stack=stack: torch.from_numpy(done.expert(stack, expert).dequantise())
+            getattr(mixture, role).read = lambda expert, stack=stack: torch.from_numpy(
+                done.expert(stack, expert).dequantise()
+            )
         return float((mixture(*given) - exact).square().mean())
 
 
 @pytest.mark.parametrize("format", ["int4-g32-dynamic", "nvfp4"])
-def test_gptq_from_each_experts_tokens_loses_less_than_rounding(source: Source, format: str) -> None:
+def test_gptq_from_each_experts_tokens_loses_less_than_rounding(
+    source: Source, format: str
+) -> None:
     """On tokens that it was not solved by."""
     fresh = entering(source, states(source, 24, 6))
     lost = {
-        solver: error_of(source, calibrated(source, Recipe("test", (("*.experts.*", format),), solver=solver), 48), fresh)
+        solver: error_of(
+            source,
+            calibrated(source, Recipe("test", (("*.experts.*", format),), solver=solver), 48),
+            fresh,
+        )
         for solver in ("nearest", "gptq")
     }
     assert lost["gptq"] < 0.9 * lost["nearest"], lost
 
 
 @pytest.mark.parametrize("changes", [{"solver": "awq"}, {"smoothing": 0.5}], ids=str)
-def test_scales_by_expert_leave_the_function_as_it_was(source: Source, changes: dict[str, Any]) -> None:
+def test_scales_by_expert_leave_the_function_as_it_was(
+    source: Source, changes: dict[str, Any]
+) -> None:
     formats = (("*.experts.*", "int4-g32-dynamic"),)
     done = calibrated(source, Recipe("test", formats, **changes), fewest_tokens=40)
     scales = done.parameters.rows[f"{MIXTURE}.down.weight"]
     assert scales.shape == (16, 64)
     assert len(np.unique(scales[0])) > 1
     ids = torch.from_numpy(states(source, 1, 9)[0].canvas)[None]
-    exact, folded = (families.load(each, source.network)(ids) for each in (source.parameters, done.parameters))
+    exact, folded = (
+        families.load(each, source.network)(ids) for each in (source.parameters, done.parameters)
+    )
     assert float((exact - folded).abs().max() / exact.abs().max()) < 1e-5
 
 
@@ -163,9 +195,16 @@ def test_all_experts_as_one_mlp_are_the_routed_ones() -> None:
 @torch.no_grad()
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 20), st.sampled_from([(8, 3, 1, 1), (16, 4, 4, 2), (12, 3, 3, 1)]))
-def test_a_choice_falls_short_by_how_much_worse_it_is(seed: int, sizes: tuple[int, int, int, int]) -> None:
+def test_a_choice_falls_short_by_how_much_worse_it_is(
+    seed: int, sizes: tuple[int, int, int, int]
+) -> None:
     count, active, groups, active_groups = sizes
-    router = Router(ExpertsSpec(count, active, 8, router=RouterSpec(groups=groups, active_groups=active_groups)), 4)
+    router = Router(
+        ExpertsSpec(
+            count, active, 8, router=RouterSpec(groups=groups, active_groups=active_groups)
+        ),
+        4,
+    )
     generator = torch.Generator().manual_seed(seed)
     router.weight.data = torch.randn(4, count, generator=generator)
     x = torch.randn(5, 4, generator=generator)
@@ -173,7 +212,10 @@ def test_a_choice_falls_short_by_how_much_worse_it_is(seed: int, sizes: tuple[in
     assert float(router.shortfall(judged, chosen).max()) == 0
     # The worst of the chosen ones for the best of those that were not, within the chosen groups.
     inside = judged.view(5, groups, -1).where(
-        torch.zeros(5, groups, dtype=torch.bool).scatter(-1, chosen // (count // groups), True).unsqueeze(-1), -torch.inf
+        torch.zeros(5, groups, dtype=torch.bool)
+        .scatter(-1, chosen // (count // groups), True)
+        .unsqueeze(-1),
+        -torch.inf,
     )
     others = inside.flatten(-2).scatter(-1, chosen, -torch.inf)
     if bool(others.amax(-1).isinf().any()):
@@ -181,16 +223,22 @@ def test_a_choice_falls_short_by_how_much_worse_it_is(seed: int, sizes: tuple[in
     swapped = torch.cat([chosen[:, :-1], others.argmax(-1, keepdim=True)], -1)
     wanted = judged.gather(-1, chosen[:, -1:]) - judged.gather(-1, swapped[:, -1:])
     torch.testing.assert_close(router.shortfall(judged, swapped), wanted[:, 0])
-    assert bool(router.shortfall(judged, torch.cat([chosen[:, :-1], chosen[:, :1]], -1)).isinf().all())
+    assert bool(
+        router.shortfall(judged, torch.cat([chosen[:, :-1], chosen[:, :1]], -1)).isinf().all()
+    )
 
 
-def options(precision: str, *targets: str, preset: str | None = None, engine: bool = True) -> BuildOptions:
+def options(
+    precision: str, *targets: str, preset: str | None = None, engine: bool = True
+) -> BuildOptions:
     few = CalibrationOptions(samples=4, states_per_sample=2, preset=preset)
     return BuildOptions(
         targets or ("cpu",),
         precision,
         engine=EngineOptions() if targets and engine else None,
-        quantise=QuantiseOptions(effort=Effort("default", judged=2), calibration=few, min_tokens_per_expert=16),
+        quantise=QuantiseOptions(
+            effort=Effort("default", judged=2), calibration=few, min_tokens_per_expert=16
+        ),
     )
 
 
@@ -200,17 +248,27 @@ def llada2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
-    """Of experts whose scores are within a rounding each side takes others, and whole passes end apart."""
+    """Of experts whose scores are within a rounding each side takes others, and whole passes end
+    apart.
+    """
     path = write_checkpoint(tmp_path / "checkpoint", CONFIGS["llada2"], seed=7)
     weight, bias = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.expert_bias"
     tensors = read_tensors(path)
     rewritten(path, {weight: tensors[weight][:1] + 1e-7 * tensors[weight], bias: tensors[bias] * 0})
-    report = build(path, tmp_path / "bundle", options("fp16", "rtx5090", preset="llada2", engine=False))
+    report = build(
+        path, tmp_path / "bundle", options("fp16", "rtx5090", preset="llada2", engine=False)
+    )
     assert report.parity is not None
     assert report.parity.misses == []
-    assert {row.layer for row in report.parity.layers} == {MIXTURE, "blocks.1.mlp.router", "logits"}, "passes agreed"
+    assert {row.layer for row in report.parity.layers} == {
+        MIXTURE,
+        "blocks.1.mlp.router",
+        "logits",
+    }, "passes agreed"
     assert sum(row.canvases - row.canvases_equal for row in report.parity.loop) > 0
-    told = CliRunner().invoke(main, ["verify", str(report.output), "--checkpoint", str(path), "--json"])
+    told = CliRunner().invoke(
+        main, ["verify", str(report.output), "--checkpoint", str(path), "--json"]
+    )
     assert told.exit_code == 0, told.stderr
     assert json.loads(told.stdout)["passed"]
 
@@ -226,15 +284,21 @@ def swapped_router(parameters: Any, network: Any, parameter: str, *dtype: np.dty
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
-def test_a_wrong_router_is_refused(llada2: Path, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_router_is_refused(
+    llada2: Path, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writing, "later", swapped_router)
     wrong = options(precision, "rtx5090", preset="llada2", engine=False)
     with pytest.raises(ParityError, match=r"blocks\.1\.mlp\.router chooses experts that are worse"):
         build(llada2, tmp_path / "bundle", wrong)
 
 
-def test_a_wrong_expert_is_refused(llada2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the function that has all three stacks: a code of one expert that is off by 16 is no rounding."""
+def test_a_wrong_expert_is_refused(
+    llada2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the function that has all three stacks: a code of one expert that is off by 16 is no
+    rounding.
+    """
     read = Quantisation.expert
 
     def off(done: Quantisation, layer: str, expert: int) -> Any:
@@ -254,19 +318,28 @@ def test_a_wrong_expert_is_refused(llada2: Path, tmp_path: Path, monkeypatch: py
         return done
 
     monkeypatch.setattr("dlm_export.build.write_graph", then_prove)
-    with pytest.raises(ParityError, match=r"blocks\.1\.mlp\.experts \(int8-dynamic\) gives another result"):
+    with pytest.raises(
+        ParityError, match=r"blocks\.1\.mlp\.experts \(int8-dynamic\) gives another result"
+    ):
         build(llada2, tmp_path / "bundle", options("int8", preset="llada2"))
 
 
 @pytest.mark.parametrize("solver", ["nearest", "gptq"])
 def test_experts_are_one_layer_that_loses_what_it_loses_alone(source: Source, solver: str) -> None:
-    done, seen = calibrated(source, Recipe("test", (("*", "int4-g32-dynamic"),), solver=solver)), states(source, 12, 8)
+    done, seen = (
+        calibrated(source, Recipe("test", (("*", "int4-g32-dynamic"),), solver=solver)),
+        states(source, 12, 8),
+    )
     (found,), (exact,) = (
-        sensitivity.losses(done.parameters, source.network, [done], seen, lambda: None, exact=is_exact)
+        sensitivity.losses(
+            done.parameters, source.network, [done], seen, lambda: None, exact=is_exact
+        )
         for is_exact in (False, True)
     )
     assert found.keys() == exact.keys() == source.network.units().keys()
-    assert [row["layer"] for row in sensitivity.as_rows(exact, source.network, done.formats)] == list(source.network.units())
+    assert [
+        row["layer"] for row in sensitivity.as_rows(exact, source.network, done.formats)
+    ] == list(source.network.units())
     assert exact[MIXTURE][0] > 0
     assert 0.5 < found[MIXTURE][0] / exact[MIXTURE][0] < 2
 
@@ -275,7 +348,9 @@ def test_auto_holds_all_stacks_of_a_mixture_in_one_format(source: Source) -> Non
     seen, formats = states(source, 8, 8), ("int8-dynamic", "int4-g32-dynamic")
     tokens = np.random.default_rng(3).integers(0, 140, (6, LENGTH))
     samples = [Sample(each, LENGTH // 2, None, None) for each in tokens]
-    found = auto.search(source, seen, samples, formats, source.presets["llada2"], 0.5, 0, lambda: None)
+    found = auto.search(
+        source, seen, samples, formats, source.presets["llada2"], 0.5, 0, lambda: None
+    )
     held = dict(found.recipe.layers)
     assert len({held[f"{MIXTURE}.{role}"] for role in ("gate", "up", "down")}) == 1
     sizes = [point.weight_bytes for point in found.curve]
@@ -314,20 +389,33 @@ def test_a_bundle_for_cpus_is_built_and_judged(tmp_path: Path, family: str, prec
     report = built(tmp_path, family, precision)
     manifest = json.loads((report.output / "manifest.json").read_text())
     layers, (of_experts, of_attention) = manifest["precision"]["layers"], HELD[precision]
-    held = {layer: layers[layer] for layer in (f"{MIXTURE}.gate", f"{MIXTURE}.up", f"{MIXTURE}.down", "blocks.1.attention.q")}
+    held = {
+        layer: layers[layer]
+        for layer in (f"{MIXTURE}.gate", f"{MIXTURE}.up", f"{MIXTURE}.down", "blocks.1.attention.q")
+    }
     assert list(held.values()) == [of_experts] * 3 + [of_attention]
     recorded = json.loads((report.output / "accuracy.json").read_text()).get("calibration") or {}
-    assert [row["layer"] for row in recorded.get("experts", [])][-1:] == [MIXTURE] * (precision != "int8")
-    is_shown = f'<th scope="row"><code>{MIXTURE}</code></th><td>' in (report.output / "report.html").read_text()
+    assert [row["layer"] for row in recorded.get("experts", [])][-1:] == [MIXTURE] * (
+        precision != "int8"
+    )
+    is_shown = (
+        f'<th scope="row"><code>{MIXTURE}</code></th><td>'
+        in (report.output / "report.html").read_text()
+    )
     assert is_shown == (precision != "int8")
 
 
-MATRIX = [(family, precision) for family in ("sdar", "llada2", "llada-moe") for precision in ("int8", "int4", "fp8", "nvfp4")]
+MATRIX = [
+    (family, precision)
+    for family in ("sdar", "llada2", "llada-moe")
+    for precision in ("int8", "int4", "fp8", "nvfp4")
+]
 QUICK = ("llada2", "nvfp4")
 
 
 @pytest.mark.parametrize(
-    ("family", "precision"), [QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in MATRIX if each != QUICK)]
+    ("family", "precision"),
+    [QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in MATRIX if each != QUICK)],
 )
 def test_engines_are_built_judged_and_audited(tmp_path: Path, family: str, precision: str) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
@@ -354,6 +442,13 @@ def test_a_full_precision_bundle_gives_its_experts_back(llada2: Path, tmp_path: 
     ours, theirs = open_source(bundle), open_source(llada2)
     for role in ("gate", "down"):
         name = f"{MIXTURE}.{role}.weight"
-        for at in ((), (slice(3, 5),), (slice(0, 16), slice(8, 24)), (slice(2, 3), slice(0, 64), slice(5, 9))):
-            found, wanted = (each.parameters.read(name, np.dtype("f4"), at) for each in (ours, theirs))
+        for at in (
+            (),
+            (slice(3, 5),),
+            (slice(0, 16), slice(8, 24)),
+            (slice(2, 3), slice(0, 64), slice(5, 9)),
+        ):
+            found, wanted = (
+                each.parameters.read(name, np.dtype("f4"), at) for each in (ours, theirs)
+            )
             np.testing.assert_array_equal(found, wanted)

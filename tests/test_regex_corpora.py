@@ -1,4 +1,5 @@
-"""Regular expressions of public test suites: what the compiled automata accept, against the engine that each suite is of.
+"""Regular expressions of public test suites: what the compiled automata accept, against the engine
+that each suite is of.
 
 CPython's suite is ``test.re_tests`` of the standard library. Rust's is the folder ``testdata`` of
 https://github.com/rust-lang/regex, which $DLM_REGEX_TESTDATA names.
@@ -25,8 +26,9 @@ from dlm_runtime import RequestError
 from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, byte_automaton
 
 LIMITS = CompileLimits(seconds=5)
-# What Python and Rust read differently: sets within sets and operations on them, \Z, octal escapes, counts without a lower
-# bound, braces that are no count, and flags of one of them. Python does not judge texts of such expressions.
+# What Python and Rust read differently: sets within sets and operations on them, \Z, octal escapes,
+# counts without a lower bound, braces that are no count, and flags of one of them. Python does not
+# judge texts of such expressions.
 OTHER_SYNTAX = re.compile(
     r"\[\^?\]?[^]]*\[|&&|--|~~|\\[ZzbBhHvKXQEpPRGCu<>0-9]|\{,|\{(?!\d+(,\d*)?\})|\(\?[a-zA-Z-]*[^imsx:)]|\$."
 )
@@ -38,7 +40,8 @@ REASONS = (
     "no text matches it",
     "more than",
 )
-# Classes whose members beyond ASCII depend on the engine's version of Unicode, or on how it folds cases.
+# Classes whose members beyond ASCII depend on the engine's version of Unicode, or on how it folds
+# cases.
 BEYOND_ASCII = re.compile(r"\\[wWsSdD]|\(\?[a-z]*i")
 
 
@@ -64,8 +67,12 @@ class Report:
         if is_accepted != is_right:
             self.mismatches.append((expression, text, "accepted" if is_accepted else "rejected"))
 
-    def check_drawn(self, expression: str, made: ByteAutomaton, engine: re.Pattern[str], seed: int) -> None:
-        """Texts of the automaton match in the engine. Of U+001C to U+001F only Python says that they are white space."""
+    def check_drawn(
+        self, expression: str, made: ByteAutomaton, engine: re.Pattern[str], seed: int
+    ) -> None:
+        """Texts of the automaton match in the engine. Of U+001C to U+001F only Python says that
+        they are white space.
+        """
         is_ascii = BEYOND_ASCII.search(expression) is not None
         for text in drawn_texts(made, random.Random(seed), 40, is_ascii):
             if r"\S" in expression and re.search("[\x1c-\x1f]", text):
@@ -91,7 +98,9 @@ def python_pattern(expression: str) -> re.Pattern[str] | None:
         return None
 
 
-@pytest.mark.parametrize(("every", "fewest"), [(20, 100), pytest.param(1, 3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("every", "fewest"), [(20, 100), pytest.param(1, 3000, marks=pytest.mark.slow)]
+)
 def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
     suite = pytest.importorskip("test.re_tests", reason="this Python comes without its tests")
     report, subjects = Report(), dict[str, set[str]]()
@@ -107,11 +116,20 @@ def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
             continue
         report.check_drawn(expression, made, engine, number)
         # The subjects of all patterns near this one, and the parts of them that match.
-        candidates = {part for text in texts for part in (text, *(found[0] for found in engine.finditer(text)))}
+        candidates = {
+            part
+            for text in texts
+            for part in (text, *(found[0] for found in engine.finditer(text)))
+        }
         for text in candidates | {"", "a", "ab", "abc", "abcd", "a\nb", "\n"}:
             if "\0" not in text and (text.isascii() or not BEYOND_ASCII.search(expression)):
                 report.counts["texts of the suite"] += 1
-                report.check(expression, text, made.matches(text.encode()), engine.fullmatch(text) is not None)
+                report.check(
+                    expression,
+                    text,
+                    made.matches(text.encode()),
+                    engine.fullmatch(text) is not None,
+                )
     report.show()
     assert not report.mismatches
     assert report.counts["texts drawn"] >= fewest
@@ -140,7 +158,11 @@ def rust_cases(folder: Path) -> Iterator[RustCase]:
             continue
         for test in tomllib.loads(path.read_text(encoding="utf-8")).get("test", []):
             expression = test["regex"]
-            if not isinstance(expression, str) or never & test.keys() or not test.get("unicode", True):
+            if (
+                not isinstance(expression, str)
+                or never & test.keys()
+                or not test.get("unicode", True)
+            ):
                 continue
             if not test.get("compiles", True) or test.get("search-kind") == "earliest":
                 continue
@@ -150,7 +172,9 @@ def rust_cases(folder: Path) -> Iterator[RustCase]:
             spans = tuple(_span(found) for found in test["matches"])
             flag = "(?i)" if test.get("case-insensitive") else ""
             is_all = test.get("search-kind") == "overlapping" and test.get("match-kind") == "all"
-            yield RustCase(f"{path.stem}/{test['name']}", flag + expression, haystack, spans, is_all)
+            yield RustCase(
+                f"{path.stem}/{test['name']}", flag + expression, haystack, spans, is_all
+            )
 
 
 def _unescaped(text: str) -> bytes:
@@ -178,7 +202,9 @@ def _is_text(text: bytes) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("every", "fewest"), [(20, 10), pytest.param(1, 300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("every", "fewest"), [(20, 10), pytest.param(1, 300, marks=pytest.mark.slow)]
+)
 def test_expressions_of_rusts_suite(every: int, fewest: int) -> None:
     """By the matches that the suite expects, and by Python where it reads an expression alike."""
     folder = os.environ.get("DLM_REGEX_TESTDATA")

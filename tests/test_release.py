@@ -14,7 +14,9 @@ SCRIPT = Path(__file__).parent.parent / "release" / "wheels.py"
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module on an x86-64 machine, with builds that only write files and print what they build."""
+    """The script as a module on an x86-64 machine, with builds that only write files and print what
+    they build.
+    """
     spec = importlib.util.spec_from_file_location("wheels", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -38,25 +40,44 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def _without_compiler(module: ModuleType, monkeypatch: pytest.MonkeyPatch, is_missing: bool) -> None:
-    monkeypatch.setattr(module.shutil, "which", lambda name: None if is_missing else f"/usr/bin/{name}")
+def _without_compiler(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, is_missing: bool
+) -> None:
+    monkeypatch.setattr(
+        module.shutil, "which", lambda name: None if is_missing else f"/usr/bin/{name}"
+    )
 
 
 def test_without_the_cross_compiler_the_rest_is_built_and_the_exit_says_what_is_missing(
-    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    wheels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     _without_compiler(wheels, monkeypatch, True)
     monkeypatch.setattr(sys, "argv", ["wheels.py"])
     with pytest.raises(SystemExit) as ended:
         wheels.main()
     why = "aarch64-linux-gnu-g++ is missing: apt-get install g++-aarch64-linux-gnu"
-    assert ended.value.code == f"Not built: the wheel for aarch64 ({why})"  # sys.exit of a text is exit status 1
-    assert capsys.readouterr().err.splitlines() == [f"No wheel for aarch64: {why}", "built: sdist", "built: x86_64"]
-    assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == ["dlm-x86_64.whl", "dlm.tar.gz"]
+    assert (
+        ended.value.code == f"Not built: the wheel for aarch64 ({why})"
+    )  # sys.exit of a text is exit status 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"No wheel for aarch64: {why}",
+        "built: sdist",
+        "built: x86_64",
+    ]
+    assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == [
+        "dlm-x86_64.whl",
+        "dlm.tar.gz",
+    ]
 
 
 def test_nothing_is_built_where_no_wheel_can_be(
-    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    wheels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     _without_compiler(wheels, monkeypatch, True)
     monkeypatch.setattr(sys, "argv", ["wheels.py", "--architecture", "aarch64"])
@@ -73,10 +94,16 @@ def test_both_wheels_are_built_with_the_cross_compiler(
     _without_compiler(wheels, monkeypatch, False)
     monkeypatch.setattr(sys, "argv", ["wheels.py"])
     wheels.main()
-    assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == ["dlm-aarch64.whl", "dlm-x86_64.whl", "dlm.tar.gz"]
+    assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == [
+        "dlm-aarch64.whl",
+        "dlm-x86_64.whl",
+        "dlm.tar.gz",
+    ]
 
 
-def test_what_was_built_before_a_failure_is_kept(wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_was_built_before_a_failure_is_kept(
+    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
         sys.exit("the compiler failed")
 

@@ -13,7 +13,15 @@ from traces import trace_once
 
 from dlm_export.graph import LAYER_KEY, definitions, experts, repeat
 from dlm_export.graph.trace import Graph, trace_pass
-from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, Rope, RouterSpec
+from dlm_export.network.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+    Rope,
+    RouterSpec,
+)
 
 
 def mixed() -> NetworkSpec:
@@ -30,13 +38,17 @@ def mixed() -> NetworkSpec:
 def routed() -> tuple[LayerSpec, ...]:
     """Layers with experts, by a router of either kind."""
     attention = AttentionSpec(2, 2, 12, Rope(1e5))
-    grouped = RouterSpec("sigmoid", bias="choice", renormalise=True, scale=2.5, groups=2, active_groups=1)
+    grouped = RouterSpec(
+        "sigmoid", bias="choice", renormalise=True, scale=2.5, groups=2, active_groups=1
+    )
     mixtures = (ExpertsSpec(2, 1, 12), ExpertsSpec(4, 2, 8, shared_size=8, router=grouped))
     return tuple(LayerSpec(attention, mlp, 1e-6) for mlp in mixtures)
 
 
 LLADA = make_network(layers=3)
-DREAM = make_network(family="dream", layers=3, heads=4, kv_heads=2, head_size=8, qkv_bias=True, shift=1)
+DREAM = make_network(
+    family="dream", layers=3, heads=4, kv_heads=2, head_size=8, qkv_bias=True, shift=1
+)
 MIXED = mixed()
 EVERY = replace(MIXED, layers=(*MIXED.layers, *routed()))
 
@@ -52,10 +64,17 @@ def described(graph: ir.Graph) -> dict[str, Any]:
 
     def held(value: ir.Value) -> Any:
         tensor = value.const_value
-        return value.name, value.type, value.shape, None if tensor is None else tensor.numpy().tolist()
+        return (
+            value.name,
+            value.type,
+            value.shape,
+            None if tensor is None else tensor.numpy().tolist(),
+        )
 
     def attribute(found: ir.Attr) -> Any:
-        return found.value.numpy().tolist() if found.type == ir.AttributeType.TENSOR else found.value
+        return (
+            found.value.numpy().tolist() if found.type == ir.AttributeType.TENSOR else found.value
+        )
 
     return {
         "inputs": [held(value) for value in graph.inputs],
@@ -81,7 +100,13 @@ def described(graph: ir.Graph) -> dict[str, Any]:
     [
         pytest.param(LLADA, "fp32", False, id="llada"),
         pytest.param(DREAM, "bf16", False, id="dream", marks=pytest.mark.slow),
-        pytest.param(replace(DREAM, tied_head=True), "fp32", True, id="dream-tied-plain", marks=pytest.mark.slow),
+        pytest.param(
+            replace(DREAM, tied_head=True),
+            "fp32",
+            True,
+            id="dream-tied-plain",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(MIXED, "fp32", False, id="mixed"),
         pytest.param(MIXED, "bf16", True, id="mixed-plain", marks=pytest.mark.slow),
     ],
@@ -92,7 +117,9 @@ def test_repeated_layers_are_the_traced_ones(
     found = trace_pass(network, precision, is_plain=is_plain).model.graph
     monkeypatch.setattr(repeat, "kinds", lambda network: list(range(len(network.layers))))
     whole = described(trace_pass(network, precision, is_plain=is_plain).model.graph)
-    assert len({value.name for node in found for value in node.outputs}) == len([v for node in found for v in node.outputs])
+    assert len({value.name for node in found for value in node.outputs}) == len(
+        [v for node in found for v in node.outputs]
+    )
     for name, part in described(found).items():
         assert part == whole[name], name
 
@@ -103,16 +130,30 @@ def test_kinds_are_counted_as_they_appear() -> None:
 
 
 def _traced_in_two() -> Graph:
-    layers = tuple(LayerSpec(AttentionSpec(2, 2, 16, Rope(1e4)), MlpSpec(size), 1e-6) for size in (64, 48))
+    layers = tuple(
+        LayerSpec(AttentionSpec(2, 2, 16, Rope(1e4)), MlpSpec(size), 1e-6) for size in (64, 48)
+    )
     return trace_once(make_network(layers=layers), "fp32")
 
 
 @pytest.mark.parametrize(
     ("reader", "read", "told"),
     [
-        ("blocks.1.mlp_norm", "blocks.0.mlp", r"\['blocks\.0\.add\w*', 'blocks\.0\.mul\w*'\] where the residual stream alone"),
-        ("final_norm", "blocks.0.mlp", r"what is no layer reads blocks\.0\.mul\w*, which is neither its own, nor the stream"),
-        ("blocks.1.mlp_norm", "embed", "layer 1 reads embedding, which is neither its own, nor the stream, nor shared"),
+        (
+            "blocks.1.mlp_norm",
+            "blocks.0.mlp",
+            r"\['blocks\.0\.add\w*', 'blocks\.0\.mul\w*'\] where the residual stream alone",
+        ),
+        (
+            "final_norm",
+            "blocks.0.mlp",
+            r"what is no layer reads blocks\.0\.mul\w*, which is neither its own, nor the stream",
+        ),
+        (
+            "blocks.1.mlp_norm",
+            "embed",
+            "layer 1 reads embedding, which is neither its own, nor the stream, nor shared",
+        ),
     ],
 )
 def test_layers_that_meet_elsewhere_are_refused(reader: str, read: str, told: str) -> None:

@@ -1,4 +1,6 @@
-"""report.html from made-up results: nothing is lost, nothing runs, and a real browser lays it out at 360 px."""
+"""report.html from made-up results: nothing is lost, nothing runs, and a real browser lays it out
+at 360 px.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from made_up_results import FILES, HOSTILE, ROLES, made_up_accuracy, made_up_man
 from dlm_export.judging import figures, report
 from dlm_export.judging.report import ReportError, write_report
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 FIGURES = ("Loss by mask ratio", "Range drift by layer", "Sensitivity by layer", "Passes a prompt")
 FIGURES += ("Quality against passes", "Effort levels")
 
@@ -34,7 +38,13 @@ def rendered(
     speed: dict[str, Any] | None = None,
 ) -> str:
     path = folder / "report.html"
-    write_report(path, manifest or made_up_manifest(), made_up_accuracy() if accuracy is None else accuracy, FILES, speed)
+    write_report(
+        path,
+        manifest or made_up_manifest(),
+        made_up_accuracy() if accuracy is None else accuracy,
+        FILES,
+        speed,
+    )
     return path.read_text(encoding="utf-8")
 
 
@@ -77,7 +87,9 @@ def page_text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the drawing itself out, the slowest part, where a test is about words."""
     monkeypatch.setattr(
-        figures, "_draw", lambda title, description, height, paint, **words: figures.Figure(title, svg="", **words)
+        figures,
+        "_draw",
+        lambda title, description, height, paint, **words: figures.Figure(title, svg="", **words),
     )
 
 
@@ -134,11 +146,20 @@ def test_a_bucket_whose_loss_may_be_chance_is_not_called_the_worst(tmp_path: Pat
 
 @pytest.mark.usefixtures("undrawn")
 def test_speed_is_what_was_measured_with_the_processors_name(tmp_path: Path) -> None:
-    speed = {"prompts": 32, "passes": 640, "ms_per_pass": 1.25, "ms_per_prompt": 25.0, "engine": "onnxruntime 1.31"}
+    speed = {
+        "prompts": 32,
+        "passes": 640,
+        "ms_per_pass": 1.25,
+        "ms_per_prompt": 25.0,
+        "engine": "onnxruntime 1.31",
+    }
     speed |= {"processor": "AMD EPYC 7B13", "cores": 2, "gpu_sm": None}
     text = Page(rendered(tmp_path, speed=speed)).text
     assert "Speed while judging 1.25 ms a pass; 25.0 ms a prompt" in text
-    assert "640 passes of 32 prompts while this was judged, by onnxruntime 1.31 on AMD EPYC 7B13, 2 cores." in text
+    assert (
+        "640 passes of 32 prompts while this was judged, by onnxruntime 1.31 on AMD EPYC 7B13, 2 cores."
+        in text
+    )
     assert "is a measurement of speed" not in text
     text = Page(rendered(tmp_path)).text
     assert "Speed while judging" not in text
@@ -150,7 +171,12 @@ def test_a_reference_that_did_not_run_freely_is_said_to_be_followed(tmp_path: Pa
     judgement = accuracy["judgement"]
     judgement["effort"] |= {"judge": "default", "states_of": "candidate", "free_runs": 0}
     free = judgement["free_running"]
-    free |= {"exact_match": None, "token_agreement": None, "first_divergence_median": None, "equal_by_induction": 0.875}
+    free |= {
+        "exact_match": None,
+        "token_agreement": None,
+        "first_divergence_median": None,
+        "equal_by_induction": 0.875,
+    }
     free["reference_nfe"][0] = 6.25
     free["task"] |= {"reference": None, "difference": None, "difference_interval": None}
     free["samples"][0] |= {"reference": None, "reference_nfe": 6.25}
@@ -181,7 +207,9 @@ def test_page_loads_nothing_runs_nothing_and_stays_small(tmp_path: Path) -> None
     manifest["precision"]["layers"] = dict.fromkeys(names, "nvfp4")
     row = accuracy["calibration"]["layers"][0]
     accuracy["calibration"]["layers"] = [{**row, "layer": name} for name in names]
-    accuracy["judgement"]["layers"] = [{"layer": name, "format": "nvfp4", "kl": 0.0, "frontier_kl": 0.0} for name in names]
+    accuracy["judgement"]["layers"] = [
+        {"layer": name, "format": "nvfp4", "kl": 0.0, "frontier_kl": 0.0} for name in names
+    ]
     accuracy["judgement"]["free_running"]["samples"] = [
         {
             "prompt": "p " * 9000,
@@ -197,9 +225,19 @@ def test_page_loads_nothing_runs_nothing_and_stays_small(tmp_path: Path) -> None
     assert "the rest is in accuracy.json" in text
     assert "24 more kinds of layer are in the manifest" in text
     page = Page(text)
-    assert not {tag for tag, _ in page.elements} & {"script", "img", "link", "iframe", "object", "base", "image"}
+    assert not {tag for tag, _ in page.elements} & {
+        "script",
+        "img",
+        "link",
+        "iframe",
+        "object",
+        "base",
+        "image",
+    }
     for _, attrs in page.elements:
-        assert not [name for name in attrs if name.startswith("on") or name in ("src", "srcset", "data")]
+        assert not [
+            name for name in attrs if name.startswith("on") or name in ("src", "srcset", "data")
+        ]
         assert all((attrs.get(name) or "#").startswith("#") for name in ("href", "xlink:href"))
     assert "@import" not in text
     assert re.findall(r"url\((?!#)", text) == []
@@ -207,12 +245,18 @@ def test_page_loads_nothing_runs_nothing_and_stays_small(tmp_path: Path) -> None
 
 def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     manifest, accuracy = made_up_manifest(), made_up_accuracy()
-    manifest["network"]["architecture"] = manifest["targets"][0] = manifest["precision"]["recipe"][HOSTILE] = HOSTILE
+    manifest["network"]["architecture"] = manifest["targets"][0] = manifest["precision"]["recipe"][
+        HOSTILE
+    ] = HOSTILE
     manifest["precision"]["layers"][f"blocks.3.{HOSTILE}"] = HOSTILE
     manifest["precision"]["high_precision"].append(HOSTILE)
-    manifest["effort"]["preset"] = manifest["effort"]["levels"]["low"]["changes"]["commit"] = HOSTILE
+    manifest["effort"]["preset"] = manifest["effort"]["levels"]["low"]["changes"]["commit"] = (
+        HOSTILE
+    )
     judgement, calibration = accuracy["judgement"], accuracy["calibration"]
-    judgement["reference"] = judgement["candidate"] = judgement["policy"][HOSTILE] = calibration["data"]["name"] = HOSTILE
+    judgement["reference"] = judgement["candidate"] = judgement["policy"][HOSTILE] = calibration[
+        "data"
+    ]["name"] = HOSTILE
     judgement["layers"][0]["layer"] = calibration["layers"][0]["layer"] = f"{HOSTILE}\n"
     judgement["budgets"][0]["name"] = judgement["threshold"]["preset"] = HOSTILE
     text = rendered(tmp_path, manifest, accuracy)
@@ -220,13 +264,20 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     assert not {tag for tag, _ in page.elements} & {"script", "img"}
     assert "{{ 7 * 7 }}" in page.text
     assert not set(text) & {"\x00", "\u202e"}
-    assert "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&\u2400\ufffd\ufffd" in page.text
+    assert (
+        "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&\u2400\ufffd\ufffd"
+        in page.text
+    )
 
 
 def test_figures_take_their_colours_and_fonts_from_the_page(page_text: str) -> None:
     charts = "".join(re.findall(r"<svg.*?</svg>", page_text, re.DOTALL))
     colours = set(re.findall(r"(?:fill|stroke|color): ([^;\"]+)", charts))
-    assert colours == {"none", "currentColor", *(f"var(--{name})" for name in ("muted", "rule", "reference", "candidate"))}
+    assert colours == {
+        "none",
+        "currentColor",
+        *(f"var(--{name})" for name in ("muted", "rule", "reference", "candidate")),
+    }
     assert not re.search(r"font-family|font:|<style|mathdefault", charts)
     assert "0.9" in re.findall(r"<text[^>]*>([^<]*)</text>", charts) or "0.8" in charts
 
@@ -239,7 +290,9 @@ def test_figures_take_their_colours_and_fonts_from_the_page(page_text: str) -> N
         ("exact", "Each layer was quantised alone in a run of the whole denoiser."),
     ],
 )
-def test_the_report_says_how_the_layers_losses_were_found(tmp_path: Path, method: str, sentence: str) -> None:
+def test_the_report_says_how_the_layers_losses_were_found(
+    tmp_path: Path, method: str, sentence: str
+) -> None:
     accuracy = made_up_accuracy()
     accuracy["judgement"]["layers_method"] = method
     assert sentence in Page(rendered(tmp_path, accuracy=accuracy)).text
@@ -282,10 +335,31 @@ def test_a_section_without_results_says_so(tmp_path: Path, section: str, sentenc
 @pytest.mark.usefixtures("undrawn")
 def test_full_precision_bundle_with_parity_has_a_report_too(tmp_path: Path) -> None:
     manifest = {**made_up_manifest(), "precision": {"name": "fp16"}}
-    graph = {"mask_ratio": 0.5, "rows": 64, "worst_difference": 0.01, "logit_range": 20.0, "relative": 5e-4, "argmax_equal": 63}
-    loop = {"name": "llada", "canvases": 3, "canvases_equal": 3, "nfe": 96, "nfe_equal": True, "first_difference": None}
+    graph = {
+        "mask_ratio": 0.5,
+        "rows": 64,
+        "worst_difference": 0.01,
+        "logit_range": 20.0,
+        "relative": 5e-4,
+        "argmax_equal": 63,
+    }
+    loop = {
+        "name": "llada",
+        "canvases": 3,
+        "canvases_equal": 3,
+        "nfe": 96,
+        "nfe_equal": True,
+        "first_difference": None,
+    }
     tolerance = {"relative": 0.02, "agreement": 0.8}
-    parity = {"precision": "fp16", "tolerance": tolerance, "graph": [graph], "loop": [loop], "passed": True, "misses": []}
+    parity = {
+        "precision": "fp16",
+        "tolerance": tolerance,
+        "graph": [graph],
+        "loop": [loop],
+        "passed": True,
+        "misses": [],
+    }
     text = Page(rendered(tmp_path, manifest, {"parity": parity})).text
     assert "Within the tolerance of fp16" in text
     assert "No layer is quantised: the bundle holds its weights in fp16." in text
@@ -313,7 +387,11 @@ def test_same_results_give_the_same_bytes(page_text: str, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("undrawn")
 def test_missing_key_is_an_error_that_names_it_and_leaves_the_old_report(tmp_path: Path) -> None:
-    for section, name in (("overall", "top5"), ("noise_floor", "ce_increase"), ("free_running", "token_agreement")):
+    for section, name in (
+        ("overall", "top5"),
+        ("noise_floor", "ce_increase"),
+        ("free_running", "token_agreement"),
+    ):
         accuracy = made_up_accuracy()
         del accuracy["judgement"][section][name]
         (tmp_path / "report.html").write_text("old", encoding="utf-8")
@@ -329,7 +407,9 @@ def test_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         rendered(tmp_path / "absent")
 
 
-def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ReportError, match=r"dlm-export\[report\]"):
         rendered(tmp_path)
@@ -366,13 +446,16 @@ def test_printable_text_can_be_written_and_read_back(text: str) -> None:
 
 @given(
     st.dictionaries(
-        st.from_regex(r"(blocks\.[0-9]{1,2}\.)?[a-z]{1,2}", fullmatch=True), st.sampled_from(["int8", "fp8", "nvfp4"])
+        st.from_regex(r"(blocks\.[0-9]{1,2}\.)?[a-z]{1,2}", fullmatch=True),
+        st.sampled_from(["int8", "fp8", "nvfp4"]),
     )
 )
 def test_layer_map_shows_every_layer_once(layers: dict[str, str]) -> None:
     shown = report.layer_map(layers)
     assert sum(count for _, count in shown["formats"]) == len(layers)
-    cells = [shown["formats"][k][0] for row in shown["rows"] for _, k in row["cells"] if k is not None]
+    cells = [
+        shown["formats"][k][0] for row in shown["rows"] for _, k in row["cells"] if k is not None
+    ]
     assert sorted(cells) == sorted(layers.values())
     assert sum(count for _, count in report.grouped(layers)) == len(layers)
 
@@ -392,7 +475,9 @@ document.body.textContent = ['MEASURED', root.scrollWidth, page.defaultView.inne
 def luminance(colour: str) -> float:
     """Relative luminance of ``rgb(r, g, b)``: WCAG 2.2."""
     parts = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -402,7 +487,10 @@ def laid_out(page: str, width: int, measure: str, folder: Path, scheme: str = "l
     # Chromium's windows are at least 500 pixels wide; a frame is as narrow as it is told to be.
     frame = f'<iframe style="width:{width}px;height:800px;border:0" srcdoc="{html.escape(page)}"></iframe>'
     wrapper = folder / "wrapper.html"
-    wrapper.write_text(f"<!DOCTYPE html><body>{frame}<script>onload = () => {{{measure}}}</script>", encoding="utf-8")
+    wrapper.write_text(
+        f"<!DOCTYPE html><body>{frame}<script>onload = () => {{{measure}}}</script>",
+        encoding="utf-8",
+    )
     command = [
         BROWSER,
         "--headless=new",
@@ -411,19 +499,29 @@ def laid_out(page: str, width: int, measure: str, folder: Path, scheme: str = "l
         "--hide-scrollbars",
         f"--user-data-dir={folder / 'profile'}",
     ]
-    command += [f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}", "--dump-dom", wrapper.as_uri()]
+    command += [
+        f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}",
+        "--dump-dom",
+        wrapper.as_uri(),
+    ]
     out = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.decode()
     return html.unescape(out[out.index("MEASURED\n") : out.index("</body>")]).split("\n")[1:-1]
 
 
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH"
+)
 
 
 @needs_browser
 def test_browser_scrolls_no_table_at_1200_pixels(tmp_path: Path) -> None:
     accuracy = made_up_accuracy()
     for row in accuracy["judgement"]["buckets"]:
-        row |= {"positions": 123_456, "ce_increase": -0.1234, "ce_increase_interval": [-0.2345, 1.2345]}
+        row |= {
+            "positions": 123_456,
+            "ce_increase": -0.1234,
+            "ce_increase_interval": [-0.2345, 1.2345],
+        }
     measure = """
 const boxes = [...frames[0].document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth);
 document.body.textContent = ['MEASURED', ...boxes.map(box => box.getAttribute('aria-label'))].join('\\n') + '\\n';
@@ -433,10 +531,14 @@ document.body.textContent = ['MEASURED', ...boxes.map(box => box.getAttribute('a
 
 @needs_browser
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_browser_lays_out_every_figure_at_360_pixels(page_text: str, tmp_path: Path, scheme: str) -> None:
+def test_browser_lays_out_every_figure_at_360_pixels(
+    page_text: str, tmp_path: Path, scheme: str
+) -> None:
     width, inner, background, ink, *charts = laid_out(page_text, 360, MEASURE, tmp_path, scheme)
     assert (int(width), int(inner)) == (360, 360)
-    assert [chart.split("|") for chart in charts] == [[title, "true", "true", "true", ink] for title in FIGURES]
+    assert [chart.split("|") for chart in charts] == [
+        [title, "true", "true", "true", ink] for title in FIGURES
+    ]
     assert (luminance(background) < luminance(ink)) == (scheme == "dark")
     low, high = sorted((luminance(background), luminance(ink)))
     assert (high + 0.05) / (low + 0.05) > 7

@@ -1,4 +1,6 @@
-"""Options of requests: wrong values, what type checkers see, constraints kept by content, tool calls of unfinished texts."""
+"""Options of requests: wrong values, what type checkers see, constraints kept by content, tool
+calls of unfinished texts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_runtime import Bundle, CallbackPass, CallFormat, DenoiserInfo, DlmError, Layout, Policy, RequestError, _native
+from dlm_runtime import (
+    Bundle,
+    CallbackPass,
+    CallFormat,
+    DenoiserInfo,
+    DlmError,
+    Layout,
+    Policy,
+    RequestError,
+    _native,
+)
 from dlm_runtime.constraints import compiled as compiling
 from dlm_runtime.constraints.byte_automaton import CompileLimits
 from dlm_runtime.constraints.compiled import Constraint
@@ -33,8 +45,15 @@ LOCK = {
     "properties": {"door": {"type": "string"}, "locked": {"type": "boolean"}},
     "required": ["door", "locked"],
 }
-CALLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("open", "shut")]
-SCHEMA = {"type": "object", "properties": {"day": {"enum": ["monday", "friday"]}}, "required": ["day"]}
+CALLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("open", "shut")
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"day": {"enum": ["monday", "friday"]}},
+    "required": ["day"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +81,43 @@ WRONG: dict[str, list[Any]] = {
     "stop_strings": [5, None, "ab", b"ab", [""], [5], {"a": 1}, object()],
     "prefix": [5, None, b"a", HALF, "a" + HALF, ["a"]],
     "constraint": [5, "x", object(), {"a": 1}],
-    "schema": [5, "x", HALF, [1], object(), {1j: 2}, {"enum": [HALF]}, {"enum": [float("nan")]}, {"enum": [LONGER]}, b"{}"],
+    "schema": [
+        5,
+        "x",
+        HALF,
+        [1],
+        object(),
+        {1j: 2},
+        {"enum": [HALF]},
+        {"enum": [float("nan")]},
+        {"enum": [LONGER]},
+        b"{}",
+    ],
     "regex": [5, b"a", HALF, ["a"], {"a": 1}],
     "enum": [5, "ab", [], [""], [5], [HALF], {"a": 1}, b"ab", object(), np.zeros((2, 2))],
     "special_tokens": [1, "yes", None, []],
     "json_object": [1, "yes", [], HUGE],
-    "json_layout": ["compact", "wide", 5, [], Layout(";"), Layout(",", "="), Layout(indent=-1), Layout(indent="a"), Layout(5)],  # type: ignore[arg-type]
-    "tools": [5, "x", [], [5], [{}], {"a": 1}, [{"type": "function", "function": {"name": 5}}], object()],
+    "json_layout": [
+        "compact",
+        "wide",
+        5,
+        [],
+        Layout(";"),
+        Layout(",", "="),
+        Layout(indent=-1),
+        Layout(indent="a"),
+        Layout(5),
+    ],  # type: ignore[arg-type]
+    "tools": [
+        5,
+        "x",
+        [],
+        [5],
+        [{}],
+        {"a": 1},
+        [{"type": "function", "function": {"name": 5}}],
+        object(),
+    ],
     "tool_choice": [5, "nobody", [], None, LONGER],
     "parallel_tool_calls": [1, "yes", []],
     "call_format": [5, "odd", [], {}, object()],
@@ -80,9 +129,19 @@ WRONG: dict[str, list[Any]] = {
     "cancel": [5, "now", object(), [threading.Event()]],
     "prompt": [5, b"a", ["a"], HALF, LONGER],
     "tokens": [5, "ab", [None], ["a"], [1.5], [HUGE], [LONGER], {"a": 1}, object()],
-    "chat": [5, "hello", [], [5], [{"role": "user"}], {"role": "user", "content": "a"}, [{"role": "user", "content": HALF}]],
+    "chat": [
+        5,
+        "hello",
+        [],
+        [5],
+        [{"role": "user"}],
+        {"role": "user", "content": "a"},
+        [{"role": "user", "content": HALF}],
+    ],
 }
-NEEDS: dict[str, dict[str, Any]] = {name: {"tools": CALLS} for name in ("tool_choice", "parallel_tool_calls", "call_format")}
+NEEDS: dict[str, dict[str, Any]] = {
+    name: {"tools": CALLS} for name in ("tool_choice", "parallel_tool_calls", "call_format")
+}
 
 
 def request_with(name: str, value: Any) -> dict[str, Any]:
@@ -112,32 +171,82 @@ def test_every_option_is_in_the_table() -> None:
             lambda b: b.infill("a<mask>b", constrain_from="x", regex="a"),
             "constrain_from = 'x' is not",
         ),
-        "constrain_from, a float": (lambda b: b.infill("a<mask>b", constrain_from=1.5, regex="a"), "constrain_from = 1.5"),
+        "constrain_from, a float": (
+            lambda b: b.infill("a<mask>b", constrain_from=1.5, regex="a"),
+            "constrain_from = 1.5",
+        ),
         "prompts": (lambda b: b.generate_batch(prompts=5), "prompts? = 5: give a list"),
-        "policies": (lambda b: b.generate_batch(prompts=["a"], policies=5), "policies = 5: give a list"),
-        "policies of no fields": (lambda b: b.generate_batch(prompts=["a"], policies=[5]), "policies: 5 is no dict"),
-        "policies by number": (lambda b: b.generate_batch(prompts=["a"], policies=[{5: 6}]), "unknown policy field 5"),
-        "cancels": (lambda b: b.generate_batch(prompts=["a"], cancel=[5]), "cancel = 5: give a threading.Event"),
-        "cancels that are none": (lambda b: b.generate_batch(prompts=["a"], cancel=5), "cancel = 5: give a list"),
+        "policies": (
+            lambda b: b.generate_batch(prompts=["a"], policies=5),
+            "policies = 5: give a list",
+        ),
+        "policies of no fields": (
+            lambda b: b.generate_batch(prompts=["a"], policies=[5]),
+            "policies: 5 is no dict",
+        ),
+        "policies by number": (
+            lambda b: b.generate_batch(prompts=["a"], policies=[{5: 6}]),
+            "unknown policy field 5",
+        ),
+        "cancels": (
+            lambda b: b.generate_batch(prompts=["a"], cancel=[5]),
+            "cancel = 5: give a threading.Event",
+        ),
+        "cancels that are none": (
+            lambda b: b.generate_batch(prompts=["a"], cancel=5),
+            "cancel = 5: give a list",
+        ),
         "max_batch": (lambda b: b.generate_batch(prompts=["a"], max_batch="x"), "max_batch = 'x'"),
-        "max_depth": (lambda b: b.constraint(json_object=True, max_depth="x"), "max_depth = 'x' is not an integer"),
-        "a deep one": (lambda b: b.constraint(json_object=True, max_depth=HUGE), "max_depth = .* is not an integer"),
-        "before": (lambda b: b.constraint(regex="a", before=HALF), "before = .* half of a surrogate pair"),
+        "max_depth": (
+            lambda b: b.constraint(json_object=True, max_depth="x"),
+            "max_depth = 'x' is not an integer",
+        ),
+        "a deep one": (
+            lambda b: b.constraint(json_object=True, max_depth=HUGE),
+            "max_depth = .* is not an integer",
+        ),
+        "before": (
+            lambda b: b.constraint(regex="a", before=HALF),
+            "before = .* half of a surrogate pair",
+        ),
         "behind": (lambda b: b.constraint(regex="a", behind=5), "behind = 5 is not a text"),
         "limits": (lambda b: b.constraint(regex="a", limits=5), "limits = 5: give CompileLimits"),
-        "cache_dir": (lambda b: b.constraint(regex="a", cache_dir=5), "cache_dir = 5 is not the path"),
-        "cache_dir with a NUL": (lambda b: b.constraint(regex="a", cache_dir="a\0b"), "cache_dir = .* is not the path"),
+        "cache_dir": (
+            lambda b: b.constraint(regex="a", cache_dir=5),
+            "cache_dir = 5 is not the path",
+        ),
+        "cache_dir with a NUL": (
+            lambda b: b.constraint(regex="a", cache_dir="a\0b"),
+            "cache_dir = .* is not the path",
+        ),
         "tools": (lambda b: b.constraint(tools=CALLS), "Bundle.tools makes them"),
-        "a layout of a regex": (lambda b: b.constraint(regex="a", json_layout="lines"), "not of regex: leave it out"),
-        "a layout of none": (lambda b: b.constraint(json_object=True, json_layout="wide"), "not one of compact, spaced"),
+        "a layout of a regex": (
+            lambda b: b.constraint(regex="a", json_layout="lines"),
+            "not of regex: leave it out",
+        ),
+        "a layout of none": (
+            lambda b: b.constraint(json_object=True, json_layout="wide"),
+            "not one of compact, spaced",
+        ),
         "CallFormat": (lambda _: CallFormat(before=5), "call_format: before = 5 is not a text"),  # type: ignore[arg-type]
-        "cache_bytes": (lambda b: b.scheduler(cache_bytes="x"), "cache_bytes = 'x' is not an integer"),
-        "cache_bytes, negative": (lambda b: b.scheduler(cache_bytes=-1), "cache_bytes = -1 is not an integer"),
-        "max_pass_ms": (lambda b: b.scheduler(max_pass_ms=HUGE), "max_pass_ms = .* is not a number of milliseconds"),
+        "cache_bytes": (
+            lambda b: b.scheduler(cache_bytes="x"),
+            "cache_bytes = 'x' is not an integer",
+        ),
+        "cache_bytes, negative": (
+            lambda b: b.scheduler(cache_bytes=-1),
+            "cache_bytes = -1 is not an integer",
+        ),
+        "max_pass_ms": (
+            lambda b: b.scheduler(max_pass_ms=HUGE),
+            "max_pass_ms = .* is not a number of milliseconds",
+        ),
         "cost": (lambda b: b.scheduler(cost=5), "cost = 5: give a PassCost"),
     }.values(),
 )
-def test_a_wrong_argument_of_other_calls_is_refused(unrun: Bundle, call: Callable[[Any], Any], sentence: str) -> None:
+def test_a_wrong_argument_of_other_calls_is_refused(
+    unrun: Bundle, call: Callable[[Any], Any], sentence: str
+) -> None:
     with pytest.raises(RequestError, match=sentence):
         call(unrun)
 
@@ -150,18 +259,28 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(name=st.sampled_from([*WRONG, *(each.name for each in fields(Policy))]), value=VALUES)
-def test_no_value_of_an_option_raises_another_error_than_ours(unrun: Bundle, name: str, value: Any) -> None:
+def test_no_value_of_an_option_raises_another_error_than_ours(
+    unrun: Bundle, name: str, value: Any
+) -> None:
     with pytest.raises(DlmError):
-        unrun.generate(**request_with(name, value), **({"max_steps": 1} if name != "max_steps" else {}))
+        unrun.generate(
+            **request_with(name, value), **({"max_steps": 1} if name != "max_steps" else {})
+        )
 
 
-def test_a_runtime_library_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_library_that_is_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "library.so"
     path.write_text("no library")
     monkeypatch.setenv("DLM_RUNTIME_LIBRARY", str(path))
-    with pytest.raises(dlm_runtime.EngineError, match=r"library.so cannot be loaded .*set DLM_RUNTIME_LIBRARY"):
+    with pytest.raises(
+        dlm_runtime.EngineError, match=r"library.so cannot be loaded .*set DLM_RUNTIME_LIBRARY"
+    ):
         _native.library.__wrapped__()
 
 
@@ -169,7 +288,10 @@ def test_a_runtime_library_that_is_none_is_named(tmp_path: Path, monkeypatch: py
 
 
 def test_type_checkers_know_every_option() -> None:
-    assert set(RequestOptions.__annotations__) == {*OPTION_NAMES, *(each.name for each in fields(Policy))}
+    assert set(RequestOptions.__annotations__) == {
+        *OPTION_NAMES,
+        *(each.name for each in fields(Policy)),
+    }
 
 
 @pytest.mark.slow
@@ -185,7 +307,15 @@ def test_a_type_checker_finds_a_misspelled_option(tmp_path: Path) -> None:
         "bundle.generate_batch(prompts=['a'], stop_string=['x'])\n"
         "bundle.scheduler().submit(prompt='a', max_step=4)\n"
     )
-    command = [sys.executable, "-m", "mypy", "--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=silent", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        f"--cache-dir={tmp_path}",
+        "--follow-imports=silent",
+        str(file),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line.split(":")[1] for line in done.stdout.splitlines() if " error: " in line]
     assert lines == ["4", "5", "6", "7", "8"], done.stdout + done.stderr
@@ -208,7 +338,9 @@ class Broken:
         raise RuntimeError("no schema")
 
 
-def test_equal_content_is_compiled_once(unrun: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_content_is_compiled_once(
+    unrun: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path))
     made = unrun.constraint(schema=SCHEMA)
     tools = unrun.constraint(tools=unrun.tools(CALLS))
@@ -224,16 +356,29 @@ def test_equal_content_is_compiled_once(unrun: Bundle, tmp_path: Path, monkeypat
             assert unrun.constraint(schema=same) is made
         assert unrun.constraint(tools=unrun.tools(json.loads(json.dumps(CALLS)))) is tools
         assert unrun.constraint(schema=SCHEMA, json_layout=Layout(", ", ": ")) is spaced
-    turned = {"type": "object", "properties": {"b": {"const": 1}, "a": {"const": 2}}, "required": ["a", "b"]}
+    turned = {
+        "type": "object",
+        "properties": {"b": {"const": 1}, "a": {"const": 2}},
+        "required": ["a", "b"],
+    }
     other = turned | {"properties": {"a": {"const": 2}, "b": {"const": 1}}}
-    assert unrun.constraint(schema=turned).data != unrun.constraint(schema=other).data, "the order of properties counts"
-    with pytest.raises(RequestError, match=r"schema: .*Broken.*model_json_schema\(\) failed \(no schema\)"):
+    assert unrun.constraint(schema=turned).data != unrun.constraint(schema=other).data, (
+        "the order of properties counts"
+    )
+    with pytest.raises(
+        RequestError, match=r"schema: .*Broken.*model_json_schema\(\) failed \(no schema\)"
+    ):
         unrun.constraint(schema=Broken)
 
 
 def test_text_before_the_answer_is_refused_with_the_layout_in_force(unrun: Bundle) -> None:
-    for layout, shape in (("compact", r"""'\[\{"a":1,"b":2\},\{\}\]'"""), ("spaced", r"""'\[\{"a": 1, "b": 2\}, \{\}\]'""")):
-        with pytest.raises(RequestError, match=f"the JSON layout is '{layout}', which writes {shape}"):
+    for layout, shape in (
+        ("compact", r"""'\[\{"a":1,"b":2\},\{\}\]'"""),
+        ("spaced", r"""'\[\{"a": 1, "b": 2\}, \{\}\]'"""),
+    ):
+        with pytest.raises(
+            RequestError, match=f"the JSON layout is '{layout}', which writes {shape}"
+        ):
             unrun.constraint(schema=SCHEMA, before="{ ", json_layout=layout)
     with pytest.raises(RequestError, match=r"though some may with 'a'$"):
         unrun.constraint(regex="ab", before="ac")
@@ -251,7 +396,10 @@ def test_tools_that_were_made_before_are_taken(demo: Bundle) -> None:
     ids = [call.id for call in (*out.tool_calls, *again.tool_calls)]
     assert len(set(ids)) == len(ids)
     assert all(len(each) == 29 and each.startswith("call_") for each in ids)
-    with pytest.raises(RequestError, match=r"tool_choice: these tools were made with Bundle.tools: give tool_choice there"):
+    with pytest.raises(
+        RequestError,
+        match=r"tool_choice: these tools were made with Bundle.tools: give tool_choice there",
+    ):
         demo.generate(prompt="a", tools=made, tool_choice="open")
 
 
@@ -265,12 +413,20 @@ def test_a_list_of_calls_may_have_several_unless_one_is_asked_for(unrun: Bundle)
 @pytest.mark.parametrize("limit", [{"deadline_ms": 0.001}, {"max_steps": 1, "preset": "llada"}])
 def test_a_text_that_is_not_decided_has_no_tool_calls(demo: Bundle, limit: dict[str, Any]) -> None:
     lock = [{"type": "function", "function": {"name": "lock_door", "parameters": LOCK}}]
-    request = {"prompt": "lock the front door", "max_new_tokens": 48, "tools": lock, "tool_choice": "lock_door"}
+    request = {
+        "prompt": "lock the front door",
+        "max_new_tokens": 48,
+        "tools": lock,
+        "tool_choice": "lock_door",
+    }
     *_, event = demo.stream(**request, **limit)
     with demo.scheduler() as scheduler:
         scheduled = scheduler.submit(**request, **limit).result()
     batched = {name: value for name, value in request.items() if name != "prompt"}
-    outs = [demo.generate(**request, **limit), *demo.generate_batch(prompts=[request["prompt"]], **batched, **limit)]
+    outs = [
+        demo.generate(**request, **limit),
+        *demo.generate_batch(prompts=[request["prompt"]], **batched, **limit),
+    ]
     for out in (*outs, event.result, scheduled):
         assert out is not None
         assert out.finish in ("deadline", "steps")
@@ -304,12 +460,17 @@ def logits_of(position: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("select", [{}, {"temperature": 1.0}])
-def test_the_log_probability_that_a_constraint_loses_is_that_of_its_tokens(select: dict[str, Any]) -> None:
+def test_the_log_probability_that_a_constraint_loses_is_that_of_its_tokens(
+    select: dict[str, Any],
+) -> None:
     automaton = compiled("[ab]{6}", LETTERS, 160)
     constraint = Constraint(automaton.as_bytes())
     info = DenoiserInfo(160, 39, 512, eos_token_ids=(7,), has_cache=False)
     request: dict[str, Any] = {"max_new_tokens": 8, "block_length": 8, "stop": "none", **select}
-    with warnings.catch_warnings(record=True) as told, dlm_runtime.from_callback(info, uneven) as bundle:
+    with (
+        warnings.catch_warnings(record=True) as told,
+        dlm_runtime.from_callback(info, uneven) as bundle,
+    ):
         warnings.simplefilter("always")
         outs = [bundle.generate(tokens=[1, 2], constraint=constraint, **request)]
         outs += bundle.generate_batch(tokens=[[1, 2], [1, 2]], constraint=constraint, **request)
@@ -319,13 +480,22 @@ def test_the_log_probability_that_a_constraint_loses_is_that_of_its_tokens(selec
         free = bundle.generate(tokens=[1, 2], **request)
         tokens = bundle._constrained[1]
     assert [each.category for each in told] == [dlm_runtime.ConstraintWarning], "once per bundle"
-    assert re.match(r"the constraint lost \d+\.\d nats of log probability over \d+ tokens: ", str(told[0].message))
+    assert re.match(
+        r"the constraint lost \d+\.\d nats of log probability over \d+ tokens: ",
+        str(told[0].message),
+    )
     assert event.result is not None
-    assert tokens == sum(out.completion_tokens for out in (*outs, event.result)), "of constrained requests alone"
+    assert tokens == sum(out.completion_tokens for out in (*outs, event.result)), (
+        "of constrained requests alone"
+    )
     for out in (*outs, event.result):
-        # No text reaches the last two positions: they are filled before the first pass, and count nothing.
+        # No text reaches the last two positions: they are filled before the first pass, and count
+        # nothing.
         rows = [logits_of(at) for at in range(2, 8)]
-        wanted = sum(float(row.max()) - float(row[token]) for row, token in zip(rows, out.tokens[2:8], strict=True))
+        wanted = sum(
+            float(row.max()) - float(row[token])
+            for row, token in zip(rows, out.tokens[2:8], strict=True)
+        )
         assert wanted > 1
         assert out.constraint_log_prob_loss == pytest.approx(wanted, rel=1e-4)
     assert free.constraint_log_prob_loss == 0

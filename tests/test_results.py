@@ -24,8 +24,12 @@ from dlm_runtime.text_stream import BROKEN, TextStream
 EOS, MASK = 5, 39
 
 
-def scripted(predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int], None] = lambda _: None) -> Bundle:
-    """A bundle that predicts a token and its probability by position; ``on_pass`` is told the number of each pass, from 1."""
+def scripted(
+    predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int], None] = lambda _: None
+) -> Bundle:
+    """A bundle that predicts a token and its probability by position; ``on_pass`` is told the
+    number of each pass, from 1.
+    """
     passes = [0]
 
     def run(p: CallbackPass) -> None:
@@ -38,7 +42,9 @@ def scripted(predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int
                 p.logits[i] = -20
                 p.logits[i, token] = 0
 
-    return dlm_runtime.from_callback(DenoiserInfo(40, MASK, 512, eos_token_ids=(EOS,), has_cache=True), run)
+    return dlm_runtime.from_callback(
+        DenoiserInfo(40, MASK, 512, eos_token_ids=(EOS,), has_cache=True), run
+    )
 
 
 def steady(position: int) -> tuple[int, float]:
@@ -54,14 +60,23 @@ def test_a_result_says_why_it_ended_and_counts_its_tokens(cache: str) -> None:
     with scripted(lambda at: (EOS, 0.5) if at == 12 else steady(at)) as bundle:
         stopped = bundle.generate(tokens=[1, 2], max_new_tokens=40, block_length=8, cache=cache)
         assert (stopped.finish, stopped.prompt_tokens, stopped.completion_tokens) == ("stop", 2, 10)
-        whole = bundle.generate(tokens=[1, 2, MASK, 3], max_new_tokens=6, block_length=8, cache=cache)
+        whole = bundle.generate(
+            tokens=[1, 2, MASK, 3], max_new_tokens=6, block_length=8, cache=cache
+        )
         assert (whole.finish, whole.prompt_tokens, whole.completion_tokens) == ("length", 3, 7)
         nothing = bundle.generate(tokens=[1, EOS], max_new_tokens=0)
-        assert (nothing.finish, nothing.prompt_tokens, nothing.completion_tokens, nothing.nfe) == ("length", 2, 0, 0)
+        assert (nothing.finish, nothing.prompt_tokens, nothing.completion_tokens, nothing.nfe) == (
+            "length",
+            2,
+            0,
+            0,
+        )
     assert not any(stopped.undecided + whole.undecided)
     for position, said in enumerate(stopped.log_probs):
         prob = 0.5 if position == 12 else 1 / (2 + position)
-        assert said == (None if position < 2 or position >= 18 else pytest.approx(math.log(prob), rel=1e-6))
+        assert said == (
+            None if position < 2 or position >= 18 else pytest.approx(math.log(prob), rel=1e-6)
+        )
 
 
 def test_log_probs_of_draws_are_the_denoisers_whatever_the_temperature() -> None:
@@ -75,7 +90,9 @@ def test_log_probs_of_draws_are_the_denoisers_whatever_the_temperature() -> None
             p.logits[:] = logits
 
     with dlm_runtime.from_callback(DenoiserInfo(20, 3, 64), run) as bundle:
-        out = bundle.generate(tokens=[], max_new_tokens=30, temperature=2.0, top_k=12, block_length=0, steps=2)
+        out = bundle.generate(
+            tokens=[], max_new_tokens=30, temperature=2.0, top_k=12, block_length=0, steps=2
+        )
     allowed = np.delete(logits.astype(np.float64), 3)
     wanted = logits.astype(np.float64) - np.log(np.exp(allowed).sum())
     assert len(set(out.tokens)) > 5
@@ -98,13 +115,20 @@ def test_a_request_of_few_passes_has_what_the_whole_one_had_then(
     if most >= len(events):
         assert out.finish in ("stop", "length")
         assert events[-1].result is not None
-        assert (out.tokens, out.log_probs) == (events[-1].result.tokens, events[-1].result.log_probs)
+        assert (out.tokens, out.log_probs) == (
+            events[-1].result.tokens,
+            events[-1].result.log_probs,
+        )
         return
     then = events[most - 1]
     assert (out.finish, out.undecided) == ("steps", then.undecided)
-    for token, is_open, stood, guess in zip(out.tokens, out.undecided, then.canvas, then.guess, strict=True):
+    for token, is_open, stood, guess in zip(
+        out.tokens, out.undecided, then.canvas, then.guess, strict=True
+    ):
         assert token == (stood if not is_open else guess if guess >= 0 else EOS)
-    assert all(said is None for said, is_open in zip(out.log_probs, out.undecided, strict=True) if is_open)
+    assert all(
+        said is None for said, is_open in zip(out.log_probs, out.undecided, strict=True) if is_open
+    )
 
 
 def test_what_is_undecided_stays_masked_without_an_end_token_and_is_no_text() -> None:
@@ -128,7 +152,9 @@ def test_no_pass_starts_behind_a_deadline() -> None:
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_a_cancelled_request_ends_before_its_next_pass(call: str, cache: str) -> None:
-    """Cancelled by another thread while a pass runs; a bundle serves the next request as if nothing had been."""
+    """Cancelled by another thread while a pass runs; a bundle serves the next request as if nothing
+    had been.
+    """
     cancel = threading.Event()
 
     def on_pass(number: int) -> None:
@@ -137,7 +163,12 @@ def test_a_cancelled_request_ends_before_its_next_pass(call: str, cache: str) ->
             other.start()
             other.join()
 
-    fields: dict[str, Any] = {"tokens": [1], "max_new_tokens": 24, "block_length": 8, "cache": cache}
+    fields: dict[str, Any] = {
+        "tokens": [1],
+        "max_new_tokens": 24,
+        "block_length": 8,
+        "cache": cache,
+    }
     with scripted(steady, on_pass) as bundle:
         if call == "generate":
             out = bundle.generate(**fields, cancel=cancel)
@@ -165,12 +196,21 @@ def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
     tokens = [[1], [2], [3]]
     with scripted(steady, on_pass) as bundle:
         outs = bundle.generate_batch(tokens=tokens, cancel=cancels, **fields)
-        assert [(out.finish, out.nfe) for out in outs] == [("length", 24), ("cancelled", 5), ("length", 24)]
+        assert [(out.finish, out.nfe) for out in outs] == [
+            ("length", 24),
+            ("cancelled", 5),
+            ("length", 24),
+        ]
         for out, given_tokens in zip(outs, tokens, strict=True):
-            assert out.finish == "cancelled" or out.tokens == bundle.generate(tokens=given_tokens, **fields).tokens
+            assert (
+                out.finish == "cancelled"
+                or out.tokens == bundle.generate(tokens=given_tokens, **fields).tokens
+            )
         for both in (threading.Event(), [threading.Event()] * 3):
             (both if isinstance(both, threading.Event) else both[0]).set()
-            assert [out.nfe for out in bundle.generate_batch(tokens=tokens, cancel=both, **fields)] == [0, 0, 0]
+            assert [
+                out.nfe for out in bundle.generate_batch(tokens=tokens, cancel=both, **fields)
+            ] == [0, 0, 0]
 
 
 def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
@@ -191,9 +231,13 @@ def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
         library.dlm_session_cancel(session, 0)  # nothing runs
         for passes, finish in ((3, 5), (8, 2)):
             buffer = (C.c_int32 * 9)(1)
-            status = library.dlm_session_generate(session, C.byref(options), buffer, 1, 9, None, C.byref(length))
+            status = library.dlm_session_generate(
+                session, C.byref(options), buffer, 1, 9, None, C.byref(length)
+            )
             assert (status, length.value) == (0, 9)
-            assert not library.dlm_session_result_sized(session, 0, C.byref(result), C.sizeof(result))
+            assert not library.dlm_session_result_sized(
+                session, 0, C.byref(result), C.sizeof(result)
+            )
             assert (result.finish, result.nfe, result.length) == (finish, passes, 9)
         assert library.dlm_session_result_sized(session, 1, C.byref(result), C.sizeof(result)) == 1
 
@@ -220,14 +264,18 @@ def test_lists_of_a_batch_have_an_entry_for_each_request() -> None:
             with pytest.raises(RequestError, match=r"entries for 2 requests: give one for each"):
                 bundle.generate_batch(tokens=[[1], [2]], max_new_tokens=4, **changes)
         with pytest.raises(RequestError, match="request 1: unknown policy field 'tresholds'"):
-            bundle.generate_batch(tokens=[[1], [2]], max_new_tokens=4, policies=[{}, {"tresholds": 1}])
+            bundle.generate_batch(
+                tokens=[[1], [2]], max_new_tokens=4, policies=[{}, {"tresholds": 1}]
+            )
 
 
 # ---- Policies side by side ----
 
 
 drawing = st.builds(
-    lambda policy, temperature, top_k: policy.with_fields({"temperature": temperature, "top_k": top_k}),
+    lambda policy, temperature, top_k: policy.with_fields(
+        {"temperature": temperature, "top_k": top_k}
+    ),
     policies,
     st.sampled_from([0.0, 0.5, 2.0]),
     st.sampled_from([0, 4]),
@@ -245,13 +293,21 @@ def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
     each: list[Policy], cache: str, new: int, shift: int
 ) -> None:
     """Draws and best tokens, rules, scores, seeds; over one cache or another."""
-    changes = [policy.as_dict() | ({} if cache == "own" else {"cache": cache, "refresh": 0}) for policy in each]
+    changes = [
+        policy.as_dict() | ({} if cache == "own" else {"cache": cache, "refresh": 0})
+        for policy in each
+    ]
     denoiser = ArithmeticDenoiser(shift=shift, eos=EOS)
     tokens = [[number, 2] for number in range(len(each))]
     together = denoiser.bundle.generate_batch(tokens=tokens, max_new_tokens=new, policies=changes)
     for given_tokens, own, out in zip(tokens, changes, together, strict=True):
         alone = denoiser.bundle.generate(tokens=given_tokens, max_new_tokens=new, **own)
-        assert (out.tokens, out.nfe, out.log_probs, out.finish) == (alone.tokens, alone.nfe, alone.log_probs, alone.finish)
+        assert (out.tokens, out.nfe, out.log_probs, out.finish) == (
+            alone.tokens,
+            alone.nfe,
+            alone.log_probs,
+            alone.finish,
+        )
 
 
 # ---- Text ----
@@ -263,9 +319,13 @@ def decode(tokens: Any) -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), text=st.text(st.sampled_from("ab cé€😀\n"), max_size=40))
-def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(data: st.DataObject, text: str) -> None:
+def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(
+    data: st.DataObject, text: str
+) -> None:
     """A token a byte, in pieces of any size; nothing is decoded more than twice."""
-    stops = data.draw(st.lists(st.text(st.sampled_from("ab cé€"), min_size=1, max_size=4), max_size=2))
+    stops = data.draw(
+        st.lists(st.text(st.sampled_from("ab cé€"), min_size=1, max_size=4), max_size=2)
+    )
     decoded = [0]
 
     def counted(tokens: Any) -> str:
@@ -301,11 +361,30 @@ def test_a_stop_string_ends_text_and_passes() -> None:
     fields: dict[str, Any] = {"max_new_tokens": 40, "block_length": 4, "stop_strings": ["zz", "gh"]}
     with lettered(counted) as bundle:
         events = list(bundle.stream(tokens=[1], **fields))
-        assert [event.delta for event in events] == ["b", "c", "d", "e", "f", "", ""]  # g may start a stop string
+        assert [event.delta for event in events] == [
+            "b",
+            "c",
+            "d",
+            "e",
+            "f",
+            "",
+            "",
+        ]  # g may start a stop string
         out = bundle.generate(tokens=[1], **fields)
         assert events[-1].result is not None
-        assert (out.text, out.tokens) == (events[-1].result.text, events[-1].result.tokens) == ("bcdef", out.tokens)
-        assert (out.finish, out.nfe, out.completion_tokens, sum(out.undecided)) == ("stop", 7, 7, 33)
+        assert (
+            (out.text, out.tokens)
+            == (events[-1].result.text, events[-1].result.tokens)
+            == ("bcdef", out.tokens)
+        )
+        assert (out.finish, out.nfe, out.completion_tokens, sum(out.undecided)) == (
+            "stop",
+            7,
+            7,
+            33,
+        )
         (batched,) = bundle.generate_batch(tokens=[[1]], **fields)
         assert (batched.text, batched.finish, batched.nfe) == ("bcdef", "stop", 40)
-        assert bundle.generate(tokens=[1], **fields | {"stop_strings": ["never"]}).finish == "length"
+        assert (
+            bundle.generate(tokens=[1], **fields | {"stop_strings": ["never"]}).finish == "length"
+        )

@@ -1,4 +1,6 @@
-"""Draws: single positions against the distributions that they are from, and the same text wherever a seed is used."""
+"""Draws: single positions against the distributions that they are from, and the same text wherever
+a seed is used.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LOGITS[MASK] = 50  # raw: nobody may draw it, however sure the denoiser is
 
 def fixed(logits: np.ndarray, length: int = 512, top_token: int | None = None) -> Bundle:
     """A bundle that says the same logits ``[V]`` of every row."""
-    masked = np.where(np.arange(len(logits)) == MASK, -np.inf, np.where(np.isfinite(logits), logits, 0)).astype(np.float64)
+    masked = np.where(
+        np.arange(len(logits)) == MASK, -np.inf, np.where(np.isfinite(logits), logits, 0)
+    ).astype(np.float64)
     probs = np.exp(masked - masked.max())
     probs /= probs.sum()
     best = np.argsort(-masked, kind="stable")[:2]
@@ -54,10 +58,22 @@ def cut(temperature: float, top_p: float, top_k: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"),
-    [(1.0, 1.0, 0), (0.5, 1.0, 0), (2.5, 1.0, 0), (1.0, 0.8, 0), (1.0, 1.0, 5), (2.0, 0.9, 12), (0.2, 0.95, 0)],
+    [
+        (1.0, 1.0, 0),
+        (0.5, 1.0, 0),
+        (2.5, 1.0, 0),
+        (1.0, 0.8, 0),
+        (1.0, 1.0, 5),
+        (2.0, 0.9, 12),
+        (0.2, 0.95, 0),
+    ],
 )
-def test_single_positions_are_drawn_from_the_softmax(temperature: float, top_p: float, top_k: int) -> None:
-    """Chi-squared over 16 seeds of 512 positions, below what one of 10^5 right samplers would exceed (Wilson and Hilferty)."""
+def test_single_positions_are_drawn_from_the_softmax(
+    temperature: float, top_p: float, top_k: int
+) -> None:
+    """Chi-squared over 16 seeds of 512 positions, below what one of 10^5 right samplers would
+    exceed (Wilson and Hilferty).
+    """
     counts = np.zeros(VOCAB)
     with fixed(LOGITS) as bundle:
         for seed in range(16):
@@ -79,9 +95,16 @@ def test_single_positions_are_drawn_from_the_softmax(temperature: float, top_p: 
 
 
 def test_steps_positions_and_seeds_have_draws_of_their_own() -> None:
-    """Equal logits everywhere, a token a pass: neighbours, later passes and other seeds agree as often as chance has it."""
+    """Equal logits everywhere, a token a pass: neighbours, later passes and other seeds agree as
+    often as chance has it.
+    """
     with fixed(np.zeros(VOCAB, np.float32)) as bundle:
-        fields: dict[str, Any] = {"temperature": 1.0, "block_length": 0, "max_new_tokens": 400, "tokens": []}
+        fields: dict[str, Any] = {
+            "temperature": 1.0,
+            "block_length": 0,
+            "max_new_tokens": 400,
+            "tokens": [],
+        }
         at_once = [bundle.generate(**fields, steps=1, seed=seed).tokens for seed in (0, 1, 2**63)]
         one_by_one = bundle.generate(**fields, commit="sequential").tokens
     runs = np.array([*at_once, one_by_one, np.roll(at_once[0], 1)])
@@ -124,29 +147,49 @@ def test_native_draws_and_their_scores_are_the_references(
     canvas = Canvas(np.full(rows, MASK), np.ones(rows, bool))
     wanted = make_proposer(MASK, policy).propose(turn, canvas, torch.from_numpy(logits))
     with dlm_runtime.from_callback(DenoiserInfo(vocab, MASK, 64), run) as bundle:
-        event = next(iter(bundle.stream(tokens=[], max_new_tokens=rows, steps=rows, **policy.as_dict())))
-    drawn = [token if guess < 0 else guess for token, guess in zip(event.canvas, event.guess, strict=True)]
+        event = next(
+            iter(bundle.stream(tokens=[], max_new_tokens=rows, steps=rows, **policy.as_dict()))
+        )
+    drawn = [
+        token if guess < 0 else guess
+        for token, guess in zip(event.canvas, event.guess, strict=True)
+    ]
     assert drawn == wanted.tokens.tolist()
     assert event.guess.count(-1) == 1
     guessed = [i for i, guess in enumerate(event.guess) if guess >= 0]
-    np.testing.assert_allclose(np.array(event.score)[guessed], wanted.scores[guessed], rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        np.array(event.score)[guessed], wanted.scores[guessed], rtol=1e-5, atol=2e-6
+    )
 
 
 def test_a_draw_of_one_token_is_the_best_one() -> None:
     with fixed(LOGITS) as bundle:
         best = bundle.generate(tokens=[], max_new_tokens=64).tokens
-        for fields in ({"top_k": 1, "temperature": 3.0}, {"top_p": 0.0, "temperature": 3.0}, {"temperature": 1e-9}):
+        for fields in (
+            {"top_k": 1, "temperature": 3.0},
+            {"top_p": 0.0, "temperature": 3.0},
+            {"temperature": 1e-9},
+        ):
             assert bundle.generate(tokens=[], max_new_tokens=64, **fields).tokens == best
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e37, 1e45, 1e300])
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.999999}, {"top_k": 1000}])
 def test_draws_of_extreme_logits(temperature: float, fields: dict[str, Any]) -> None:
-    """Two tokens share the highest logit; others differ from it by more than the largest float, and one is ruled out."""
+    """Two tokens share the highest logit; others differ from it by more than the largest float, and
+    one is ruled out.
+    """
     logits = np.full(VOCAB, -3.4e38, np.float32)
     logits[[1, 2]], logits[5] = 3.4e38, -np.inf
     with fixed(logits) as bundle:
-        out = bundle.generate(tokens=[], max_new_tokens=512, block_length=0, steps=1, temperature=temperature, **fields)
+        out = bundle.generate(
+            tokens=[],
+            max_new_tokens=512,
+            block_length=0,
+            steps=1,
+            temperature=temperature,
+            **fields,
+        )
     counts = np.bincount(out.tokens, minlength=VOCAB)
     assert counts[[MASK, 5]].tolist() == [0, 0]
     with np.errstate(over="ignore"):
@@ -175,19 +218,34 @@ def test_logits_that_are_not_finite_are_the_engines_fault(value: float) -> None:
 
 
 def test_candidates_outside_the_vocabulary_are_refused_before_they_are_looked_up() -> None:
-    with fixed(LOGITS, top_token=1 << 30) as bundle, pytest.raises(EngineError, match="outside what it may"):
+    with (
+        fixed(LOGITS, top_token=1 << 30) as bundle,
+        pytest.raises(EngineError, match="outside what it may"),
+    ):
         bundle.generate(tokens=[], max_new_tokens=4, temperature=0.5)
 
 
 def test_a_seed_gives_one_text_whatever_runs_it(dream_bundle: Path, dream_checkpoint: Path) -> None:
-    """ONNX Runtime on one and on two threads, torch under the callback engine; alone, and among eight."""
+    """ONNX Runtime on one and on two threads, torch under the callback engine; alone, and among
+    eight.
+    """
     prompts = np.random.default_rng(1).integers(5, 60, (8, 7)).tolist()
-    fields: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "block_length": 8, "max_new_tokens": 24, "seed": 11}
+    fields: dict[str, Any] = {
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "block_length": 8,
+        "max_new_tokens": 24,
+        "seed": 11,
+    }
 
     def texts(bundle: Bundle, **changes: Any) -> tuple[list[list[int]], list[list[int]]]:
         with bundle:
-            alone = [bundle.generate(tokens=tokens, **fields | changes).tokens for tokens in prompts]
-            together = [out.tokens for out in bundle.generate_batch(tokens=prompts, **fields | changes)]
+            alone = [
+                bundle.generate(tokens=tokens, **fields | changes).tokens for tokens in prompts
+            ]
+            together = [
+                out.tokens for out in bundle.generate_batch(tokens=prompts, **fields | changes)
+            ]
         return alone, together
 
     opened: list[Callable[[], Bundle]] = [
@@ -195,7 +253,13 @@ def test_a_seed_gives_one_text_whatever_runs_it(dream_bundle: Path, dream_checkp
         lambda: dlm_runtime.open(dream_bundle, threads=2),
         lambda: under_native_loop(load(dream_checkpoint)),
     ]
-    policy = {"commit": "threshold", "threshold": 0.2, "cache": "dual", "score": "confidence", "score_of": "prediction"}
+    policy = {
+        "commit": "threshold",
+        "threshold": 0.2,
+        "cache": "dual",
+        "score": "confidence",
+        "score_of": "prediction",
+    }
     found = [texts(bundle(), **policy) for bundle in opened]
     assert all(one == found[0] for one in found)
     assert found[0][0] == found[0][1]
@@ -207,9 +271,17 @@ def test_a_seed_gives_one_text_whatever_runs_it(dream_bundle: Path, dream_checkp
 def test_a_preset_draws_as_published_and_can_be_told_not_to(dream_bundle: Path) -> None:
     with dlm_runtime.open(dream_bundle, threads=1) as bundle:
         policy = bundle.policy("dream")
-        assert (policy.select, policy.temperature, policy.top_p, policy.score_of) == ("sample", 0.2, 0.95, "draw")
+        assert (policy.select, policy.temperature, policy.top_p, policy.score_of) == (
+            "sample",
+            0.2,
+            0.95,
+            "draw",
+        )
         assert bundle.policy("dream", temperature=0).select == "argmax"
         assert bundle.policy("dream", select="argmax").temperature == 0
         assert bundle.policy("llada", temperature=0.5).select == "sample"
-        greedy = [bundle.generate(tokens=[5], max_new_tokens=16, preset="dream", temperature=0, seed=seed) for seed in (0, 1)]
+        greedy = [
+            bundle.generate(tokens=[5], max_new_tokens=16, preset="dream", temperature=0, seed=seed)
+            for seed in (0, 1)
+        ]
         assert greedy[0].tokens == greedy[1].tokens

@@ -15,9 +15,23 @@ import pytest
 from denoisers import ArithmeticDenoiser
 
 import dlm_runtime
-from dlm_runtime import Bundle, BusyError, CancelledError, ClosedError, EngineError, Generation, Job, PassCost, RequestError
+from dlm_runtime import (
+    Bundle,
+    BusyError,
+    CancelledError,
+    ClosedError,
+    EngineError,
+    Generation,
+    Job,
+    PassCost,
+    RequestError,
+)
 
-SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "bc"]}, "n": {"type": "integer"}}, "required": ["name", "n"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["a", "bc"]}, "n": {"type": "integer"}},
+    "required": ["name", "n"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +67,11 @@ def wishes(count: int) -> list[dict[str, Any]]:
         "lock the front door please",
     )
     return [
-        {"prompt": draw.choice(prompts), "max_new_tokens": draw.choice((24, 32, 48)), **draw.choice(kinds)}
+        {
+            "prompt": draw.choice(prompts),
+            "max_new_tokens": draw.choice((24, 32, 48)),
+            **draw.choice(kinds),
+        }
         | ({"seed": draw.randrange(99)} if draw.random() < 0.5 else {})
         for _ in range(count)
     ]
@@ -71,7 +89,9 @@ def test_sixty_four_mixed_requests_come_to_what_each_comes_to_alone(demo: Bundle
                 time.sleep(draw.random() / 200)  # arriving at random
                 jobs[number] = scheduler.submit(**wanted[number])
 
-        threads = [threading.Thread(target=submit, args=(range(first, 64, 4),)) for first in range(4)]
+        threads = [
+            threading.Thread(target=submit, args=(range(first, 64, 4),)) for first in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -80,7 +100,13 @@ def test_sixty_four_mixed_requests_come_to_what_each_comes_to_alone(demo: Bundle
             assert job is not None
             assert same(job.result(60), one)
         stats = scheduler.stats
-    assert (stats.submitted, stats.finished, stats.refused, stats.running, stats.waiting) == (64, 64, 0, 0, 0)
+    assert (stats.submitted, stats.finished, stats.refused, stats.running, stats.waiting) == (
+        64,
+        64,
+        0,
+        0,
+        0,
+    )
     assert stats.shares > 2 * stats.passes, "they shared them"
 
 
@@ -102,19 +128,28 @@ def test_events_tell_of_every_pass_and_end_with_the_result(demo: Bundle) -> None
 
 
 def test_a_time_for_passes_is_refused_where_requests_take_turns() -> None:
-    with ArithmeticDenoiser().bundle as bundle, pytest.raises(RequestError, match="they take turns: leave it out"):
+    with (
+        ArithmeticDenoiser().bundle as bundle,
+        pytest.raises(RequestError, match="they take turns: leave it out"),
+    ):
         bundle.scheduler(max_pass_ms=5, cost=PassCost(1, 1, 0, 0))
 
 
-def test_the_last_step_wakes_who_waits_for_events(demo: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_step_wakes_who_waits_for_events(
+    demo: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dlm_runtime.scheduler.EVENT_WAIT_S", 600.0)
     with demo.scheduler() as scheduler:
         for _ in range(20):
-            *_, last = scheduler.submit(prompt="play jazz", max_new_tokens=16, preset="fast-dllm", events=True)
+            *_, last = scheduler.submit(
+                prompt="play jazz", max_new_tokens=16, preset="fast-dllm", events=True
+            )
             assert last.done
 
 
-def test_what_fails_as_a_step_is_told_ends_its_request_and_is_its_cause(demo: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_as_a_step_is_told_ends_its_request_and_is_its_cause(
+    demo: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = {"prompt": "play jazz", "max_new_tokens": 16, "preset": "llada"}
     with demo.scheduler() as scheduler:
         job, other = scheduler.submit(**request, events=True), scheduler.submit(**request)
@@ -150,7 +185,10 @@ def test_more_than_may_wait_are_refused_and_nothing_is_lost(demo: Bundle) -> Non
 
 
 def test_a_prompt_that_is_no_text_is_refused(demo: Bundle) -> None:
-    with demo.scheduler() as scheduler, pytest.raises(RequestError, match="prompt = 5 is no text: give a str, or tokens"):
+    with (
+        demo.scheduler() as scheduler,
+        pytest.raises(RequestError, match="prompt = 5 is no text: give a str, or tokens"),
+    ):
         scheduler.submit(prompt=5)  # type: ignore[arg-type]
 
 
@@ -190,7 +228,11 @@ def test_a_soak_of_cancels_and_deadlines_keeps_memory_flat(demo: Bundle, at_once
             jobs = []
             for _ in range(at_once):
                 limit = {"deadline_ms": draw.uniform(1, 30)} if draw.random() < 0.3 else {}
-                jobs.append(scheduler.submit(prompt="play jazz", max_new_tokens=draw.choice((16, 32, 64)), **limit))
+                jobs.append(
+                    scheduler.submit(
+                        prompt="play jazz", max_new_tokens=draw.choice((16, 32, 64)), **limit
+                    )
+                )
                 if draw.random() < 0.3:
                     jobs[-1].cancel()
             finishes = {job.result(120).finish for job in jobs}
@@ -203,22 +245,31 @@ def test_a_soak_of_cancels_and_deadlines_keeps_memory_flat(demo: Bundle, at_once
 def test_what_cannot_be_is_said(demo: Bundle) -> None:
     with pytest.raises(RequestError, match=r"max_running = 0 is outside 1\.\.4096"):
         demo.scheduler(max_running=0)
-    with pytest.raises(RequestError, match=r"max_pass_ms = 50 wants to know .* `dlm-export bench BUNDLE --cost`"):
+    with pytest.raises(
+        RequestError, match=r"max_pass_ms = 50 wants to know .* `dlm-export bench BUNDLE --cost`"
+    ):
         demo.scheduler(max_pass_ms=50)
     with pytest.raises(RequestError, match="max_pass_ms = nan is no time"):
         demo.scheduler(max_pass_ms=float("nan"))
     with pytest.raises(RequestError, match="max_pass_ms = 'soon' is not a number"):
         demo.scheduler(max_pass_ms="soon")
     with demo.scheduler(cache_bytes=1 << 17) as scheduler:
-        with pytest.raises(RequestError, match=r"has room for .*: give it more cache_bytes, or choose a shorter canvas"):
+        with pytest.raises(
+            RequestError,
+            match=r"has room for .*: give it more cache_bytes, or choose a shorter canvas",
+        ):
             scheduler.submit(prompt="go", max_new_tokens=400, preset="fast-dllm")
         with pytest.raises(RequestError, match="outside the vocabulary"):
             scheduler.submit(tokens=[1 << 20])
         with pytest.raises(RequestError, match="the job that it returns has a method"):
             scheduler.submit(prompt="go", cancel=threading.Event())
-        with pytest.raises(RequestError, match=r"constraint = 'x' is none: Bundle\.constraint makes one"):
+        with pytest.raises(
+            RequestError, match=r"constraint = 'x' is none: Bundle\.constraint makes one"
+        ):
             scheduler.submit(prompt="go", constraint="x")
-        assert scheduler.submit(prompt="go", max_new_tokens=8, preset="fast-dllm").result(30).nfe > 0
+        assert (
+            scheduler.submit(prompt="go", max_new_tokens=8, preset="fast-dllm").result(30).nfe > 0
+        )
         with pytest.raises(RequestError, match=r"events=True"):
             next(iter(scheduler.submit(prompt="go", max_new_tokens=8)))
 
@@ -244,10 +295,14 @@ def test_passes_stay_within_the_time_that_they_are_expected_to_take(demo: Bundle
 
 def test_a_cost_is_what_bench_wrote(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    file.write_text('{"cost": {"pass_ms": 1.5, "token_ms": 0, "row_ms": 0.25, "pair_ms": 1e-5, "worst_error": 0.2}}')
+    file.write_text(
+        '{"cost": {"pass_ms": 1.5, "token_ms": 0, "row_ms": 0.25, "pair_ms": 1e-5, "worst_error": 0.2}}'
+    )
     assert PassCost.read(file) == PassCost(1.5, 0, 0.25, 1e-5)
     file.write_text('{"cost": null}')
-    with pytest.raises(RequestError, match=r"holds no cost of pass_ms, .*bench BUNDLE --cost --json"):
+    with pytest.raises(
+        RequestError, match=r"holds no cost of pass_ms, .*bench BUNDLE --cost --json"
+    ):
         PassCost.read(file)
     file.write_text('{"cost": {"pass_ms": -1, "token_ms": 0, "row_ms": 0, "pair_ms": "2"}}')
     with pytest.raises(RequestError, match=r"cost: pass_ms = -1 is no time"):
@@ -267,7 +322,10 @@ def test_an_engine_that_fails_fails_its_requests_alone() -> None:
             raise RuntimeError("made to fail")
         denoiser._run(p)
 
-    with dlm_runtime.from_callback(denoiser.info, fail_once) as bundle, bundle.scheduler(max_running=1) as scheduler:
+    with (
+        dlm_runtime.from_callback(denoiser.info, fail_once) as bundle,
+        bundle.scheduler(max_running=1) as scheduler,
+    ):
         jobs = [scheduler.submit(tokens=[5], max_new_tokens=6) for _ in range(3)]
         failures = 0
         for job in jobs:

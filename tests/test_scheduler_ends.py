@@ -1,4 +1,6 @@
-"""However a scheduler ends, or a request in it, nobody waits for ever and nobody else's canvas changes."""
+"""However a scheduler ends, or a request in it, nobody waits for ever and nobody else's canvas
+changes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def threads() -> int:
 
 
 def in_fork(body: Callable[[], object]) -> int:
-    """The exit code of a forked process that runs ``body``: 0 if it returns. A hang is killed and is -14."""
+    """The exit code of a forked process that runs ``body``: 0 if it returns. A hang is killed and
+    is -14.
+    """
     process = os.fork()
     if process == 0:
         code = 1
@@ -65,7 +69,9 @@ def run_script(script: str, *arguments: str, **variables: str) -> subprocess.Com
     """A Python program of its own."""
     environment = os.environ | variables
     command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=2 * WAIT_S, check=False
+    )
 
 
 # ---- The thread ends ----
@@ -163,7 +169,19 @@ def failing_new(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("new")
     (folder / "new.cc").write_text(FAILING_NEW)
     made = folder / "libnew.so"
-    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", "-O1", str(folder / "new.cc"), "-o", str(made)], check=True)
+    subprocess.run(
+        [
+            compiler,
+            "-std=c++17",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            str(folder / "new.cc"),
+            "-o",
+            str(made),
+        ],
+        check=True,
+    )
     return made
 
 
@@ -205,7 +223,9 @@ def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_constraint_without_a_text_fails_its_own_job_alone() -> None:
-    """By one token it leads to two states, from one of which an end is never reached by what follows."""
+    """By one token it leads to two states, from one of which an end is never reached by what
+    follows.
+    """
     denoiser = ArithmeticDenoiser(eos=0)
     try:
         lost = one_class(40, [0, 1, 2], [(0, 1), (0, 2), (1, 1), (2, 2)], [1, 0, 0])
@@ -216,7 +236,9 @@ def test_a_constraint_without_a_text_fails_its_own_job_alone() -> None:
         jobs = []
         for number in range(12):
             jobs.append(scheduler.submit(tokens=[5], max_new_tokens=8))
-            constrained = scheduler.submit(tokens=[5], max_new_tokens=8, constraint=lost, deadline_ms=0.01 * (number + 1))
+            constrained = scheduler.submit(
+                tokens=[5], max_new_tokens=8, constraint=lost, deadline_ms=0.01 * (number + 1)
+            )
             with contextlib.suppress(DlmError):
                 constrained.result(WAIT_S)
         assert all(job.result(WAIT_S).tokens == alone.tokens for job in jobs)
@@ -225,7 +247,9 @@ def test_a_constraint_without_a_text_fails_its_own_job_alone() -> None:
 # ---- The interpreter, the garbage collector ----
 
 
-def test_the_interpreter_exits_with_a_scheduler_open_and_a_job_that_tells_of_its_steps(demo_bundle: Path) -> None:
+def test_the_interpreter_exits_with_a_scheduler_open_and_a_job_that_tells_of_its_steps(
+    demo_bundle: Path,
+) -> None:
     script = (
         TINY
         + """
@@ -332,7 +356,9 @@ def test_submit_and_stats_race_with_close() -> None:
 # ---- Forks ----
 
 
-def test_in_a_forked_process_every_method_raises_at_once_and_the_parent_goes_on(demo: Bundle) -> None:
+def test_in_a_forked_process_every_method_raises_at_once_and_the_parent_goes_on(
+    demo: Bundle,
+) -> None:
     request: dict[str, Any] = {"prompt": "play jazz", "max_new_tokens": 16, "preset": "llada"}
     alone = demo.generate(**request)
     with demo.scheduler(max_running=2) as scheduler:
@@ -422,7 +448,9 @@ def _same(one: Generation, other: Generation) -> bool:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
-def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(demo: Bundle, count: int) -> None:
+def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(
+    demo: Bundle, count: int
+) -> None:
     draw = random.Random(count)
     constraint = demo.constraint(enum=["yes", "no", "it depends"])
     kinds: list[dict[str, Any]] = [
@@ -435,9 +463,19 @@ def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(demo: Bund
     ]
     prompts = ("turn on the kitchen lights", "play jazz", "go")
     wanted = [(prompt, number) for prompt in prompts for number in range(len(kinds))]
-    alone = {(prompt, number): demo.generate(prompt=prompt, max_new_tokens=24, **kinds[number]) for prompt, number in wanted}
+    alone = {
+        (prompt, number): demo.generate(prompt=prompt, max_new_tokens=24, **kinds[number])
+        for prompt, number in wanted
+    }
     before, forks = threads(), 0
-    fates = ("whole",) * 5 + ("cancelled at once", "cancelled later", "late", "failing", "dropped", "forked")
+    fates = ("whole",) * 5 + (
+        "cancelled at once",
+        "cancelled later",
+        "late",
+        "failing",
+        "dropped",
+        "forked",
+    )
     tally: dict[str, int] = dict.fromkeys(fates, 0)
     ended: dict[str, int] = {}
     scheduler = demo.scheduler(max_running=6, max_tokens=200, max_waiting=count)

@@ -1,7 +1,7 @@
 """The official test suite of JSON Schema: what it calls invalid is never accepted.
 
-$DLM_JSON_SCHEMA_SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite. Without it, the copy in the source
-distribution of PyPI's jsonschema is used.
+$DLM_JSON_SCHEMA_SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite. Without
+it, the copy in the source distribution of PyPI's jsonschema is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from dlm_runtime.constraints.conjunction import Conjunction
 from dlm_runtime.constraints.document import Document
 from dlm_runtime.constraints.validity import Validity
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::dlm_runtime.constraints.document.SchemaWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::dlm_runtime.constraints.document.SchemaWarning"),
+]
 DRAFTS = {
     "draft4": "http://json-schema.org/draft-04/schema#",
     "draft6": "http://json-schema.org/draft-06/schema#",
@@ -39,8 +42,13 @@ DRAFTS = {
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
 DEPTH = 2
-# Cases in which we reject valid values: formats are enforced, siblings of $ref always count, and metaschemas are not read.
-STRICTER = ("format: ", "ref: ref overrides any sibling keywords", "vocabulary: schema that uses custom metaschema")
+# Cases in which we reject valid values: formats are enforced, siblings of $ref always count, and
+# metaschemas are not read.
+STRICTER = (
+    "format: ",
+    "ref: ref overrides any sibling keywords",
+    "vocabulary: schema that uses custom metaschema",
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +57,23 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given is not None:
         return Path(given)
     folder = tmp_path_factory.mktemp("suite")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "jsonschema", "jsonschema==4.26.0"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--no-binary",
+        "jsonschema",
+        "jsonschema==4.26.0",
+    ]
     try:
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as err:
-        pytest.skip(f"$DLM_JSON_SCHEMA_SUITE is not set, and PyPI's jsonschema cannot be downloaded ({type(err).__name__})")
+        pytest.skip(
+            f"$DLM_JSON_SCHEMA_SUITE is not set, and PyPI's jsonschema cannot be downloaded ({type(err).__name__})"
+        )
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         archive.extractall(folder, filter="data")
     return next(folder.glob("*/json"))
@@ -76,10 +96,15 @@ def test_values_are_valid_as_the_suite_says(suite: Path, draft: str) -> None:
         counts["schemas"] += 1
         try:
             document = Document(found)
-            conjunction, validity = Conjunction(document, [document.root]), Validity(document, CompileLimits())
+            conjunction, validity = (
+                Conjunction(document, [document.root]),
+                Validity(document, CompileLimits()),
+            )
             for instance in instances:
                 is_allowed = validity.allows(conjunction, instance["data"])
-                if is_allowed != instance["valid"] and (is_allowed or not name.startswith(STRICTER)):
+                if is_allowed != instance["valid"] and (
+                    is_allowed or not name.startswith(STRICTER)
+                ):
                     wrong.append(f"{name}: {instance['description']}")
                 counts["instances"] += 1
         except RequestError:

@@ -1,4 +1,6 @@
-"""Requests as segments of one row of tokens: the graph's input says what each may see, and each gets what it gets alone."""
+"""Requests as segments of one row of tokens: the graph's input says what each may see, and each
+gets what it gets alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def session(bundle: Path) -> onnxruntime.InferenceSession:
     """Without this project's kernels: by the definitions that the graph carries."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
-    return onnxruntime.InferenceSession(bundle / "denoiser.onnx", options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        bundle / "denoiser.onnx", options, providers=["CPUExecutionProvider"]
+    )
 
 
 class Graph:
@@ -30,7 +34,9 @@ class Graph:
         self.session = session(bundle)
         self.layers = read_manifest(bundle)["loop"]["graph"]["ports"]["layers"]
 
-    def run(self, parts: Sequence[dict[str, Any]], past: dict[str, np.ndarray], **more: np.ndarray) -> dict[str, np.ndarray]:
+    def run(
+        self, parts: Sequence[dict[str, Any]], past: dict[str, np.ndarray], **more: np.ndarray
+    ) -> dict[str, np.ndarray]:
         tokens = [token for part in parts for token in part["tokens"]]
         positions = [part["first"] + i for part in parts for i in range(len(part["tokens"]))]
         feeds = {
@@ -38,7 +44,10 @@ class Graph:
             "position_ids": np.array([positions]),
             "score_rows": np.arange(len(tokens))[None],
         }
-        names = ["logits", *(layer[kind] for layer in self.layers for kind in ("present_key", "present_value"))]
+        names = [
+            "logits",
+            *(layer[kind] for layer in self.layers for kind in ("present_key", "present_value")),
+        ]
         return dict(zip(names, self.session.run(names, feeds | past | more), strict=True))
 
     def past(self, of: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
@@ -74,7 +83,9 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
     starts = [21, 0, 40]
     arena = {}
     for name, empty in graph.past().items():
-        rows = np.broadcast_to(noise[None, None, :, None], (1, empty.shape[1], 100, empty.shape[3])).copy()
+        rows = np.broadcast_to(
+            noise[None, None, :, None], (1, empty.shape[1], 100, empty.shape[3])
+        ).copy()
         for past, part, start in zip(pasts, parts, starts, strict=True):
             rows[:, :, start : start + part["cached"]] = past[name]
         arena[name] = rows
@@ -96,7 +107,9 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
 
 
 @pytest.mark.parametrize("kernels", ["", "none"])
-def test_a_batch_of_any_lengths_shares_its_passes(bundle: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_any_lengths_shares_its_passes(
+    bundle: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DLM_KERNELS", kernels)
     rng = np.random.default_rng(2)
     given = [rng.integers(2, 150, length).tolist() for length in (1, 17, 30, 4, 11)]
@@ -106,7 +119,10 @@ def test_a_batch_of_any_lengths_shares_its_passes(bundle: Path, kernels: str, mo
             changes: dict[str, Any] = {"preset": preset, "max_new_tokens": 24, "stop": "none"}
             alone = [opened.generate(tokens=tokens, **changes) for tokens in given]
             together = opened.generate_batch(tokens=given, max_batch=4, **changes)
-            assert [(out.tokens, out.nfe) for out in together] == [(out.tokens, out.nfe) for out in alone]
+            assert [(out.tokens, out.nfe) for out in together] == [
+                (out.tokens, out.nfe) for out in alone
+            ]
             made, sum_of_all = sum(together[0].passes.values()), sum(out.nfe for out in alone)
-            # By the definitions every request's scores would be over the rows of all: there they go in lockstep, if at all.
+            # By the definitions every request's scores would be over the rows of all: there they go
+            # in lockstep, if at all.
             assert made < sum_of_all if not kernels else made == sum_of_all

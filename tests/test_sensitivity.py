@@ -1,4 +1,6 @@
-"""What single layers lose, estimated in one sweep forward and one back, against the exact sweep and the whole denoiser."""
+"""What single layers lose, estimated in one sweep forward and one back, against the exact sweep and
+the whole denoiser.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,12 @@ def _quantised(source: Source, recipe: str) -> Quantisation:
     return calibrate.calibrate(source.parameters, source.network, found, formats, [], lambda: None)
 
 
-def _losses(source: Source, done: Quantisation, states: list[State], *, exact: bool = False) -> sensitivity.Losses:
-    (found,) = sensitivity.losses(source.parameters, source.network, [done], states, lambda: None, exact=exact)
+def _losses(
+    source: Source, done: Quantisation, states: list[State], *, exact: bool = False
+) -> sensitivity.Losses:
+    (found,) = sensitivity.losses(
+        source.parameters, source.network, [done], states, lambda: None, exact=exact
+    )
     return found
 
 
@@ -49,27 +55,39 @@ def test_directions_have_the_fisher_information_as_their_covariance() -> None:
     probs = torch.tensor([[0.97, 0.02, 0.01, 0.0, 0.0], [0.2, 0.2, 0.2, 0.3, 0.1]])
     generator, count = torch.Generator().manual_seed(0), 20_000
     tables = probs.repeat(count, 1)
-    drawn = torch.stack([draw.view(count, 2, 5) for draw in sensitivity.directions(tables, 3, generator)])
+    drawn = torch.stack(
+        [draw.view(count, 2, 5) for draw in sensitivity.directions(tables, 3, generator)]
+    )
     for found, p in zip(torch.einsum("dnri,dnrj->rij", drawn, drawn) / count, probs, strict=True):
-        assert (found - (p.diag() - torch.outer(p, p))).abs().max() < 0.01  # of 20,000 draws, entries up to 0.21
+        assert (
+            found - (p.diag() - torch.outer(p, p))
+        ).abs().max() < 0.01  # of 20,000 draws, entries up to 0.21
 
 
 @pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
 @pytest.mark.parametrize("memory_bytes", [None, 0])
 def test_gradients_by_layer_are_those_of_the_whole_denoiser(
-    family: str, memory_bytes: int | None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    family: str,
+    memory_bytes: int | None,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """With known directions, each estimate is what autograd through all layers gives for it."""
 
     def known(probs: Tensor, draws: int, _: torch.Generator) -> Iterator[Tensor]:
         for draw in range(draws):
-            yield torch.sin(torch.arange(probs.numel(), dtype=torch.float32) * (draw + 1)).view(probs.shape)
+            yield torch.sin(torch.arange(probs.numel(), dtype=torch.float32) * (draw + 1)).view(
+                probs.shape
+            )
 
     monkeypatch.setattr(sensitivity, "directions", known)
     source = open_source(request.getfixturevalue(family))
     c, done, states = source.network, _quantised(source, "int4-rtn"), _states(source, [7, 9, 7])
     parts = families.layered(source.parameters, c)
-    (found,) = sensitivity.estimate(parts, states, [done], lambda: None, memory_bytes=memory_bytes, folder=tmp_path)
+    (found,) = sensitivity.estimate(
+        parts, states, [done], lambda: None, memory_bytes=memory_bytes, folder=tmp_path
+    )
 
     denoiser = families.load(source.parameters, c)
     modules: dict[str, Any] = dict(denoiser.named_modules())
@@ -77,7 +95,9 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
     for layer in found:
         (twin,) = sensitivity._quantised({layer: modules[layer]}, done).values()
 
-        def add(_: Any, inputs: tuple[Tensor, ...], output: Tensor, layer: str = layer, twin: Any = twin) -> Tensor:
+        def add(
+            _: Any, inputs: tuple[Tensor, ...], output: Tensor, layer: str = layer, twin: Any = twin
+        ) -> Tensor:
             with torch.no_grad():
                 error = twin(inputs[0].detach()) - output.detach()
             nothing = torch.zeros_like(output, requires_grad=True)
@@ -94,9 +114,14 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
         for part, chosen in enumerate((at_frontier, ~at_frontier)):
             counts[part] += int(chosen.sum())
             for direction in known(table[chosen], sensitivity.DRAWS, torch.Generator()):
-                gradients = torch.autograd.grad(logits[chosen], [n for n, _ in added.values()], direction, retain_graph=True)
+                gradients = torch.autograd.grad(
+                    logits[chosen], [n for n, _ in added.values()], direction, retain_graph=True
+                )
                 for layer, gradient in zip(added, gradients, strict=True):
-                    expected[layer] = expected[layer] + np.eye(2)[part] * float((gradient * added[layer][1]).sum()) ** 2 / 2
+                    expected[layer] = (
+                        expected[layer]
+                        + np.eye(2)[part] * float((gradient * added[layer][1]).sum()) ** 2 / 2
+                    )
     assert found.pop("head")[0] > 0  # exact, and no estimate
     for layer, (kl, frontier_kl) in found.items():
         assert kl == pytest.approx(expected[layer].sum() / counts.sum(), rel=2e-3), layer
@@ -128,7 +153,8 @@ def test_the_estimate_tends_to_the_exact_loss_as_errors_become_small(
     done = Blended(plain.recipe, plain.formats, plain.parameters, share=0.1)
     found, exact = _losses(source, done, states), _losses(source, done, states, exact=True)
     ratios = np.array([found[layer][0] / exact[layer][0] for layer in exact])
-    # 8 canvases of 2 x 48 draws: a standard error of sqrt(2 / 768), 5%, and more where few positions count.
+    # 8 canvases of 2 x 48 draws: a standard error of sqrt(2 / 768), 5%, and more where few
+    # positions count.
     assert np.abs(ratios - 1).max() < 0.25, ratios
     assert abs(ratios.mean() - 1) < 0.07, ratios
 
@@ -146,7 +172,9 @@ def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: P
     """On commands without their answers: 0.968 (int8) when this was written."""
     source = open_source(DEMO_CHECKPOINT)
     options = samples.CalibrationOptions(samples=4)
-    data = samples.load_data(source.network, source.path, write_text(source.text, tmp_path).tokenizer, options)
+    data = samples.load_data(
+        source.network, source.path, write_text(source.text, tmp_path).tokenizer, options
+    )
     states = []
     for sample in data.calibration:
         is_prompt = np.arange(len(sample.tokens)) < sample.prompt_length
@@ -155,8 +183,12 @@ def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: P
     done = _quantised(source, "int8")
     # Half the blocks: the exact sweep takes a run for each of these 21 layers.
     done.formats = {
-        layer: name for layer, name in done.formats.items() if layer.startswith(("blocks.0", "blocks.2", "blocks.5"))
+        layer: name
+        for layer, name in done.formats.items()
+        if layer.startswith(("blocks.0", "blocks.2", "blocks.5"))
     }
     found, exact = _losses(source, done, states), _losses(source, done, states, exact=True)
-    ranks = [np.argsort(np.argsort([losses[layer][0] for layer in exact])) for losses in (found, exact)]
+    ranks = [
+        np.argsort(np.argsort([losses[layer][0] for layer in exact])) for losses in (found, exact)
+    ]
     assert np.corrcoef(ranks)[0, 1] > 0.85

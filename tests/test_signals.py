@@ -1,7 +1,8 @@
-"""Signals end what runs within a pass, and a command dies by them: what it staged is gone, and a shell sees the signal.
+"""Signals end what runs within a pass, and a command dies by them: what it staged is gone, and a
+shell sees the signal.
 
-In one process the passes are a C function's, which counts them and raises a signal in one: no Python runs between passes but
-what the runtime itself lets in.
+In one process the passes are a C function's, which counts them and raises a signal in one: no
+Python runs between passes but what the runtime itself lets in.
 """
 
 from __future__ import annotations
@@ -43,8 +44,14 @@ dlm_status run(void *user, const dlm_pass *pass) {
 REQUEST: dict[str, Any] = {"max_new_tokens": 40, "block_length": 8}  # a token a pass
 CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {  # passes, and what makes them
     "generate": (40, lambda bundle: bundle.generate(tokens=[5], **REQUEST)),
-    "generate over a cache": (40, lambda bundle: bundle.generate(tokens=[5], **REQUEST, cache="dual")),
-    "generate_batch": (80, lambda bundle: bundle.generate_batch(tokens=[[5], [6], [7]], max_batch=2, **REQUEST)),
+    "generate over a cache": (
+        40,
+        lambda bundle: bundle.generate(tokens=[5], **REQUEST, cache="dual"),
+    ),
+    "generate_batch": (
+        80,
+        lambda bundle: bundle.generate_batch(tokens=[[5], [6], [7]], max_batch=2, **REQUEST),
+    ),
     "stream": (40, lambda bundle: list(bundle.stream(tokens=[5], **REQUEST))),
     "logits": (1, lambda bundle: bundle.logits([5], [0])),
     "time_passes": (41, lambda bundle: bundle.time_passes(8, 8, 8, 40)),
@@ -61,17 +68,24 @@ class Native:
             setattr(denoiser, name, value)
         denoiser.layers = denoiser.kv_heads = denoiser.head_size = denoiser.has_cache = 1
         handle, run = C.c_void_p(), C.cast(self.library.run, _native.PassFn)
-        assert not _native.library().dlm_bundle_from_callback(C.byref(denoiser), run, None, None, 0, C.byref(handle))
+        assert not _native.library().dlm_bundle_from_callback(
+            C.byref(denoiser), run, None, None, 0, C.byref(handle)
+        )
         self.bundle = Bundle(handle, None, Policy(), self.library)
 
     def passes_of(self, call: Callable[[Bundle], object], at: int = 0) -> int:
-        """Passes made by a call whose pass number ``at`` brings the signal; what the call raises is left to ``made``."""
+        """Passes made by a call whose pass number ``at`` brings the signal; what the call raises is
+        left to ``made``.
+        """
         self.start(at)
         call(self.bundle)
         return self.made
 
     def start(self, at: int) -> None:
-        C.c_int32.in_dll(self.library, "passes").value, C.c_int32.in_dll(self.library, "at").value = 0, at
+        (
+            C.c_int32.in_dll(self.library, "passes").value,
+            C.c_int32.in_dll(self.library, "at").value,
+        ) = 0, at
 
     @property
     def made(self) -> int:
@@ -84,7 +98,17 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Native]:
     (folder / "passes.c").write_text(PASSES)
     library = folder / "passes.so"
     strict = [flag for flag in STRICT if flag != "-std=c99"]  # which has no raise
-    succeed(tool("gcc"), *strict, "-shared", "-fPIC", "-I", HEADER.parent, folder / "passes.c", "-o", library)
+    succeed(
+        tool("gcc"),
+        *strict,
+        "-shared",
+        "-fPIC",
+        "-I",
+        HEADER.parent,
+        folder / "passes.c",
+        "-o",
+        library,
+    )
     made = Native(library)
     with made.bundle:
         yield made
@@ -102,7 +126,9 @@ class Ended(BaseException):
     """What a handler raises."""
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), TimeoutError("a user's"), Ended()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(3), TimeoutError("a user's"), Ended()], ids=repr
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_handler_raises_ends_a_call_within_a_pass(
     native: Native, on_signal: Callable[..., None], name: str, error: BaseException
@@ -134,7 +160,9 @@ def test_a_handler_that_raises_nothing_runs_within_a_pass_and_ends_nothing(
     assert seen == [at]
 
 
-def test_a_session_that_a_signal_ended_serves_other_threads(native: Native, on_signal: Callable[..., None]) -> None:
+def test_a_session_that_a_signal_ended_serves_other_threads(
+    native: Native, on_signal: Callable[..., None]
+) -> None:
     def fail() -> None:
         raise Ended
 
@@ -144,7 +172,9 @@ def test_a_session_that_a_signal_ended_serves_other_threads(native: Native, on_s
         native.bundle.generate(tokens=[5], **REQUEST)
     native.start(0)
     made: list[int] = []
-    worker = threading.Thread(target=lambda: made.append(native.bundle.generate(tokens=[5], **REQUEST).nfe))
+    worker = threading.Thread(
+        target=lambda: made.append(native.bundle.generate(tokens=[5], **REQUEST).nfe)
+    )
     worker.start()
     worker.join()
     assert made == [40]
@@ -215,15 +245,23 @@ def _is_computing(process: subprocess.Popen[str], mapped: str = "libonnxruntime"
     _wait_until(lambda: _cpu_seconds(process.pid) > loaded + 0.5, process)
 
 
-def _ended_by(number: signal.Signals, arguments: tuple[object, ...], is_inside: Callable[[subprocess.Popen[str]], None]) -> str:
-    """Runs a command, sends it a signal once it is inside its work, and sees it die by that; what it printed on stdout."""
+def _ended_by(
+    number: signal.Signals,
+    arguments: tuple[object, ...],
+    is_inside: Callable[[subprocess.Popen[str]], None],
+) -> str:
+    """Runs a command, sends it a signal once it is inside its work, and sees it die by that; what
+    it printed on stdout.
+    """
     command = [sys.executable, "-m", "dlm_export.cli", *map(str, arguments)]
     started = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) and None,  # this run of the tests may be one that ignores it
+        preexec_fn=lambda: (
+            signal.signal(number, signal.SIG_DFL) and None
+        ),  # this run of the tests may be one that ignores it
     )
     with started as process:
         try:
@@ -241,14 +279,20 @@ LONG = ("--max-new-tokens", 4000, "--block-length", 0, "--threads", 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_run_prints_what_there_is_and_dies_by_the_signal_that_ends_it(endless: Path, number: signal.Signals) -> None:
+def test_run_prints_what_there_is_and_dies_by_the_signal_that_ends_it(
+    endless: Path, number: signal.Signals
+) -> None:
     canvas = _ended_by(number, ("run", endless, "--tokens", "5", *LONG), _is_computing).split()
     assert len(canvas) == 4001
     assert canvas[0] == "5"
 
 
 def test_a_canvas_that_is_watched_is_printed_as_well(endless: Path) -> None:
-    out = _ended_by(signal.SIGINT, ("run", endless, "--tokens", "5", *LONG, "--watch", "--delay", 0), _is_computing)
+    out = _ended_by(
+        signal.SIGINT,
+        ("run", endless, "--tokens", "5", *LONG, "--watch", "--delay", 0),
+        _is_computing,
+    )
     assert len(out.split()) == 4001
 
 
@@ -266,8 +310,22 @@ def test_other_commands_do_as_well(endless: Path, arguments: tuple[object, ...])
 
 
 def test_verify_does_while_torch_computes(endless: Path, checkpoint: Path) -> None:
-    arguments = ("verify", endless, "--checkpoint", checkpoint, "--count", 1000, "--max-new-tokens", 100)
-    assert _ended_by(signal.SIGINT, arguments, lambda process: _is_computing(process, "model.safetensors")) == ""
+    arguments = (
+        "verify",
+        endless,
+        "--checkpoint",
+        checkpoint,
+        "--count",
+        1000,
+        "--max-new-tokens",
+        100,
+    )
+    assert (
+        _ended_by(
+            signal.SIGINT, arguments, lambda process: _is_computing(process, "model.safetensors")
+        )
+        == ""
+    )
 
 
 def test_a_build_that_a_signal_ends_leaves_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
@@ -280,9 +338,23 @@ def test_a_build_that_a_signal_ends_leaves_nothing_behind(checkpoint: Path, tmp_
 
 def test_a_command_goes_on_that_was_started_to_ignore_a_signal(endless: Path) -> None:
     """As ``nohup`` starts it."""
-    command = [sys.executable, "-m", "dlm_export.cli", "run", str(endless), "--tokens", "5", "--max-new-tokens", "100"]
-    started = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None)
+    command = [
+        sys.executable,
+        "-m",
+        "dlm_export.cli",
+        "run",
+        str(endless),
+        "--tokens",
+        "5",
+        "--max-new-tokens",
+        "100",
+    ]
+    started = subprocess.Popen(
+        command, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None
+    )
     with started as process:
-        _wait_until(lambda: "libonnxruntime" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+        _wait_until(
+            lambda: "libonnxruntime" in Path(f"/proc/{process.pid}/maps").read_text(), process
+        )
         process.send_signal(signal.SIGHUP)
     assert process.returncode == 0

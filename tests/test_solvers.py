@@ -1,4 +1,6 @@
-"""Smoothing, AWQ, GPTQ and rotation leave the function alone in full precision, and lose less once it is quantised."""
+"""Smoothing, AWQ, GPTQ and rotation leave the function alone in full precision, and lose less once
+it is quantised.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_calibration.formats import QuantisationError, QuantisedWeight, int4_scales, quantise_activation, quantise_weight
+from dlm_calibration.formats import (
+    QuantisationError,
+    QuantisedWeight,
+    int4_scales,
+    quantise_activation,
+    quantise_weight,
+)
 from dlm_calibration.solvers import awq_scales, hadamard, rotate, rotate_rows, smooth_scales
 from dlm_export.quantising import gptq as solver
 
 
-def gptq(w: np.ndarray, gram: np.ndarray, *, damping: float = 0.01, **format: Any) -> QuantisedWeight:
+def gptq(
+    w: np.ndarray, gram: np.ndarray, *, damping: float = 0.01, **format: Any
+) -> QuantisedWeight:
     """GPTQ for a Gram matrix."""
-    return solver.gptq(w, solver.inverse_factor(torch.from_numpy(np.float32(gram)), damping), **format)
+    return solver.gptq(
+        w, solver.inverse_factor(torch.from_numpy(np.float32(gram)), damping), **format
+    )
 
 
 def _correlated(rows: int, channels: int, seed: int = 0) -> np.ndarray:
-    """Inputs ``[rows, channels]`` from a few shared directions and a little of each channel's own, as activations are."""
+    """Inputs ``[rows, channels]`` from a few shared directions and a little of each channel's own,
+    as activations are.
+    """
     rng = np.random.default_rng(seed)
-    shared = rng.standard_normal((rows, max(channels // 8, 1))) @ rng.standard_normal((max(channels // 8, 1), channels))
+    shared = rng.standard_normal((rows, max(channels // 8, 1))) @ rng.standard_normal(
+        (max(channels // 8, 1), channels)
+    )
     return np.asarray(shared + 0.3 * rng.standard_normal((rows, channels)), dtype=np.float32)
 
 
@@ -40,9 +56,13 @@ def _output_error(x: np.ndarray, w: np.ndarray, quantised: np.ndarray) -> float:
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 64), st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
-def test_smoothing_scales_are_positive_bounded_and_leave_the_product(seed: int, channels: int, alpha: float) -> None:
+def test_smoothing_scales_are_positive_bounded_and_leave_the_product(
+    seed: int, channels: int, alpha: float
+) -> None:
     rng = np.random.default_rng(seed)
-    x = (rng.standard_normal((5, channels)) * np.exp(4 * rng.standard_normal(channels))).astype(np.float32)
+    x = (rng.standard_normal((5, channels)) * np.exp(4 * rng.standard_normal(channels))).astype(
+        np.float32
+    )
     w = rng.standard_normal((channels, 3)).astype(np.float32)
     x[:, rng.random(channels) < 0.2] = 0
     w[rng.random(channels) < 0.2] = 0
@@ -68,7 +88,10 @@ def test_smoothing_takes_activation_outliers_away() -> None:
     scales = smooth_scales(np.abs(x).max(axis=0), np.abs(w).max(axis=1))
 
     def error(x: np.ndarray, w: np.ndarray) -> float:
-        fake = quantise_activation(x, "int8", float(np.abs(x).max())) @ quantise_weight(w, "int8").dequantise()
+        fake = (
+            quantise_activation(x, "int8", float(np.abs(x).max()))
+            @ quantise_weight(w, "int8").dequantise()
+        )
         return float(np.square(fake - x @ w).mean())
 
     assert error(x / scales, w * scales[:, None]) < 0.2 * error(x, w)
@@ -88,9 +111,13 @@ def test_awq_protects_the_channels_that_carry_the_input() -> None:
     scales, before, after = awq_scales([x] * len(weights), weights, _nearest_int4)
     assert scales.dtype == np.float32
     assert scales[[3, 40]].min() > np.delete(scales, [3, 40]).max()
-    assert np.isclose(before, sum(_output_error(x, w, _nearest_int4(w)) for w in weights), rtol=1e-4)
+    assert np.isclose(
+        before, sum(_output_error(x, w, _nearest_int4(w)) for w in weights), rtol=1e-4
+    )
     scaled = [_nearest_int4(w * scales[:, None]) / scales[:, None] for w in weights]
-    assert np.isclose(after, sum(_output_error(x, w, s) for w, s in zip(weights, scaled, strict=True)), rtol=1e-4)
+    assert np.isclose(
+        after, sum(_output_error(x, w, s) for w, s in zip(weights, scaled, strict=True)), rtol=1e-4
+    )
     assert after < 0.7 * before
 
 
@@ -107,7 +134,9 @@ def test_awq_never_does_worse_than_no_scales_and_keeps_unused_channels(seed: int
 
 
 def test_awq_on_inputs_of_zeros_changes_nothing() -> None:
-    scales, before, after = awq_scales([np.zeros((4, 32), dtype=np.float32)], [_weight(32, 4)], _nearest_int4)
+    scales, before, after = awq_scales(
+        [np.zeros((4, 32), dtype=np.float32)], [_weight(32, 4)], _nearest_int4
+    )
     assert (scales == 1).all()
     assert before == after == 0
 
@@ -115,20 +144,32 @@ def test_awq_on_inputs_of_zeros_changes_nothing() -> None:
 # GPTQ
 
 
-def _gptq_by_elimination(w: np.ndarray, hessian: np.ndarray, group_size: int, format: str) -> np.ndarray:
-    """OBQ's own recurrence, rows in order: an inverse that shrinks by one row at a time, in float64, no batches."""
+def _gptq_by_elimination(
+    w: np.ndarray, hessian: np.ndarray, group_size: int, format: str
+) -> np.ndarray:
+    """OBQ's own recurrence, rows in order: an inverse that shrinks by one row at a time, in
+    float64, no batches.
+    """
     low, high, levels = (-8, 7, (7, 7.5, 8, 8.5, 9)) if format == "int4" else (-127, 127, (127,))
     inverses = [np.linalg.inv(hessian)]
     for _ in range(len(w) - 1):
         inverse = inverses[-1]
         inverses.append((inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:])
-    counts = 1 / np.array([[inverse[0, 0]] for inverse in inverses])  # of a row's squared error in the whole
+    counts = 1 / np.array(
+        [[inverse[0, 0]] for inverse in inverses]
+    )  # of a row's squared error in the whole
     left, out = w.astype(np.float64), np.zeros(w.shape)
     for i, inverse in enumerate(inverses):
         if i % group_size == 0:
             group = left[i : i + group_size]
             choices = [np.abs(group).max(axis=0) / level for level in levels]
-            errors = [(counts[i : i + group_size] * (np.clip(np.rint(group / c), low, high) * c - group) ** 2) for c in choices]
+            errors = [
+                (
+                    counts[i : i + group_size]
+                    * (np.clip(np.rint(group / c), low, high) * c - group) ** 2
+                )
+                for c in choices
+            ]
             scale = np.choose(np.argmin(np.sum(errors, 1), 0), choices)
         out[i] = np.clip(np.rint(left[i] / scale), low, high) * scale
         left[i:] -= np.outer(inverse[:, 0] / inverse[0, 0], left[i] - out[i])
@@ -136,22 +177,29 @@ def _gptq_by_elimination(w: np.ndarray, hessian: np.ndarray, group_size: int, fo
 
 
 @pytest.mark.parametrize(
-    ("format", "rows", "group_size"), [("int4", 96, 32), ("int4", 300, 64), ("int4", 150, 40), ("int8", 300, None)]
+    ("format", "rows", "group_size"),
+    [("int4", 96, 32), ("int4", 300, 64), ("int4", 150, 40), ("int8", 300, None)],
 )
-def test_gptq_equals_the_recurrence_it_reorders(format: str, rows: int, group_size: int | None) -> None:
+def test_gptq_equals_the_recurrence_it_reorders(
+    format: str, rows: int, group_size: int | None
+) -> None:
     x, w = _correlated(2 * rows, rows), _weight(rows, 6)
     gram = x.T @ x
     ours = gptq(w, gram, format=format, group_size=group_size).dequantise()
     damped = gram.astype(np.float64) + 0.01 * np.mean(np.diag(gram)) * np.eye(rows)
     expected = _gptq_by_elimination(w, damped, group_size or rows, format)
-    # A value half way between two codes may fall either way in fp32, and takes the rows behind it along in its column.
+    # A value half way between two codes may fall either way in fp32, and takes the rows behind it
+    # along in its column.
     assert (np.abs(ours - expected).max(axis=0) < 1e-4).mean() >= 0.8
 
 
 @pytest.mark.parametrize(
-    ("format", "group_size"), [("int4", 32), ("int4", None), ("int8", None), ("fp8", None), ("nvfp4", None)]
+    ("format", "group_size"),
+    [("int4", 32), ("int4", None), ("int8", None), ("fp8", None), ("nvfp4", None)],
 )
-def test_gptq_beats_rounding_to_nearest_on_correlated_inputs(format: str, group_size: int | None) -> None:
+def test_gptq_beats_rounding_to_nearest_on_correlated_inputs(
+    format: str, group_size: int | None
+) -> None:
     x, unseen = np.split(_correlated(1024, 160), 2)
     w = _weight(160, 24)
     nearest = quantise_weight(w, format, group_size=group_size)
@@ -159,8 +207,12 @@ def test_gptq_beats_rounding_to_nearest_on_correlated_inputs(format: str, group_
     assert solved.codes.dtype == nearest.codes.dtype
     assert solved.scales.shape == nearest.scales.shape
     assert solved.group_size == nearest.group_size
-    assert _output_error(x, w, solved.dequantise()) < 0.5 * _output_error(x, w, nearest.dequantise())
-    assert _output_error(unseen, w, solved.dequantise()) < 0.6 * _output_error(unseen, w, nearest.dequantise())
+    assert _output_error(x, w, solved.dequantise()) < 0.5 * _output_error(
+        x, w, nearest.dequantise()
+    )
+    assert _output_error(unseen, w, solved.dequantise()) < 0.6 * _output_error(
+        unseen, w, nearest.dequantise()
+    )
 
 
 def test_gptq_on_independent_inputs_is_rounding_to_nearest() -> None:
@@ -176,7 +228,9 @@ def test_gptq_scales_groups_for_the_inputs_that_are_large() -> None:
     solved = gptq(w, np.diag(sizes), group_size=32)
     amax = np.abs(w.reshape(2, 32, 8)).max(1)
     damped = (sizes + 0.01 * sizes.mean()).astype(np.float32)
-    assert np.array_equal(solved.scales, int4_scales(w.reshape(2, 32, 8), amax, weights=damped.reshape(2, 32, 1)))
+    assert np.array_equal(
+        solved.scales, int4_scales(w.reshape(2, 32, 8), amax, weights=damped.reshape(2, 32, 1))
+    )
     assert not np.array_equal(solved.scales, quantise_weight(w, "int4", group_size=32).scales)
 
 
@@ -200,14 +254,22 @@ def test_gptq_takes_a_gram_of_fewer_inputs_than_channels() -> None:
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 2100))
 @settings(max_examples=6, deadline=None)
-def test_a_gram_matrix_sums_weighted_outer_products_in_any_portions(seed: int, channels: int) -> None:
+def test_a_gram_matrix_sums_weighted_outer_products_in_any_portions(
+    seed: int, channels: int
+) -> None:
     rng = np.random.default_rng(seed)
-    x = torch.from_numpy((rng.standard_normal((40, channels)) * rng.choice([0, 0.01, 1, 1000], (40, 1))).astype(np.float32))
+    x = torch.from_numpy(
+        (rng.standard_normal((40, channels)) * rng.choice([0, 0.01, 1, 1000], (40, 1))).astype(
+            np.float32
+        )
+    )
     weight = torch.from_numpy(rng.random(40).astype(np.float32))
     gram, cut = solver.Gram(channels, torch.device("cpu")), int(rng.integers(0, 41))
     gram.add(x[:cut], weight[:cut])
     gram.add(x[cut:], weight[cut:])
-    unit = x.double() / x.double().square().mean(1, keepdim=True).sqrt().clamp_min(1e-9)  # a vector's length does not count
+    unit = x.double() / x.double().square().mean(1, keepdim=True).sqrt().clamp_min(
+        1e-9
+    )  # a vector's length does not count
     exact = (unit * weight[:, None].double()).T @ unit
     assert (gram.matrix.triu() - exact.triu()).abs().max() <= 1e-5 * exact.abs().max()
 
@@ -235,14 +297,18 @@ def test_the_factor_of_many_inputs_is_nearly_the_exact_one() -> None:
         solver.EXACT = limit
     assert rough.dtype == exact.dtype == torch.float32
     assert (rough - exact).abs().max() < 1e-3 * exact.abs().max()
-    damped = gram.double() + 0.01 * gram.diagonal().double().mean() * torch.eye(96, dtype=torch.float64)
+    damped = gram.double() + 0.01 * gram.diagonal().double().mean() * torch.eye(
+        96, dtype=torch.float64
+    )
     assert ((exact.T @ exact).double() @ damped - torch.eye(96)).abs().max() < 1e-2
 
 
 # Rotation
 
 
-@pytest.mark.parametrize(("size", "n"), [(1, 1), (7, 1), (12, 4), (96, 32), (1024, 1024), (4096, 1024), (11008, 256)])
+@pytest.mark.parametrize(
+    ("size", "n"), [(1, 1), (7, 1), (12, 4), (96, 32), (1024, 1024), (4096, 1024), (11008, 256)]
+)
 def test_hadamard_is_orthonormal_symmetric_and_as_large_as_it_may_be(size: int, n: int) -> None:
     matrix = hadamard(size)
     assert matrix.shape == (n, n)

@@ -32,7 +32,10 @@ from dlm_export.planning.roofline import work_of
 from dlm_export.tensorrt.estimate import Limits, estimate
 
 HIDDEN = 24
-ropes = st.one_of(st.none(), st.builds(Rope, st.floats(1e2, 1e6), st.sampled_from([0.5, 1.0]), st.sampled_from([1.0, 4.0])))
+ropes = st.one_of(
+    st.none(),
+    st.builds(Rope, st.floats(1e2, 1e6), st.sampled_from([0.5, 1.0]), st.sampled_from([1.0, 4.0])),
+)
 CACHED = 7
 visibilities = st.sampled_from([("full", None), ("causal", None), ("block", CACHED)])
 attentions = st.builds(
@@ -50,7 +53,9 @@ attentions = st.builds(
 )
 mlps = st.builds(MlpSpec, st.integers(1, 40))
 routers = st.builds(
-    lambda score, bias, renormalise, scale, groups: RouterSpec(score, bias, renormalise, scale, *groups),
+    lambda score, bias, renormalise, scale, groups: RouterSpec(
+        score, bias, renormalise, scale, *groups
+    ),
     st.sampled_from(SCORES),
     st.sampled_from(BIASES),
     st.booleans(),
@@ -59,7 +64,11 @@ routers = st.builds(
 )
 experts = st.builds(
     lambda count, active, size, shared, router: ExpertsSpec(
-        count * router.groups, min(active, count * router.active_groups), size, shared, router=router
+        count * router.groups,
+        min(active, count * router.active_groups),
+        size,
+        shared,
+        router=router,
     ),
     st.integers(2, 4),
     st.integers(1, 5),
@@ -71,9 +80,13 @@ norms = st.lists(st.sampled_from(NORMS), unique=True).map(tuple)
 
 
 def networks(mlp: st.SearchStrategy[MlpSpec | ExpertsSpec]) -> st.SearchStrategy[NetworkSpec]:
-    layers = st.lists(st.builds(LayerSpec, attentions, mlp, st.floats(1e-6, 1e-3), norms), min_size=1, max_size=3).map(tuple)
+    layers = st.lists(
+        st.builds(LayerSpec, attentions, mlp, st.floats(1e-6, 1e-3), norms), min_size=1, max_size=3
+    ).map(tuple)
     return st.builds(
-        lambda layers, tied: make_network(hidden_size=HIDDEN, layers=layers, tied_head=tied, max_canvas_length=20),
+        lambda layers, tied: make_network(
+            hidden_size=HIDDEN, layers=layers, tied_head=tied, max_canvas_length=20
+        ),
         layers,
         st.booleans(),
     )
@@ -83,7 +96,9 @@ def networks(mlp: st.SearchStrategy[MlpSpec | ExpertsSpec]) -> st.SearchStrategy
 @given(network=networks(st.one_of(mlps, experts)))
 def test_the_parameters_are_those_that_torch_builds(network: NetworkSpec) -> None:
     with torch.device("meta"):
-        built = {name: tuple(parameter.shape) for name, parameter in Denoiser(network).named_parameters()}
+        built = {
+            name: tuple(parameter.shape) for name, parameter in Denoiser(network).named_parameters()
+        }
     assert network.parameters() == built
     assert network.parameter_count() == sum(math.prod(shape) for shape in built.values())
 
@@ -96,7 +111,9 @@ def test_a_description_survives_the_manifest(network: NetworkSpec) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(network=networks(st.one_of(mlps, experts)))
-def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(network: NetworkSpec) -> None:
+def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(
+    network: NetworkSpec,
+) -> None:
     shapes, linear = network.parameters(), network.linear_layers()
     assert len({layer.path for layer in linear}) == len(linear)
     by_path = {layer.path: layer for layer in linear}
@@ -113,8 +130,12 @@ def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(net
 @torch.no_grad()
 @settings(max_examples=20, deadline=None)
 @given(network=networks(st.one_of(mlps, experts)), seed=st.integers(0, 99))
-def test_every_described_network_runs_and_its_cache_is_exact(network: NetworkSpec, seed: int) -> None:
-    """Rows over a cache equal those of the whole canvas, of which it was taken; it ends where a block does."""
+def test_every_described_network_runs_and_its_cache_is_exact(
+    network: NetworkSpec, seed: int
+) -> None:
+    """Rows over a cache equal those of the whole canvas, of which it was taken; it ends where a
+    block does.
+    """
     torch.manual_seed(seed)
     denoiser = Denoiser(network).eval()
     for parameter in denoiser.parameters():
@@ -136,7 +157,9 @@ def test_a_part_of_a_head_turns_and_the_rest_stays() -> None:
     angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1]))
     turned = rotate(x, (angles.cos(), angles.sin(), positions), is_plain=True)
     assert torch.equal(turned[..., 4:], x[..., 4:])
-    by_hand = torch.view_as_complex(torch.stack((x[..., :2], x[..., 2:4]), -1)) * torch.polar(torch.ones_like(angles), angles)
+    by_hand = torch.view_as_complex(torch.stack((x[..., :2], x[..., 2:4]), -1)) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     torch.testing.assert_close(turned[..., :4], torch.cat((by_hand.real, by_hand.imag), -1))
 
 
@@ -156,13 +179,20 @@ def test_attention_that_is_not_built_is_refused_by_its_layer() -> None:
 
 def test_blocks_of_no_tokens_are_refused() -> None:
     attention = make_network().layers[0].attention
-    for visibility, block_length in (("block", 0), ("block", None), ("causal", 4), ("sideways", None)):
+    for visibility, block_length in (
+        ("block", 0),
+        ("block", None),
+        ("causal", 4),
+        ("sideways", None),
+    ):
         with pytest.raises(ValueError, match="block_length"):
             replace(attention, visibility=visibility, block_length=block_length)
 
 
 def test_experts_are_described_and_counted() -> None:
-    """8 of 64 experts: a token's work is that of 8, a few tokens read a few experts, and no recipe reaches the router."""
+    """8 of 64 experts: a token's work is that of 8, a few tokens read a few experts, and no recipe
+    reaches the router.
+    """
     layer = replace(make_network().layers[0], mlp=ExpertsSpec(64, 8, 16, shared_size=32))
     network = make_network(layers=(layer,))
     (router,) = [linear for linear in network.linear_layers() if linear.role in NEVER_QUANTISED]
@@ -179,7 +209,12 @@ def test_experts_are_described_and_counted() -> None:
 
 
 def test_mixtures_that_cannot_be_are_refused() -> None:
-    for changes in ({"count": 1, "active": 1}, {"active": 9}, {"active": 0}, {"count": 9, "router": RouterSpec(groups=2)}):
+    for changes in (
+        {"count": 1, "active": 1},
+        {"active": 9},
+        {"active": 0},
+        {"count": 9, "router": RouterSpec(groups=2)},
+    ):
         with pytest.raises(ValueError, match="experts"):
             ExpertsSpec(**{"count": 8, "active": 2, "size": 4} | changes)
     for told, wrong in (
@@ -193,14 +228,20 @@ def test_mixtures_that_cannot_be_are_refused() -> None:
 
 @torch.no_grad()
 def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights() -> None:
-    """By hand, as DeepSeek-V3 has it: two of three groups by their two best, then three experts, by biased scores."""
-    spec = ExpertsSpec(6, 3, 4, router=RouterSpec("sigmoid", "choice", scale=2.5, groups=3, active_groups=2))
+    """By hand, as DeepSeek-V3 has it: two of three groups by their two best, then three experts, by
+    biased scores.
+    """
+    spec = ExpertsSpec(
+        6, 3, 4, router=RouterSpec("sigmoid", "choice", scale=2.5, groups=3, active_groups=2)
+    )
     router = Router(spec, 1)
     products = torch.tensor([2.0, 1.0, -1.0, 0.0, 1.5, -3.0])
     router.weight.copy_(products[None])
     router.bias.copy_(torch.tensor([0.0, 0.0, 0.0, 2.0, 0.0, 0.0]))
     chosen, weights = router(torch.ones(1, 1, 1))
-    scores = products.sigmoid()  # groups: 1.61, 2.77, 0.86 with the bias: the last one is out, its 0.82 too
+    scores = (
+        products.sigmoid()
+    )  # groups: 1.61, 2.77, 0.86 with the bias: the last one is out, its 0.82 too
     assert chosen.flatten().tolist() == [3, 0, 1]
     kept = scores[[3, 0, 1]]
     torch.testing.assert_close(weights.flatten(), 2.5 * kept / kept.sum())

@@ -1,4 +1,6 @@
-"""Special tokens that text of a request spells: ordinary text, in Python and in the compiled form, unless it is allowed."""
+"""Special tokens that text of a request spells: ordinary text, in Python and in the compiled form,
+unless it is allowed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,19 @@ PARTS = (
 TEXTS = st.lists(
     st.one_of(
         st.sampled_from(
-            [*SPECIAL, "<|en", "d|>", "<|<|end|>", "<", " ", "\n", "<tool>", "\U000f0000", "\U000f0001", "e\u0301"]
+            [
+                *SPECIAL,
+                "<|en",
+                "d|>",
+                "<|<|end|>",
+                "<",
+                " ",
+                "\n",
+                "<tool>",
+                "\U000f0000",
+                "\U000f0001",
+                "e\u0301",
+            ]
         ),
         st.text(max_size=4),
     ),
@@ -75,7 +89,9 @@ def chat(*contents: Any) -> list[dict[str, Any]]:
 def test_plain_text_has_no_special_token_and_decodes_to_itself(both: Both, text: str) -> None:
     ids = both.python.encode_plain(text)
     both.library.encode_special_tokens = True
-    assert ids == both.library.encode(text, add_special_tokens=False).ids == both.native.encode(text)
+    assert (
+        ids == both.library.encode(text, add_special_tokens=False).ids == both.native.encode(text)
+    )
     both.library.encode_special_tokens = False
     assert both.spelled(ids) == []
     assert both.python.decode(ids) == both.native.decode(ids)
@@ -85,12 +101,18 @@ def test_plain_text_has_no_special_token_and_decodes_to_itself(both: Both, text:
     assert both.spelled(both.python.encode(text)) == around
     assert both.python.encode(text) == both.native.encode(text, is_prompt=True)
     allowed = both.python.encode_plain(text, special_tokens=True)
-    assert allowed == both.library.encode(text, add_special_tokens=False).ids == both.native.encode(text, special_tokens=True)
+    assert (
+        allowed
+        == both.library.encode(text, add_special_tokens=False).ids
+        == both.native.encode(text, special_tokens=True)
+    )
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3))
 @settings(max_examples=60, deadline=None)
-def test_messages_add_no_special_token_to_those_of_the_template(both: Both, contents: list[str]) -> None:
+def test_messages_add_no_special_token_to_those_of_the_template(
+    both: Both, contents: list[str]
+) -> None:
     ids = both.python.encode_chat(chat(*contents))
     assert ids == both.native.encode_chat(chat(*contents))
     assert both.spelled(ids) == both.spelled(both.python.encode_chat(chat(*["x"] * len(contents))))
@@ -108,9 +130,15 @@ def test_parts_calls_and_tools_add_no_special_token_either(contents: list[str], 
     tokenizer = _parts()
     messages = [
         {"role": "user", "content": [{"type": "text", "text": text} for text in contents]},
-        {"role": "user", "content": other, "tool_calls": [{"function": {"name": "f", "arguments": {other: contents}}}]},
+        {
+            "role": "user",
+            "content": other,
+            "tool_calls": [{"function": {"name": "f", "arguments": {other: contents}}}],
+        },
     ]
-    ids = tokenizer.encode_chat(messages, [{"type": "function", "function": {"description": other}}])
+    ids = tokenizer.encode_chat(
+        messages, [{"type": "function", "function": {"description": other}}]
+    )
     names = tokenizer.names(ids)
     assert [name for name in names if name in SPECIAL] == ["<|user|>", "<|end|>"] * 2
 
@@ -134,7 +162,9 @@ def test_a_template_that_looks_for_a_special_token_is_refused_where_a_message_sp
 
 
 def test_a_text_with_no_other_spelling_is_refused() -> None:
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "[MASK]": 2}, unk_token="[UNK]"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "[MASK]": 2}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["[UNK]", "[MASK]"])
     tokenizer = Tokenizer(words.to_str().encode(), "{{ messages[0].content }}", {})
@@ -142,13 +172,20 @@ def test_a_text_with_no_other_spelling_is_refused() -> None:
         assert tokenizer.encode("a b") == [1, 0], "the unknown token is not spelled"
         assert tokenizer.encode_each(["a", "a [MASK]"]) == [[1], None]
         assert tokenizer.encode("a [MASK]", special_tokens=True) == [1, 2]
-        for refused in (lambda: tokenizer.encode("a [MASK]"), lambda: tokenizer.encode_chat(chat("a [MASK]"))):
-            with pytest.raises(RequestError, match=r"the special token '\[MASK\]'.*\(special_tokens\)"):
+        for refused in (
+            lambda: tokenizer.encode("a [MASK]"),
+            lambda: tokenizer.encode_chat(chat("a [MASK]")),
+        ):
+            with pytest.raises(
+                RequestError, match=r"the special token '\[MASK\]'.*\(special_tokens\)"
+            ):
                 refused()
 
 
 def test_a_part_that_depends_on_its_place_is_refused_and_not_encoded_in_another_way() -> None:
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(json.loads(tokenizer_files.made("Gemma"))["model"]["vocab"], []))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(json.loads(tokenizer_files.made("Gemma"))["model"]["vocab"], [])
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     made.add_special_tokens(["<|end|>"])
     tokenizer = Tokenizer(made.to_str().encode(), "<|end|>{{ messages[0].content }}", {})
@@ -163,7 +200,11 @@ def test_mask_and_end_tokens_of_a_checkpoint_are_special_in_its_bundle() -> None
     added = json.loads(text)["added_tokens"]
     plain = next(token["id"] for token in added if token["content"] == "<tool>")
     changed = tokenizers.Tokenizer.from_str(_with_special(text, [plain])).get_added_tokens_decoder()
-    assert [token for token, each in changed.items() if each.content.startswith("<tool") and each.special] == [plain]
+    assert [
+        token
+        for token, each in changed.items()
+        if each.content.startswith("<tool") and each.special
+    ] == [plain]
     assert _with_special(text, [added[0]["id"]]) is text
 
 
@@ -171,18 +212,29 @@ def test_mask_and_end_tokens_of_a_checkpoint_are_special_in_its_bundle() -> None
 def test_a_prompt_cannot_end_or_mask_its_answer(demo: Bundle, spelled: str) -> None:
     assert demo.tokenizer is not None
     (special,) = demo.tokenizer.encode_plain(spelled, special_tokens=True)
-    prompt, usual = f"turn on {spelled} the lights", demo.tokenizer.encode("turn on the lights").count(special)
-    requests: list[dict[str, Any]] = [{"prompt": prompt}, {"chat": chat(prompt)}, {"prompt": "turn on", "prefix": spelled}]
+    prompt, usual = (
+        f"turn on {spelled} the lights",
+        demo.tokenizer.encode("turn on the lights").count(special),
+    )
+    requests: list[dict[str, Any]] = [
+        {"prompt": prompt},
+        {"chat": chat(prompt)},
+        {"prompt": "turn on", "prefix": spelled},
+    ]
     for request in requests:
         assert _given(demo, **request).count(special) == usual
         assert _given(demo, **request, special_tokens=True).count(special) == usual + 1
     text, allowed = f"turn {spelled}<mask>", {"special_tokens": True}
-    assert len(demo.infill(text, lengths=2).generation.tokens) > len(demo.infill(text, lengths=2, **allowed).generation.tokens)
+    assert len(demo.infill(text, lengths=2).generation.tokens) > len(
+        demo.infill(text, lengths=2, **allowed).generation.tokens
+    )
     with pytest.raises(RequestError, match="special_tokens = 'yes': give True or False"):
         demo.generate(prompt="x", special_tokens="yes")
 
 
-def _given(bundle: Bundle, prompt: str | None = None, chat: Any = None, **options: Any) -> list[int]:
+def _given(
+    bundle: Bundle, prompt: str | None = None, chat: Any = None, **options: Any
+) -> list[int]:
     """The ids that a request gives the denoiser."""
     return bundle._request("generate", (prompt, None, chat), Options.of(options))[0].given
 

@@ -1,4 +1,6 @@
-"""Calibration by layers: the same codes as with the whole denoiser, within memory, and taken up where it was interrupted."""
+"""Calibration by layers: the same codes as with the whole denoiser, within memory, and taken up
+where it was interrupted.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,15 @@ def _whole(source: Source, states: list[State], formats: dict[str, str]) -> dict
         weight = torch.where(batch.ids == c.mask_token_id, 1.0, gptq.COMMITTED_WEIGHT).flatten()
         sites = {layer.site for layer in layers.values()} - {"head"}
         handles = [modules[site].register_forward_pre_hook(look(site, weight)) for site in sites]
-        features, _ = denoiser.hidden(batch.ids, torch.arange(batch.ids.shape[1]).expand_as(batch.ids))
+        features, _ = denoiser.hidden(
+            batch.ids, torch.arange(batch.ids.shape[1]).expand_as(batch.ids)
+        )
         for handle in handles:
             handle.remove()
-        rows |= {n: x[ids == c.mask_token_id] for n, x, ids in zip(batch.numbers, features, batch.ids, strict=True)}
+        rows |= {
+            n: x[ids == c.mask_token_id]
+            for n, x, ids in zip(batch.numbers, features, batch.ids, strict=True)
+        }
     for number in sorted(rows):
         look("head", torch.ones(len(rows[number])))(None, (rows[number],))
     found = {}
@@ -88,7 +95,13 @@ def test_codes_are_those_of_a_denoiser_held_whole(
     states, done = _states(source), []
     workplace = building.work.Workplace(activation_bytes=0, folder=tmp_path, solved=tmp_path)
     found = calibrate.calibrate(
-        source.parameters, source.network, recipe, formats, states, lambda: done.append(1), workplace=workplace
+        source.parameters,
+        source.network,
+        recipe,
+        formats,
+        states,
+        lambda: done.append(1),
+        workplace=workplace,
     )
     assert len(done) == calibrate.units(recipe, formats, source.network, len(states))
     for path, expected in _whole(source, states, formats).items():
@@ -99,11 +112,20 @@ def test_codes_are_those_of_a_denoiser_held_whole(
 
 
 @given(
-    st.integers(0, 2**32 - 1), st.sampled_from(NUMBER_FORMATS), st.integers(1, 5), st.integers(1, 9), st.sampled_from([16, 32])
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(NUMBER_FORMATS),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.sampled_from([16, 32]),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_solved_weight_survives_its_file(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, format: str, groups: int, columns: int, size: int
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    format: str,
+    groups: int,
+    columns: int,
+    size: int,
 ) -> None:
     w = np.random.default_rng(seed).standard_normal((16 * groups, columns)).astype(np.float32)
     weight = quantise_weight(w, format, group_size=size if format == "int4" else None)
@@ -112,7 +134,11 @@ def test_a_solved_weight_survives_its_file(
     assert "blocks.0.mlp.up" in kept
     assert "blocks.0.mlp.down" not in kept
     found = kept["blocks.0.mlp.up"]
-    assert (found.format, found.group_size, found.global_scale) == (weight.format, weight.group_size, weight.global_scale)
+    assert (found.format, found.group_size, found.global_scale) == (
+        weight.format,
+        weight.group_size,
+        weight.global_scale,
+    )
     for ours, theirs in ((found.codes, weight.codes), (found.scales, weight.scales)):
         assert ours.dtype == theirs.dtype
         assert np.array_equal(ours.astype(np.float32), theirs.astype(np.float32))
@@ -133,16 +159,22 @@ def test_damaged_files_of_finished_stages_are_named(content: bytes, tmp_path: Pa
     with pytest.raises(CalibrationError, match=r"states\.npz: not calibration states"):
         read_states(path)
     (tmp_path / "head.safetensors").write_bytes(content)
-    with pytest.raises(CalibrationError, match=r"head\.safetensors: not a weight that a build has solved"):
+    with pytest.raises(
+        CalibrationError, match=r"head\.safetensors: not a weight that a build has solved"
+    ):
         Solved(tmp_path)["head"]
 
 
 def _options(precision: str = "int4", **changes: Any) -> BuildOptions:
     quantise = QuantiseOptions(calibration=CalibrationOptions(samples=3, states_per_sample=2))
-    return BuildOptions(precision=precision, check_parity=False, force=True, quantise=quantise, **changes)
+    return BuildOptions(
+        precision=precision, check_parity=False, force=True, quantise=quantise, **changes
+    )
 
 
-def test_an_interrupted_build_is_taken_up(llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_is_taken_up(
+    llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, output = tmp_path / "kept", tmp_path / "bundle"
     build(llada_checkpoint, tmp_path / "fresh", _options())
 
@@ -172,7 +204,10 @@ def test_a_finished_layer_that_is_damaged_or_anothers_is_refused_before_anything
 ) -> None:
     options = _options(resume=tmp_path / "kept")
     build(llada_checkpoint, tmp_path / "bundle", options)
-    up, gate = (next((tmp_path / "kept" / "solved").glob(f"*/blocks.0.mlp.{name}.safetensors")) for name in ("up", "gate"))
+    up, gate = (
+        next((tmp_path / "kept" / "solved").glob(f"*/blocks.0.mlp.{name}.safetensors"))
+        for name in ("up", "gate")
+    )
     sound = up.read_bytes()
     flipped = bytearray(sound)
     flipped[-1000] ^= 1
@@ -183,20 +218,29 @@ def test_a_finished_layer_that_is_damaged_or_anothers_is_refused_before_anything
     monkeypatch.setattr(building, "write_text", none)
     for content in (bytes(flipped), gate.read_bytes(), sound[:1000]):
         up.write_bytes(content)
-        with pytest.raises(CalibrationError, match=r"mlp\.up\.safetensors: not a weight that a build has solved .* Remove it"):
+        with pytest.raises(
+            CalibrationError,
+            match=r"mlp\.up\.safetensors: not a weight that a build has solved .* Remove it",
+        ):
             build(llada_checkpoint, tmp_path / "bundle", options)
 
 
 @pytest.mark.parametrize("inside", [".", "kept"])
-def test_what_is_kept_does_not_lie_where_the_bundle_goes(inside: str, llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_what_is_kept_does_not_lie_where_the_bundle_goes(
+    inside: str, llada_checkpoint: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ResumeError, match="is where the bundle goes"):
         build(llada_checkpoint, tmp_path / "bundle", _options(resume=tmp_path / "bundle" / inside))
     assert not list(tmp_path.iterdir())
 
 
-def test_builds_in_other_precisions_take_up_the_states_alone(llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_builds_in_other_precisions_take_up_the_states_alone(
+    llada_checkpoint: Path, tmp_path: Path
+) -> None:
     build(llada_checkpoint, tmp_path / "int4", _options(resume=tmp_path / "kept"))
-    shared = build(llada_checkpoint, tmp_path / "shared", _options("int4-g128", resume=tmp_path / "kept"))
+    shared = build(
+        llada_checkpoint, tmp_path / "shared", _options("int4-g128", resume=tmp_path / "kept")
+    )
     fresh = build(llada_checkpoint, tmp_path / "fresh", _options("int4-g128"))
     assert "make states" in fresh.stages_s
     assert "make states" not in shared.stages_s
@@ -204,7 +248,9 @@ def test_builds_in_other_precisions_take_up_the_states_alone(llada_checkpoint: P
         assert (tmp_path / "shared" / file).read_bytes() == (tmp_path / "fresh" / file).read_bytes()
 
 
-def test_finished_stages_of_another_build_are_refused(llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_finished_stages_of_another_build_are_refused(
+    llada_checkpoint: Path, tmp_path: Path
+) -> None:
     checkpoint, kept, output = tmp_path / "checkpoint", tmp_path / "kept", tmp_path / "bundle"
     shutil.copytree(llada_checkpoint, checkpoint)
     build(checkpoint, output, _options(resume=kept))
@@ -212,14 +258,23 @@ def test_finished_stages_of_another_build_are_refused(llada_checkpoint: Path, tm
     content = bytearray(weights.read_bytes())
     content[-2] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ResumeError, match=rf"the checkpoint has changed since: its {weights.name} has the SHA-256 [0-9a-f]+"):
+    with pytest.raises(
+        ResumeError,
+        match=rf"the checkpoint has changed since: its {weights.name} has the SHA-256 [0-9a-f]+",
+    ):
         build(checkpoint, output, _options(resume=kept))
     content[-2] ^= 1
     weights.write_bytes(content)
     options = _options(resume=kept)
     other = replace(options.quantise.calibration, seed=1)
-    with pytest.raises(ResumeError, match="belongs to another build: its calibration is not this one's"):
-        build(checkpoint, output, replace(options, quantise=replace(options.quantise, calibration=other)))
+    with pytest.raises(
+        ResumeError, match="belongs to another build: its calibration is not this one's"
+    ):
+        build(
+            checkpoint,
+            output,
+            replace(options, quantise=replace(options.quantise, calibration=other)),
+        )
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(ResumeError, match=r"holds something, but no work\.json"):
@@ -227,8 +282,13 @@ def test_finished_stages_of_another_build_are_refused(llada_checkpoint: Path, tm
     assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
 
 
-def test_too_little_memory_for_a_layer_is_told_with_what_would_do(llada_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(MemoryLimitError, match=r"--memory 1,000: to \w[\w ]* takes ([\d,]+) bytes, one layer at a time") as err:
+def test_too_little_memory_for_a_layer_is_told_with_what_would_do(
+    llada_checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        MemoryLimitError,
+        match=r"--memory 1,000: to \w[\w ]* takes ([\d,]+) bytes, one layer at a time",
+    ) as err:
         build(llada_checkpoint, tmp_path / "bundle", _options(memory_bytes=1000))
     assert not (tmp_path / "bundle").exists()
     enough = int(str(err.value).split(" takes ")[1].split(" bytes")[0].replace(",", ""))
@@ -237,9 +297,16 @@ def test_too_little_memory_for_a_layer_is_told_with_what_would_do(llada_checkpoi
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    ("device", "says"), [("cuda", "finds no CUDA device here"), ("cuda:3", "finds no CUDA device"), ("tpu", "unknown device")]
+    ("device", "says"),
+    [
+        ("cuda", "finds no CUDA device here"),
+        ("cuda:3", "finds no CUDA device"),
+        ("tpu", "unknown device"),
+    ],
 )
-def test_a_device_that_is_not_there_is_refused(device: str, says: str, llada_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_device_that_is_not_there_is_refused(
+    device: str, says: str, llada_checkpoint: Path, tmp_path: Path
+) -> None:
     with pytest.raises((DeviceError, RequestError), match=says):
         build(llada_checkpoint, tmp_path / "bundle", _options(device=device))
     assert not list(tmp_path.iterdir())

@@ -20,7 +20,8 @@ from dlm_runtime import _native
 
 GPUS = [name for name, target in targets.TARGETS.items() if target.sm is not None]
 
-# ENGINES.md, "Precision by device": SM, INT8 and INT4, FP8, NVFP4, whether TensorRT-RTX builds it ahead of time.
+# ENGINES.md, "Precision by device": SM, INT8 and INT4, FP8, NVFP4, whether TensorRT-RTX builds it
+# ahead of time.
 DEVICES = {
     "orin-nano": (87, True, False, False, False),
     "orin-nx": (87, True, False, False, False),
@@ -58,7 +59,8 @@ def test_a_device_runs_what_the_table_of_its_sm_says(name: str) -> None:
     assert ("rtx" in target.engine_kinds) == is_rtx
     assert "tensorrt" in target.engine_kinds
     runs = {
-        precision: precision in target.precisions for precision in ("fp16", "bf16", "int8", "int4", "fp8", "nvfp4", "mixed")
+        precision: precision in target.precisions
+        for precision in ("fp16", "bf16", "int8", "int4", "fp8", "nvfp4", "mixed")
     }
     assert runs == {
         "fp16": True,
@@ -72,7 +74,9 @@ def test_a_device_runs_what_the_table_of_its_sm_says(name: str) -> None:
     assert not {"fp32", "int4-rtn", "int4-awq"} & set(target.precisions)
     assert not {"int8-dynamic", "int4-g32", "int4-g64-dynamic"} & set(target.formats)
     assert target.auto == tuple(
-        name for name, has in (("nvfp4", nvfp4), ("fp8", fp8), ("int4-g64", int4), ("int8-weight", True)) if has
+        name
+        for name, has in (("nvfp4", nvfp4), ("fp8", fp8), ("int4-g64", int4), ("int8-weight", True))
+        if has
     )
     assert set(target.auto) <= set(target.formats) <= set(FORMATS)
 
@@ -105,10 +109,26 @@ def test_int8_and_int4_mean_the_recipe_that_the_engine_runs() -> None:
             "nvfp4",
             "target h100 does not run nvfp4 (NVFP4 needs SM 10.0 or later; h100 is SM 9.0): it runs fp16, bf16, ",
         ),
-        (["agx-orin"], "fp8", "target agx-orin does not run fp8 (FP8 needs SM 8.9 or later; agx-orin is SM 8.7): it runs "),
-        (["rtx4090"], "mixed", "does not run nvfp4, which mixed asks for (NVFP4 needs SM 10.0 or later; rtx4090 is SM 8.9)"),
-        (["sm75"], "bf16", "target sm75 does not run 'bf16' (BF16 needs SM 8.0 or later; sm75 is SM 7.5)"),
-        (["sm75"], "int4", "does not run int4-g64, which int4 asks for (INT4 needs SM 8.0 or later; sm75 is SM 7.5)"),
+        (
+            ["agx-orin"],
+            "fp8",
+            "target agx-orin does not run fp8 (FP8 needs SM 8.9 or later; agx-orin is SM 8.7): it runs ",
+        ),
+        (
+            ["rtx4090"],
+            "mixed",
+            "does not run nvfp4, which mixed asks for (NVFP4 needs SM 10.0 or later; rtx4090 is SM 8.9)",
+        ),
+        (
+            ["sm75"],
+            "bf16",
+            "target sm75 does not run 'bf16' (BF16 needs SM 8.0 or later; sm75 is SM 7.5)",
+        ),
+        (
+            ["sm75"],
+            "int4",
+            "does not run int4-g64, which int4 asks for (INT4 needs SM 8.0 or later; sm75 is SM 7.5)",
+        ),
         (["thor"], "fp32", "target thor does not run 'fp32' (engines compute in fp16 or bf16)"),
         (
             ["l4"],
@@ -125,12 +145,16 @@ def test_int8_and_int4_mean_the_recipe_that_the_engine_runs() -> None:
         (["sm80", "sm75"], "bf16", "target sm75 does not run 'bf16' (BF16 needs SM 8.0"),
     ],
 )
-def test_a_precision_that_a_target_lacks_is_refused_with_the_rule(names: list[str], precision: str, says: str) -> None:
+def test_a_precision_that_a_target_lacks_is_refused_with_the_rule(
+    names: list[str], precision: str, says: str
+) -> None:
     assert says in refusal(names, precision)
 
 
 def test_a_refusal_for_several_targets_lists_only_what_all_of_them_run() -> None:
-    told = refusal(["rtx5090", "rtx4090", "sm86"], "nvfp4").partition("rtx5090, rtx4090, sm86 all run ")[2]
+    told = refusal(["rtx5090", "rtx4090", "sm86"], "nvfp4").partition(
+        "rtx5090, rtx4090, sm86 all run "
+    )[2]
     listed = told.replace(" and recipes", ", ").split(", ")
     assert {"fp16", "bf16", "int8", "int4"} <= set(listed)
     assert not {"fp8", "nvfp4", "mixed"} & set(listed)
@@ -146,21 +170,34 @@ def test_a_recipe_file_is_checked_like_a_preset(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[layers]\n"blocks.*.mlp.*" = "int8-dynamic"\n"blocks.*.attention.*" = "fp8"\n')
     told = refusal(["rtx4090"], str(path))
-    assert f"does not run int8-dynamic, which {path} asks for (TensorRT has no MatMulInteger" in told
+    assert (
+        f"does not run int8-dynamic, which {path} asks for (TensorRT has no MatMulInteger" in told
+    )
     assert "FP8 needs SM 8.9" in refusal(["agx-orin"], str(path))
     assert recipe_for([find("cpu")], str(path)) is not None
 
 
 def test_an_fp8_embedding_needs_a_device_with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, "mine", Recipe("mine", (("blocks.*", "int8-weight"),), embedding="fp8"))
+    monkeypatch.setitem(
+        RECIPES, "mine", Recipe("mine", (("blocks.*", "int8-weight"),), embedding="fp8")
+    )
     assert recipe_for([find("rtx4090")], "mine") == RECIPES["mine"]
-    assert "does not run fp8, which mine asks for (FP8 needs SM 8.9" in refusal(["orin-nano"], "mine")
+    assert "does not run fp8, which mine asks for (FP8 needs SM 8.9" in refusal(
+        ["orin-nano"], "mine"
+    )
 
 
 def test_layers_of_a_bundle_are_checked_by_their_format() -> None:
-    layers = {"blocks.0.mlp.up": "nvfp4-weight", "blocks.0.mlp.down": "fp8", "blocks.0.attention.q": "high"}
+    layers = {
+        "blocks.0.mlp.up": "nvfp4-weight",
+        "blocks.0.mlp.down": "fp8",
+        "blocks.0.attention.q": "high",
+    }
     find("thor").check_layers(layers)
-    with pytest.raises(TargetError, match=r"l4 does not run nvfp4-weight, which the bundle asks for \(NVFP4 needs SM 10.0"):
+    with pytest.raises(
+        TargetError,
+        match=r"l4 does not run nvfp4-weight, which the bundle asks for \(NVFP4 needs SM 10.0",
+    ):
         find("l4").check_layers(layers)
     find("l4").check_layers({"blocks.0.mlp.up": "high"})
 
@@ -170,13 +207,19 @@ def test_any_gpu_goes_by_its_sm(sm: int) -> None:
     target = find(f"sm{sm}")
     assert (target.name, target.sm) == (f"sm{sm}", sm)
     assert target.description == f"any GPU of SM {sm / 10}"
-    assert (target.memory_bytes, target.bandwidth_bytes_per_s, target.rates, target.sources) == (None, None, {}, ())
+    assert (target.memory_bytes, target.bandwidth_bytes_per_s, target.rates, target.sources) == (
+        None,
+        None,
+        {},
+        (),
+    )
 
 
 @pytest.mark.parametrize("name", ["rtx9090", "sm70", "sm", "SM89", ""])
 def test_an_unknown_target_is_refused_with_the_choices(name: str) -> None:
     with pytest.raises(
-        TargetError, match=r"one of cpu, cuda, orin-nano, .*, gb10, or by compute capability sm75, .*, sm121$"
+        TargetError,
+        match=r"one of cpu, cuda, orin-nano, .*, gb10, or by compute capability sm75, .*, sm121$",
     ) as caught:
         find(name)
     assert caught.value.exit_code == 2
@@ -185,7 +228,10 @@ def test_an_unknown_target_is_refused_with_the_choices(name: str) -> None:
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["cpu", "rtx5090"], "targets cpu, rtx5090: a bundle is for cpu, for cuda, or for GPUs by name; build two"),
+        (
+            ["cpu", "rtx5090"],
+            "targets cpu, rtx5090: a bundle is for cpu, for cuda, or for GPUs by name; build two",
+        ),
         (["l4", "thor", "l4"], "target l4 is given more than once"),
         (["sm89", "sm89"], "target sm89 is given more than once"),
         (["l4", "card"], "unknown target 'card'"),
@@ -200,7 +246,11 @@ def test_targets_that_make_no_bundle_are_refused(names: list[str], says: str) ->
 
 
 def test_targets_keep_their_order() -> None:
-    assert [target.name for target in find_all(["thor", "sm89", "h100"])] == ["thor", "sm89", "h100"]
+    assert [target.name for target in find_all(["thor", "sm89", "h100"])] == [
+        "thor",
+        "sm89",
+        "h100",
+    ]
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -243,10 +293,18 @@ def test_rates_are_dense_and_of_one_gpu(name: str, rate: str, figure: float) -> 
 
 
 def test_what_no_source_prints_is_told_beside_the_rates() -> None:
-    derived = {name: dict(target.derived) for name, target in targets.TARGETS.items() if target.derived}
-    assert derived == {"agx-orin": {"fp16": "half of int8's: an Ampere tensor core makes half as many products of it"}}
+    derived = {
+        name: dict(target.derived) for name, target in targets.TARGETS.items() if target.derived
+    }
+    assert derived == {
+        "agx-orin": {
+            "fp16": "half of int8's: an Ampere tensor core makes half as many products of it"
+        }
+    }
     assert find("agx-orin").rates["fp16"] == find("agx-orin").rates["int8"] / 2
-    printed = CliRunner().invoke(main, ["plan", "--sizes", "1B", "--targets", "agx-orin", "--precisions", "fp16,int8-static"])
+    printed = CliRunner().invoke(
+        main, ["plan", "--sizes", "1B", "--targets", "agx-orin", "--precisions", "fp16,int8-static"]
+    )
     assert "Derived, as no source prints it: fp16 rate (half of int8's" in printed.stdout
     assert "missing" not in printed.stdout
     listed = json.loads(CliRunner().invoke(main, ["targets", "--json"]).stdout)["targets"]
@@ -259,21 +317,34 @@ def _finds(monkeypatch: pytest.MonkeyPatch, *modules: str, sm: int | None = None
 
 
 @pytest.mark.parametrize("module", targets.RTX_MODULES)
-def test_with_tensorrt_rtx_engines_of_its_devices_are_built_here(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+def test_with_tensorrt_rtx_engines_of_its_devices_are_built_here(
+    monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
     _finds(monkeypatch, module)
-    assert targets.engine_here(find("rtx5090")) == (True, "ahead of time by TensorRT-RTX, without a GPU")
+    assert targets.engine_here(find("rtx5090")) == (
+        True,
+        "ahead of time by TensorRT-RTX, without a GPU",
+    )
     assert targets.engine_here(find("sm75"))[0]
-    assert targets.engine_here(find("thor")) == (False, "on the device: dlm-export engine BUNDLE --target thor")
+    assert targets.engine_here(find("thor")) == (
+        False,
+        "on the device: dlm-export engine BUNDLE --target thor",
+    )
     assert not targets.engine_here(find("h100"))[0]
 
 
-def test_without_tensorrt_the_package_and_the_command_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorrt_the_package_and_the_command_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _finds(monkeypatch)
     assert targets.engine_here(find("l4")) == (
         False,
         "pip install 'dlm-export[rtx]', or on the device: dlm-export engine BUNDLE --target l4",
     )
-    assert targets.engine_here(find("cpu")) == (False, "ONNX Runtime is missing: pip install onnxruntime")
+    assert targets.engine_here(find("cpu")) == (
+        False,
+        "ONNX Runtime is missing: pip install onnxruntime",
+    )
 
 
 def test_standard_tensorrt_builds_for_the_gpu_at_hand_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,12 +362,16 @@ def test_asking_what_can_be_built_imports_no_engine() -> None:
         "import sys; from dlm_export import targets as t; [t.engine_here(target) for target in t.TARGETS.values()]; "
         "print([name for name in sys.modules if name.startswith(('tensorrt', 'onnx', 'torch'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("failing", [None, "cuInit", "cuDeviceGet", "cuDeviceGetAttribute"])
-def test_the_gpu_at_hand_is_asked_through_libcuda(failing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_at_hand_is_asked_through_libcuda(
+    failing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A driver of SM 12.1, whose calls fail in turn."""
 
     class Driver:
@@ -330,32 +405,63 @@ def test_the_command_lists_all_devices_in_80_columns(monkeypatch: pytest.MonkeyP
     rows = {line.split()[0]: line.rstrip() for line in lines[1 : 4 + len(GPUS)]}
     assert list(rows) == ["target", "cpu", "cuda", *GPUS]
     assert max(len(row) for row in rows.values()) <= 80
-    assert " ".join(rows["rtx-pro-6000"].split()) == "rtx-pro-6000 12.0 96 1792 fp16 bf16 int8 int4 fp8 nvfp4 rtx yes"
-    assert " ".join(rows["orin-nx"].split()) == "orin-nx 8.7 16 102.4 fp16 bf16 int8 int4 tensorrt no"
+    assert (
+        " ".join(rows["rtx-pro-6000"].split())
+        == "rtx-pro-6000 12.0 96 1792 fp16 bf16 int8 int4 fp8 nvfp4 rtx yes"
+    )
+    assert (
+        " ".join(rows["orin-nx"].split()) == "orin-nx 8.7 16 102.4 fp16 bf16 int8 int4 tensorrt no"
+    )
     assert "sm75 sm80 sm86 sm87 sm89 sm90 sm100 sm103 sm110 sm120 sm121" in result.stdout
-    assert "orin-nano, orin-nx, agx-orin, h100, h200, b200, b300, thor: on the device" in result.stdout
+    assert (
+        "orin-nano, orin-nx, agx-orin, h100, h200, b200, b300, thor: on the device" in result.stdout
+    )
     assert "This machine:" in result.stdout
 
 
 def test_the_command_tells_machines_everything() -> None:
     told = json.loads(CliRunner().invoke(main, ["targets", "--json"]).stdout)
     assert [target["name"] for target in told["targets"]] == ["cpu", "cuda", *GPUS]
-    assert told["generic"] == ["sm75", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121"]
+    assert told["generic"] == [
+        "sm75",
+        "sm80",
+        "sm86",
+        "sm87",
+        "sm89",
+        "sm90",
+        "sm100",
+        "sm103",
+        "sm110",
+        "sm120",
+        "sm121",
+    ]
     listed = {target["name"]: target for target in told["targets"]}
     rtx = listed["rtx5090"]
     assert rtx["rates"]["nvfp4"] == 1676e12
     assert rtx["memory_bytes"] == 32 * 10**9
     assert rtx["aliases"] == {"int8": "int8-weight", "int4": "int4-g64"}
     assert "nvfp4" in rtx["precisions"]
-    assert all(isinstance(target["engine_here"], bool) and target["engine_how"] for target in told["targets"])
-    assert {"processor", "cores", "memory_bytes", "gpu_sm", "onnxruntime"} <= set(told["this_machine"])
+    assert all(
+        isinstance(target["engine_here"], bool) and target["engine_how"]
+        for target in told["targets"]
+    )
+    assert {"processor", "cores", "memory_bytes", "gpu_sm", "onnxruntime"} <= set(
+        told["this_machine"]
+    )
 
 
 # ---- Kernels ----
 
 
-def test_the_command_says_what_cpus_compute_by_and_why_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {"amx-int8": "the processor has no amx-tile", "avx512-vnni": None, "avx-vnni": None, "avx2": None}
+def test_the_command_says_what_cpus_compute_by_and_why_not_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = {
+        "amx-int8": "the processor has no amx-tile",
+        "avx512-vnni": None,
+        "avx-vnni": None,
+        "avx2": None,
+    }
     monkeypatch.setattr(_native, "kernel_sets", lambda: here)
     lines = [line.rstrip() for line in CliRunner().invoke(main, ["targets"]).stdout.splitlines()]
     shown = lines[lines.index("Kernels of CPUs") + 1 :]
@@ -375,7 +481,10 @@ def test_the_command_says_what_cpus_compute_by_and_why_not_here(monkeypatch: pyt
         "attention": "AVX-512",
         "candidates": "AVX-512",
     }
-    assert {known["name"]: known["refusal"] for known in told} == {**here, "neon-dotprod": "it is for another architecture"}
+    assert {known["name"]: known["refusal"] for known in told} == {
+        **here,
+        "neon-dotprod": "it is for another architecture",
+    }
 
 
 def test_every_set_of_native_kernels_is_described_in_its_order() -> None:

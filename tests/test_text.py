@@ -1,4 +1,6 @@
-"""Compiled text files: equal to tokenizers and Jinja wherever there is one, and refused with the reason where not."""
+"""Compiled text files: equal to tokenizers and Jinja wherever there is one, and refused with the
+reason where not.
+"""
 
 from __future__ import annotations
 
@@ -75,17 +77,36 @@ def pairs() -> Iterator[Callable[[str], Pair]]:
 def test_text_is_encoded_as_the_library_encodes_it(pairs: Callable[[str], Pair], name: str) -> None:
     pair = pairs(name)
     texts = [
-        *samples.lines(600, ["the", "ing", " a", LETTER], ["<|end|>", "<pad>", "<sep>", "e\u0301a", "éa", "<tool>s"], seed=11)
+        *samples.lines(
+            600,
+            ["the", "ing", " a", LETTER],
+            ["<|end|>", "<pad>", "<sep>", "e\u0301a", "éa", "<tool>s"],
+            seed=11,
+        )
     ]
     expected = pair.oracle.encode_each(texts)
     assert [pair.native.encode(text) for text in texts] == expected
     assert len({*map(tuple, expected)}) > 500
-    assert [pair.native.encode(text, is_prompt=True) for text in texts[:9]] == [pair.oracle.encode(text) for text in texts[:9]]
+    assert [pair.native.encode(text, is_prompt=True) for text in texts[:9]] == [
+        pair.oracle.encode(text) for text in texts[:9]
+    ]
 
 
 LETTER = tokenizer_files.LETTER
 PIECES = st.sampled_from(
-    ["<|end|>", "<pad>", "<sep>", "éa", "e\u0301a", "  ", LETTER, "'\u017f", "\u0323\u0307", "\u1100\u1161\u11a8", "\r\n"]
+    [
+        "<|end|>",
+        "<pad>",
+        "<sep>",
+        "éa",
+        "e\u0301a",
+        "  ",
+        LETTER,
+        "'\u017f",
+        "\u0323\u0307",
+        "\u1100\u1161\u11a8",
+        "\r\n",
+    ]
 )
 
 
@@ -100,7 +121,9 @@ def test_any_text_is_encoded_and_decoded_alike(pairs: Callable[[str], Pair], tex
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ids_are_decoded_as_the_library_decodes_them(pairs: Callable[[str], Pair], name: str) -> None:
+def test_ids_are_decoded_as_the_library_decodes_them(
+    pairs: Callable[[str], Pair], name: str
+) -> None:
     pair = pairs(name)
     rows = [*samples.rows(400, pair.oracle.size + 20, seed=5)]
     assert [pair.native.decode(row) for row in rows] == pair.oracle.decode_each(rows)
@@ -113,7 +136,9 @@ def test_however_ids_are_cut_the_parts_are_whole_characters_of_one_text(
 ) -> None:
     for name in ("GPT-2", "Gemma", "Llama 2"):
         pair = pairs(name)
-        parts = data.draw(st.lists(st.lists(st.integers(0, pair.oracle.size), max_size=5), min_size=1, max_size=6))
+        parts = data.draw(
+            st.lists(st.lists(st.integers(0, pair.oracle.size), max_size=5), min_size=1, max_size=6)
+        )
         found = pair.native.decode_parts(parts)
         assert "".join(found) == pair.native.decode([token for part in parts for token in part])
 
@@ -127,7 +152,9 @@ def test_a_character_comes_with_its_last_byte_and_not_before(pairs: Callable[[st
 
 
 def test_text_that_is_no_utf8_is_refused_by_its_place(pairs: Callable[[str], Pair]) -> None:
-    with pytest.raises(RequestError, match=r"the text is no UTF-8: byte 3 starts no whole character"):
+    with pytest.raises(
+        RequestError, match=r"the text is no UTF-8: byte 3 starts no whole character"
+    ):
         pairs("GPT-2").native.encode(b"abc\xff")
 
 
@@ -155,7 +182,22 @@ def cut(splits: Splits, text: str) -> list[str]:
 
 
 ATOMS = st.sampled_from(
-    ["a", "b", r"\s", r"\S", "[ab]", "[^a]", r"\p{L}", r"[^\s\p{L}]", ".", r"\n", "(?i:k)", r"[\r\n]", "-", r"\d"]
+    [
+        "a",
+        "b",
+        r"\s",
+        r"\S",
+        "[ab]",
+        "[^a]",
+        r"\p{L}",
+        r"[^\s\p{L}]",
+        ".",
+        r"\n",
+        "(?i:k)",
+        r"[\r\n]",
+        "-",
+        r"\d",
+    ]
 )
 REPEATS = st.sampled_from(["", "", "", "?", "*", "+", "{2}", "{1,3}", "{2,}"])
 LOOKS = st.sampled_from(["", "", "", r"(?!\S)", r"(?=\s)", "(?!a)"])
@@ -164,16 +206,25 @@ LOOKS = st.sampled_from(["", "", "", r"(?!\S)", r"(?=\s)", "(?!a)"])
 @st.composite
 def patterns(draw: st.DrawFn, depth: int = 1) -> str:
     def part() -> str:
-        inner = draw(ATOMS) if depth == 0 or draw(st.booleans()) else f"(?:{draw(patterns(depth - 1))})"
+        inner = (
+            draw(ATOMS) if depth == 0 or draw(st.booleans()) else f"(?:{draw(patterns(depth - 1))})"
+        )
         return inner + draw(REPEATS)
 
-    choices = ["".join(part() for _ in range(draw(st.integers(1, 3)))) + draw(LOOKS) for _ in range(draw(st.integers(1, 3)))]
+    choices = [
+        "".join(part() for _ in range(draw(st.integers(1, 3)))) + draw(LOOKS)
+        for _ in range(draw(st.integers(1, 3)))
+    ]
     return "|".join(choices)
 
 
-@given(patterns(), st.lists(st.text("ab kK\u212a\n\r\t-1é\u00a0", max_size=12), min_size=1, max_size=4))
+@given(
+    patterns(), st.lists(st.text("ab kK\u212a\n\r\t-1é\u00a0", max_size=12), min_size=1, max_size=4)
+)
 @settings(max_examples=50, deadline=None)
-def test_patterns_cut_text_where_the_librarys_expressions_do(pattern: str, texts: list[str]) -> None:
+def test_patterns_cut_text_where_the_librarys_expressions_do(
+    pattern: str, texts: list[str]
+) -> None:
     try:
         splits = compile_splits([Split(pattern)])
     except NotCompiled as err:
@@ -222,7 +273,9 @@ def changed(name: str, *path: Any, value: Any) -> str:
 
 
 REFUSED = {
-    "WordPiece": lambda: Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).to_str(),
+    "WordPiece": lambda: Tokenizer(
+        models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
+    ).to_str(),
     "Unigram": lambda: Tokenizer(models.Unigram([("a", -1.0)])).to_str(),
     "add_prefix_space": lambda: changed("GPT-2", "pre_tokenizer", "add_prefix_space", value=True),
     "single_word": lambda: changed("GPT-2", "added_tokens", 0, "single_word", value=True),
@@ -234,7 +287,9 @@ REFUSED = {
         "Gemma", "pre_tokenizer", value=json.loads(pre_tokenizers.Metaspace().__getstate__())
     ),
     "tokens around text by Bert": lambda: changed(
-        "GPT-2", "post_processor", value={"type": "BertProcessing", "sep": ["a", 1], "cls": ["b", 2]}
+        "GPT-2",
+        "post_processor",
+        value={"type": "BertProcessing", "sep": ["a", 1], "cls": ["b", 2]},
     ),
 }
 
@@ -256,14 +311,17 @@ def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         compiled,
         "read_tables",
-        lambda *given: (t := read(*given)).__class__(**{**vars(t), "merges": np.delete(t.merges, 1, 0)}),
+        lambda *given: (t := read(*given)).__class__(
+            **{**vars(t), "merges": np.delete(t.merges, 1, 0)}
+        ),
     )
     oracle = Oracle(tokenizer_files.made("GPT-2").encode(), None, {})
     made = compile_text(oracle, None)
     oracle.close()
     assert made.data is None
     assert re.match(
-        r"the compiled form encodes '.*' with special tokens to \[.*\], and tokenizers to \[", made.entry["refused"]
+        r"the compiled form encodes '.*' with special tokens to \[.*\], and tokenizers to \[",
+        made.entry["refused"],
     )
 
 
@@ -272,7 +330,11 @@ def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch
 
 def check_chats(pair: Pair, fewest: int) -> None:
     """Chats come out as Jinja's, or are refused, and at least so many are not refused."""
-    chats = [*samples.chats(400, ("system", "user", "assistant", "tool"), ["</think>", "<tool_response>"], seed=9)]
+    chats = [
+        *samples.chats(
+            400, ("system", "user", "assistant", "tool"), ["</think>", "<tool_response>"], seed=9
+        )
+    ]
     equal = 0
     for messages, expected in zip(chats, pair.oracle.render_each(chats), strict=True):
         try:
@@ -300,15 +362,37 @@ def _said(*roles: str, content: str = "x") -> list[dict[str, str]]:
     [
         (PAIRS, _said("user", "user"), "message 1: the chat template has no such order of roles"),
         (PAIRS, _said("assistant"), "message 0: the chat template has no such order of roles"),
-        (CHATML, _said("critic"), 'message 0: role "critic" is not one of: system, user, assistant, tool'),
+        (
+            CHATML,
+            _said("critic"),
+            'message 0: role "critic" is not one of: system, user, assistant, tool',
+        ),
         (CHATML, [], "the chat has no messages"),
-        (CHATML + "{% if 'magic' in messages[0].content %}!{% endif %}", _said("user", content="a magic b"), '"magic"'),
-        (CHATML.replace("m.content", "(m.content or 'nothing')"), _said("user", content=""), "an empty content"),
-        (CHATML.replace("m.content", "(m.content | escape if m.role == 'tool' else m.content)"), _said("tool"), "does more"),
-        ("{{ messages | length }}{{ messages[0].content }}", _said("user", "user"), "no compiled chat|no such order"),
+        (
+            CHATML + "{% if 'magic' in messages[0].content %}!{% endif %}",
+            _said("user", content="a magic b"),
+            '"magic"',
+        ),
+        (
+            CHATML.replace("m.content", "(m.content or 'nothing')"),
+            _said("user", content=""),
+            "an empty content",
+        ),
+        (
+            CHATML.replace("m.content", "(m.content | escape if m.role == 'tool' else m.content)"),
+            _said("tool"),
+            "does more",
+        ),
+        (
+            "{{ messages | length }}{{ messages[0].content }}",
+            _said("user", "user"),
+            "no compiled chat|no such order",
+        ),
     ],
 )
-def test_a_chat_that_is_more_than_segments_is_refused(template: str, messages: list[dict[str, str]], reason: str) -> None:
+def test_a_chat_that_is_more_than_segments_is_refused(
+    template: str, messages: list[dict[str, str]], reason: str
+) -> None:
     pair = Pair(tokenizer_files.made("GPT-2"), template)
     with pytest.raises(RequestError, match=reason.replace("(", r"\(")):
         pair.native.render(messages)
@@ -320,7 +404,10 @@ def test_a_chat_that_is_more_than_segments_is_refused(template: str, messages: l
     [
         (None, "it has no chat template"),
         ("{{ messages | tojson }}", "no chat of the proof has a compiled form"),
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "has no plain place|more with such"),
+        (
+            "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+            "has no plain place|more with such",
+        ),
         ("{{ messages[0].content }}{{ now() }}", "has no plain place"),
         ("{% for %}", "none that Jinja reads|has no plain place"),
         (
@@ -329,11 +416,17 @@ def test_a_chat_that_is_more_than_segments_is_refused(template: str, messages: l
         ),
     ],
 )
-def test_a_template_without_segments_is_left_out_with_the_reason(template: str | None, reason: str) -> None:
+def test_a_template_without_segments_is_left_out_with_the_reason(
+    template: str | None, reason: str
+) -> None:
     pair = Pair(tokenizer_files.made("GPT-2"), template)
-    with pytest.raises(RequestError, match=f"this bundle holds no compiled chat: .*{reason}|{reason}"):
+    with pytest.raises(
+        RequestError, match=f"this bundle holds no compiled chat: .*{reason}|{reason}"
+    ):
         pair.native.render(_said("user"))
-    assert pair.made.entry.get("chat_refused") is None or re.search(reason, pair.made.entry["chat_refused"])
+    assert pair.made.entry.get("chat_refused") is None or re.search(
+        reason, pair.made.entry["chat_refused"]
+    )
     pair.oracle.close()
 
 
@@ -351,7 +444,9 @@ def test_damaged_files_are_refused_or_harmless_under_sanitizers(
         data = pairs(name).made.data
         assert data is not None
         files[-1].write_bytes(data)
-    assert re.search(r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "text_test", *files), re.MULTILINE)
+    assert re.search(
+        r"^[1-9]\d* passed, 0 failed$", succeed(sanitized / "text_test", *files), re.MULTILINE
+    )
 
 
 def test_every_call_for_text_is_clean_down_its_error_paths(
@@ -359,14 +454,17 @@ def test_every_call_for_text_is_clean_down_its_error_paths(
     demo_bundle: Path,
     tmp_path: Path,
 ) -> None:
-    driver = compile_c(tmp_path / "text_driver", Path(__file__).parent / "text_driver.c", sanitized, *SANITIZE)
+    driver = compile_c(
+        tmp_path / "text_driver", Path(__file__).parent / "text_driver.c", sanitized, *SANITIZE
+    )
     out = succeed(driver, demo_bundle, ASAN_OPTIONS="detect_leaks=1")
     assert re.search(r"^[1-9]\d* passed, 0 failed$", out, re.MULTILINE)
 
 
 def test_a_file_of_another_version_is_refused() -> None:
     with pytest.raises(
-        RequestError, match=r"a text file of version 9, and this library knows version 1: build the bundle again"
+        RequestError,
+        match=r"a text file of version 9, and this library knows version 1: build the bundle again",
     ):
         CompiledText(b"DLMTEXT\x09" + bytes(200))
     with pytest.raises(BundleError, match="not a compiled text file, or cut off"):
@@ -387,12 +485,17 @@ def _text(bundle: Bundle) -> C.c_void_p:
 def test_a_bundle_without_a_tokenizer_says_so(llada_bundle: Path) -> None:
     with (
         dlm_runtime.open(llada_bundle, engine="none") as bundle,
-        pytest.raises(RequestError, match="this bundle holds no compiled text: it has no tokenizer, or was built before"),
+        pytest.raises(
+            RequestError,
+            match="this bundle holds no compiled text: it has no tokenizer, or was built before",
+        ),
     ):
         _text(bundle)
 
 
-def test_a_bundle_says_what_is_compiled_and_names_a_damaged_file(demo_bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_says_what_is_compiled_and_names_a_damaged_file(
+    demo_bundle: Path, tmp_path: Path
+) -> None:
     copy = Path(shutil.copytree(demo_bundle, tmp_path / "bundle"))
     manifest = json.loads((copy / "manifest.json").read_text())
     assert manifest["text"] == {"file": "text.bin"}
@@ -415,7 +518,13 @@ def demo(demo_bundle: Path) -> Iterator[Bundle]:
 class Run:
     """What ``dlm_generate_text`` or ``dlm_generate_chat`` gave."""
 
-    def __init__(self, bundle: Bundle, given: str | list[dict[str, str]], stop_at: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        given: str | list[dict[str, str]],
+        stop_at: int | None = None,
+        **options: Any,
+    ) -> None:
         library = _native.library()
         self.deltas: list[str] = []
 
@@ -430,14 +539,25 @@ class Run:
             setattr(chosen, name, value)
         text, size = C.c_void_p(), C.c_size_t()
         session, message = C.c_void_p(), C.create_string_buffer(100)
-        assert library.dlm_session_create(bundle._handle, message, len(message), C.byref(session)) == 0
+        assert (
+            library.dlm_session_create(bundle._handle, message, len(message), C.byref(session)) == 0
+        )
         tail = (_native.TextFn(on_text), None, C.byref(text), C.byref(size))
         if isinstance(given, str):
-            self.status = library.dlm_generate_text(session, C.byref(chosen), given.encode(), len(given.encode()), *tail)
+            self.status = library.dlm_generate_text(
+                session, C.byref(chosen), given.encode(), len(given.encode()), *tail
+            )
         else:
-            messages = [_native.Message(each["role"].encode(), (said := each["content"].encode()), len(said)) for each in given]
+            messages = [
+                _native.Message(
+                    each["role"].encode(), (said := each["content"].encode()), len(said)
+                )
+                for each in given
+            ]
             array = (_native.Message * len(messages))(*messages)
-            self.status = library.dlm_generate_chat(session, C.byref(chosen), array, len(messages), *tail)
+            self.status = library.dlm_generate_chat(
+                session, C.byref(chosen), array, len(messages), *tail
+            )
         self.error = library.dlm_session_last_error(session).decode()
         self.text = None if not text.value else C.string_at(text, size.value).decode()
         library.dlm_session_destroy(session)
@@ -448,7 +568,10 @@ def test_text_comes_out_of_c_as_out_of_python(demo: Bundle, preset: str) -> None
     from dlm_runtime.request import native_policy
 
     policy = native_policy(demo.policy(preset))
-    for prompt in ("turn on the kitchen lights", "remind me on friday at nine to ask about the kayak 🛶"):
+    for prompt in (
+        "turn on the kitchen lights",
+        "remind me on friday at nine to ask about the kayak 🛶",
+    ):
         expected = demo.generate(prompt=prompt, max_new_tokens=48, preset=preset)
         run = Run(demo, prompt, max_new_tokens=48, policy=policy)
         assert (run.status, run.error, run.text) == (0, "", expected.text)
@@ -482,7 +605,9 @@ def test_a_request_for_text_is_stopped_and_refused_like_any_other(demo: Bundle) 
 def test_released_tokenizers_are_compiled_and_equal(name: str) -> None:
     folder = tokenizer_files.released(name)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    special = {key: config[key] for key in ("bos_token", "eos_token") if isinstance(config.get(key), str)}
+    special = {
+        key: config[key] for key in ("bos_token", "eos_token") if isinstance(config.get(key), str)
+    }
     template = config.get("chat_template")
     oracle = Oracle((folder / "tokenizer.json").read_bytes(), template, special)
     with contextlib.closing(oracle):
@@ -501,10 +626,21 @@ def test_released_tokenizers_are_compiled_and_equal(name: str) -> None:
             return
         rendered = 0
         chats = [
-            *samples.chats(600, ("system", "user", "assistant", "tool"), ["</think>", "<think>", "<tool_response>"], seed=4)
+            *samples.chats(
+                600,
+                ("system", "user", "assistant", "tool"),
+                ["</think>", "<think>", "<tool_response>"],
+                seed=4,
+            )
         ]
         for messages, expected in zip(
-            chats, [text for at in range(0, 600, 200) for text in oracle.render_each(chats[at : at + 200])], strict=True
+            chats,
+            [
+                text
+                for at in range(0, 600, 200)
+                for text in oracle.render_each(chats[at : at + 200])
+            ],
+            strict=True,
         ):
             with contextlib.suppress(RequestError):
                 assert native.render(messages) == expected

@@ -1,4 +1,6 @@
-"""The process of a bundle's tokenizer and template: its answers are the library's, its limits hold, and it goes away."""
+"""The process of a bundle's tokenizer and template: its answers are the library's, its limits hold,
+and it goes away.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,12 @@ def _wait(is_so: Callable[[], bool]) -> None:
 def test_answers_are_those_of_the_library(ours: Tokenizer) -> None:
     library = tokenizers.Tokenizer.from_file(str(FILE))
     lines = (DEMO_CHECKPOINT.parent / "demo" / "heldout.jsonl").read_text().splitlines()[:50]
-    for text in [*(json.loads(line)["prompt"] for line in lines), "", "Grüße 世界 🙂\0\x1b", " " * 999]:
+    for text in [
+        *(json.loads(line)["prompt"] for line in lines),
+        "",
+        "Grüße 世界 🙂\0\x1b",
+        " " * 999,
+    ]:
         ids = library.encode(text).ids
         assert ours.encode(text) == ids
         assert ours.encode_plain(text) == library.encode(text, add_special_tokens=False).ids
@@ -74,7 +81,9 @@ def test_answers_are_those_of_the_library(ours: Tokenizer) -> None:
     assert ours.as_json() == library.to_str()
 
 
-def test_a_panic_of_the_library_is_an_error_and_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_panic_of_the_library_is_an_error_and_writes_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     panics = [name for name, data in hostile.tokenizers().items() if _panics(data)]
     assert panics, "none left that the boundary is for"
     assert "panicked" in capfd.readouterr().err
@@ -103,7 +112,11 @@ def _panics(data: bytes) -> bool:
     ],
 )
 def test_a_limit_is_named_and_the_next_request_is_answered(expression: str, says: str) -> None:
-    made = Tokenizer(FILE.read_bytes(), f"{{% if messages[0].content == 'x' %}}{{{{ {expression} }}}}{{% endif %}}ok", {})
+    made = Tokenizer(
+        FILE.read_bytes(),
+        f"{{% if messages[0].content == 'x' %}}{{{{ {expression} }}}}{{% endif %}}ok",
+        {},
+    )
     for _ in range(2):
         with pytest.raises(RequestError, match=says):
             made.encode_chat([{"role": "user", "content": "x"}])
@@ -111,7 +124,9 @@ def test_a_limit_is_named_and_the_next_request_is_answered(expression: str, says
     made.close()
 
 
-def test_an_answer_that_is_too_large_is_refused(ours: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_too_large_is_refused(
+    ours: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_process, "REPLY_LIMIT_BYTES", 100)
     with pytest.raises(RequestError, match="refuses this text"):
         ours.encode("lock the front door " * 99)
@@ -119,7 +134,9 @@ def test_an_answer_that_is_too_large_is_refused(ours: Tokenizer, monkeypatch: py
 
 
 @pytest.mark.parametrize("content", [object(), {1, 2}, 1j, b"bytes"])
-def test_a_chat_of_things_that_are_no_json_is_a_wrong_request(ours: Tokenizer, content: object) -> None:
+def test_a_chat_of_things_that_are_no_json_is_a_wrong_request(
+    ours: Tokenizer, content: object
+) -> None:
     process = _process(ours)
     with pytest.raises(RequestError, match=r"chat: the content of .* is not a text"):
         ours.encode_chat([{"role": "user", "content": content}])
@@ -179,10 +196,14 @@ def test_it_goes_with_what_it_belongs_to() -> None:
     pid = _process(made).pid
     del made
     assert not Path(f"/proc/{pid}").exists()
-    script = "import sys, time; from dlm_runtime.tokenizer import Tokenizer; from pathlib import Path; "
+    script = (
+        "import sys, time; from dlm_runtime.tokenizer import Tokenizer; from pathlib import Path; "
+    )
     script += "made = Tokenizer(Path(sys.argv[1]).read_bytes(), None, {}); "
     script += "print(made._process._process.pid, flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", script, str(FILE)], stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(FILE)], stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         owner.kill()
@@ -205,7 +226,13 @@ def test_it_keeps_a_limit_that_is_lower_already() -> None:
     script = "import resource, sys; from dlm_runtime.tokenizer import Tokenizer; from pathlib import Path; "
     script += "resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28)); "
     script += "print(Tokenizer(Path(sys.argv[1]).read_bytes(), None, {}).encode('lock') != [])"
-    done = subprocess.run([sys.executable, "-c", script, str(FILE)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(FILE)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.stdout == "True\n", done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Embedding tables: one table for a tied head, rows looked up in its format, and tables kept in the checkpoint's type."""
+"""Embedding tables: one table for a tied head, rows looked up in its format, and tables kept in the
+checkpoint's type.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,27 @@ def lookup_model(weight: QuantisedWeight) -> bytes:
     ids = ir.Value(name="ids", shape=ir.Shape(["B", "T"]), type=ir.TensorType(ir.DataType.INT64))
     if weight.group_size is None:
         name, attributes = "Int8Embedding", {}
-        stored = {"panels": functions.panels(weight.codes), "scales": np.pad(weight.scales, (0, -VOCABULARY % functions.PANEL))}
+        stored = {
+            "panels": functions.panels(weight.codes),
+            "scales": np.pad(weight.scales, (0, -VOCABULARY % functions.PANEL)),
+        }
     else:
         name, attributes = "Int4Embedding", {"group_size": weight.group_size}
         scales = functions.panel_scales(weight.scales.T).astype(FP16)
         stored = {"panels": functions.int4_panels(weight.codes), "scales": scales}
-    held = [ir.Value(name=key, const_value=ir.tensor(value, name=key)) for key, value in stored.items()]
+    held = [
+        ir.Value(name=key, const_value=ir.tensor(value, name=key)) for key, value in stored.items()
+    ]
     node = ir.node(name, [ids, *held], attributes, domain=DOMAIN)
     node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
-    graph = ir.Graph([ids], node.outputs, nodes=[node], initializers=held, opset_imports={"": 23, DOMAIN: 1}, name="lookup")
+    graph = ir.Graph(
+        [ids],
+        node.outputs,
+        nodes=[node],
+        initializers=held,
+        opset_imports={"": 23, DOMAIN: 1},
+        name="lookup",
+    )
     model = ir.Model(graph, ir_version=10)
     functions.declare(model, name)
     return ir.to_proto(model).SerializeToString()
@@ -62,20 +76,30 @@ def session_of(model: bytes, *, has_kernels: bool) -> onnxruntime.InferenceSessi
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), group_size=st.sampled_from([0, 8, 32, 40, 128]), seed=st.integers(0, 99))
 def test_a_looked_up_row_is_a_column_of_the_head(
-    monkeypatch: pytest.MonkeyPatch, llada_bundle: Path, data: st.DataObject, group_size: int, seed: int
+    monkeypatch: pytest.MonkeyPatch,
+    llada_bundle: Path,
+    data: st.DataObject,
+    group_size: int,
+    seed: int,
 ) -> None:
     weight = table_of(group_size, seed)
     shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 70)))
     ids = np.random.default_rng(seed).integers(0, VOCABULARY, shape)
     expected = weight.dequantise().T[ids]
     model = lookup_model(weight)
-    np.testing.assert_array_equal(session_of(model, has_kernels=False).run(["y"], {"ids": ids})[0], expected)
+    np.testing.assert_array_equal(
+        session_of(model, has_kernels=False).run(["y"], {"ids": ids})[0], expected
+    )
     for kernels in choices(llada_bundle):
         monkeypatch.setenv("DLM_KERNELS", kernels)
-        np.testing.assert_array_equal(session_of(model, has_kernels=True).run(["y"], {"ids": ids})[0], expected)
+        np.testing.assert_array_equal(
+            session_of(model, has_kernels=True).run(["y"], {"ids": ids})[0], expected
+        )
 
 
 @pytest.mark.parametrize("token", [-1, 128, 1 << 40])
@@ -94,15 +118,25 @@ def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4-rtn", "head in int4"])
-def test_a_tied_bundle_holds_its_table_once_with_parity(tied_checkpoint: Path, tmp_path: Path, precision: str) -> None:
-    """The build itself compares every layer, or whole canvases in fp32, with torch, and fails if they differ."""
+def test_a_tied_bundle_holds_its_table_once_with_parity(
+    tied_checkpoint: Path, tmp_path: Path, precision: str
+) -> None:
+    """The build itself compares every layer, or whole canvases in fp32, with torch, and fails if
+    they differ.
+    """
     recipe = precision
     if precision == "head in int4":
         recipe = str(tmp_path / "mine.toml")
         Path(recipe).write_text('[layers]\n"*" = "int8-dynamic"\nhead = "int4-g32-dynamic"\n')
-    build_bundle(tied_checkpoint, tmp_path / "bundle", BuildOptions(precision=recipe, quantise=SMALL))
+    build_bundle(
+        tied_checkpoint, tmp_path / "bundle", BuildOptions(precision=recipe, quantise=SMALL)
+    )
     graph = ir.load(tmp_path / "bundle" / "denoiser.onnx").graph
-    tables = {name: value for name, value in graph.initializers.items() if name.startswith(("embed", "head"))}
+    tables = {
+        name: value
+        for name, value in graph.initializers.items()
+        if name.startswith(("embed", "head"))
+    }
     codes = {name: value for name, value in tables.items() if not name.endswith("scales")}
     assert len(codes) == 1, list(tables)
     (table,) = codes.values()
@@ -111,12 +145,17 @@ def test_a_tied_bundle_holds_its_table_once_with_parity(tied_checkpoint: Path, t
         assert table.dtype == ir.DataType.BFLOAT16
         assert sorted(lookups) == ["Gather", "Transpose"]
     else:
-        kind = "Int4" if "int4" in precision and precision != "int4-rtn" else "Int8"  # int4 recipes hold the head in INT8
+        kind = (
+            "Int4" if "int4" in precision and precision != "int4-rtn" else "Int8"
+        )  # int4 recipes hold the head in INT8
         assert sorted(lookups) == [f"{kind}Embedding", f"{kind}Linear"]
 
 
 def test_an_untied_table_is_stored_as_in_the_checkpoint(tmp_path: Path) -> None:
-    for dtype, stored in ((torch.bfloat16, ir.DataType.BFLOAT16), (torch.float16, ir.DataType.FLOAT16)):
+    for dtype, stored in (
+        (torch.bfloat16, ir.DataType.BFLOAT16),
+        (torch.float16, ir.DataType.FLOAT16),
+    ):
         source = write_checkpoint(tmp_path / str(dtype), sdar_config(), dtype=dtype)
         build_bundle(source, tmp_path / f"{dtype}.bundle", BuildOptions(precision="fp32"))
         initializers = ir.load(tmp_path / f"{dtype}.bundle" / "denoiser.onnx").graph.initializers
@@ -135,7 +174,11 @@ def test_a_quantised_tied_bundle_generates_the_same_with_every_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llada_bundle: Path
 ) -> None:
     source = write_checkpoint(tmp_path / "source", a2d_qwen3_config())
-    build_bundle(source, tmp_path / "bundle", BuildOptions(precision="int8", check_parity=False, quantise=SMALL))
+    build_bundle(
+        source,
+        tmp_path / "bundle",
+        BuildOptions(precision="int8", check_parity=False, quantise=SMALL),
+    )
     found = []
     for kernels in choices(llada_bundle):
         monkeypatch.setenv("DLM_KERNELS", kernels)

@@ -1,4 +1,6 @@
-"""Tools: what the template is told of them, what a text has to be, and which calls are read out of it."""
+"""Tools: what the template is told of them, what a text has to be, and which calls are read out of
+it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ WEATHER = {
     },
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
-# As Hermes' and Qwen's are: tools in the system message, calls between marks, results as messages of their own.
+# As Hermes' and Qwen's are: tools in the system message, calls between marks, results as messages
+# of their own.
 TEMPLATE = """{%- if tools %}
 {{- '<|user|>' }}
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
@@ -61,7 +64,12 @@ TEMPLATE = """{%- if tools %}
 CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Say é, not e."},
     {"role": "user", "content": "will it rain?"},
-    {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "stop", "arguments": {"b": 1, "a": "ü"}}}]},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "stop", "arguments": {"b": 1, "a": "ü"}}}
+        ],
+    },
     {"role": "tool", "content": "no"},
 ]
 
@@ -92,7 +100,9 @@ def test_a_template_gets_what_transformers_gives_it(
 ) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    (text,), _ = render_jinja_template([chat], tools=told, chat_template=TEMPLATE, add_generation_prompt=True)
+    (text,), _ = render_jinja_template(
+        [chat], tools=told, chat_template=TEMPLATE, add_generation_prompt=True
+    )
     assert tokenizer.encode_chat(chat, told) == tokenizer.encode_plain(text, special_tokens=True)
     assert ("weather" in text) == (told is not None)
 
@@ -109,7 +119,10 @@ def test_a_system_message_that_the_template_leaves_out_is_refused() -> None:
         made.close()
 
 
-@pytest.mark.parametrize("chat", ["hello", [], {"role": "user", "content": "a"}, [{"content": "a"}], [{"role": "user"}], [7]])
+@pytest.mark.parametrize(
+    "chat",
+    ["hello", [], {"role": "user", "content": "a"}, [{"content": "a"}], [{"role": "user"}], [7]],
+)
 def test_what_is_no_conversation_is_refused(tokenizer: Tokenizer, chat: Any) -> None:
     with pytest.raises(RequestError, match=r"^chat: "):
         tokenizer.encode_chat(chat)
@@ -117,7 +130,10 @@ def test_what_is_no_conversation_is_refused(tokenizer: Tokenizer, chat: Any) -> 
 
 # ---- What a text has to be ----
 
-ONE, OTHER = '{"name":"weather","arguments":{"place":"ulm","days":2}}', '{"name":"stop","arguments":{}}'
+ONE, OTHER = (
+    '{"name":"weather","arguments":{"place":"ulm","days":2}}',
+    '{"name":"stop","arguments":{}}',
+)
 WRITTEN = {
     "object": f"{ONE}\n{OTHER}",
     "list": f"[{ONE},{OTHER}]",
@@ -171,7 +187,9 @@ def test_the_format_is_the_templates_where_that_says_it() -> None:
     assert format_of(None, TEMPLATE) is FORMATS["tool_call"]
     assert format_of(None, "{{ messages }}") is format_of(None, None) is FORMATS["object"]
     assert format_of("list", TEMPLATE) is FORMATS["list"]
-    with pytest.raises(RequestError, match="call_format = 'xml' is not one of object, list, lines, tool_call"):
+    with pytest.raises(
+        RequestError, match="call_format = 'xml' is not one of object, list, lines, tool_call"
+    ):
         format_of("xml", None)
 
 
@@ -209,7 +227,10 @@ def test_a_text_is_calls_or_it_is_none(text: str | None, found: int) -> None:
     [
         (f"I look.\n<tool_call>\n{OTHER}\n</tool_call>", 1),
         (f"<tool_call>{OTHER}", 1),
-        (f"<tool_call>{OTHER}</tool_call> then <tool_call>nothing</tool_call> and <tool_call>{ONE}</tool_call>", 2),
+        (
+            f"<tool_call>{OTHER}</tool_call> then <tool_call>nothing</tool_call> and <tool_call>{ONE}</tool_call>",
+            2,
+        ),
         (OTHER, 0),
     ],
 )
@@ -229,20 +250,38 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no type": ({"tools": [{"function": {"name": "f"}}]}, r"tools\[0\]: not of the shape"),
     "no name": ({"tools": NO_NAME}, r"tools\[0\]: its function has no name"),
     "twice": ({"tools": [STOP, STOP]}, r"tools\[1\]: a second function 'stop'"),
-    "auto": ({"tools": [{"type": "function", "function": {"name": "auto"}}]}, "cannot be called 'auto'"),
+    "auto": (
+        {"tools": [{"type": "function", "function": {"name": "auto"}}]},
+        "cannot be called 'auto'",
+    ),
     "no schema": (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+            ]
+        },
         r"tools\[0\], f: parameters: not a JSON Schema of an object",
     ),
     "a keyword": (
         {
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"patternProperties": {}}}}],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"patternProperties": {}}},
+                }
+            ],
             "tool_choice": "required",
         },
         "tools: f: schema: #: keyword 'patternProperties'",
     ),
-    "choice": ({"tools": [STOP], "tool_choice": "any"}, "tool_choice = 'any' is not one of auto, required, none, stop"),
-    "choice object": ({"tools": [STOP], "tool_choice": {"name": "stop"}}, "is not one of auto, required, none, stop"),
+    "choice": (
+        {"tools": [STOP], "tool_choice": "any"},
+        "tool_choice = 'any' is not one of auto, required, none, stop",
+    ),
+    "choice object": (
+        {"tools": [STOP], "tool_choice": {"name": "stop"}},
+        "is not one of auto, required, none, stop",
+    ),
     "format": ({"tools": [STOP], "call_format": "xml"}, "call_format = 'xml' is not one of"),
     "choice alone": ({"tool_choice": "required"}, "tool_choice is of tools"),
     "two ways": ({"tools": [STOP], "schema": {}}, "give tools or schema, not both"),
@@ -264,7 +303,10 @@ def test_wrong_tools_are_refused_with_their_place(demo: Bundle, name: str) -> No
 
 
 def test_a_bundle_without_text_takes_no_tools(llada_bundle: Path) -> None:
-    with dlm_runtime.open(llada_bundle, threads=1) as bundle, pytest.raises(RequestError, match="this bundle has no tokenizer"):
+    with (
+        dlm_runtime.open(llada_bundle, threads=1) as bundle,
+        pytest.raises(RequestError, match="this bundle has no tokenizer"),
+    ):
         bundle.generate(tokens=[1, 2], max_new_tokens=4, tools=[STOP])
 
 
@@ -278,14 +320,25 @@ def test_calls_of_the_demo_are_valid_and_the_ones_asked_for(demo: Bundle) -> Non
     right = 0
     for line in map(json.loads, lines):
         chat = [{"role": "user", "content": line["prompt"]}]
-        out = demo.generate(chat=chat, max_new_tokens=64, preset="fast-dllm", tools=listed, tool_choice="required")
+        out = demo.generate(
+            chat=chat, max_new_tokens=64, preset="fast-dllm", tools=listed, tool_choice="required"
+        )
         (call,) = out.tool_calls
-        assert Draft202012Validator(schemas[call.name], registry=Registry()).is_valid(call.arguments)
+        assert Draft202012Validator(schemas[call.name], registry=Registry()).is_valid(
+            call.arguments
+        )
         right += {"name": call.name, "arguments": call.arguments} == json.loads(line["completion"])
     assert right >= 36
-    say = {"prompt": lines and json.loads(lines[0])["prompt"], "max_new_tokens": 64, "preset": "fast-dllm", "tools": listed}
+    say = {
+        "prompt": lines and json.loads(lines[0])["prompt"],
+        "max_new_tokens": 64,
+        "preset": "fast-dllm",
+        "tools": listed,
+    }
     free = demo.generate(**say)
-    assert [call.name for call in free.tool_calls] == [json.loads(json.loads(lines[0])["completion"])["name"]]
+    assert [call.name for call in free.tool_calls] == [
+        json.loads(json.loads(lines[0])["completion"])["name"]
+    ]
     assert demo.generate(**say, tool_choice="none").tool_calls == []
     forced = demo.generate(**say, tool_choice="set_timer").tool_calls
     assert [call.name for call in forced] == ["set_timer"]
@@ -299,8 +352,12 @@ def test_calls_of_the_demo_are_valid_and_the_ones_asked_for(demo: Bundle) -> Non
 def test_a_denoiser_that_never_saw_a_format_keeps_to_it(demo: Bundle) -> None:
     how = {"tools": [WEATHER, STOP], "tool_choice": "required", "parallel_tool_calls": True}
     for form in FORMATS:
-        out = demo.generate(prompt="stop", max_new_tokens=96, preset="fast-dllm", call_format=form, **how)
-        assert out.finish in ("constraint", "stop"), "with an end token behind it, or up to the last position"
+        out = demo.generate(
+            prompt="stop", max_new_tokens=96, preset="fast-dllm", call_format=form, **how
+        )
+        assert out.finish in ("constraint", "stop"), (
+            "with an end token behind it, or up to the last position"
+        )
         assert out.tool_calls
         assert all(call.name in ("weather", "stop") for call in out.tool_calls)
     recursive = {
@@ -311,13 +368,17 @@ def test_a_denoiser_that_never_saw_a_format_keeps_to_it(demo: Bundle) -> None:
     with pytest.raises(RequestError, match=r"tools: tree: .* give max_depth"):
         demo.generate(prompt="stop", max_new_tokens=32, tools=deep, tool_choice="required")
     constraint = demo.constraint(tools=demo.tools(deep), max_depth=1)
-    out = demo.generate(prompt="stop", max_new_tokens=48, preset="fast-dllm", tools=deep, constraint=constraint)
+    out = demo.generate(
+        prompt="stop", max_new_tokens=48, preset="fast-dllm", tools=deep, constraint=constraint
+    )
     assert [call.name for call in out.tool_calls] == ["tree"]
 
 
 def test_the_command_line_takes_tools_and_conversations(demo_bundle: Path, tmp_path: Path) -> None:
     def invoke(*arguments: object) -> Any:
-        return CliRunner().invoke(main, ["run", str(demo_bundle), "--threads", "1", *map(str, arguments)])
+        return CliRunner().invoke(
+            main, ["run", str(demo_bundle), "--threads", "1", *map(str, arguments)]
+        )
 
     listed, chat = tmp_path / "tools.json", tmp_path / "chat.json"
     listed.write_text(json.dumps([WEATHER, STOP]))

@@ -1,7 +1,7 @@
 """Denoisers on Llama's, Qwen2's and Qwen3's trunks, by blocks and whole: SDAR, Fast-dLLM v2, A2D.
 
-Logits are compared with transformers' own class of the trunk under a mask written here: nothing of ours stands on that side.
-``test_capture`` does the same through ``capture``.
+Logits are compared with transformers' own class of the trunk under a mask written here: nothing of
+ours stands on that side. ``test_capture`` does the same through ``capture``.
 """
 
 from __future__ import annotations
@@ -29,23 +29,47 @@ MASK = 150  # of every layout's tokens
 # Layout -> config.json, the class of its trunk, what the user says, and the block of its attention.
 LAYOUTS: dict[str, tuple[dict[str, Any], str, Overrides, int | None]] = {
     "SDAR": (sdar_config(), "Qwen3ForCausalLM", Overrides(), 4),
-    "SDAR, tied, blocks of 64": (sdar_config(block_size=64, tie_word_embeddings=True), "Qwen3ForCausalLM", Overrides(), 64),
-    "SDAR, no block_size": (sdar_config(block_size=None), "Qwen3ForCausalLM", Overrides(attention_block=8), 8),
+    "SDAR, tied, blocks of 64": (
+        sdar_config(block_size=64, tie_word_embeddings=True),
+        "Qwen3ForCausalLM",
+        Overrides(),
+        64,
+    ),
+    "SDAR, no block_size": (
+        sdar_config(block_size=None),
+        "Qwen3ForCausalLM",
+        Overrides(attention_block=8),
+        8,
+    ),
     "Fast-dLLM v2": (fast_dllm_v2_config(), "Qwen2ForCausalLM", Overrides(mask_token_id=MASK), 32),
     "A2D Qwen2": (a2d_config("Qwen2"), "Qwen2ForCausalLM", Overrides(), None),
-    "A2D Qwen2, blocks": (a2d_config("Qwen2"), "Qwen2ForCausalLM", Overrides(attention_block=16), 16),
+    "A2D Qwen2, blocks": (
+        a2d_config("Qwen2"),
+        "Qwen2ForCausalLM",
+        Overrides(attention_block=16),
+        16,
+    ),
     "A2D Qwen3, blocks": (a2d_config("Qwen3"), "Qwen3ForCausalLM", Overrides(attention_block=5), 5),
     "A2D Llama": (a2d_config("Llama"), "LlamaForCausalLM", Overrides(), None),
-    "A2D Llama, blocks": (a2d_config("Llama", tie_word_embeddings=True), "LlamaForCausalLM", Overrides(attention_block=7), 7),
+    "A2D Llama, blocks": (
+        a2d_config("Llama", tie_word_embeddings=True),
+        "LlamaForCausalLM",
+        Overrides(attention_block=7),
+        7,
+    ),
 }
 LENGTH = 75
 
 
-def _trunk_logits(checkpoint: Path, class_name: str, block: int | None, ids: torch.Tensor) -> torch.Tensor:
+def _trunk_logits(
+    checkpoint: Path, class_name: str, block: int | None, ids: torch.Tensor
+) -> torch.Tensor:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
     factory = getattr(transformers, class_name)
     said = json.loads((checkpoint / "config.json").read_text())
-    config = factory.config_class.from_dict({key: said[key] for key in said if key not in ("architectures", "model_type")})
+    config = factory.config_class.from_dict(
+        {key: said[key] for key in said if key not in ("architectures", "model_type")}
+    )
     config._attn_implementation = "eager"
     model = factory(config).eval()
     weights = load_file(checkpoint / "model.safetensors")
@@ -85,17 +109,26 @@ def test_a_bundle_is_built_and_proved_with_native_attention(name: str, tmp_path:
     assert report.kernels is not None
     attention = "CachedAttention" if block is None else "BlockCachedAttention"
     assert report.kernels == {"calls": {attention: 2, "Candidates": 1}, "plain": {}}
-    verified = CliRunner().invoke(main, ["verify", str(tmp_path / "bundle"), "--checkpoint", str(checkpoint)])
+    verified = CliRunner().invoke(
+        main, ["verify", str(tmp_path / "bundle"), "--checkpoint", str(checkpoint)]
+    )
     assert verified.exit_code == 0, verified.output
 
 
-PRESETS = {"SDAR": "sdar", "Fast-dLLM v2": "fast-dllm-v2", "A2D Qwen2": "llada", "A2D Qwen2, blocks": "sdar"}
+PRESETS = {
+    "SDAR": "sdar",
+    "Fast-dLLM v2": "fast-dllm-v2",
+    "A2D Qwen2": "llada",
+    "A2D Qwen2, blocks": "sdar",
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_default_preset_goes_with_what_is_seen(name: str, tmp_path: Path) -> None:
     config, _, overrides, _ = LAYOUTS[name]
-    assert open_source(write_checkpoint(tmp_path, config), overrides).default_preset == PRESETS[name]
+    assert (
+        open_source(write_checkpoint(tmp_path, config), overrides).default_preset == PRESETS[name]
+    )
 
 
 # ---- The mask token and the blocks ----
@@ -107,7 +140,9 @@ def _tokenizer_config(checkpoint: Path, **values: Any) -> None:
 
 def test_the_mask_token_of_fast_dllm_v2_is_found_among_the_added_tokens(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, fast_dllm_v2_config())
-    _tokenizer_config(path, added_tokens_decoder={"149": {"content": "<|x|>"}, "150": {"content": "|<MASK>|"}})
+    _tokenizer_config(
+        path, added_tokens_decoder={"149": {"content": "<|x|>"}, "150": {"content": "|<MASK>|"}}
+    )
     assert families.read_network(Checkpoint(path), Overrides()).mask_token_id == 150
     _tokenizer_config(path)
     (path / "added_tokens.json").write_text(json.dumps({"<|x|>": 149, "|<MASK>|": 148}))
@@ -129,7 +164,11 @@ def test_inspect_needs_the_headers_alone(tmp_path: Path) -> None:
     """Torch takes longer to import than all that is read here."""
     path = write_checkpoint(tmp_path, sdar_config(), shards=3)
     script = f"import sys; from dlm_export.cli import main; main(['inspect', {str(path)!r}], standalone_mode=False)\n"
-    command = [sys.executable, "-c", script + "assert not {'torch', 'onnx', 'onnx_ir', 'transformers'} & sys.modules.keys()"]
+    command = [
+        sys.executable,
+        "-c",
+        script + "assert not {'torch', 'onnx', 'onnx_ir', 'transformers'} & sys.modules.keys()",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "block of 4" in done.stdout
@@ -142,28 +181,76 @@ def _lacking(checkpoint: Path, tensor: str) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], Overrides, str]] = {
-    "no length of a block": (sdar_config(block_size=None), Overrides(), "block_size is missing.*Pass --attention-block"),
+    "no length of a block": (
+        sdar_config(block_size=None),
+        Overrides(),
+        "block_size is missing.*Pass --attention-block",
+    ),
     "a block that the loop does not take": (
         fast_dllm_v2_config(bd_size=12),
         Overrides(150),
         "decides 8 positions of a block at a time, which do not divide one of 12",
     ),
-    "no bd_size": (fast_dllm_v2_config(bd_size=None), Overrides(150), "bd_size is missing.*Pass --attention-block"),
-    "a block of nothing": (sdar_config(block_size=0), Overrides(), "block_size must be an integer in 1"),
-    "a negative block": (sdar_config(block_size=-4), Overrides(), "block_size must be an integer in 1"),
-    "a block of a text": (sdar_config(block_size="4"), Overrides(), "block_size must be an integer in 1"),
-    "a block of nothing, said": (sdar_config(), Overrides(attention_block=0), "--attention-block 0: blocks have at least one"),
-    "heads that do not divide": (sdar_config(num_key_value_heads=3), Overrides(), "num_key_value_heads 3 do not divide"),
+    "no bd_size": (
+        fast_dllm_v2_config(bd_size=None),
+        Overrides(150),
+        "bd_size is missing.*Pass --attention-block",
+    ),
+    "a block of nothing": (
+        sdar_config(block_size=0),
+        Overrides(),
+        "block_size must be an integer in 1",
+    ),
+    "a negative block": (
+        sdar_config(block_size=-4),
+        Overrides(),
+        "block_size must be an integer in 1",
+    ),
+    "a block of a text": (
+        sdar_config(block_size="4"),
+        Overrides(),
+        "block_size must be an integer in 1",
+    ),
+    "a block of nothing, said": (
+        sdar_config(),
+        Overrides(attention_block=0),
+        "--attention-block 0: blocks have at least one",
+    ),
+    "heads that do not divide": (
+        sdar_config(num_key_value_heads=3),
+        Overrides(),
+        "num_key_value_heads 3 do not divide",
+    ),
     "a rope that is not known": (
         a2d_config("Llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         Overrides(),
         "rope_type 'llama3' is not supported",
     ),
-    "no mask token": (sdar_config(mask_token_id=None), Overrides(), "no mask_token_id.*Pass --mask-token-id"),
-    "no mask token among the added": (fast_dllm_v2_config(), Overrides(), r"nor \|<MASK>\| among the added tokens"),
-    "biases of Qwen3": (sdar_config(attention_bias=True), Overrides(), "attention_bias = true is not supported"),
-    "biases of Llama": (a2d_config("Llama", attention_bias=True), Overrides(), "attention_bias = true is not supported"),
-    "a window": (a2d_config("Qwen2", use_sliding_window=True), Overrides(), "use_sliding_window = true is not supported"),
+    "no mask token": (
+        sdar_config(mask_token_id=None),
+        Overrides(),
+        "no mask_token_id.*Pass --mask-token-id",
+    ),
+    "no mask token among the added": (
+        fast_dllm_v2_config(),
+        Overrides(),
+        r"nor \|<MASK>\| among the added tokens",
+    ),
+    "biases of Qwen3": (
+        sdar_config(attention_bias=True),
+        Overrides(),
+        "attention_bias = true is not supported",
+    ),
+    "biases of Llama": (
+        a2d_config("Llama", attention_bias=True),
+        Overrides(),
+        "attention_bias = true is not supported",
+    ),
+    "a window": (
+        a2d_config("Qwen2", use_sliding_window=True),
+        Overrides(),
+        "use_sliding_window = true is not supported",
+    ),
 }
 
 
@@ -179,10 +266,14 @@ def test_what_is_not_to_be_read_is_refused_by_name(name: str, tmp_path: Path) ->
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, sdar_config())
     _lacking(path, "model.layers.1.self_attn.q_norm.weight")
-    with pytest.raises(CheckpointError, match=r"1 tensors missing: model\.layers\.1\.self_attn\.q_norm\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"1 tensors missing: model\.layers\.1\.self_attn\.q_norm\.weight"
+    ):
         open_source(path)
 
 
 def test_blocks_are_not_given_to_a_network_that_has_none(dream_checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match="--attention-block: the attention of DreamModel has no blocks"):
+    with pytest.raises(
+        CheckpointError, match="--attention-block: the attention of DreamModel has no blocks"
+    ):
         families.read_network(Checkpoint(dream_checkpoint), Overrides(attention_block=4))

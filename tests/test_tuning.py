@@ -25,12 +25,17 @@ INT4, INT8 = "int4-g32-dynamic", "int8-dynamic"
 
 def _tuning(**seconds: float) -> Tuning:
     by_format = {name.replace("_", "-"): value for name, value in seconds.items()}
-    return Tuning(8, "a processor", {(8, 4): 3, (4, 8): 1}, {(8, 4): by_format, (4, 8): {HIGH: 10.0}})
+    return Tuning(
+        8, "a processor", {(8, 4): 3, (4, 8): 1}, {(8, 4): by_format, (4, 8): {HIGH: 10.0}}
+    )
 
 
 def test_a_layer_that_a_format_does_not_suit_counts_in_full_precision() -> None:
     assert _tuning(high=2.0, int8_dynamic=1.0).totals() == {HIGH: 16.0, INT8: 13.0}
-    assert _tuning(high=2.0).as_dict()["ms_by_shape"] == {"8x4": {HIGH: 2000.0}, "4x8": {HIGH: 10000.0}}
+    assert _tuning(high=2.0).as_dict()["ms_by_shape"] == {
+        "8x4": {HIGH: 2000.0},
+        "4x8": {HIGH: 10000.0},
+    }
 
 
 @pytest.mark.parametrize("format", [HIGH, INT8, INT4])
@@ -43,12 +48,17 @@ def test_what_is_timed_is_the_product_that_a_graph_calls(format: str) -> None:
 
 
 def test_every_shape_is_timed_in_every_format_that_suits_it(llada_checkpoint: Path) -> None:
-    layers, done = [layer for (layer,) in auto.searched(open_source(llada_checkpoint).network).values()], []
+    layers, done = (
+        [layer for (layer,) in auto.searched(open_source(llada_checkpoint).network).values()],
+        [],
+    )
     found = tuning.measure(layers, [INT8, INT4], 8, lambda: done.append(1))
     assert sum(found.shapes.values()) == len(layers)
     assert len(done) == len(found.shapes) == len(found.seconds)
     for layer in layers:
-        assert all(found.cost(layer, name) > 0 for name in found.seconds[layer.inputs, layer.outputs])
+        assert all(
+            found.cost(layer, name) > 0 for name in found.seconds[layer.inputs, layer.outputs]
+        )
     with pytest.raises(RequestError, match="which fp8 has not"):
         tuning.measure(layers, ["fp8"], 8, lambda: None)
 
@@ -65,7 +75,9 @@ def test_auto_takes_the_format_that_is_fastest_here(
 
     monkeypatch.setattr(tuning, "measure", measured)
     options = ("--precision", "auto", "--tune", *SMALL, "--max-ce-increase", "10", "--json")
-    result = CliRunner().invoke(main, ["build", str(llada_checkpoint), *options, "-o", str(tmp_path / "bundle")])
+    result = CliRunner().invoke(
+        main, ["build", str(llada_checkpoint), *options, "-o", str(tmp_path / "bundle")]
+    )
     assert result.exit_code == 0, result.output
     chosen = next(point for point in json.loads(result.stdout)["curve"] if point["chosen"])
     assert set(chosen["formats"]) == {fast}

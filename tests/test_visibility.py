@@ -1,4 +1,6 @@
-"""Which keys a query sees, by rule from positions: in torch, in both forms of the graph, and in a built bundle."""
+"""Which keys a query sees, by rule from positions: in torch, in both forms of the graph, and in a
+built bundle.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ KINDS = ("key", "value")
 def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> NetworkSpec:
     """The same network, its layers seeing by these rules, one each."""
     layers = (
-        replace(layer, attention=replace(layer.attention, visibility=visibility, block_length=block_length))
+        replace(
+            layer,
+            attention=replace(layer.attention, visibility=visibility, block_length=block_length),
+        )
         for layer, (visibility, block_length) in zip(network.layers, rules, strict=True)
     )
     return replace(network, layers=tuple(layers))
@@ -42,7 +47,9 @@ def seeing(network: NetworkSpec, rules: list[tuple[str, int | None]]) -> Network
 def turning(network: NetworkSpec, fraction: float) -> NetworkSpec:
     """The same network, a fraction of each head turned by its position."""
     ropes = (replace(layer.attention, rope=Rope(1e4, fraction)) for layer in network.layers)
-    layers = tuple(replace(layer, attention=rope) for layer, rope in zip(network.layers, ropes, strict=True))
+    layers = tuple(
+        replace(layer, attention=rope) for layer, rope in zip(network.layers, ropes, strict=True)
+    )
     return replace(network, layers=layers)
 
 
@@ -60,7 +67,9 @@ def small(*rules: tuple[str, int | None]) -> NetworkSpec:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    visible=st.sampled_from([("causal", None), *(("block", block_length) for block_length in range(1, 8))]),
+    visible=st.sampled_from(
+        [("causal", None), *(("block", block_length) for block_length in range(1, 8))]
+    ),
     changed=st.integers(0, LENGTH - 1),
     is_plain=st.booleans(),
     order=st.permutations(range(LENGTH)),
@@ -68,7 +77,9 @@ def small(*rules: tuple[str, int | None]) -> NetworkSpec:
 def test_a_token_changes_its_own_block_and_no_row_before_it(
     visible: tuple[str, int | None], changed: int, is_plain: bool, order: list[int]
 ) -> None:
-    """Rows of a pass may come in any order: what is seen goes by their positions. Rows that do not see it stay bit for bit."""
+    """Rows of a pass may come in any order: what is seen goes by their positions. Rows that do not
+    see it stay bit for bit.
+    """
     denoiser = random_denoiser(small(visible, visible), is_plain=is_plain)
     positions = torch.tensor([order, range(LENGTH)])
     ids = torch.randint(0, 99, (2, LENGTH))
@@ -81,33 +92,57 @@ def test_a_token_changes_its_own_block_and_no_row_before_it(
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """With and without a cache, whose rows every query sees, in both forms and fused; a half of each head turns."""
+    """With and without a cache, whose rows every query sees, in both forms and fused; a half of
+    each head turns.
+    """
     network = turning(small(("block", 4), ("causal", None), ("full", None)), 0.5)
     denoiser = random_denoiser(network, is_plain=is_plain)
     parameters = denoiser.state_dict()
     traced = trace_once(network, "fp32", is_plain=is_plain)
     if not is_plain:
-        assert fuse.fuse(traced).calls == {"CachedAttention": 1, "BlockCachedAttention": 2, "Candidates": 1}
+        assert fuse.fuse(traced).calls == {
+            "CachedAttention": 1,
+            "BlockCachedAttention": 2,
+            "Candidates": 1,
+        }
     write_graph(traced, lambda name, _: parameters[name].numpy(), tmp_path, lambda _: None)
     session = onnxruntime.InferenceSession(tmp_path / graph.GRAPH_FILE)
     torch.manual_seed(1)
     for cached in (0, 4, 8):
         ids = torch.randint(0, 99, (2, LENGTH - cached))
         positions = torch.arange(cached, LENGTH).expand(2, -1)
-        past = [(torch.randn(2, 2, cached, 8), torch.randn(2, 2, cached, 8)) for _ in network.layers]
-        feed = {"input_ids": ids, "position_ids": positions, "score_rows": torch.arange(LENGTH - cached).expand(2, -1)}
-        feed |= {f"past_{kind}.{i}": rows for i, each in enumerate(past) for kind, rows in zip(KINDS, each, strict=True)}
+        past = [
+            (torch.randn(2, 2, cached, 8), torch.randn(2, 2, cached, 8)) for _ in network.layers
+        ]
+        feed = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "score_rows": torch.arange(LENGTH - cached).expand(2, -1),
+        }
+        feed |= {
+            f"past_{kind}.{i}": rows
+            for i, each in enumerate(past)
+            for kind, rows in zip(KINDS, each, strict=True)
+        }
         (logits,) = session.run(["logits"], {name: value.numpy() for name, value in feed.items()})
         expected = denoiser.project(denoiser.hidden(ids, positions, past)[0])
         # Sums in another order, in fp32; logits are around 10.
-        np.testing.assert_allclose(logits, expected.numpy(), rtol=1e-4, atol=1e-4, err_msg=f"{cached} cached")
+        np.testing.assert_allclose(
+            logits, expected.numpy(), rtol=1e-4, atol=1e-4, err_msg=f"{cached} cached"
+        )
 
 
-def test_a_bundle_of_a_causal_network_computes_what_torch_does(dream_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_bundle_of_a_causal_network_computes_what_torch_does(
+    dream_checkpoint: Path, tmp_path: Path
+) -> None:
     source = open_source(dream_checkpoint)
     network = seeing(source.network, [("causal", None), ("block", 4)])
-    source = replace(source, network=network, presets=presets_for(network.visible_block, network.shift))
-    report = build_from(source, tmp_path / "bundle")  # proves parity, of loops with the cache of blocks too
+    source = replace(
+        source, network=network, presets=presets_for(network.visible_block, network.shift)
+    )
+    report = build_from(
+        source, tmp_path / "bundle"
+    )  # proves parity, of loops with the cache of blocks too
     assert report.kernels == {"calls": {"BlockCachedAttention": 2, "Candidates": 1}, "plain": {}}
     tokens = [5, 17, 9, 30, 2, 41, 8]
     with dlm_runtime.open(tmp_path / "bundle") as bundle:
@@ -129,28 +164,46 @@ def test_the_mask_is_made_once_for_all_layers_of_a_rule(precision: str, is_plain
     assert (made["Mod"], made["Greater"]) == (2, 2)
     if not is_plain:
         cuda.check_operators(traced)
-    readers = [node for node in traced.model.graph if node.op_type == ("Add" if is_plain else "Attention")]
-    masks = {id(value) for node in readers for value in node.inputs[1 if is_plain else 3 :] if value is not None}
+    readers = [
+        node for node in traced.model.graph if node.op_type == ("Add" if is_plain else "Attention")
+    ]
+    masks = {
+        id(value)
+        for node in readers
+        for value in node.inputs[1 if is_plain else 3 :]
+        if value is not None
+    }
     assert is_plain or len(masks) == 2
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_device_graph_in_fp16_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """What TensorRT's parser is given, in ONNX Runtime: the lowest number of fp16 hides as infinity does."""
+    """What TensorRT's parser is given, in ONNX Runtime: the lowest number of fp16 hides as infinity
+    does.
+    """
     network = small(("block", 4), ("block", 4))
     denoiser = random_denoiser(network)
     parameters = denoiser.state_dict()
     traced = trace_once(network, "fp16", is_plain=is_plain)
-    write_graph(traced, lambda name, dtype: parameters[name].numpy().astype(dtype), tmp_path, lambda _: None)
+    write_graph(
+        traced, lambda name, dtype: parameters[name].numpy().astype(dtype), tmp_path, lambda _: None
+    )
     session = onnxruntime.InferenceSession(tmp_path / graph.GRAPH_FILE)
     ids = torch.randint(0, 99, (2, LENGTH), generator=torch.Generator().manual_seed(2))
-    order = torch.stack([torch.randperm(LENGTH, generator=torch.Generator().manual_seed(row)) for row in range(2)])
-    feed = {"input_ids": ids.numpy(), "position_ids": order.numpy(), "score_rows": np.tile(np.arange(LENGTH), (2, 1))}
+    order = torch.stack(
+        [torch.randperm(LENGTH, generator=torch.Generator().manual_seed(row)) for row in range(2)]
+    )
+    feed = {
+        "input_ids": ids.numpy(),
+        "position_ids": order.numpy(),
+        "score_rows": np.tile(np.arange(LENGTH), (2, 1)),
+    }
     nothing = np.zeros((2, 2, 0, 8), np.float16)
     feed |= {f"past_{kind}.{i}": nothing for i in range(2) for kind in KINDS}
     (found,) = session.run(["logits"], feed)
     expected = denoiser.project(denoiser.hidden(ids, order)[0]).numpy()
-    # Some hundred roundings to fp16, of logits around 10; a key too many or too few moves them by 1.
+    # Some hundred roundings to fp16, of logits around 10; a key too many or too few moves them by
+    # 1.
     np.testing.assert_allclose(found, expected, atol=0.1)
 
 
@@ -161,4 +214,6 @@ def test_attention_with_a_mask_of_blocks_of_other_positions_keeps_it() -> None:
     later = ir.node("Add", [remainder.inputs[0], one.outputs[0]])
     traced.model.graph.insert_before(remainder, [one, later])
     remainder.replace_input_with(0, later.outputs[0])
-    assert fuse.fuse(traced).plain == {"blocks.0.attention": "a mask, and not that of blocks of positions"}
+    assert fuse.fuse(traced).plain == {
+        "blocks.0.attention": "a mask, and not that of blocks of positions"
+    }

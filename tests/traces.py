@@ -1,4 +1,6 @@
-"""Traces that tests share: torch.onnx.export takes most of a tiny build, and gives the same graph every time."""
+"""Traces that tests share: torch.onnx.export takes most of a tiny build, and gives the same graph
+every time.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""LLaDA-8B's shape on one GPU: this project's loop over ONNX Runtime's CUDA provider, and the same loop in PyTorch.
+"""LLaDA-8B's shape on one GPU: this project's loop over ONNX Runtime's CUDA provider, and the same
+loop in PyTorch.
 
     python benchmarks/gpu/run.py --wheel onnxruntime_gpu-1.31.1-*.whl --json gpu.json     # on an H100 or H200, in one go
     python benchmarks/gpu/run.py --layers 8 --precision fp16 --json gpu.json
     python benchmarks/gpu/run.py --device cpu --tiny --json rehearsal.json                # no GPU: the same steps on a CPU
 
-Needed: this project with its export extra, and PyTorch for CUDA. --wheel replaces the installed ONNX Runtime by that of a
-file, without its dependencies: NVIDIA's libraries are those that PyTorch brought. Weights are random, so a loop commits as many
-tokens a pass as it is told to, and stops nowhere early. Each contestant is a process of its own; a generation counts with the
-median of its rounds, after one that does not count. Memory is what the process holds on the GPU (nvidia-smi) or, on a CPU, its
-largest resident set. "equal" is the share of new tokens that equal eager PyTorch's.
+Needed: this project with its export extra, and PyTorch for CUDA. --wheel replaces the installed
+ONNX Runtime by that of a file, without its dependencies: NVIDIA's libraries are those that PyTorch
+brought. Weights are random, so a loop commits as many tokens a pass as it is told to, and stops
+nowhere early. Each contestant is a process of its own; a generation counts with the median of its
+rounds, after one that does not count. Memory is what the process holds on the GPU (nvidia-smi) or,
+on a CPU, its largest resident set. "equal" is the share of new tokens that equal eager PyTorch's.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 LAYERS = 32
-TINY = {"d_model": 128, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 256, "max_sequence_length": 256}
+TINY = {
+    "d_model": 128,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "mlp_hidden_size": 256,
+    "max_sequence_length": 256,
+}
 NATIVE = "native"
 TORCH = ("torch-eager", "torch-compile", "torch-cudagraphs")
 Generate = Callable[[list[int], int, dict[str, Any]], tuple[list[int], int]]
@@ -43,7 +51,9 @@ def native(options: argparse.Namespace) -> tuple[Generate, str]:
     """The native loop over the bundle."""
     import dlm_runtime
 
-    bundle = dlm_runtime.open(options.bundle, engine="onnxruntime", provider=options.device, check_hashes=False)
+    bundle = dlm_runtime.open(
+        options.bundle, engine="onnxruntime", provider=options.device, check_hashes=False
+    )
 
     def generate(tokens: list[int], new: int, policy: dict[str, Any]) -> tuple[list[int], int]:
         done = bundle.generate(tokens=tokens, max_new_tokens=new, **policy)
@@ -65,14 +75,17 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
     opened = Checkpoint(options.checkpoint)
     network = families.read_network(opened, Overrides())
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
-    denoiser = families.load(families.open_weights(opened, network), network, dtype).to(options.device)
+    denoiser = families.load(families.open_weights(opened, network), network, dtype).to(
+        options.device
+    )
     if options.contestant != "torch-eager":
         mode = "reduce-overhead" if options.contestant == "torch-cudagraphs" else None
         torch._dynamo.config.recompile_limit = 256
         compiled = torch.compile(denoiser.hidden, dynamic=False, mode=mode)
 
         def hidden(*arguments: Any) -> Any:
-            # A replayed graph writes its results over those of the last one, and the loop keeps some of them.
+            # A replayed graph writes its results over those of the last one, and the loop keeps
+            # some of them.
             torch.compiler.cudagraph_mark_step_begin()
             features, presents = compiled(*arguments)
             return features.clone(), [(keys.clone(), values.clone()) for keys, values in presents]
@@ -87,14 +100,19 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def memory_bytes(device: str) -> int | None:
-    """What this process holds: on the GPU, where the driver tells, or the largest resident set it had."""
+    """What this process holds: on the GPU, where the driver tells, or the largest resident set it
+    had.
+    """
     if device == "cpu":
         status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+        return next(
+            int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")
+        )
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     told = subprocess.run(query, check=True, capture_output=True, text=True).stdout
     held = dict(line.split(", ") for line in told.splitlines() if line.split(", ")[-1].isdigit())
-    # In a container the driver may know this process by another number: alone on the GPU, it is the only one.
+    # In a container the driver may know this process by another number: alone on the GPU, it is the
+    # only one.
     own = held.get(str(os.getpid())) or (next(iter(held.values())) if len(held) == 1 else None)
     return None if own is None else int(own) << 20
 
@@ -121,7 +139,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "ms_per_pass": 1e3 * median / nfe,
             "canvas": canvas,
         }
-    return {"contestant": options.contestant, "engine": engine, "loops": loops, "memory_bytes": memory_bytes(options.device)}
+    return {
+        "contestant": options.contestant,
+        "engine": engine,
+        "loops": loops,
+        "memory_bytes": memory_bytes(options.device),
+    }
 
 
 # ---- The whole run ----
@@ -148,12 +171,28 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
 
     checkpoint, bundle = work / "checkpoint", work / f"bundle-{options.precision}"
     if not (checkpoint / "model.safetensors.index.json").is_file():
-        shape = TINY | {"n_layers": 2} if options.tiny else real_size.REAL | {"n_layers": options.layers}
+        shape = (
+            TINY | {"n_layers": 2}
+            if options.tiny
+            else real_size.REAL | {"n_layers": options.layers}
+        )
         ids = {} if options.tiny else real_size.IDS
-        real_size.write_checkpoint(checkpoint, real_size.llada_config(**shape, **ids), has_data=True)
+        real_size.write_checkpoint(
+            checkpoint, real_size.llada_config(**shape, **ids), has_data=True
+        )
     if not (bundle / "manifest.json").is_file():
-        build = [sys.executable, "-m", "dlm_export.cli", "build", str(checkpoint), "--target", "cuda"]
-        verify = [] if options.tiny else ["--no-verify"]  # in torch's fp32 the denoiser would take twice the memory
+        build = [
+            sys.executable,
+            "-m",
+            "dlm_export.cli",
+            "build",
+            str(checkpoint),
+            "--target",
+            "cuda",
+        ]
+        verify = (
+            [] if options.tiny else ["--no-verify"]
+        )  # in torch's fp32 the denoiser would take twice the memory
         run([*build, "--precision", options.precision, *verify, "-o", str(bundle)])
     return checkpoint, bundle
 
@@ -189,7 +228,9 @@ def compare(options: argparse.Namespace, checkpoint: Path, bundle: Path) -> list
     for row in rows:
         other, canvas = eager.get(row.get("cache", "")), row.pop("canvas", None)
         if other is not None and canvas is not None:
-            row["equal"] = sum(one == two for one, two in zip(canvas, other, strict=True)) / len(other)
+            row["equal"] = sum(one == two for one, two in zip(canvas, other, strict=True)) / len(
+                other
+            )
     return rows
 
 
@@ -199,13 +240,19 @@ def machine(device: str) -> dict[str, Any]:
 
     found = {name: value for name, value in this_machine().items() if name != "onnxruntime_library"}
     if device != "cpu":
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total",
+            "--format=csv,noheader",
+        ]
         found["gpu"] = run(query).strip()
     return found
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'contestant':18} {'cache':6} {'tokens/s':>9} {'ms a pass':>10} {'passes':>7} {'GiB':>6} {'equal':>6}")
+    print(
+        f"{'contestant':18} {'cache':6} {'tokens/s':>9} {'ms a pass':>10} {'passes':>7} {'GiB':>6} {'equal':>6}"
+    )
     for row in rows:
         if "failed" in row:
             print(f"{row['contestant']:18} {row['failed']}")
@@ -217,10 +264,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--wheel", type=Path, help="onnxruntime-gpu's, to install first")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a network of a few layers, to rehearse with")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a network of a few layers, to rehearse with"
+    )
     parser.add_argument("--layers", type=int, default=LAYERS, help="of 8 B's shape")
     parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
     parser.add_argument("--prompt", type=int, default=128, help="tokens given")
@@ -229,7 +280,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens-per-pass", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--contestants", type=lambda text: text.split(","), help="of native, torch-eager and so on, with commas"
+        "--contestants",
+        type=lambda text: text.split(","),
+        help="of native, torch-eager and so on, with commas",
     )
     parser.add_argument("--work", type=Path, help="folder that keeps the checkpoint and the bundle")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -240,7 +293,9 @@ def parse() -> argparse.Namespace:
     if options.contestants is None:
         options.contestants = [NATIVE, *(TORCH if options.device == "cuda" else TORCH[:1])]
     if unknown := {*options.contestants} - {NATIVE, *TORCH}:
-        parser.error(f"--contestants: {', '.join(sorted(unknown))}: of {', '.join([NATIVE, *TORCH])}")
+        parser.error(
+            f"--contestants: {', '.join(sorted(unknown))}: of {', '.join([NATIVE, *TORCH])}"
+        )
     return options
 
 
@@ -258,10 +313,16 @@ def main() -> int:
     show(rows)
     if options.json:
         request = {
-            name: getattr(options, name) for name in ("precision", "prompt", "new", "block", "tokens_per_pass", "rounds")
+            name: getattr(options, name)
+            for name in ("precision", "prompt", "new", "block", "tokens_per_pass", "rounds")
         }
         shape = "tiny" if options.tiny else f"LLaDA-8B's, {options.layers} layers"
-        told = {"machine": machine(options.device), "shape": shape, "request": request, "rows": rows}
+        told = {
+            "machine": machine(options.device),
+            "shape": shape,
+            "request": request,
+            "rows": rows,
+        }
         options.json.write_text(json.dumps(told, indent=1) + "\n")
     return 1 if any("failed" in row for row in rows) else 0
 

@@ -1,9 +1,10 @@
 """The number formats that quantised denoisers are stored and run in, exact to the bit, in numpy.
 
-INT8 and INT4 are symmetric integers; FP8 is E4M3 without infinities (arXiv:2209.05433); NVFP4 is E2M1 (OCP Microscaling
-Formats 1.0) in groups of 16 with an E4M3 scale a group and one fp32 scale a tensor, as NVIDIA's modelopt packs it. Rounding
-is half to even everywhere, as in ONNX QuantizeLinear. Matrices are worked on in blocks, and quantised on all cores: besides
-the result, temporaries stay at a few MiB a core whatever the matrix's size.
+INT8 and INT4 are symmetric integers; FP8 is E4M3 without infinities (arXiv:2209.05433); NVFP4 is
+E2M1 (OCP Microscaling Formats 1.0) in groups of 16 with an E4M3 scale a group and one fp32 scale a
+tensor, as NVIDIA's modelopt packs it. Rounding is half to even everywhere, as in ONNX
+QuantizeLinear. Matrices are worked on in blocks, and quantised on all cores: besides the result,
+temporaries stay at a few MiB a core whatever the matrix's size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ E2M1_VALUES = np.array(
 INT4_GROUP_SIZE = 128  # where none is asked for: the usual one of GPTQ and AWQ
 NVFP4_GROUP_SIZE = 16  # fixed by the format
 
-_LEVELS = {"int8": np.float32(127), "int4": np.float32(7), "fp8": np.float32(448), "nvfp4": np.float32(6 * 448)}
+_LEVELS = {
+    "int8": np.float32(127),
+    "int4": np.float32(7),
+    "fp8": np.float32(448),
+    "nvfp4": np.float32(6 * 448),
+}
 CODE_TYPES = {
     "int8": np.dtype(np.int8),
     "int4": np.dtype(ml_dtypes.int4),
@@ -42,12 +48,17 @@ _CODE_LIMITS = {
     "fp8": (np.float32(-448), np.float32(448)),
 }
 _SMALLEST_E4M3 = np.float32(2**-9)
-# Below this a scale is as good as zero, and taken as 1: fp32 subnormals lose bits, and flush to zero on some devices. NVFP4
-# multiplies its tensor scale by group scales down to 2**-9, and the product has to stay a normal number.
+# Below this a scale is as good as zero, and taken as 1: fp32 subnormals lose bits, and flush to
+# zero on some devices. NVFP4 multiplies its tensor scale by group scales down to 2**-9, and the
+# product has to stay a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_RANGES = tuple(np.float32(7 / level) for level in (7, 7.5, 8, 8.5, 9))
-"""Ranges that int4's scales are chosen from, in shares of a group's largest value: it falls on 7 or -7, on -8, or beyond."""
-SMALLEST_FP16_SCALE = np.float32(2.0**-20)  # four bits of a subnormal: a coarser scale would be off by more than a code
+"""Ranges that int4's scales are chosen from, in shares of a group's largest value: it falls on 7 or
+-7, on -8, or beyond.
+"""
+SMALLEST_FP16_SCALE = np.float32(
+    2.0**-20
+)  # four bits of a subnormal: a coarser scale would be off by more than a code
 SMALLEST_ROW = np.float32(1e-30)  # range of a row of activations, so that one of zeros has codes
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 _BLOCK = 1 << 18  # elements worked on at a time: 1 MiB of fp32, which stays in a core's cache
@@ -55,7 +66,9 @@ _SMALL_GROUP = 32
 
 
 class QuantisationError(DlmError):
-    """Something cannot be quantised as asked: values are not finite, or the format does not take the shape."""
+    """Something cannot be quantised as asked: values are not finite, or the format does not take
+    the shape.
+    """
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -70,8 +83,8 @@ class QuantisedWeight:
     | fp8 | ml_dtypes.float8_e4m3fn [K, N] | fp32 [N] |
     | nvfp4 | uint8 0..15 [N, K], E2M1 | ml_dtypes.float8_e4m3fn [N, K / 16] |
 
-    ``global_scale`` is nvfp4's fp32 scale of the whole tensor, otherwise None; ``group_size`` counts along K, None for int8
-    and fp8.
+    ``global_scale`` is nvfp4's fp32 scale of the whole tensor, otherwise None; ``group_size``
+    counts along K, None for int8 and fp8.
     """
 
     format: str
@@ -87,7 +100,9 @@ class QuantisedWeight:
         return (second, first) if self.format == "nvfp4" else (first, second)
 
     def dequantise(self) -> np.ndarray:
-        """The matrix as fp32 ``[K, N]``: codes times scales, multiplied in the order of ONNX DequantizeLinear."""
+        """The matrix as fp32 ``[K, N]``: codes times scales, multiplied in the order of ONNX
+        DequantizeLinear.
+        """
         rows, columns = self.shape
         out = np.empty((rows, columns), dtype=np.float32)
         for start, stop in _row_blocks(rows, columns, self.group_size or 1):
@@ -97,14 +112,18 @@ class QuantisedWeight:
                 scales = self.scales[:, groups].T.astype(np.float32) * self.global_scale
                 values = E2M1_VALUES[self.codes[:, start:stop].T]
                 np.multiply(
-                    _grouped(values, NVFP4_GROUP_SIZE), scales[:, None], out=_grouped(out[start:stop], NVFP4_GROUP_SIZE)
+                    _grouped(values, NVFP4_GROUP_SIZE),
+                    scales[:, None],
+                    out=_grouped(out[start:stop], NVFP4_GROUP_SIZE),
                 )
             elif self.format == "int4":
                 assert self.group_size is not None
                 scales = self.scales[np.arange(start, stop) // self.group_size]
                 np.multiply(self.codes[start:stop].astype(np.float32), scales, out=out[start:stop])
             else:
-                np.multiply(self.codes[start:stop].astype(np.float32), self.scales, out=out[start:stop])
+                np.multiply(
+                    self.codes[start:stop].astype(np.float32), self.scales, out=out[start:stop]
+                )
         return out
 
     def columns(self, chosen: slice | np.ndarray) -> QuantisedWeight:
@@ -114,7 +133,9 @@ class QuantisedWeight:
         return replace(self, codes=self.codes[:, chosen], scales=self.scales[..., chosen])
 
     def packed_bytes(self) -> int:
-        """Bytes that codes and scales take: two codes a byte in the four-bit formats, scales in the type they have here."""
+        """Bytes that codes and scales take: two codes a byte in the four-bit formats, scales in the
+        type they have here.
+        """
         codes = -(-self.codes.size // 2) if self.format in ("int4", "nvfp4") else self.codes.size
         return codes + self.scales.nbytes + (4 if self.global_scale is not None else 0)
 
@@ -129,15 +150,16 @@ def quantise_weight(
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` (any float dtype; rounded from its fp32 value), half to even.
 
-    int8: codes -127..127, scale amax / 127 a column. int4: codes -8..7, of every group of ``group_size`` rows of a column (128
-    unless given) the scale of ``int4_scales``. fp8: scale amax / 448 a column. nvfp4: global scale amax / (6 * 448), group
-    scale E4M3(amax of 16 rows / (6 * global scale)).
-    ``amax`` replaces the largest absolute value as the range: a scalar, or what broadcasts to the scales' shape (nvfp4: a
-    scalar), which int4 divides by 7. Values beyond it saturate. Where the range is zero the scale is 1 and the codes are 0.
-    ``scale_dtype`` is what the graph holds scales in: they are rounded to it before codes are chosen, and stay fp32 here.
+    int8: codes -127..127, scale amax / 127 a column. int4: codes -8..7, of every group of
+    ``group_size`` rows of a column (128 unless given) the scale of ``int4_scales``. fp8: scale amax
+    / 448 a column. nvfp4: global scale amax / (6 * 448), group scale E4M3(amax of 16 rows / (6 *
+    global scale)). ``amax`` replaces the largest absolute value as the range: a scalar, or what
+    broadcasts to the scales' shape (nvfp4: a scalar), which int4 divides by 7. Values beyond it
+    saturate. Where the range is zero the scale is 1 and the codes are 0. ``scale_dtype`` is what
+    the graph holds scales in: they are rounded to it before codes are chosen, and stay fp32 here.
 
-    Raises QuantisationError for an unknown format, a group size or K that the format does not take, and values or ranges
-    that are not finite.
+    Raises QuantisationError for an unknown format, a group size or K that the format does not take,
+    and values or ranges that are not finite.
     """
     group_size = _checked_group_size(format, group_size)
     _check_matrix(w, format)
@@ -157,7 +179,9 @@ def quantise_weight(
         ranges = _ranges(w, block, size) if given is None else given.reshape(-1, columns)[:, at]
         found = scales_of(ranges, format, scale_dtype)
         done = np.empty_like(block, dtype=codes.dtype)
-        for (groups, values), (_, into) in zip(_by_group(block, size), _by_group(done, size), strict=True):
+        for (groups, values), (_, into) in zip(
+            _by_group(block, size), _by_group(done, size), strict=True
+        ):
             if format == "int4" and given is None:
                 found[groups] = int4_scales(values, ranges[groups], scale_dtype)
             into[...] = encode(values, found[groups, None], format)
@@ -169,10 +193,11 @@ def quantise_weight(
 
 
 def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> np.ndarray:
-    """The codes of finite fp32 ``values`` under fp32 ``scales`` that broadcast to them, for int8, int4 and fp8.
+    """The codes of finite fp32 ``values`` under fp32 ``scales`` that broadcast to them, for int8,
+    int4 and fp8.
 
-    Divides, as ONNX QuantizeLinear does (a product with the reciprocal rounds otherwise), and saturates: int8 at -127 and 127,
-    int4 at -8 and 7, fp8 at -448 and 448.
+    Divides, as ONNX QuantizeLinear does (a product with the reciprocal rounds otherwise), and
+    saturates: int8 at -127 and 127, int4 at -8 and 7, fp8 at -448 and 448.
     """
     low, high = _CODE_LIMITS[format]
     with np.errstate(over="ignore"):  # a range far below the values: they saturate
@@ -187,23 +212,30 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
 
 
 def scales_of(amax: np.ndarray, format: str, scale_dtype: ScaleType = FP32) -> np.ndarray:
-    """fp32 scales that put ``amax`` on the largest code (nvfp4: the tensor's global scale); 1 where amax is next to nothing.
+    """fp32 scales that put ``amax`` on the largest code (nvfp4: the tensor's global scale); 1 where
+    amax is next to nothing.
 
     They are values of ``scale_dtype``; in fp16 none is smaller than ``SMALLEST_FP16_SCALE``.
     """
     smallest = _SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE
     scales = np.asarray(amax, dtype=np.float32) / _LEVELS[format]
-    guarded: np.ndarray = np.where(scales < smallest, np.float32(1), round_scales(scales, scale_dtype))
+    guarded: np.ndarray = np.where(
+        scales < smallest, np.float32(1), round_scales(scales, scale_dtype)
+    )
     return guarded
 
 
 def int4_scales(
-    values: np.ndarray, amax: np.ndarray, scale_dtype: ScaleType = FP32, weights: np.ndarray | None = None
+    values: np.ndarray,
+    amax: np.ndarray,
+    scale_dtype: ScaleType = FP32,
+    weights: np.ndarray | None = None,
 ) -> np.ndarray:
-    """fp32 scales ``[G, N]`` of finite fp32 groups ``[G, size, N]`` whose largest absolute values are ``amax`` ``[G, N]``.
+    """fp32 scales ``[G, N]`` of finite fp32 groups ``[G, size, N]`` whose largest absolute values
+    are ``amax`` ``[G, N]``.
 
-    Of five, from amax / 7 to amax / 9, the one that leaves the least squared error, each row's counting ``weights``
-    ``[G, size, N]`` or what broadcasts to it; the largest of equals.
+    Of five, from amax / 7 to amax / 9, the one that leaves the least squared error, each row's
+    counting ``weights`` ``[G, size, N]`` or what broadcasts to it; the largest of equals.
     """
     widest = best = scales_of(amax, "int4", scale_dtype)
     least = np.full_like(best, np.inf)
@@ -213,10 +245,13 @@ def int4_scales(
         error = np.rint(exact)
         np.clip(error, *_CODE_LIMITS["int4"], out=error)
         error -= exact
-        error *= error  # in steps, which are of about one size: no magnitude of weights leaves fp32's range
+        # in steps, which are of about one size: no magnitude of weights leaves fp32's range
+        error *= error
         if weights is not None:
             error *= weights
-        with np.errstate(over="ignore", invalid="ignore"):  # a range below the smallest scale's, whose scale is 1, never wins
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # a range below the smallest scale's, whose scale is 1, never wins
             total = error.sum(1) * (scales / widest) ** 2
         best = np.where(total < least, scales, best)
         np.minimum(least, total, out=least)
@@ -241,8 +276,11 @@ def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWei
     return replace(weight, scales=round_scales(weight.scales, scale_dtype))
 
 
-def weight_ranges(w: np.ndarray | Lazy, format: str, group_size: int | None = None) -> tuple[np.ndarray, int | None]:
-    """Each group's largest absolute value, fp32 ``[G, N]``, and the group size that a format takes (None: one group a column).
+def weight_ranges(
+    w: np.ndarray | Lazy, format: str, group_size: int | None = None
+) -> tuple[np.ndarray, int | None]:
+    """Each group's largest absolute value, fp32 ``[G, N]``, and the group size that a format takes
+    (None: one group a column).
 
     Raises QuantisationError as ``quantise_weight`` does.
     """
@@ -252,9 +290,11 @@ def weight_ranges(w: np.ndarray | Lazy, format: str, group_size: int | None = No
 
 
 def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
-    """The largest absolute value of each group of ``group_size`` rows, fp32 ``[ceil(K / group_size), N]``.
+    """The largest absolute value of each group of ``group_size`` rows, fp32 ``[ceil(K /
+    group_size), N]``.
 
-    The last group may be short. Raises QuantisationError if a value of ``w`` ``[K, N]`` is not finite.
+    The last group may be short. Raises QuantisationError if a value of ``w`` ``[K, N]`` is not
+    finite.
     """
     rows, columns = w.shape
     out = np.empty((-(-rows // group_size), columns), dtype=np.float32)
@@ -266,17 +306,21 @@ def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
     return out
 
 
-def quantise_activation(x: np.ndarray, format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.ndarray:
+def quantise_activation(
+    x: np.ndarray, format: str, amax: float | None, scale_dtype: ScaleType = FP32
+) -> np.ndarray:
     """``x`` (fp32, any shape) quantised and dequantised again: what the layer behind it sees.
 
-    int8: scale ``amax / 127`` a tensor, codes -128..127; with amax None each row of the last axis has its own range and
-    codes -127..127. fp8: scale ``amax / 448`` a tensor. nvfp4: global scale
-    ``amax / (6 * 448)``, groups of 16 along the last axis scaled as they come. Values beyond amax saturate.
-    Raises QuantisationError for other formats, a missing or unusable amax, a last axis that nvfp4 cannot group, and values
-    that are not finite.
+    int8: scale ``amax / 127`` a tensor, codes -128..127; with amax None each row of the last axis
+    has its own range and codes -127..127. fp8: scale ``amax / 448`` a tensor. nvfp4: global scale
+    ``amax / (6 * 448)``, groups of 16 along the last axis scaled as they come. Values beyond amax
+    saturate. Raises QuantisationError for other formats, a missing or unusable amax, a last axis
+    that nvfp4 cannot group, and values that are not finite.
     """
     if format not in ("int8", "fp8", "nvfp4"):
-        raise QuantisationError(f"activations cannot be quantised to {format!r}: choose int8, fp8 or nvfp4.")
+        raise QuantisationError(
+            f"activations cannot be quantised to {format!r}: choose int8, fp8 or nvfp4."
+        )
     x = np.asarray(x, dtype=np.float32)
     if format == "nvfp4" and (x.ndim == 0 or x.shape[-1] % NVFP4_GROUP_SIZE):
         raise QuantisationError(
@@ -294,7 +338,9 @@ def quantise_activation(x: np.ndarray, format: str, amax: float | None, scale_dt
         block = flat[start:stop]
         if format == "nvfp4":
             groups = block.reshape(-1, NVFP4_GROUP_SIZE)
-            group_scales = nvfp4_group_scales(np.maximum(groups.max(axis=1), -groups.min(axis=1)), scale)
+            group_scales = nvfp4_group_scales(
+                np.maximum(groups.max(axis=1), -groups.min(axis=1)), scale
+            )
             steps = group_scales.astype(np.float32) * scale
             with np.errstate(over="ignore"):
                 codes = e2m1_codes(groups / steps[:, None])
@@ -308,33 +354,44 @@ def quantise_activation(x: np.ndarray, format: str, amax: float | None, scale_dt
 
 
 def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.float32:
-    """The static scale for an activation range, a value of ``scale_dtype``: what the graph holds and
-    ``quantise_activation`` rounds with.
+    """The static scale for an activation range, a value of ``scale_dtype``: what the graph holds
+    and ``quantise_activation`` rounds with.
 
     Raises QuantisationError if amax is missing, not finite or not positive.
     """
     if amax is None or not np.isfinite(amax) or amax <= 0:
-        raise QuantisationError(f"{format} activations need a positive range, not {amax}: calibrate the layer first.")
+        raise QuantisationError(
+            f"{format} activations need a positive range, not {amax}: calibrate the layer first."
+        )
     scale = float(np.float32(amax) / _LEVELS[format])
     # An input that was all but zero in calibration keeps a tiny range.
-    usable = np.float32(max(scale, float(_SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE)))
+    usable = np.float32(
+        max(scale, float(_SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE))
+    )
     rounded: np.float32 = np.float32(float(round_scales(np.asarray(usable), scale_dtype)))
     return rounded
 
 
 def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray:
-    """E4M3 scales of groups whose largest absolute values are ``amax``: 1 for zeros, otherwise clipped to 2**-9..448."""
+    """E4M3 scales of groups whose largest absolute values are ``amax``: 1 for zeros, otherwise
+    clipped to 2**-9..448.
+    """
     with np.errstate(over="ignore"):
         scales = amax / np.float32(np.float32(6) * global_scale)
     scales[scales == 0] = 1
-    group_scales: np.ndarray = np.clip(scales, _SMALLEST_E4M3, _LEVELS["fp8"]).astype(ml_dtypes.float8_e4m3fn)
+    group_scales: np.ndarray = np.clip(scales, _SMALLEST_E4M3, _LEVELS["fp8"]).astype(
+        ml_dtypes.float8_e4m3fn
+    )
     return group_scales
 
 
 def e2m1_codes(values: np.ndarray) -> np.ndarray:
-    """The E2M1 code, uint8 0..15, of each fp32 value: half to even, saturating at 6. Minus zero gets the code of zero."""
-    # Codes are 1/2 apart up to 2, 1 apart up to 4, 2 apart up to 6. Rounded at each of the three distances and counted in
-    # codes, the right one gives the smallest number; where a code is an even integer, half to even goes to it.
+    """The E2M1 code, uint8 0..15, of each fp32 value: half to even, saturating at 6. Minus zero
+    gets the code of zero.
+    """
+    # Codes are 1/2 apart up to 2, 1 apart up to 4, 2 apart up to 6. Rounded at each of the three
+    # distances and counted in codes, the right one gives the smallest number; where a code is an
+    # even integer, half to even goes to it.
     magnitude = np.abs(values)
     np.minimum(magnitude, np.float32(6), out=magnitude)
     codes = np.rint(magnitude + magnitude)
@@ -346,15 +403,20 @@ def e2m1_codes(values: np.ndarray) -> np.ndarray:
     magnitude += np.float32(4)
     np.minimum(codes, magnitude, out=codes)
     unsigned: np.ndarray = codes.astype(np.uint8)
-    # As modelopt does it: a negative value that rounds to zero keeps its sign bit, minus zero does not have one.
+    # As modelopt does it: a negative value that rounds to zero keeps its sign bit, minus zero does
+    # not have one.
     unsigned |= (values < 0).view(np.uint8) << np.uint8(3)
     return unsigned
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Two codes (uint8 0..15) a byte along the last axis, which must be even; the earlier in the low nibble, as in ONNX."""
+    """Two codes (uint8 0..15) a byte along the last axis, which must be even; the earlier in the
+    low nibble, as in ONNX.
+    """
     if codes.ndim == 0 or codes.shape[-1] % 2:
-        raise QuantisationError(f"codes of shape {list(codes.shape)} cannot be packed: the last axis has to be even.")
+        raise QuantisationError(
+            f"codes of shape {list(codes.shape)} cannot be packed: the last axis has to be even."
+        )
     assert codes.dtype == np.uint8
     packed: np.ndarray = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
     return packed
@@ -369,7 +431,9 @@ def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
     return codes
 
 
-def _quantise_nvfp4(w: np.ndarray | Lazy, amax: np.ndarray | float | None, scale_dtype: ScaleType) -> QuantisedWeight:
+def _quantise_nvfp4(
+    w: np.ndarray | Lazy, amax: np.ndarray | float | None, scale_dtype: ScaleType
+) -> QuantisedWeight:
     rows, columns = w.shape
     ranges = group_amax(w, NVFP4_GROUP_SIZE)
     tensor_amax = ranges.max() if amax is None else _given_amax(amax, ())
@@ -386,12 +450,18 @@ def _quantise_nvfp4(w: np.ndarray | Lazy, amax: np.ndarray | float | None, scale
 
     _for_columns(w, quantise)
     return QuantisedWeight(
-        "nvfp4", codes, np.ascontiguousarray(scales.T), global_scale=global_scale, group_size=NVFP4_GROUP_SIZE
+        "nvfp4",
+        codes,
+        np.ascontiguousarray(scales.T),
+        global_scale=global_scale,
+        group_size=NVFP4_GROUP_SIZE,
     )
 
 
 def _quantise_rows(x: np.ndarray) -> np.ndarray:
-    """Each row of the last axis by its own range, symmetric around zero; ``dlm_export.graph.functions`` has it in ONNX."""
+    """Each row of the last axis by its own range, symmetric around zero;
+    ``dlm_export.graph.functions`` has it in ONNX.
+    """
     amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), SMALLEST_ROW)
     codes = np.rint(x * (np.float32(127) / amax))
     fake: np.ndarray = codes * (amax / np.float32(127))
@@ -400,10 +470,14 @@ def _quantise_rows(x: np.ndarray) -> np.ndarray:
 
 def _checked_group_size(format: str, group_size: int | None) -> int | None:
     if format not in NUMBER_FORMATS:
-        raise QuantisationError(f"unknown format {format!r}: choose one of {', '.join(NUMBER_FORMATS)}.")
+        raise QuantisationError(
+            f"unknown format {format!r}: choose one of {', '.join(NUMBER_FORMATS)}."
+        )
     if format in ("int8", "fp8"):
         if group_size is not None:
-            raise QuantisationError(f"{format} has one scale a column and takes no group size; {group_size} was asked for.")
+            raise QuantisationError(
+                f"{format} has one scale a column and takes no group size; {group_size} was asked for."
+            )
         return None
     if format == "nvfp4":
         if group_size not in (None, NVFP4_GROUP_SIZE):
@@ -411,7 +485,9 @@ def _checked_group_size(format: str, group_size: int | None) -> int | None:
         return NVFP4_GROUP_SIZE
     size = INT4_GROUP_SIZE if group_size is None else group_size
     if size < 1:
-        raise QuantisationError(f"a group size of {size} is not positive: int4 is usual with 32 or 128.")
+        raise QuantisationError(
+            f"a group size of {size} is not positive: int4 is usual with 32 or 128."
+        )
     return size
 
 
@@ -432,7 +508,9 @@ def _check_finite(w: np.ndarray | Lazy) -> None:
     count, first = 0, (0, 0)
     for start, stop in _row_blocks(w.shape[0], w.shape[1], 1):
         block = np.asarray(w[start:stop, :], dtype=np.float32)
-        if np.isfinite(block.max()) and np.isfinite(block.min()):  # NaN comes through either; no temporary
+        if np.isfinite(block.max()) and np.isfinite(
+            block.min()
+        ):  # NaN comes through either; no temporary
             continue
         bad = np.argwhere(~np.isfinite(block))
         if not count:
@@ -448,7 +526,9 @@ def _check_finite(w: np.ndarray | Lazy) -> None:
 def _given_amax(amax: np.ndarray | float, shape: tuple[int, ...]) -> np.ndarray:
     ranges = np.asarray(amax, dtype=np.float32)
     if not (np.isfinite(ranges).all() and (ranges >= 0).all()):
-        raise QuantisationError("a given range (amax) is negative, NaN or infinite: give finite values of at least 0.")
+        raise QuantisationError(
+            "a given range (amax) is negative, NaN or infinite: give finite values of at least 0."
+        )
     try:
         return np.broadcast_to(ranges, shape)
     except ValueError as err:
@@ -458,14 +538,18 @@ def _given_amax(amax: np.ndarray | float, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of blocks of rows with about ``_BLOCK`` elements, each but the last a multiple of ``multiple`` long."""
+    """``(start, stop)`` of blocks of rows with about ``_BLOCK`` elements, each but the last a
+    multiple of ``multiple`` long.
+    """
     step = max(1, _BLOCK // (max(columns, 1) * multiple)) * multiple
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 
 
 def _for_columns(w: np.ndarray | Lazy, function: Callable[[slice], None]) -> None:
-    """Call ``function`` on all cores with slices of ``w``'s columns, each of about ``_BLOCK`` elements."""
+    """Call ``function`` on all cores with slices of ``w``'s columns, each of about ``_BLOCK``
+    elements.
+    """
     rows, columns = w.shape
     for _ in ahead(function, slices(columns, max(1, _BLOCK // rows))):
         pass
@@ -494,7 +578,9 @@ def _ranges(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.ndar
 
 
 def _by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Views ``[groups, rows, N]`` of ``[K, N]`` with the groups that they are: the whole ones, and a last one that is short."""
+    """Views ``[groups, rows, N]`` of ``[K, N]`` with the groups that they are: the whole ones, and
+    a last one that is short.
+    """
     whole = len(matrix) // group_size
     if whole:
         yield slice(0, whole), _grouped(matrix[: whole * group_size], group_size)
@@ -505,7 +591,8 @@ def _by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.n
 def _put(out: np.ndarray, block: np.ndarray) -> None:
     """Copy a block of bytes, whichever way round it lies."""
     if block.strides[0] < block.strides[1] and not out.strides[0] < out.strides[1]:
-        # Columns that lie a power of two apart share a few lines of the cache, and are ten times as slow to turn around.
+        # Columns that lie a power of two apart share a few lines of the cache, and are ten times as
+        # slow to turn around.
         apart = np.empty((block.shape[1], block.shape[0] + 64), block.dtype)[:, : block.shape[0]].T
         apart[...] = block
         block = apart

@@ -1,8 +1,10 @@
-"""What a quantised denoiser loses against its reference, computed from logits, canvases and texts alone.
+"""What a quantised denoiser loses against its reference, computed from logits, canvases and texts
+alone.
 
-Cross-entropy, agreement and Kullback-Leibler divergence of masked positions, in nats; the likelihood bound of masked diffusion
-(arXiv:2502.09992, equation 6) in bits per byte; free-running outputs side by side; paired bootstrap intervals (Efron 1979).
-Everything is computed in float64: two denoisers a quantisation apart differ in digits that fp32 sums lose.
+Cross-entropy, agreement and Kullback-Leibler divergence of masked positions, in nats; the
+likelihood bound of masked diffusion (arXiv:2502.09992, equation 6) in bits per byte; free-running
+outputs side by side; paired bootstrap intervals (Efron 1979). Everything is computed in float64:
+two denoisers a quantisation apart differ in digits that fp32 sums lose.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ RESAMPLES = 1000  # of the bootstrap; the ends of a 95% interval rest on 25 of t
 LEVEL = 0.95
 TOP = 5
 SHOWN_SAMPLES = 12  # free runs kept whole, for reading
-_CHUNK_ELEMENTS = 1 << 22  # logits handled at a time: 32 MB in float64, 33 rows of a vocabulary of 126,464
+_CHUNK_ELEMENTS = (
+    1 << 22
+)  # logits handled at a time: 32 MB in float64, 33 rows of a vocabulary of 126,464
 
 Decode = Callable[[list[int]], str | None]
 
@@ -33,8 +37,9 @@ Decode = Callable[[list[int]], str | None]
 class Rows:
     """Scored positions of two denoisers, one entry a position, all float64 or int64 ``[R]``.
 
-    ``reference_ce``, ``candidate_ce``: cross-entropy of the true token. ``kl``: of the candidate from the reference.
-    ``rank``: how many tokens the candidate holds likelier than the reference's best one, ties by id: 0 where both agree.
+    ``reference_ce``, ``candidate_ce``: cross-entropy of the true token. ``kl``: of the candidate
+    from the reference. ``rank``: how many tokens the candidate holds likelier than the reference's
+    best one, ties by id: 0 where both agree.
     """
 
     reference_ce: np.ndarray
@@ -52,14 +57,17 @@ class Rows:
 
     def take(self, chosen: np.ndarray) -> Rows:
         """The rows at ``chosen``, bool ``[R]`` or indices."""
-        return Rows(self.reference_ce[chosen], self.candidate_ce[chosen], self.kl[chosen], self.rank[chosen])
+        return Rows(
+            self.reference_ce[chosen], self.candidate_ce[chosen], self.kl[chosen], self.rank[chosen]
+        )
 
     def __len__(self) -> int:
         return len(self.kl)
 
 
 def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
-    """Log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``, the mask token excluded (-inf): it is never predicted.
+    """Log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``, the mask token excluded (-inf):
+    it is never predicted.
 
     NaN or infinite logits give NaN.
     """
@@ -72,7 +80,9 @@ def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
 
 
 def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """KL(p || q) in nats ``[R]`` of log-probabilities ``[R, V]``; at least 0, infinite where q excludes what p does not."""
+    """KL(p || q) in nats ``[R]`` of log-probabilities ``[R, V]``; at least 0, infinite where q
+    excludes what p does not.
+    """
     p = np.exp(log_p)
     with np.errstate(invalid="ignore"):
         terms = np.where(p > 0, p * (log_p - log_q), 0.0)
@@ -82,17 +92,22 @@ def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
 
 
 def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """How many tokens of each row ``[R, V]`` come before ``tokens`` ``[R]``: likelier ones, or equal ones of lower id."""
+    """How many tokens of each row ``[R, V]`` come before ``tokens`` ``[R]``: likelier ones, or
+    equal ones of lower id.
+    """
     value = np.take_along_axis(log_probs, tokens[:, None], 1)
     is_lower = np.arange(log_probs.shape[1]) < tokens[:, None]
     ranks: np.ndarray = ((log_probs > value) | ((log_probs == value) & is_lower)).sum(-1)
     return ranks
 
 
-def compare_rows(reference: np.ndarray, candidate: np.ndarray, truth: np.ndarray, mask_token_id: int) -> Rows:
+def compare_rows(
+    reference: np.ndarray, candidate: np.ndarray, truth: np.ndarray, mask_token_id: int
+) -> Rows:
     """Compare raw logits ``[R, V]`` of both at positions whose true tokens are ``truth`` ``[R]``.
 
-    Entries are NaN or infinite where logits are. Memory beside the inputs is bounded whatever ``R`` and ``V``.
+    Entries are NaN or infinite where logits are. Memory beside the inputs is bounded whatever ``R``
+    and ``V``.
     """
     assert reference.shape == candidate.shape, (reference.shape, candidate.shape)
     count, vocab = reference.shape
@@ -114,11 +129,12 @@ def compare_rows(reference: np.ndarray, candidate: np.ndarray, truth: np.ndarray
 
 
 def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[str, Any]:
-    """Means over rows, with the interval of the increase over the ``samples`` samples; ``sample`` ``[R]`` says whose a row is.
+    """Means over rows, with the interval of the increase over the ``samples`` samples; ``sample``
+    ``[R]`` says whose a row is.
 
-    ``ce_increase`` is relative (0.01: one per cent more) and None where the reference's loss is 0 and the candidate's is
-    not. ``top5`` is the share of positions at which the reference's best token is among the candidate's best five. Raises
-    ValueError for no rows.
+    ``ce_increase`` is relative (0.01: one per cent more) and None where the reference's loss is 0
+    and the candidate's is not. ``top5`` is the share of positions at which the reference's best
+    token is among the candidate's best five. Raises ValueError for no rows.
     """
     if not len(rows):
         raise ValueError("no rows to summarise")
@@ -140,7 +156,9 @@ def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[s
 
 
 def is_told_from_zero(row: Mapping[str, Any]) -> bool:
-    """Whether what ``summarise`` found is an increase and no chance: its interval lies above 0, or there is no bound to it."""
+    """Whether what ``summarise`` found is an increase and no chance: its interval lies above 0, or
+    there is no bound to it.
+    """
     increase, interval = row["ce_increase"], row["ce_increase_interval"]
     if increase is None or not np.isfinite(increase):
         return True
@@ -155,9 +173,11 @@ def ratio(above: float, below: float) -> float | None:
 
 
 def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[float, float] | None:
-    """95% bootstrap interval of ``sum(above) / sum(below)`` over pairs ``[N]`` drawn with replacement.
+    """95% bootstrap interval of ``sum(above) / sum(below)`` over pairs ``[N]`` drawn with
+    replacement.
 
-    The pairs stay together, so that what is hard for both cancels. None where a resample has no ratio.
+    The pairs stay together, so that what is hard for both cancels. None where a resample has no
+    ratio.
     """
     rng = np.random.default_rng(seed)
     found = []
@@ -187,7 +207,9 @@ def bits_per_byte(nats: float, text_bytes: int) -> float | None:
 
 
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
-    """Size of the intersection over that of the union of two sets, bool ``[M]`` each; 1 for two empty sets."""
+    """Size of the intersection over that of the union of two sets, bool ``[M]`` each; 1 for two
+    empty sets.
+    """
     union = int((first | second).sum())
     return int((first & second).sum()) / union if union else 1.0
 
@@ -205,7 +227,9 @@ class Commitment:
 
 
 class Frontier:
-    """Counts of how two denoisers differ in what they would commit, by mask ratio; fed a state at a time."""
+    """Counts of how two denoisers differ in what they would commit, by mask ratio; fed a state at a
+    time.
+    """
 
     def __init__(self, mask_token_id: int) -> None:
         self._mask_token_id = mask_token_id
@@ -217,12 +241,15 @@ class Frontier:
         self._frontier_kl: list[np.ndarray] = []
 
     def add(self, mask_ratio: float, reference: Commitment, candidate: Commitment) -> None:
-        """Compare both at one state, ``mask_ratio`` of whose positions behind the prompt are masked.
+        """Compare both at one state, ``mask_ratio`` of whose positions behind the prompt are
+        masked.
 
         A flip is another token at a position that both commit.
         """
         both = reference.is_chosen & candidate.is_chosen
-        rows = compare_rows(reference.logits, candidate.logits, reference.guess, self._mask_token_id)
+        rows = compare_rows(
+            reference.logits, candidate.logits, reference.guess, self._mask_token_id
+        )
         self._buckets.append(min(len(MASK_RATIOS) - 1, int(mask_ratio * len(MASK_RATIOS) + 1e-9)))
         self._jaccard.append(jaccard(reference.is_chosen, candidate.is_chosen))
         self._committed.append(int(both.sum()))
@@ -253,7 +280,8 @@ class Frontier:
             }
 
         rows = [
-            {"mask_ratio": mask_ratio, "states": int((buckets == index).sum())} | summary(buckets == index)
+            {"mask_ratio": mask_ratio, "states": int((buckets == index).sum())}
+            | summary(buckets == index)
             for index, mask_ratio in enumerate(MASK_RATIOS)
             if (buckets == index).any()
         ]
@@ -280,7 +308,9 @@ def token_agreement(first: Sequence[int], second: Sequence[int]) -> tuple[int, i
 
 
 def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Position of the first difference, None for equal sequences; one that goes on differs where the other ended."""
+    """Position of the first difference, None for equal sequences; one that goes on differs where
+    the other ended.
+    """
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return i
@@ -290,8 +320,9 @@ def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
 def same_answer(text: str | None, answer: str) -> bool:
     """Whether ``text`` says what ``answer`` does.
 
-    An answer that is a JSON object or array asks for equal JSON (key order, spacing and 1 or 1.0 do not matter); any other
-    for equal text, runs of whitespace counting as one space. No text is no answer.
+    An answer that is a JSON object or array asks for equal JSON (key order, spacing and 1 or 1.0 do
+    not matter); any other for equal text, runs of whitespace counting as one space. No text is no
+    answer.
     """
     if text is None:
         return False
@@ -309,23 +340,35 @@ def same_answer(text: str | None, answer: str) -> bool:
 
 def _same_json(first: Any, second: Any) -> bool:
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_same_json(value, second[key]) for key, value in first.items())
+        return first.keys() == second.keys() and all(
+            _same_json(value, second[key]) for key, value in first.items()
+        )
     if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(_same_json(a, b) for a, b in zip(first, second, strict=True))
+        return len(first) == len(second) and all(
+            _same_json(a, b) for a, b in zip(first, second, strict=True)
+        )
     # Python holds true and 1 for equal, JSON does not.
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one loop wrote behind a prompt: tokens up to and including the first end token, their text, passes."""
+    """What one loop wrote behind a prompt: tokens up to and including the first end token, their
+    text, passes.
+    """
 
     tokens: list[int]
     text: str | None
     nfe: int
 
 
-def as_run(tokens: Sequence[int], prompt: Sequence[int], nfe: int, eos_token_ids: Sequence[int], decode: Decode) -> Run:
+def as_run(
+    tokens: Sequence[int],
+    prompt: Sequence[int],
+    nfe: int,
+    eos_token_ids: Sequence[int],
+    decode: Decode,
+) -> Run:
     """A run from its finished canvas. The end token is not decoded."""
     written = until_end(tokens[len(prompt) :], eos_token_ids)
     is_ended = bool(written) and written[-1] in eos_token_ids
@@ -342,8 +385,8 @@ def summarise_runs(
 ) -> dict[str, Any]:
     """Free runs side by side, as accuracy.json has them. ``prompts`` are the texts to show.
 
-    A reference's run may be unknown (None): its passes are then an estimate, which ``reference_nfe`` has for every prompt, and
-    figures that compare texts are None.
+    A reference's run may be unknown (None): its passes are then an estimate, which
+    ``reference_nfe`` has for every prompt, and figures that compare texts are None.
     """
     known = [run for run in reference if run is not None]
     pairs = list(zip(known, candidate, strict=True)) if len(known) == len(candidate) else []
@@ -357,11 +400,16 @@ def summarise_runs(
     theirs, ours = np.array(passes), np.array([run.nfe for run in candidate])
     interval = ratio_interval(ours, theirs, seed)
     # Those that differ first, then those that nobody can tell.
-    order = sorted(range(len(candidate)), key=lambda i: (parted[i] is None, reference[i] is not None))[:SHOWN_SAMPLES]
+    order = sorted(
+        range(len(candidate)), key=lambda i: (parted[i] is None, reference[i] is not None)
+    )[:SHOWN_SAMPLES]
     return {
         "prompts": len(candidate),
         "exact_match": sum(a.tokens == b.tokens for a, b in pairs) / len(pairs) if pairs else None,
-        "token_agreement": sum(same for same, _ in agreed) / max(1, sum(count for _, count in agreed)) if pairs else None,
+        "token_agreement": sum(same for same, _ in agreed)
+        / max(1, sum(count for _, count in agreed))
+        if pairs
+        else None,
         "first_divergence_median": float(np.median(divergences)) if pairs and divergences else None,
         "reference_nfe": theirs.tolist(),
         "candidate_nfe": ours.tolist(),
@@ -403,7 +451,9 @@ def _task(
         "difference": None,
         "difference_interval": None,
     }
-    known = [same_answer(theirs.text, answer) for answer, theirs, _ in answered if theirs is not None]
+    known = [
+        same_answer(theirs.text, answer) for answer, theirs, _ in answered if theirs is not None
+    ]
     if len(known) == len(answered):
         difference = right - np.array(known, np.float64)
         found |= {

@@ -1,9 +1,11 @@
-"""What calibration learns about the inputs of a denoiser's layers: ranges, outliers, and how they drift while a canvas fills.
+"""What calibration learns about the inputs of a denoiser's layers: ranges, outliers, and how they
+drift while a canvas fills.
 
-Masked and committed positions are kept apart, and so are mask-ratio buckets: a range found on clean text alone misses the
-states that a denoiser works on (arXiv:2508.14896). A layer's memory is constant. Magnitudes are counted in 2048 bins of
-equal *relative* width, 32 an octave from 2**-32 to 2**32: nothing has to be known beforehand, the order of passes makes no
-difference, and a single huge activation, usual in language models, leaves the rest as well resolved as before.
+Masked and committed positions are kept apart, and so are mask-ratio buckets: a range found on clean
+text alone misses the states that a denoiser works on (arXiv:2508.14896). A layer's memory is
+constant. Magnitudes are counted in 2048 bins of equal *relative* width, 32 an octave from 2**-32 to
+2**32: nothing has to be known beforehand, the order of passes makes no difference, and a single
+huge activation, usual in language models, leaves the rest as well resolved as before.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ Method = Literal["max", "percentile", "mse", "entropy"]
 Levels = Literal["int8", "fp8"]
 
 SMALLEST_AMAX = 2.0**-64
-"""Range of an input that was always zero: whatever scale a format makes of it is a normal fp32 number."""
+"""Range of an input that was always zero: whatever scale a format makes of it is a normal fp32
+number.
+"""
 PERCENTILE = 99.99
 """Share of the magnitudes that the method ``percentile`` keeps, in percent."""
 
@@ -36,7 +40,11 @@ _BUCKETS = 11  # ten of mask ratios, and clean states behind them: bucket -1 is 
 _CHUNK = 1 << 18  # elements worked on at a time
 _MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)  # of the largest magnitude, down to 1/1024
 _MSE_POINTS = 8  # in a bin, which may span several levels of INT8
-_ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = 2048, 128, 16  # as TensorRT calibrates INT8 (Migacz, GTC 2017)
+_ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
+    2048,
+    128,
+    16,
+)  # as TensorRT calibrates INT8 (Migacz, GTC 2017)
 
 
 class Observer:
@@ -60,11 +68,14 @@ class Observer:
     def add(self, x: np.ndarray, is_masked: np.ndarray, bucket: int) -> None:
         """Take in the input of one pass.
 
-        ``x``: fp32 ``[P, K]``, padding left out; ``is_masked``: bool ``[P]``; ``bucket``: the state's, -1..9. Raises
-        CalibrationError, and takes in nothing, if ``x`` holds NaN or infinity.
+        ``x``: fp32 ``[P, K]``, padding left out; ``is_masked``: bool ``[P]``; ``bucket``: the
+        state's, -1..9. Raises CalibrationError, and takes in nothing, if ``x`` holds NaN or
+        infinity.
         """
         x = np.ascontiguousarray(x, dtype=np.float32)
-        assert x.shape == (len(x), self.channels), f"{self.layer}: input {x.shape}, {self.channels} channels"
+        assert x.shape == (len(x), self.channels), (
+            f"{self.layer}: input {x.shape}, {self.channels} channels"
+        )
         assert is_masked.shape == x.shape[:1]
         assert is_masked.dtype == np.bool_
         assert -1 <= bucket < _BUCKETS - 1
@@ -105,12 +116,15 @@ class Observer:
     def amax(self, method: Method, *, levels: Levels) -> float:
         """Range to clip magnitudes to, more than 0 and at most the largest seen.
 
-        ``max``: the largest; ``percentile``: ``PERCENTILE`` of all; ``mse``: least squared error in ``levels``;
-        ``entropy``: least divergence between the magnitudes and their image in ``levels`` (Migacz, GTC 2017).
-        ``SMALLEST_AMAX`` for an input that was always zero. Raises CalibrationError if nothing was observed.
+        ``max``: the largest; ``percentile``: ``PERCENTILE`` of all; ``mse``: least squared error in
+        ``levels``; ``entropy``: least divergence between the magnitudes and their image in
+        ``levels`` (Migacz, GTC 2017). ``SMALLEST_AMAX`` for an input that was always zero. Raises
+        CalibrationError if nothing was observed.
         """
         if not self.count:
-            raise CalibrationError(f"{self.layer}: no observation, so no range: no calibration state ran this layer")
+            raise CalibrationError(
+                f"{self.layer}: no observation, so no range: no calibration state ran this layer"
+            )
         largest = float(self._amax.max())
         if largest <= SMALLEST_AMAX:
             return SMALLEST_AMAX
@@ -123,11 +137,14 @@ class Observer:
         }
         return min(largest, max(SMALLEST_AMAX, found[method]()))
 
-    def statistics(self, *, bucket: int | None = None, is_masked: bool | None = None) -> dict[str, float | None]:
-        """``count`` (input vectors), ``amax``, ``p999`` and ``p9999`` of the magnitudes, and the values' ``kurtosis``.
+    def statistics(
+        self, *, bucket: int | None = None, is_masked: bool | None = None
+    ) -> dict[str, float | None]:
+        """``count`` (input vectors), ``amax``, ``p999`` and ``p9999`` of the magnitudes, and the
+        values' ``kurtosis``.
 
-        Of one bucket (-1: clean states), of masked or committed positions alone, or of all (None). Without values all but
-        the count are None; a constant has no kurtosis.
+        Of one bucket (-1: clean states), of masked or committed positions alone, or of all (None).
+        Without values all but the count are None; a constant has no kurtosis.
         """
         buckets = slice(None) if bucket is None else [bucket]
         groups = slice(None) if is_masked is None else [int(is_masked)]
@@ -141,17 +158,22 @@ class Observer:
             "amax": amax,
             "p999": _percentile(counts, 99.9, amax),
             "p9999": _percentile(counts, 99.99, amax),
-            "kurtosis": _kurtosis(self._powers[buckets][:, groups].sum((0, 1)), count * self.channels),
+            "kurtosis": _kurtosis(
+                self._powers[buckets][:, groups].sum((0, 1)), count * self.channels
+            ),
         }
 
     def summary(self) -> dict[str, Any]:
         """The layer's line of the range-drift table: plain values, None where nothing was seen.
 
-        ``by_bucket`` and its two parts are the largest magnitudes in the ten mask-ratio buckets; ``drift`` is the largest
-        of them over the smallest, None with fewer than two.
+        ``by_bucket`` and its two parts are the largest magnitudes in the ten mask-ratio buckets;
+        ``drift`` is the largest of them over the smallest, None with fewer than two.
         """
         masked, committed = (
-            [self.statistics(bucket=bucket, is_masked=is_masked)["amax"] for bucket in range(_BUCKETS - 1)]
+            [
+                self.statistics(bucket=bucket, is_masked=is_masked)["amax"]
+                for bucket in range(_BUCKETS - 1)
+            ]
             for is_masked in (True, False)
         )
         by_bucket = [self.statistics(bucket=bucket)["amax"] for bucket in range(_BUCKETS - 1)]
@@ -169,20 +191,31 @@ class Observer:
         }
 
     def _take(self, x: np.ndarray, bucket: int, group: int) -> None:
-        """Count ``x``, fp32 ``[P, K]`` with P > 0, in one group: committed (0) or masked (1) positions of a bucket."""
+        """Count ``x``, fp32 ``[P, K]`` with P > 0, in one group: committed (0) or masked (1)
+        positions of a bucket.
+        """
         magnitudes = np.abs(x)
         channels = magnitudes.max(0)
         amax = float(channels.max())
-        # The upper bits of a positive fp32 number, exponent and first bits of the mantissa, are its bin.
+        # The upper bits of a positive fp32 number, exponent and first bits of the mantissa, are its
+        # bin.
         bins = magnitudes.view(np.int32) >> (23 - _BITS)
         bins -= _OFFSET
         np.clip(bins, 0, _BINS - 1, out=bins)
         if amax > SMALLEST_AMAX:  # what is as good as zero adds nothing to powers
-            # Of values scaled to 1, so that none of the powers overflows; summed in fp32 over one portion.
+            # Of values scaled to 1, so that none of the powers overflows; summed in fp32 over one
+            # portion.
             values = (x / np.float32(amax)).ravel()
             squares = values * values
-            powers = (values.sum(dtype=np.float64), squares.sum(dtype=np.float64), squares @ values, squares @ squares)
-            self._powers[bucket, group] += np.array(powers, np.float64) * amax ** np.arange(1.0, 5.0)
+            powers = (
+                values.sum(dtype=np.float64),
+                squares.sum(dtype=np.float64),
+                squares @ values,
+                squares @ squares,
+            )
+            self._powers[bucket, group] += np.array(powers, np.float64) * amax ** np.arange(
+                1.0, 5.0
+            )
         np.maximum(self._channel_amax[group], channels, out=self._channel_amax[group])
         self._vectors[bucket, group] += len(x)
         self._amax[bucket, group] = max(self._amax[bucket, group], amax)
@@ -193,7 +226,9 @@ class Observer:
         at = np.arange(self.count, self.count + len(x))
         slots = np.where(at < len(self._rows), at, self._rng.integers(0, at + 1))
         kept = np.flatnonzero(slots < len(self._rows))
-        self._rows[slots[kept]] = x[kept]  # of two rows for one slot the later one stays, as it should
+        self._rows[slots[kept]] = x[
+            kept
+        ]  # of two rows for one slot the later one stays, as it should
 
 
 class Observers(dict[str, Observer]):
@@ -227,11 +262,16 @@ def _to_fp8(x: np.ndarray, clip: float) -> np.ndarray:
     return codes.astype(np.float64) * (clip / 448)
 
 
-_ROUNDINGS: dict[Levels, Callable[[np.ndarray, float], np.ndarray]] = {"int8": _to_int8, "fp8": _to_fp8}
+_ROUNDINGS: dict[Levels, Callable[[np.ndarray, float], np.ndarray]] = {
+    "int8": _to_int8,
+    "fp8": _to_fp8,
+}
 
 
 def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Magnitudes in ascending order and how many values are at most as large, the last bin in use ending at the largest one."""
+    """Magnitudes in ascending order and how many values are at most as large, the last bin in use
+    ending at the largest one.
+    """
     last = int(np.flatnonzero(counts)[-1])
     edges = _EDGES[: last + 2].copy()
     edges[-1] = max(largest, edges[-2])
@@ -248,7 +288,9 @@ def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
 
 
 def _kurtosis(powers: np.ndarray, count: int) -> float | None:
-    """Fourth central moment over the squared variance (3 for a normal distribution), from the sums of four powers."""
+    """Fourth central moment over the squared variance (3 for a normal distribution), from the sums
+    of four powers.
+    """
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
     if variance <= 1e-12 * second:  # rounding error of a constant
@@ -256,23 +298,33 @@ def _kurtosis(powers: np.ndarray, count: int) -> float | None:
     return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 
 
-def _least_squares(counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]) -> float:
+def _least_squares(
+    counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]
+) -> float:
     """The range whose rounding error, summed over points spread through each bin, is least."""
     edges, _ = _cumulative(counts, largest)
     used = np.flatnonzero(counts)
     starts, widths = edges[used], edges[used + 1] - edges[used]
-    points = (starts[:, None] + widths[:, None] * (np.arange(_MSE_POINTS) + 0.5) / _MSE_POINTS).ravel()
+    points = (
+        starts[:, None] + widths[:, None] * (np.arange(_MSE_POINTS) + 0.5) / _MSE_POINTS
+    ).ravel()
     weights = np.repeat(counts[used], _MSE_POINTS).astype(np.float64)
     clips = largest * _MSE_CLIPS
     errors = [float(weights @ (points - rounded(points, clip)) ** 2) for clip in clips]
     return float(clips[int(np.argmin(errors))])  # of equal ones the largest
 
 
-def _least_divergence(counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]) -> float:
-    """The range that loses least information: Kullback-Leibler divergence of the rounded magnitudes from the clipped ones."""
+def _least_divergence(
+    counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]
+) -> float:
+    """The range that loses least information: Kullback-Leibler divergence of the rounded magnitudes
+    from the clipped ones.
+    """
     edges, cumulative = _cumulative(counts, largest)
     grid = np.linspace(0, largest, _ENTROPY_BINS + 1)
-    even = np.diff(np.interp(grid, edges[1:], cumulative[1:]))  # without zeros: they lose nothing, and would hide the rest
+    even = np.diff(
+        np.interp(grid, edges[1:], cumulative[1:])
+    )  # without zeros: they lose nothing, and would hide the rest
     centres = (grid[:-1] + grid[1:]) / 2
     best, least = largest, np.inf
     for bins in range(_ENTROPY_BINS, _ENTROPY_FIRST - 1, -_ENTROPY_STRIDE):
@@ -281,7 +333,9 @@ def _least_divergence(counts: np.ndarray, largest: float, rounded: Callable[[np.
         clipped[-1] += even[bins:].sum()
         _, level = np.unique(rounded(centres[:bins], float(grid[bins])), return_inverse=True)
         occupied = kept > 0
-        share = np.bincount(level, weights=kept) / np.maximum(np.bincount(level, weights=occupied), 1)
+        share = np.bincount(level, weights=kept) / np.maximum(
+            np.bincount(level, weights=occupied), 1
+        )
         image = share[level] * occupied
         divergence = _divergence(clipped, image)
         if divergence < least:
@@ -290,7 +344,9 @@ def _least_divergence(counts: np.ndarray, largest: float, rounded: Callable[[np.
 
 
 def _divergence(p: np.ndarray, q: np.ndarray) -> float:
-    """Kullback-Leibler divergence of two histograms, each scaled to sum to 1; infinite where ``q`` lacks what ``p`` has."""
+    """Kullback-Leibler divergence of two histograms, each scaled to sum to 1; infinite where ``q``
+    lacks what ``p`` has.
+    """
     if not p.any() or not q.any():
         return float(np.inf)
     used = p > 0

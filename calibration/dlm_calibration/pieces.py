@@ -24,7 +24,9 @@ MOST_CORES = 8  # of one piece of work: a disk keeps up with no more, and each t
 
 @dataclass(frozen=True)
 class Lazy:
-    """An array that is read where it is indexed; ``read`` gives a part of it, in whatever order of memory."""
+    """An array that is read where it is indexed; ``read`` gives a part of it, in whatever order of
+    memory.
+    """
 
     shape: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
@@ -39,10 +41,11 @@ def slices(length: int, step: int) -> list[slice]:
 
 
 def row_slices(shape: tuple[int, ...]) -> list[slice]:
-    """The first axis of such an array, cut into pieces of an even number of elements, about ``PIECE``, and of rows.
+    """The first axis of such an array, cut into pieces of an even number of elements, about
+    ``PIECE``, and of rows.
 
-    Pieces of a matrix that is stored the other way round have enough rows to use whole lines of the cache; of a stack of large
-    matrices each is a piece.
+    Pieces of a matrix that is stored the other way round have enough rows to use whole lines of the
+    cache; of a stack of large matrices each is a piece.
     """
     size = math.prod(shape[1:])
     fewest = _FEWEST_ROWS if len(shape) < 3 else 1 + size % 2
@@ -51,9 +54,11 @@ def row_slices(shape: tuple[int, ...]) -> list[slice]:
 
 
 def ahead(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """The function of each item, in order: all cores work a few items ahead of whoever takes the results.
+    """The function of each item, in order: all cores work a few items ahead of whoever takes the
+    results.
 
-    What ``function`` raises is raised here, at its turn. It should spend its time where Python's lock is not held.
+    What ``function`` raises is raised here, at its turn. It should spend its time where Python's
+    lock is not held.
     """
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     if cores == 1 or len(items) < 2:

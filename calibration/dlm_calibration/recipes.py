@@ -47,8 +47,9 @@ class RecipeError(DlmError):
 class LayerFormat:
     """How one matrix multiplication is computed.
 
-    ``weights`` and ``activations`` name number formats of ``formats.py``; None is full precision. Activations have a
-    range found by calibration (``is_static``) or take it from each pass. ``group_size`` counts weights along the input.
+    ``weights`` and ``activations`` name number formats of ``formats.py``; None is full precision.
+    Activations have a range found by calibration (``is_static``) or take it from each pass.
+    ``group_size`` counts weights along the input.
     """
 
     weights: str | None = None
@@ -68,11 +69,15 @@ class LayerFormat:
 
     @property
     def has_half_scales(self) -> bool:
-        """Whether its scales are fp16 in every graph: those of INT4 in panels are a tenth of its bytes."""
+        """Whether its scales are fp16 in every graph: those of INT4 in panels are a tenth of its
+        bytes.
+        """
         return self.weights == "int4" and self.is_dynamic
 
     def weight_bytes(self, inputs: int, outputs: int) -> int:
-        """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision counts as fp32."""
+        """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision
+        counts as fp32.
+        """
         elements = inputs * outputs
         if self.weights is None:
             return 4 * elements
@@ -80,7 +85,9 @@ class LayerFormat:
             return elements + 4 * outputs
         if self.weights == "int4":
             assert self.group_size is not None
-            return (elements + 1) // 2 + (2 if self.has_half_scales else 4) * outputs * -(-inputs // self.group_size)
+            return (elements + 1) // 2 + (2 if self.has_half_scales else 4) * outputs * -(
+                -inputs // self.group_size
+            )
         return elements // 2 + elements // 16 + 4
 
 
@@ -113,7 +120,9 @@ NEXT: dict[str, tuple[str, ...]] = {
     "nvfp4": ("fp8", "int8-weight"),
     "nvfp4-weight": ("int8-weight",),
 }
-"""What a layer is held in whose shape does not suit its format: the first that its shape and the target take, else ``HIGH``."""
+"""What a layer is held in whose shape does not suit its format: the first that its shape and the
+target take, else ``HIGH``.
+"""
 OBSERVERS = ("max", "percentile", "mse", "entropy")
 SOLVERS = ("nearest", "awq", "gptq")
 EMBEDDINGS = ("int8", "fp8")
@@ -141,12 +150,16 @@ class Recipe:
             *((f"format of {pattern!r}", value, tuple(FORMATS)) for pattern, value in self.layers),
         ):
             if value not in choices:
-                raise RecipeError(f"recipe {self.name}: {name} is {value!r}, one of {', '.join(choices)} is needed")
+                raise RecipeError(
+                    f"recipe {self.name}: {name} is {value!r}, one of {', '.join(choices)} is needed"
+                )
         if self.smoothing is not None and not 0 <= self.smoothing <= 1:
             raise RecipeError(f"recipe {self.name}: smoothing {self.smoothing} is outside 0..1")
 
     def formats(self, layers: Sequence[str]) -> dict[str, str]:
-        """Layer -> name of its format, for every layer given. Raises RecipeError for a pattern that matches none."""
+        """Layer -> name of its format, for every layer given. Raises RecipeError for a pattern that
+        matches none.
+        """
         chosen = dict.fromkeys(layers, HIGH)
         for pattern, name in self.layers:
             matched = fnmatch.filter(layers, pattern)
@@ -164,7 +177,11 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the manifest keeps them and ``read_recipe`` takes them."""
-        values = {key: value for key, value in asdict(self).items() if value is not None and key != "description"}
+        values = {
+            key: value
+            for key, value in asdict(self).items()
+            if value is not None and key != "description"
+        }
         return values | {"layers": dict(self.layers)}
 
 
@@ -182,17 +199,61 @@ _MIXED = {"blocks.*.mlp.*": "nvfp4", "blocks.*.attention.*": "fp8"}
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        _recipe("int8", "INT8 weights per channel, activations per row in each pass", {"*": "int8-dynamic"}),
-        _recipe("int8-static", "INT8 weights per channel, calibrated activations", {"blocks.*": "int8-static"}),
-        _recipe("int8-weight", "INT8 weights per channel, GPTQ", {"blocks.*": "int8-weight"}, solver="gptq"),
-        _recipe("int4", f"INT4 weights in groups of 32, GPTQ, {_BY_ROWS}", _int4(32), solver="gptq"),
-        _recipe("int4-rtn", f"INT4 weights in groups of 32, round to nearest, {_BY_ROWS}", _int4(32)),
-        _recipe("int4-awq", f"INT4 weights in groups of 32, AWQ, {_BY_ROWS}", _int4(32), solver="awq"),
-        _recipe("int4-g64-dynamic", f"INT4 weights in groups of 64, GPTQ, {_BY_ROWS}", _int4(64), solver="gptq"),
-        _recipe("int4-g128-dynamic", f"INT4 weights in groups of 128, GPTQ, {_BY_ROWS}", _int4(128), solver="gptq"),
-        _recipe("int4-g64", "INT4 weights in groups of 64, GPTQ", {"blocks.*": "int4-g64"}, solver="gptq"),
-        _recipe("int4-g128", "INT4 weights in groups of 128, GPTQ", {"blocks.*": "int4-g128"}, solver="gptq"),
-        _recipe("fp8", "FP8 E4M3 weights per channel, GPTQ, calibrated activations", {"blocks.*": "fp8"}, solver="gptq"),
+        _recipe(
+            "int8",
+            "INT8 weights per channel, activations per row in each pass",
+            {"*": "int8-dynamic"},
+        ),
+        _recipe(
+            "int8-static",
+            "INT8 weights per channel, calibrated activations",
+            {"blocks.*": "int8-static"},
+        ),
+        _recipe(
+            "int8-weight",
+            "INT8 weights per channel, GPTQ",
+            {"blocks.*": "int8-weight"},
+            solver="gptq",
+        ),
+        _recipe(
+            "int4", f"INT4 weights in groups of 32, GPTQ, {_BY_ROWS}", _int4(32), solver="gptq"
+        ),
+        _recipe(
+            "int4-rtn", f"INT4 weights in groups of 32, round to nearest, {_BY_ROWS}", _int4(32)
+        ),
+        _recipe(
+            "int4-awq", f"INT4 weights in groups of 32, AWQ, {_BY_ROWS}", _int4(32), solver="awq"
+        ),
+        _recipe(
+            "int4-g64-dynamic",
+            f"INT4 weights in groups of 64, GPTQ, {_BY_ROWS}",
+            _int4(64),
+            solver="gptq",
+        ),
+        _recipe(
+            "int4-g128-dynamic",
+            f"INT4 weights in groups of 128, GPTQ, {_BY_ROWS}",
+            _int4(128),
+            solver="gptq",
+        ),
+        _recipe(
+            "int4-g64",
+            "INT4 weights in groups of 64, GPTQ",
+            {"blocks.*": "int4-g64"},
+            solver="gptq",
+        ),
+        _recipe(
+            "int4-g128",
+            "INT4 weights in groups of 128, GPTQ",
+            {"blocks.*": "int4-g128"},
+            solver="gptq",
+        ),
+        _recipe(
+            "fp8",
+            "FP8 E4M3 weights per channel, GPTQ, calibrated activations",
+            {"blocks.*": "fp8"},
+            solver="gptq",
+        ),
         _recipe("nvfp4", "NVFP4 weights and activations (W4A4)", {"blocks.*": "nvfp4"}),
         _recipe("nvfp4-weight", "NVFP4 weights only", {"blocks.*": "nvfp4-weight"}),
         _recipe("mixed", "NVFP4 in the MLP, FP8 in attention", _MIXED),
@@ -208,24 +269,33 @@ def find(name: str) -> Recipe:
         return RECIPES[name]
     if name.endswith(".toml"):
         return read_recipe(Path(name))
-    raise RecipeError(f"unknown recipe {name!r}: one of {', '.join(RECIPES)}, or the path of a .toml file")
+    raise RecipeError(
+        f"unknown recipe {name!r}: one of {', '.join(RECIPES)}, or the path of a .toml file"
+    )
 
 
 def for_experts(recipe: Recipe) -> Recipe:
-    """What a preset stands for where the network has experts: ``nvfp4`` leaves attention, a small part of it, in FP8."""
+    """What a preset stands for where the network has experts: ``nvfp4`` leaves attention, a small
+    part of it, in FP8.
+    """
     preset = RECIPES["nvfp4"]
     is_preset = (recipe.name, recipe.layers) == (preset.name, preset.layers)
     return replace(recipe, layers=tuple(_MIXED.items())) if is_preset else recipe
 
 
 def read_recipe(path: Path) -> Recipe:
-    """A recipe from a TOML file of at most 1 MiB. Raises RecipeError: what is wrong, and the choices."""
+    """A recipe from a TOML file of at most 1 MiB. Raises RecipeError: what is wrong, and the
+    choices.
+    """
     text = read_text(path, _MOST_BYTES, RecipeError)
     if any(line.count(".") > _MOST_PARTS for line in text.splitlines()):
         raise RecipeError(f"{path}: a line with more than {_MOST_PARTS} dots, which no recipe has")
     try:
         values = tomllib.loads(text)
-    except (ValueError, RecursionError) as err:  # TOMLDecodeError, and an integer of thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as err:  # TOMLDecodeError, and an integer of thousands of digits
         raise RecipeError(f"{path}: not TOML ({err})") from err
     return recipe_from(values, str(path))
 
@@ -244,9 +314,13 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
     for key, value in values.items():
         if key not in types:
             raise RecipeError(f"{where}: unknown key {key!r}; known are {', '.join(types)}")
-        if not isinstance(value, types[key]) or (isinstance(value, bool) and bool not in types[key]):
+        if not isinstance(value, types[key]) or (
+            isinstance(value, bool) and bool not in types[key]
+        ):
             wanted = {dict: "table", str: "string", bool: "boolean"}.get(types[key][0], "number")
-            raise RecipeError(f"{where}: {key} is of type {type(value).__name__}, a {wanted} is needed")
+            raise RecipeError(
+                f"{where}: {key} is of type {type(value).__name__}, a {wanted} is needed"
+            )
     layers = values.get("layers", {})
     for pattern, name in layers.items():
         if not isinstance(name, str):
@@ -254,11 +328,15 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
                 f'{where}: the format of {pattern!r} is not a name; quote module paths: "blocks.0.mlp.down" = ...'
             )
     if not layers and "embedding" not in values:
-        raise RecipeError(f'{where}: quantises nothing; write a table [layers] with lines such as "blocks.*" = "int8-dynamic"')
+        raise RecipeError(
+            f'{where}: quantises nothing; write a table [layers] with lines such as "blocks.*" = "int8-dynamic"'
+        )
     rest = {key: value for key, value in values.items() if key not in ("name", "layers")}
     return Recipe(values.get("name", Path(where).stem), tuple(layers.items()), **rest)
 
 
 def abridged(layers: Sequence[str]) -> str:
     """Layer names with the block's number left open, each once."""
-    return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers))
+    return ", ".join(
+        dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers)
+    )

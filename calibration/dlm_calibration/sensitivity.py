@@ -1,6 +1,7 @@
 """From what each layer loses in each format to a path of ever smaller denoisers.
 
-Losses are taken to add up over layers, which holds while they are small; whoever walks the path measures where it matters.
+Losses are taken to add up over layers, which holds while they are small; whoever walks the path
+measures where it matters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """One format of one layer: ``loss`` (frontier KL in nats, of this layer alone) and ``cost`` (bytes)."""
+    """One format of one layer: ``loss`` (frontier KL in nats, of this layer alone) and ``cost``
+    (bytes).
+    """
 
     format: str
     loss: float
@@ -30,7 +33,8 @@ class Point:
 def efficient(choices: list[Choice]) -> list[Choice]:
     """The choices worth taking, dearest first: the lower convex hull of loss over cost.
 
-    Equal costs keep the smaller loss, then the smaller name, so that the outcome does not depend on the order given.
+    Equal costs keep the smaller loss, then the smaller name, so that the outcome does not depend on
+    the order given.
     """
     ranked = sorted(choices, key=lambda c: (-c.cost, c.loss, c.format))
     hull: list[Choice] = []
@@ -51,7 +55,8 @@ def _slope(dear: Choice, cheap: Choice) -> float:
 
 
 def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
-    """The path from the dearest assignment to the cheapest: each step takes the move that loses least a byte saved.
+    """The path from the dearest assignment to the cheapest: each step takes the move that loses
+    least a byte saved.
 
     Every layer needs a choice. Deterministic: ties are taken in the order of ``layers``.
     """
@@ -59,12 +64,16 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
     now = dict.fromkeys(layers, 0)
     moves = []
     for number, (layer, hull) in enumerate(hulls.items()):
-        moves += [(_slope(hull[i], hull[i + 1]), number, i + 1, layer) for i in range(len(hull) - 1)]
+        moves += [
+            (_slope(hull[i], hull[i + 1]), number, i + 1, layer) for i in range(len(hull) - 1)
+        ]
 
     def point() -> Point:
         taken = {layer: hulls[layer][i] for layer, i in now.items()}
         formats = {layer: choice.format for layer, choice in taken.items()}
-        return Point(formats, sum(c.loss for c in taken.values()), sum(c.cost for c in taken.values()))
+        return Point(
+            formats, sum(c.loss for c in taken.values()), sum(c.cost for c in taken.values())
+        )
 
     path = [point()]
     # Slopes rise along a hull, so that sorting keeps each layer's moves in order.

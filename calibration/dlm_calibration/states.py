@@ -1,8 +1,9 @@
-"""Canvases as a denoiser meets them while it unmasks: read from text, masked, or taken from its own trajectories.
+"""Canvases as a denoiser meets them while it unmasks: read from text, masked, or taken from its own
+trajectories.
 
-Masked states follow the forward process of masked diffusion (arXiv:2502.09992, section 2.1) at stratified mask ratios, so
-that every bucket is covered. Trajectories hold what that process never draws: canvases whose easy positions were committed
-first. Clean text is a third source.
+Masked states follow the forward process of masked diffusion (arXiv:2502.09992, section 2.1) at
+stratified mask ratios, so that every bucket is covered. Trajectories hold what that process never
+draws: canvases whose easy positions were committed first. Clean text is a third source.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _MOST_BYTES = 1 << 20  # of a line, or of a paragraph of text: far more than any
 class Sample:
     """One piece of calibration data.
 
-    ``tokens``: int64 ``[L]``, a prompt, its completion and one eos; of plain text, the text alone. The first
-    ``prompt_length`` are never masked (0 for plain text). ``prompt`` and ``answer`` are the texts of prompt and completion,
-    None for plain text.
+    ``tokens``: int64 ``[L]``, a prompt, its completion and one eos; of plain text, the text alone.
+    The first ``prompt_length`` are never masked (0 for plain text). ``prompt`` and ``answer`` are
+    the texts of prompt and completion, None for plain text.
     """
 
     tokens: np.ndarray
@@ -59,14 +60,20 @@ class Sample:
 
 
 def read_samples(
-    path: Path, tokenizer: Tokenizer | None, *, eos_token_id: int | None, max_canvas_length: int, limit: int | None = None
+    path: Path,
+    tokenizer: Tokenizer | None,
+    *,
+    eos_token_id: int | None,
+    max_canvas_length: int,
+    limit: int | None = None,
 ) -> list[Sample]:
     """Samples of a JSONL file, or of a ``.txt`` file whose paragraphs are separated by blank lines.
 
-    A line of JSON is an object with ``prompt`` and ``completion``, with ``messages`` (the last one of the assistant is the
-    completion, what comes before it the prompt), or with ``text``, looked for in this order; other keys are ignored, and so
-    are blank lines. Reading ends after ``limit`` samples: what follows is not checked. Raises CalibrationError, with the
-    line's number where a line is at fault: not readable, not UTF-8, not JSON, no such keys, longer than the canvas, no
+    A line of JSON is an object with ``prompt`` and ``completion``, with ``messages`` (the last one
+    of the assistant is the completion, what comes before it the prompt), or with ``text``, looked
+    for in this order; other keys are ignored, and so are blank lines. Reading ends after ``limit``
+    samples: what follows is not checked. Raises CalibrationError, with the line's number where a
+    line is at fault: not readable, not UTF-8, not JSON, no such keys, longer than the canvas, no
     samples at all, no tokenizer or no chat template.
     """
     if tokenizer is None:
@@ -94,17 +101,24 @@ def read_samples(
             )
         samples.append(sample)
     if not samples:
-        raise CalibrationError(f'{path}: holds no samples: write lines such as {{"prompt": "...", "completion": "..."}}')
+        raise CalibrationError(
+            f'{path}: holds no samples: write lines such as {{"prompt": "...", "completion": "..."}}'
+        )
     return samples
 
 
 def builtin_samples(
-    tokenizer: Tokenizer | None, *, eos_token_id: int | None, max_canvas_length: int, limit: int | None = None
+    tokenizer: Tokenizer | None,
+    *,
+    eos_token_id: int | None,
+    max_canvas_length: int,
+    limit: int | None = None,
 ) -> list[Sample]:
-    """The short English prompts and completions that come with the package, as chats where the tokenizer has a template.
+    """The short English prompts and completions that come with the package, as chats where the
+    tokenizer has a template.
 
-    For want of data from the denoiser's own purpose: its ranges there may differ. Those too long for the canvas are left out.
-    Raises CalibrationError without a tokenizer, or if none fits.
+    For want of data from the denoiser's own purpose: its ranges there may differ. Those too long
+    for the canvas are left out. Raises CalibrationError without a tokenizer, or if none fits.
     """
     if tokenizer is None:
         raise CalibrationError(
@@ -113,7 +127,11 @@ def builtin_samples(
     samples = []
     for _, line in _lines(_BUILTIN):
         pair = json.loads(line)
-        chat = [{"role": "user", "content": pair["prompt"]}] if tokenizer.template is not None else None
+        chat = (
+            [{"role": "user", "content": pair["prompt"]}]
+            if tokenizer.template is not None
+            else None
+        )
         sample = _completed(tokenizer, pair["prompt"], chat, pair["completion"], eos_token_id)
         if len(sample.tokens) <= max_canvas_length:
             samples.append(sample)
@@ -129,13 +147,20 @@ def samples_sha256(samples: Iterable[Sample]) -> str:
     digest = hashlib.sha256()
     for sample in samples:
         answer = b"" if sample.answer is None else sample.answer.encode("utf-8", "surrogatepass")
-        digest.update(np.array([len(sample.tokens), sample.prompt_length, len(answer), sample.answer is None], "<i8").tobytes())
+        digest.update(
+            np.array(
+                [len(sample.tokens), sample.prompt_length, len(answer), sample.answer is None],
+                "<i8",
+            ).tobytes()
+        )
         digest.update(sample.tokens.astype("<i8").tobytes() + answer)
     return digest.hexdigest()
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbers and texts of a file's lines, one in memory at a time, without space at their ends. Raises CalibrationError."""
+    """Numbers and texts of a file's lines, one in memory at a time, without space at their ends.
+    Raises CalibrationError.
+    """
     try:
         if not path.is_file():
             raise CalibrationError(f"{path}: no such file")
@@ -145,11 +170,15 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if not raw:
                     return
                 if len(raw) > _MOST_BYTES:
-                    raise CalibrationError(f"{path}, line {number}: longer than {_MOST_BYTES} bytes, which no canvas holds")
+                    raise CalibrationError(
+                        f"{path}, line {number}: longer than {_MOST_BYTES} bytes, which no canvas holds"
+                    )
                 try:
                     yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
                 except UnicodeDecodeError as err:
-                    raise CalibrationError(f"{path}, line {number}: not UTF-8 ({err.reason} at byte {err.start})") from err
+                    raise CalibrationError(
+                        f"{path}, line {number}: not UTF-8 ({err.reason} at byte {err.start})"
+                    ) from err
     except OSError as err:
         raise CalibrationError(f"{path}: not readable ({err.strerror})") from err
 
@@ -186,7 +215,9 @@ def _json_sample(line: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
     if "messages" in record:
         messages, completion = _conversation(record["messages"])
         if tokenizer.template is None:
-            raise ValueError("messages need a chat template, and this tokenizer has none: give prompt and completion")
+            raise ValueError(
+                "messages need a chat template, and this tokenizer has none: give prompt and completion"
+            )
         prompt = "\n".join(message["content"] for message in messages)
         return _completed(tokenizer, prompt, messages, completion, eos_token_id)
     if "text" in record:
@@ -208,14 +239,22 @@ def _conversation(messages: Any) -> tuple[list[dict[str, Any]], str]:
     for key in ("role", "content"):
         if not all(isinstance(message.get(key), str) for message in messages):
             raise ValueError(f"a message without a {key} that is a string")
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    last = max(
+        (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0
+    )
     if last == 0:
-        raise ValueError("messages hold no answer: one of the role assistant, behind a prompt, is needed")
+        raise ValueError(
+            "messages hold no answer: one of the role assistant, behind a prompt, is needed"
+        )
     return messages[:last], messages[last]["content"]
 
 
 def _completed(
-    tokenizer: Tokenizer, prompt: str, chat: list[dict[str, Any]] | None, completion: str, eos_token_id: int | None
+    tokenizer: Tokenizer,
+    prompt: str,
+    chat: list[dict[str, Any]] | None,
+    completion: str,
+    eos_token_id: int | None,
 ) -> Sample:
     """Prompt, completion and, if there is one, the end token. Raises ValueError.
 
@@ -223,7 +262,11 @@ def _completed(
     """
     if not completion.strip():
         raise ValueError("an empty completion: leave this line out")
-    given = tokenizer.encode(prompt, True) if chat is None else tokenizer.encode_chat(chat, special_tokens=True)
+    given = (
+        tokenizer.encode(prompt, True)
+        if chat is None
+        else tokenizer.encode_chat(chat, special_tokens=True)
+    )
     end = [] if eos_token_id is None else [eos_token_id]
     tokens = [*given, *tokenizer.encode_plain(completion, True), *end]
     return Sample(np.array(tokens, dtype=np.int64), len(given), completion, prompt)
@@ -234,7 +277,8 @@ def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
     plain, wrapped = tokenizer.encode_plain(text, True), tokenizer.encode(text, True)
     if not plain:
         raise ValueError("no text: leave this line out")
-    # A token that opens every text belongs to it: its activations are often the largest. A prompt's wrapping does not.
+    # A token that opens every text belongs to it: its activations are often the largest. A prompt's
+    # wrapping does not.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain
     return Sample(np.array(tokens, dtype=np.int64), 0)
 
@@ -256,14 +300,19 @@ class State:
 
     @property
     def bucket(self) -> int:
-        """0..9, the mask ratio in tenths rounded down (a full mask counts as 9); -1 for clean states."""
-        # The ratio is a quotient of small integers: 1e-9 is far less than one position, and more than its rounding error.
+        """0..9, the mask ratio in tenths rounded down (a full mask counts as 9); -1 for clean
+        states.
+        """
+        # The ratio is a quotient of small integers: 1e-9 is far less than one position, and more
+        # than its rounding error.
         return -1 if self.source == "clean" else min(9, math.floor(self.mask_ratio * 10 + 1e-9))
 
     @functools.cached_property
     def sha256(self) -> str:
         """Hash of the canvas and the prompt's length."""
-        return hashlib.sha256(np.array([self.prompt_length, *self.canvas], "<i8").tobytes()).hexdigest()
+        return hashlib.sha256(
+            np.array([self.prompt_length, *self.canvas], "<i8").tobytes()
+        ).hexdigest()
 
 
 def write_states(states: Sequence[State], path: Path) -> None:
@@ -289,9 +338,22 @@ def read_states(path: Path) -> list[State]:
             tokens, lengths, prompts, ratios, sources = (file[name] for name in names)
         canvases = np.split(np.asarray(tokens, np.int64), np.cumsum(lengths)[:-1])
         rows = zip(canvases, sources.tolist(), ratios.tolist(), prompts.tolist(), strict=True)
-        return [State(canvas, SOURCES[source], ratio, prompt) for canvas, source, ratio, prompt in rows]
-    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile, zlib.error) as err:
-        raise CalibrationError(f"{path}: not calibration states that a build has kept ({err}). Remove it.") from err
+        return [
+            State(canvas, SOURCES[source], ratio, prompt) for canvas, source, ratio, prompt in rows
+        ]
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as err:
+        raise CalibrationError(
+            f"{path}: not calibration states that a build has kept ({err}). Remove it."
+        ) from err
 
 
 def make_states(
@@ -308,18 +370,27 @@ def make_states(
 ) -> Iterator[State]:
     """States of every sample, one at a time, the same for the same arguments.
 
-    ``mix`` are the shares of ``SOURCES`` and holds over all samples together, as do mask ratios and trajectory points: each
-    is taken as often as any other. Completions are padded to a multiple of ``block_length`` (0: not at all) within the
-    canvas, as denoisers are trained and decoded. A sample has one clean state at most: another would add nothing, so
-    ``mix=(0, 0, 1)`` gives one state a sample.
+    ``mix`` are the shares of ``SOURCES`` and holds over all samples together, as do mask ratios and
+    trajectory points: each is taken as often as any other. Completions are padded to a multiple of
+    ``block_length`` (0: not at all) within the canvas, as denoisers are trained and decoded. A
+    sample has one clean state at most: another would add nothing, so ``mix=(0, 0, 1)`` gives one
+    state a sample.
 
-    ``trajectories(samples)`` gives, of each in order, the canvases after each pass of a run from the sample's prompt; it is
-    asked once, for those that want states of a run. They are taken at ``TRAJECTORY_POINTS`` of its passes, from the canvas
-    before the first pass to the last one that holds a mask. Without it, or where a run is too short to give different
-    canvases, states are masked ones. Raises CalibrationError: a mix that is no shares, a sample that holds the mask token.
+    ``trajectories(samples)`` gives, of each in order, the canvases after each pass of a run from
+    the sample's prompt; it is asked once, for those that want states of a run. They are taken at
+    ``TRAJECTORY_POINTS`` of its passes, from the canvas before the first pass to the last one that
+    holds a mask. Without it, or where a run is too short to give different canvases, states are
+    masked ones. Raises CalibrationError: a mix that is no shares, a sample that holds the mask
+    token.
     """
-    if len(mix) != len(SOURCES) or not all(math.isfinite(share) and share >= 0 for share in mix) or not sum(mix) > 0:
-        raise CalibrationError(f"the mix {tuple(mix)} is not {len(SOURCES)} shares ({', '.join(SOURCES)}), such as {MIX}")
+    if (
+        len(mix) != len(SOURCES)
+        or not all(math.isfinite(share) and share >= 0 for share in mix)
+        or not sum(mix) > 0
+    ):
+        raise CalibrationError(
+            f"the mix {tuple(mix)} is not {len(SOURCES)} shares ({', '.join(SOURCES)}), such as {MIX}"
+        )
     if per_sample < 1:
         raise CalibrationError(f"at least 1 state a sample is needed, not {per_sample}")
     masked, from_trajectory, clean = (share / sum(mix) for share in mix)
@@ -328,7 +399,9 @@ def make_states(
 
     for number, sample in enumerate(samples, 1):
         if (sample.tokens == mask_token_id).any():
-            raise CalibrationError(f"sample {number}: its text holds the mask token ({mask_token_id}): leave it out")
+            raise CalibrationError(
+                f"sample {number}: its text holds the mask token ({mask_token_id}): leave it out"
+            )
 
     def states() -> Iterator[State]:
         rng = np.random.default_rng(seed)
@@ -337,16 +410,30 @@ def make_states(
         ratios, uses = _rounds(MASK_RATIOS, rng), np.zeros(len(TRAJECTORY_POINTS), dtype=np.int64)
         runs: Iterator[Sequence[np.ndarray]] = iter(())
         if trajectories is not None:
-            runs = iter(trajectories([one for one, own in zip(samples, wanted_by, strict=True) if "trajectory" in own]))
+            runs = iter(
+                trajectories(
+                    [
+                        one
+                        for one, own in zip(samples, wanted_by, strict=True)
+                        if "trajectory" in own
+                    ]
+                )
+            )
         for sample, wanted in zip(samples, wanted_by, strict=True):
             prompt_length = sample.prompt_length
             whole = pad_to_blocks(sample, pad_token_id, block_length, max_canvas_length)
-            passes = _pass_inputs(next(runs), mask_token_id, prompt_length) if "trajectory" in wanted else []
+            passes = (
+                _pass_inputs(next(runs), mask_token_id, prompt_length)
+                if "trajectory" in wanted
+                else []
+            )
             taken: set[int] = set()
             for source in wanted:
                 if source == "clean":
                     continue
-                index = _next_pass(len(passes), taken, uses, rng) if source == "trajectory" else None
+                index = (
+                    _next_pass(len(passes), taken, uses, rng) if source == "trajectory" else None
+                )
                 if index is None:
                     canvas = mask_share(whole, next(ratios), mask_token_id, rng, prompt_length)
                     yield _state(canvas, "masked", mask_token_id, prompt_length)
@@ -359,11 +446,17 @@ def make_states(
 
 
 def mask_independently(
-    tokens: np.ndarray, mask_ratio: float, mask_token_id: int, rng: np.random.Generator, protected: int = 0
+    tokens: np.ndarray,
+    mask_ratio: float,
+    mask_token_id: int,
+    rng: np.random.Generator,
+    protected: int = 0,
 ) -> np.ndarray:
-    """A copy of ``tokens`` ``[L]`` with each position behind the first ``protected`` masked with this probability.
+    """A copy of ``tokens`` ``[L]`` with each position behind the first ``protected`` masked with
+    this probability.
 
-    At least one position is masked. Raises ValueError if the ratio is outside (0, 1] or nothing is left to mask.
+    At least one position is masked. Raises ValueError if the ratio is outside (0, 1] or nothing is
+    left to mask.
     """
     _check_maskable(tokens, mask_ratio, protected)
     is_masked = rng.random(len(tokens)) < mask_ratio
@@ -374,22 +467,32 @@ def mask_independently(
 
 
 def mask_share(
-    tokens: np.ndarray, mask_ratio: float, mask_token_id: int, rng: np.random.Generator, protected: int = 0
+    tokens: np.ndarray,
+    mask_ratio: float,
+    mask_token_id: int,
+    rng: np.random.Generator,
+    protected: int = 0,
 ) -> np.ndarray:
-    """A copy of ``tokens`` ``[L]`` with this share of the positions behind the first ``protected`` masked, at least one.
+    """A copy of ``tokens`` ``[L]`` with this share of the positions behind the first ``protected``
+    masked, at least one.
 
-    Independent masking given how many positions it took (arXiv:2502.09992, section 2.4): a short canvas stays in its mask
-    ratio's bucket. Raises ValueError if the ratio is outside (0, 1] or nothing is left to mask.
+    Independent masking given how many positions it took (arXiv:2502.09992, section 2.4): a short
+    canvas stays in its mask ratio's bucket. Raises ValueError if the ratio is outside (0, 1] or
+    nothing is left to mask.
     """
     _check_maskable(tokens, mask_ratio, protected)
     positions = len(tokens) - protected
-    count = max(1, math.ceil(mask_ratio * positions - 0.5))  # halves down: 1.5 of 10 is 1, in the bucket of 0.15
+    count = max(
+        1, math.ceil(mask_ratio * positions - 0.5)
+    )  # halves down: 1.5 of 10 is 1, in the bucket of 0.15
     out = np.array(tokens, dtype=np.int64)
     out[protected + rng.choice(positions, size=count, replace=False)] = mask_token_id
     return out
 
 
-def random_tokens(length: int, vocab_size: int, excluded: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+def random_tokens(
+    length: int, vocab_size: int, excluded: tuple[int, ...], rng: np.random.Generator
+) -> np.ndarray:
     """``length`` ids drawn evenly from the vocabulary without the excluded ones, int64."""
     allowed = np.setdiff1d(np.arange(vocab_size), np.array(excluded, dtype=np.int64))
     return rng.choice(allowed, size=length).astype(np.int64)
@@ -403,14 +506,18 @@ def _check_maskable(tokens: np.ndarray, mask_ratio: float, protected: int) -> No
 
 
 def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float]:
-    """The values in endless rounds, each round in an order of its own: no value goes with every n-th sample."""
+    """The values in endless rounds, each round in an order of its own: no value goes with every
+    n-th sample.
+    """
     while True:
         for i in rng.permutation(len(values)):
             yield values[i]
 
 
 def _alternating(shares: Sequence[float]) -> Iterator[int]:
-    """Indices in an endless row that keeps each one's count at its share, as closely as integers allow, all along."""
+    """Indices in an endless row that keeps each one's count at its share, as closely as integers
+    allow, all along.
+    """
     owed = [0.0] * len(shares)
     while True:
         owed = [debt + share for debt, share in zip(owed, shares, strict=True)]
@@ -419,17 +526,27 @@ def _alternating(shares: Sequence[float]) -> Iterator[int]:
         yield chosen
 
 
-def pad_to_blocks(sample: Sample, pad_token_id: int | None, block_length: int, max_canvas_length: int) -> np.ndarray:
-    """The sample's tokens ``[L]``, a completion filled up to whole blocks or to the canvas's end; None: not at all."""
+def pad_to_blocks(
+    sample: Sample, pad_token_id: int | None, block_length: int, max_canvas_length: int
+) -> np.ndarray:
+    """The sample's tokens ``[L]``, a completion filled up to whole blocks or to the canvas's end;
+    None: not at all.
+    """
     if sample.answer is None or block_length < 1 or pad_token_id is None:
         return sample.tokens
     blocks = -(-(len(sample.tokens) - sample.prompt_length) // block_length)
-    length = max(len(sample.tokens), min(sample.prompt_length + blocks * block_length, max_canvas_length))
+    length = max(
+        len(sample.tokens), min(sample.prompt_length + blocks * block_length, max_canvas_length)
+    )
     return np.pad(sample.tokens, (0, length - len(sample.tokens)), constant_values=pad_token_id)
 
 
-def _pass_inputs(canvases: Sequence[np.ndarray], mask_token_id: int, prompt_length: int) -> list[np.ndarray]:
-    """What each pass of a run saw: the canvas before the first pass, then those after a pass that hold a mask."""
+def _pass_inputs(
+    canvases: Sequence[np.ndarray], mask_token_id: int, prompt_length: int
+) -> list[np.ndarray]:
+    """What each pass of a run saw: the canvas before the first pass, then those after a pass that
+    hold a mask.
+    """
     inputs = [canvas for canvas in canvases if (canvas == mask_token_id).any()]
     if not len(canvases):
         return inputs
@@ -438,8 +555,11 @@ def _pass_inputs(canvases: Sequence[np.ndarray], mask_token_id: int, prompt_leng
     return inputs if inputs and np.array_equal(inputs[0], start) else [start, *inputs]
 
 
-def _next_pass(count: int, taken: set[int], uses: np.ndarray, rng: np.random.Generator) -> int | None:
-    """Index among a run's ``count`` passes at the point used least so far; None if no point leads to one not yet taken.
+def _next_pass(
+    count: int, taken: set[int], uses: np.ndarray, rng: np.random.Generator
+) -> int | None:
+    """Index among a run's ``count`` passes at the point used least so far; None if no point leads
+    to one not yet taken.
 
     Adds to ``taken`` and to ``uses``, int64 counts, one a point.
     """

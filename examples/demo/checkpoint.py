@@ -1,5 +1,5 @@
-"""The demos on disk, in the layouts of a released LLaDA and SDAR: ``config.json``, ``generation_config.json`` and
-``model.safetensors`` (bf16).
+"""The demos on disk, in the layouts of a released LLaDA and SDAR: ``config.json``,
+``generation_config.json`` and ``model.safetensors`` (bf16).
 """
 
 from __future__ import annotations
@@ -79,7 +79,11 @@ def sdar_config(c: NetworkSpec) -> dict[str, object]:
 
 LAYOUTS = {
     "llada": (llada.LAYOUT, llada_config, {"max_new_tokens": 64}),
-    "sdar": (TRUNK, sdar_config, {"max_new_tokens": 192, "json_layout": "lines", "call_format": "lines"}),
+    "sdar": (
+        TRUNK,
+        sdar_config,
+        {"max_new_tokens": 192, "json_layout": "lines", "call_format": "lines"},
+    ),
 }
 """Names of weights, config.json and generation_config.json."""
 
@@ -87,13 +91,17 @@ LAYOUTS = {
 def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
     """Write the files in the family's layout; each appears whole or not at all."""
     layout, config_of, generation = LAYOUTS[network.family]
-    config = {"architectures": [network.architecture], "model_type": network.family} | config_of(network)
+    config = {"architectures": [network.architecture], "model_type": network.family} | config_of(
+        network
+    )
     matrices = {linear.weight for linear in network.linear_layers()}
     tensors = {}
     for name in network.parameters():
         parameter = parameters[name].detach()
         # Released matrices are [out, in]; the denoiser's Linear stores [in, out].
-        tensors[layout.released(name)] = (parameter.T if name in matrices else parameter).to(torch.bfloat16).contiguous()
+        tensors[layout.released(name)] = (
+            (parameter.T if name in matrices else parameter).to(torch.bfloat16).contiguous()
+        )
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)

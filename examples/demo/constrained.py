@@ -1,10 +1,12 @@
-"""A demo's held-out commands, free and constrained to the union of its calls' schemas: valid, exact, and passes.
+"""A demo's held-out commands, free and constrained to the union of its calls' schemas: valid,
+exact, and passes.
 
-python examples/demo/constrained.py build/demo
-python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl --new-tokens 192
-python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl --count 100 --defaults
+python examples/demo/constrained.py build/demo python examples/demo/constrained.py build/several
+--data examples/demo/heldout-several.jsonl --new-tokens 192 python examples/demo/constrained.py
+build/several --data examples/demo/heldout-several.jsonl --count 100 --defaults
 
-The second demo writes one call per line. Its bundle says so (json_layout), and the constraint follows it.
+The second demo writes one call per line. Its bundle says so (json_layout), and the constraint
+follows it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def call_schema(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A JSON Schema of calls: those of each name have the arguments that its examples have, in their order."""
+    """A JSON Schema of calls: those of each name have the arguments that its examples have, in
+    their order.
+    """
     by_name = defaultdict[str, list[dict[str, Any]]](list)
     for call in calls:
         by_name[call["name"]].append(call["arguments"])
@@ -63,7 +67,9 @@ def _branch(name: str, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for before, behind in itertools.pairwise(arguments):
             sorter.add(behind, before)
     order = list(sorter.static_order())
-    values = {argument: [each[argument] for each in examples if argument in each] for argument in order}
+    values = {
+        argument: [each[argument] for each in examples if argument in each] for argument in order
+    }
     arguments = {
         "type": "object",
         "properties": {argument: _type(found) for argument, found in values.items()},
@@ -71,7 +77,12 @@ def _branch(name: str, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "additionalProperties": False,
     }
     properties = {"name": {"const": name}, "arguments": arguments}
-    return {"type": "object", "properties": properties, "required": ["name", "arguments"], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
 
 
 def _type(values: Sequence[Any]) -> dict[str, Any]:
@@ -84,34 +95,55 @@ def _type(values: Sequence[Any]) -> dict[str, Any]:
 
 @click.command()
 @click.argument("bundle", type=click.Path(exists=True, path_type=Path))
-@click.option("--data", type=click.Path(exists=True, path_type=Path), default=HELD_OUT, help="Held-out commands.")
+@click.option(
+    "--data",
+    type=click.Path(exists=True, path_type=Path),
+    default=HELD_OUT,
+    help="Held-out commands.",
+)
 @click.option("--count", type=click.IntRange(1), help="So many of them.  [default: all]")
 @click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--defaults", is_flag=True, help="Give schema= or tools= and no other option, by the bundle's default preset.")
+@click.option(
+    "--defaults",
+    is_flag=True,
+    help="Give schema= or tools= and no other option, by the bundle's default preset.",
+)
 def main(bundle: Path, data: Path, count: int | None, new_tokens: int, defaults: bool) -> None:
     """Compare free and constrained runs of held-out commands."""
     pairs = commands(data)
     schema = answer_schema([json.loads(answer) for _, answer in pairs])
     with dlm_runtime.open(bundle) as opened:
-        lines = by_default(opened, pairs[:count], schema) if defaults else compare(opened, pairs[:count], schema, new_tokens)
+        lines = (
+            by_default(opened, pairs[:count], schema)
+            if defaults
+            else compare(opened, pairs[:count], schema, new_tokens)
+        )
         for line in lines:
             click.echo(line)
 
 
-def compare(bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any], new_tokens: int) -> Iterator[str]:
+def compare(
+    bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any], new_tokens: int
+) -> Iterator[str]:
     """What each loop of the bundle makes of the commands, a line each."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
-    # A registry that retrieves nothing: by default, jsonschema opens the URLs that a schema refers to.
-    validator, constraint = Draft202012Validator(schema, registry=Registry()), bundle.constraint(schema=schema)
+    # A registry that retrieves nothing: by default, jsonschema opens the URLs that a schema refers
+    # to.
+    validator, constraint = (
+        Draft202012Validator(schema, registry=Registry()),
+        bundle.constraint(schema=schema),
+    )
     for name, loop in LOOPS.items():
         if loop["preset"] not in bundle.manifest["loop"]["presets"]:
             continue
         for given in (None, constraint):
             valid = exact = passes = 0
             for prompt, answer in pairs:
-                out = bundle.generate(prompt=prompt, max_new_tokens=new_tokens, constraint=given, **loop)
+                out = bundle.generate(
+                    prompt=prompt, max_new_tokens=new_tokens, constraint=given, **loop
+                )
                 passes += out.nfe
                 exact += same_call(out.text, answer)
                 valid += _is_valid(validator, out.text or "")
@@ -119,7 +151,9 @@ def compare(bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, 
             yield f"{name}, {kind}: {valid} valid, {exact} exact of {len(pairs)}, NFE {passes / len(pairs):.3f}"
 
 
-def by_default(bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any]) -> Iterator[str]:
+def by_default(
+    bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any]
+) -> Iterator[str]:
     """The commands answered right with a constraint and no other option, one line for each kind."""
     tools = tools_of(schema)
     kinds: dict[str, dict[str, Any]] = {
@@ -142,7 +176,9 @@ def by_default(bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[st
 def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
     """The functions of an answer's schema, as tools."""
     branches = [branch["properties"] for branch in schema.get("items", schema)["oneOf"]]
-    described = [{"name": branch["name"]["const"], "parameters": branch["arguments"]} for branch in branches]
+    described = [
+        {"name": branch["name"]["const"], "parameters": branch["arguments"]} for branch in branches
+    ]
     return [{"type": "function", "function": function} for function in described]
 
 
@@ -150,7 +186,9 @@ def is_answer(out: Generation, answer: str) -> bool:
     """Compare the calls of a result with an answer of the data."""
     wanted = json.loads(answer)
     calls = [{"name": call.name, "arguments": call.arguments} for call in out.tool_calls]
-    return same_call(json.dumps(calls), json.dumps(wanted if isinstance(wanted, list) else [wanted]))
+    return same_call(
+        json.dumps(calls), json.dumps(wanted if isinstance(wanted, list) else [wanted])
+    )
 
 
 def _is_valid(validator: Any, text: str) -> bool:

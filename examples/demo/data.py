@@ -1,15 +1,18 @@
 """Seeded generator of spoken-style commands and the JSON calls they ask for.
 
-A command is drawn from a *template*: literal words, ``[optional]`` parts, ``(one|of|these)`` and slots
-``{argument}`` or ``{argument=kind}``, where a kind is a sampler in ``KINDS``. Two things are held out of training:
+A command is drawn from a *template*: literal words, ``[optional]`` parts, ``(one|of|these)`` and
+slots ``{argument}`` or ``{argument=kind}``, where a kind is a sampler in ``KINDS``. Two things are
+held out of training:
 
 - templates: each function lists some that only ``unseen_template=True`` draws;
-- values: an open value (a name, an item, a phrase) belongs to the held-out side if ``is_held_out(value)``.
+- values: an open value (a name, an item, a phrase) belongs to the held-out side if
+  ``is_held_out(value)``.
 
 Label rules, so that every command has exactly one right call:
 
 - free text is copied verbatim; places, items, objects and points drop a leading ``the``;
-- ``seven`` is 07:00; ``seven pm``, ``in the afternoon`` and ``in the evening`` add twelve hours, ``twelve`` alone is
+- ``seven`` is 07:00; ``seven pm``, ``in the afternoon`` and ``in the evening`` add twelve hours,
+  ``twelve`` alone is
   12:00, ``noon`` 12:00, ``midnight`` 00:00; what is not said is left out; keys follow the order in ``FUNCTIONS``.
 """
 
@@ -33,7 +36,9 @@ from paraphrases import PARAPHRASES
 
 
 class Side(enum.Enum):
-    """Where open values come from: training with unrelated phrases among them, training as said, or held out."""
+    """Where open values come from: training with unrelated phrases among them, training as said, or
+    held out.
+    """
 
     TRAINING = enum.auto()
     KNOWN = enum.auto()
@@ -50,7 +55,11 @@ def is_held_out(value: str) -> bool:
 
 
 WORD_POOLS = (words.NOUNS, words.VERBS, words.ADJECTIVES, words.FOODS, words.OBJECTS, words.NAMES)
-ANY_WORDS = tuple(sorted({*itertools.chain(*WORD_POOLS, words.PLACES, words.POINTS, words.SURFACES, words.GENRES)}))
+ANY_WORDS = tuple(
+    sorted(
+        {*itertools.chain(*WORD_POOLS, words.PLACES, words.POINTS, words.SURFACES, words.GENRES)}
+    )
+)
 ANY_PHRASE_SHARE = 0.35  # of the open values trained on
 
 
@@ -58,8 +67,11 @@ def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Samp
     """A sampler of open values; with probability ``article`` a spoken ``the`` that the value drops."""
 
     def sample(rng: random.Random, side: Side) -> tuple[str, str]:
-        # A word that no training value starts with would never be predicted there, so any word may start one.
-        source = _any_phrase if side is Side.TRAINING and rng.random() < ANY_PHRASE_SHARE else compose
+        # A word that no training value starts with would never be predicted there, so any word may
+        # start one.
+        source = (
+            _any_phrase if side is Side.TRAINING and rng.random() < ANY_PHRASE_SHARE else compose
+        )
         value = source(rng)
         while is_held_out(value) != (side is Side.UNSEEN):
             value = source(rng)
@@ -75,7 +87,9 @@ def _closed(*pairs: tuple[str, Any] | str) -> Sampler:
 
 
 def _number(low: int, high: int, step: int = 1, digits: float = 0.4) -> Sampler:
-    """A sampler of whole numbers, spoken as digits with probability ``digits`` and in words otherwise."""
+    """A sampler of whole numbers, spoken as digits with probability ``digits`` and in words
+    otherwise.
+    """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, int]:
         number = rng.randrange(low, high + 1, step)
@@ -85,7 +99,9 @@ def _number(low: int, high: int, step: int = 1, digits: float = 0.4) -> Sampler:
 
 
 def _list(item: Sampler, most: int = 3) -> Sampler:
-    """A sampler of one to ``most`` different values: ``a``, ``a and b``, ``a, b and c`` or ``a and b and c``."""
+    """A sampler of one to ``most`` different values: ``a``, ``a and b``, ``a, b and c`` or ``a and
+    b and c``.
+    """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, list[Any]]:
         spoken: list[str] = []
@@ -113,13 +129,26 @@ def _any_words(rng: random.Random, most: int) -> str:
 
 @functools.cache
 def _spoken_words() -> tuple[str, ...]:
-    """Words that training templates have, and no value: a value that began with one would be the first to."""
-    templates = (re.sub(r"\{.*?\}", " ", template) for function in FUNCTIONS for template in function.training)
-    return tuple(sorted({word for template in templates for word in re.findall("[a-z]{3,}", template)} - set(ANY_WORDS)))
+    """Words that training templates have, and no value: a value that began with one would be the
+    first to.
+    """
+    templates = (
+        re.sub(r"\{.*?\}", " ", template)
+        for function in FUNCTIONS
+        for template in function.training
+    )
+    return tuple(
+        sorted(
+            {word for template in templates for word in re.findall("[a-z]{3,}", template)}
+            - set(ANY_WORDS)
+        )
+    )
 
 
 def _any_word(rng: random.Random) -> str:
-    """One in four a compound such as ``playfence``, of a word that only commands have and any other; some others made up."""
+    """One in four a compound such as ``playfence``, of a word that only commands have and any
+    other; some others made up.
+    """
     if rng.random() < 0.25:
         return rng.choice(_spoken_words()) + rng.choice(ANY_WORDS)
     return _word(rng, ANY_WORDS, 1 / 6)
@@ -147,7 +176,11 @@ def _task(rng: random.Random) -> str:
         return _any_words(rng, 3)
     if shape < 0.35:
         return f"{rng.choice(('call', 'email', 'visit', 'ask', 'thank'))} {_contact(rng)} about {_noun_phrase(rng)}"
-    tail = f" {rng.choice(('for', 'with', 'from', 'near'))} {_contact(rng)}" if rng.random() < 0.3 else ""
+    tail = (
+        f" {rng.choice(('for', 'with', 'from', 'near'))} {_contact(rng)}"
+        if rng.random() < 0.3
+        else ""
+    )
     return f"{rng.choice(words.VERBS)} {_noun_phrase(rng)}{tail}"
 
 
@@ -155,7 +188,10 @@ def _message(rng: random.Random) -> str:
     shape = rng.random()
     if shape < 0.2:
         return _any_words(rng, 4)
-    clauses = (f"{rng.choice(words.STATEMENTS)} {_noun_phrase(rng)}", f"{rng.choice(words.STATEMENTS)} {_contact(rng)}")
+    clauses = (
+        f"{rng.choice(words.STATEMENTS)} {_noun_phrase(rng)}",
+        f"{rng.choice(words.STATEMENTS)} {_contact(rng)}",
+    )
     if shape < 0.3:
         return " and ".join(clauses)
     return clauses[0] if shape < 0.75 else clauses[1]
@@ -170,11 +206,19 @@ def _music(rng: random.Random) -> str:
 
 
 def _query(rng: random.Random) -> str:
-    return _any_words(rng, 3) if rng.random() < 0.3 else f"{rng.choice(words.QUESTIONS)} {_noun_phrase(rng)}"
+    return (
+        _any_words(rng, 3)
+        if rng.random() < 0.3
+        else f"{rng.choice(words.QUESTIONS)} {_noun_phrase(rng)}"
+    )
 
 
 def _item(rng: random.Random) -> str:
-    amount = rng.choice(("two ", "six ", "a dozen ", "more ", "fresh ", "")) if rng.random() < 0.3 else ""
+    amount = (
+        rng.choice(("two ", "six ", "a dozen ", "more ", "fresh ", ""))
+        if rng.random() < 0.3
+        else ""
+    )
     return amount + _word(rng, words.FOODS)
 
 
@@ -216,7 +260,10 @@ def _time(rng: random.Random, side: Side) -> tuple[str, str]:
     if half < 0.4 and hour < 12 and not (hour == 11 and spoken.startswith("quarter to")):
         if half < 0.2:
             return f"{spoken} {rng.choice(('am', 'in the morning'))}", f"{hour:02d}:{minute:02d}"
-        return f"{spoken} {rng.choice(('pm', 'in the afternoon', 'in the evening'))}", f"{hour + 12:02d}:{minute:02d}"
+        return (
+            f"{spoken} {rng.choice(('pm', 'in the afternoon', 'in the evening'))}",
+            f"{hour + 12:02d}:{minute:02d}",
+        )
     return spoken, f"{hour:02d}:{minute:02d}"
 
 
@@ -232,7 +279,9 @@ def _metres(rng: random.Random, side: Side) -> tuple[str, float]:
     """A distance from 1 to 20 metres, in halves, with its unit."""
     spoken, number = _number(1, 20)(rng, side)
     if rng.random() < 0.25:
-        return (f"{number}.5" if spoken.isdigit() else f"{spoken} and a half") + " metres", number + 0.5
+        return (
+            f"{number}.5" if spoken.isdigit() else f"{spoken} and a half"
+        ) + " metres", number + 0.5
     return f"{spoken} metre{'s' if number > 1 else ''}", number
 
 
@@ -266,7 +315,12 @@ KINDS: dict[str, Sampler] = {
     "locked": _closed(("locked", True), ("unlocked", False)),
     "place": _open(_place, article=0.4),
     "stops": _list(_open(_place, article=0.4), most=2),
-    "avoid": _closed(("tolls", "tolls"), ("toll roads", "tolls"), ("motorways", "motorways"), ("ferries", "ferries")),
+    "avoid": _closed(
+        ("tolls", "tolls"),
+        ("toll roads", "tolls"),
+        ("motorways", "motorways"),
+        ("ferries", "ferries"),
+    ),
     "seat": _closed(*words.SEATS),
     "fan": _number(1, 7),
     "level": _number(1, 5),
@@ -287,7 +341,21 @@ KINDS: dict[str, Sampler] = {
     "shop": _open(lambda rng: _word(rng, words.SHOPS)),
 }
 OPEN_KINDS = frozenset(
-    ("label", "task", "items", "music", "place", "stops", "contact", "message", "object", "surface", "points", "query", "shop")
+    (
+        "label",
+        "task",
+        "items",
+        "music",
+        "place",
+        "stops",
+        "contact",
+        "message",
+        "object",
+        "surface",
+        "points",
+        "query",
+        "shop",
+    )
 )
 
 
@@ -665,7 +733,9 @@ CARRIER_SHARE = 0.2  # of the training commands that begin with a verb: "i need 
 
 
 def has_carrier_held_out(function: Function) -> bool:
-    """Whether a held-out template asks with ``i need to ...``: such a function is never trained on with these words."""
+    """Whether a held-out template asks with ``i need to ...``: such a function is never trained on
+    with these words.
+    """
     return any(re.match(r"i \(.*?\) to ", template) for template in function.held_out)
 
 
@@ -684,13 +754,20 @@ def _resolve(template: str, rng: random.Random) -> str:
 
 def _say(literal: str, rng: random.Random) -> str:
     """Now and then put a filler before a word of a template's own text."""
-    return re.sub(r"(?<= )(?=\w)", lambda _: f"{rng.choice(words.FILLERS)} " if rng.random() < 0.015 else "", literal)
+    return re.sub(
+        r"(?<= )(?=\w)",
+        lambda _: f"{rng.choice(words.FILLERS)} " if rng.random() < 0.015 else "",
+        literal,
+    )
 
 
-def fill(template: str, rng: random.Random, sample: Callable[[str], tuple[str, Any]]) -> tuple[str, dict[str, Any], list[str]]:
+def fill(
+    template: str, rng: random.Random, sample: Callable[[str], tuple[str, Any]]
+) -> tuple[str, dict[str, Any], list[str]]:
     """Decide a template's parts and fill its slots by ``sample``, which gets a slot's kind.
 
-    Returns the words, the value of every argument, and the open values among them, lists taken apart.
+    Returns the words, the value of every argument, and the open values among them, lists taken
+    apart.
     """
     text, arguments, values = "", {}, []
     resolved, end = _resolve(template, rng), 0
@@ -706,8 +783,14 @@ def fill(template: str, rng: random.Random, sample: Callable[[str], tuple[str, A
 
 
 def with_carrier(text: str, function: Function, rng: random.Random) -> str:
-    """Now and then ``i need to`` before a training command that begins with a verb, where no held-out template says so."""
-    if not has_carrier_held_out(function) and IMPERATIVE.match(text) and rng.random() < CARRIER_SHARE:
+    """Now and then ``i need to`` before a training command that begins with a verb, where no
+    held-out template says so.
+    """
+    if (
+        not has_carrier_held_out(function)
+        and IMPERATIVE.match(text)
+        and rng.random() < CARRIER_SHARE
+    ):
         return f"i {rng.choice(('need', 'want', 'have'))} to {text}"
     return text
 
@@ -723,7 +806,10 @@ def with_manners(text: str, rng: random.Random) -> str:
 
 def call_of(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
     """The call of a function, its arguments in the order that it declares."""
-    return {"name": function.name, "arguments": {key: arguments[key] for key in function.arguments if key in arguments}}
+    return {
+        "name": function.name,
+        "arguments": {key: arguments[key] for key in function.arguments if key in arguments},
+    }
 
 
 def compact(value: Any) -> str:
@@ -737,7 +823,9 @@ def make_example(function: Function, template: str, rng: random.Random, side: Si
     if side is Side.TRAINING:
         text = with_carrier(text, function, rng)
     text = with_manners(text, rng)
-    return Example(text, compact(call_of(function, arguments)), function.name, template, tuple(values))
+    return Example(
+        text, compact(call_of(function, arguments)), function.name, template, tuple(values)
+    )
 
 
 def training_examples(seed: int) -> Iterator[Example]:
@@ -750,9 +838,11 @@ def training_examples(seed: int) -> Iterator[Example]:
 
 
 def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
-    """``count`` different held-out commands with what is unseen in each: ``template``, ``value`` or ``both``.
+    """``count`` different held-out commands with what is unseen in each: ``template``, ``value`` or
+    ``both``.
 
-    The three kinds take turns. A command counts as ``value`` or ``both`` only if it says an open value.
+    The three kinds take turns. A command counts as ``value`` or ``both`` only if it says an open
+    value.
     """
     rng = random.Random(seed)
     examples: list[tuple[str, Example]] = []
@@ -761,7 +851,9 @@ def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
         unseen = ("template", "value", "both")[len(examples) % 3]
         function = rng.choice(FUNCTIONS)
         template = rng.choice(function.training if unseen == "value" else function.held_out)
-        example = make_example(function, template, rng, Side.KNOWN if unseen == "template" else Side.UNSEEN)
+        example = make_example(
+            function, template, rng, Side.KNOWN if unseen == "template" else Side.UNSEEN
+        )
         if example.prompt not in prompts and (unseen == "template" or example.values):
             prompts.add(example.prompt)
             examples.append((unseen, example))
@@ -771,15 +863,26 @@ def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
 def write_lines(path: Path, drawn: Iterable[tuple[str, str, str]]) -> None:
     """Write commands, what they ask for and what is unseen in them, one JSON object a line."""
     keys = ("prompt", "completion", "unseen")
-    path.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in drawn))
+    path.write_text(
+        "".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in drawn)
+    )
     click.echo(f"{path} {path.stat().st_size} bytes")
 
 
 @click.command()
-@click.option("--split", type=click.Choice(["training", "heldout"]), required=True, help="Which side to draw from.")
-@click.option("--count", type=click.IntRange(1), default=500, show_default=True, help="Commands to write.")
+@click.option(
+    "--split",
+    type=click.Choice(["training", "heldout"]),
+    required=True,
+    help="Which side to draw from.",
+)
+@click.option(
+    "--count", type=click.IntRange(1), default=500, show_default=True, help="Commands to write."
+)
 @click.option("--seed", type=int, default=1, show_default=True, help="Seed of the generator.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The .jsonl file to write.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="The .jsonl file to write."
+)
 def main(split: str, count: int, seed: int, out: Path) -> None:
     """Write commands and their calls, one JSON object a line.
 
@@ -788,7 +891,10 @@ def main(split: str, count: int, seed: int, out: Path) -> None:
     if split == "heldout":
         drawn = held_out_examples(seed, count)
     else:
-        drawn = [("none", example) for example, _ in zip(training_examples(seed), range(count), strict=False)]
+        drawn = [
+            ("none", example)
+            for example, _ in zip(training_examples(seed), range(count), strict=False)
+        ]
     write_lines(out, [(example.prompt, example.completion, unseen) for unseen, example in drawn])
 
 

@@ -1,4 +1,6 @@
-"""Exact match of a demo's calls on held-out commands, in the native runtime or in torch; NFE, tokens, thresholds and loss."""
+"""Exact match of a demo's calls on held-out commands, in the native runtime or in torch; NFE,
+tokens, thresholds and loss.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,18 @@ LOSS_RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0)
 
 
 @torch.no_grad()
-def loss_at(denoiser: Denoiser, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], ratio: float, seed: int = 0) -> float:
-    """Mean cross-entropy in nats of the hidden tokens of calls, ``ratio`` of the first block hidden at random.
+def loss_at(
+    denoiser: Denoiser,
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    ratio: float,
+    seed: int = 0,
+) -> float:
+    """Mean cross-entropy in nats of the hidden tokens of calls, ``ratio`` of the first block hidden
+    at random.
 
-    ``pairs`` are commands and calls. The canvas has two blocks and the second is wholly hidden and not counted, so
-    ratio 1 is where decoding starts.
+    ``pairs`` are commands and calls. The canvas has two blocks and the second is wholly hidden and
+    not counted, so ratio 1 is where decoding starts.
     """
     c, eos = denoiser.network, denoiser.network.eos_token_ids[0]
     generator = torch.Generator().manual_seed(seed)
@@ -49,15 +58,21 @@ def loss_at(denoiser: Denoiser, tokenizer: Tokenizer, pairs: Sequence[tuple[str,
         canvas = torch.cat((start, block.masked_fill(is_hidden, c.mask_token_id), later))
         logits = denoiser(canvas[None])[0, len(start) : len(start) + 32]
         is_scored = is_hidden & (torch.arange(32) <= len(call))
-        total += torch.nn.functional.cross_entropy(logits[is_scored], block[is_scored], reduction="sum").item()
+        total += torch.nn.functional.cross_entropy(
+            logits[is_scored], block[is_scored], reduction="sum"
+        ).item()
         count += int(is_scored.sum())
     return total / max(count, 1)
 
 
 def same_call(first: str | None, second: str) -> bool:
-    """Whether both texts parse as JSON to equal values: a list's calls in the same order, ``true`` no number."""
+    """Whether both texts parse as JSON to equal values: a list's calls in the same order, ``true``
+    no number.
+    """
     try:
-        one, other = (json.dumps(json.loads(text or ""), sort_keys=True) for text in (first, second))
+        one, other = (
+            json.dumps(json.loads(text or ""), sort_keys=True) for text in (first, second)
+        )
     except json.JSONDecodeError:
         return False
     return one == other
@@ -72,12 +87,16 @@ class Answer:
 
 
 class TorchBundle:
-    """A checkpoint that answers as a bundle does, by the reference loop in torch: nothing is built, and it takes its time."""
+    """A checkpoint that answers as a bundle does, by the reference loop in torch: nothing is built,
+    and it takes its time.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         self.denoiser = load_checkpoint(checkpoint)
         self.tokenizer = dlm_runtime.tokenizer.Tokenizer.from_files(checkpoint / "tokenizer.json")
-        self.max_new_tokens = json.loads((checkpoint / "generation_config.json").read_text())["max_new_tokens"]
+        self.max_new_tokens = json.loads((checkpoint / "generation_config.json").read_text())[
+            "max_new_tokens"
+        ]
 
     def generate(self, *, prompt: str, max_new_tokens: int, preset: str, **policy: Any) -> Answer:
         """As ``Bundle.generate``; the preset is taken by its name."""
@@ -95,9 +114,11 @@ def evaluate(
     max_new_tokens: int | None = None,
     **policy: Any,
 ) -> dict[str, Any]:
-    """Answer every command, with at most ``max_new_tokens`` tokens (None: the number that the bundle or checkpoint names).
+    """Answer every command, with at most ``max_new_tokens`` tokens (None: the number that the
+    bundle or checkpoint names).
 
-    Returns what is right by split, and by function or by number of calls; NFE, tokens and seconds a command; failures.
+    Returns what is right by split, and by function or by number of calls; NFE, tokens and seconds a
+    command; failures.
     """
     max_new_tokens = bundle.max_new_tokens if max_new_tokens is None else max_new_tokens
     right: defaultdict[str, list[bool]] = defaultdict(list)
@@ -112,40 +133,77 @@ def evaluate(
             right[group].append(is_right)
         seconds.append(time.perf_counter() - began)
         nfe.append(out.nfe)
-        tokens.append(len(bundle.tokenizer.encode(line["completion"])) - 2 + 1)  # without the two prompt marks, with eos
+        tokens.append(
+            len(bundle.tokenizer.encode(line["completion"])) - 2 + 1
+        )  # without the two prompt marks, with eos
         if not is_right:
             failures.append((line["prompt"], line["completion"], out.text))
-    return {"right": dict(right), "nfe": nfe, "tokens": tokens, "seconds": seconds, "failures": failures}
+    return {
+        "right": dict(right),
+        "nfe": nfe,
+        "tokens": tokens,
+        "seconds": seconds,
+        "failures": failures,
+    }
 
 
-def frontier(bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str, str]], **policy: Any) -> None:
+def frontier(
+    bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str, str]], **policy: Any
+) -> None:
     """Print exact match, NFE and speed at every threshold."""
     click.echo("threshold  exact match  NFE a command  tokens a pass  tokens/s")
     for threshold in THRESHOLDS:
         result = evaluate(bundle, lines, threshold=threshold, **policy)
-        right, passes, tokens = statistics.mean(result["right"]["all"]), sum(result["nfe"]), sum(result["tokens"])
+        right, passes, tokens = (
+            statistics.mean(result["right"]["all"]),
+            sum(result["nfe"]),
+            sum(result["tokens"]),
+        )
         speed = tokens / sum(result["seconds"])
-        click.echo(f"{threshold:9.2f}  {right:11.1%}  {passes / len(lines):13.2f}  {tokens / passes:13.2f}  {speed:8.0f}")
+        click.echo(
+            f"{threshold:9.2f}  {right:11.1%}  {passes / len(lines):13.2f}  {tokens / passes:13.2f}  {speed:8.0f}"
+        )
 
 
-def efforts(bundle: dlm_runtime.Bundle, lines: Sequence[dict[str, str]], max_new_tokens: int | None) -> None:
+def efforts(
+    bundle: dlm_runtime.Bundle, lines: Sequence[dict[str, str]], max_new_tokens: int | None
+) -> None:
     """Print exact match and NFE at every level of effort."""
     click.echo("effort   exact match  NFE a command")
     for level in LEVELS:
         result = evaluate(bundle, lines, max_new_tokens, effort=level)
-        click.echo(f"{level:7}  {statistics.mean(result['right']['all']):11.1%}  {statistics.mean(result['nfe']):13.2f}")
+        click.echo(
+            f"{level:7}  {statistics.mean(result['right']['all']):11.1%}  {statistics.mean(result['nfe']):13.2f}"
+        )
 
 
 @click.command()
-@click.option("--bundle", type=click.Path(path_type=Path), help="Bundle of a demo.  [default: the checkpoint, in torch]")
-@click.option("--data", type=click.Path(path_type=Path), required=True, help="Held-out .jsonl of data.py or several.py.")
-@click.option("--count", type=click.IntRange(1), help="Take so many of its commands.  [default: all]")
+@click.option(
+    "--bundle",
+    type=click.Path(path_type=Path),
+    help="Bundle of a demo.  [default: the checkpoint, in torch]",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Held-out .jsonl of data.py or several.py.",
+)
+@click.option(
+    "--count", type=click.IntRange(1), help="Take so many of its commands.  [default: all]"
+)
 @click.option("--preset", default="fast-dllm", show_default=True, help="Loop of the bundle.")
 @set_option
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Most tokens of an answer.  [default: the bundle's own number]")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    help="Most tokens of an answer.  [default: the bundle's own number]",
+)
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder of the denoiser.")
 @click.option("--loss", is_flag=True, help="Measure the first demo's loss as well.")
-@click.option("--thresholds", is_flag=True, help="Measure exact match and NFE at thresholds from 0.5 to 0.99.")
+@click.option(
+    "--thresholds", is_flag=True, help="Measure exact match and NFE at thresholds from 0.5 to 0.99."
+)
 @click.option("--effort", is_flag=True, help="Measure exact match and NFE at each level of effort.")
 @click.option("--failures", is_flag=True, help="Print every command answered wrongly.")
 def main(
@@ -163,16 +221,23 @@ def main(
 ) -> None:
     """Measure exact match and NFE.
 
-    Example: python evaluate.py --bundle ../../build/demo --data heldout.jsonl --checkpoint ../demo-denoiser --loss
+    Example: python evaluate.py --bundle ../../build/demo --data heldout.jsonl --checkpoint
+    ../demo-denoiser --loss
     """
     lines = [json.loads(line) for line in data.read_text().splitlines()][:count]
     if checkpoint is None and (loss or bundle is None):
-        raise click.UsageError("--loss needs --checkpoint" if loss else "give --bundle or --checkpoint")
+        raise click.UsageError(
+            "--loss needs --checkpoint" if loss else "give --bundle or --checkpoint"
+        )
     if effort and bundle is None:
         raise click.UsageError("--effort is of bundles: give --bundle")
     policy = {"preset": preset, "max_new_tokens": max_new_tokens} | policy_changes(changes)
     with contextlib.ExitStack() as stack:
-        opened = TorchBundle(checkpoint) if bundle is None else stack.enter_context(dlm_runtime.open(bundle))
+        opened = (
+            TorchBundle(checkpoint)
+            if bundle is None
+            else stack.enter_context(dlm_runtime.open(bundle))
+        )
         if effort:
             efforts(opened, lines, max_new_tokens)
             return
@@ -184,14 +249,23 @@ def main(
         for prompt, wanted, given in result["failures"]:
             click.echo(f"{prompt}\n  wanted {wanted}\n  got    {given}")
     for name, matches in sorted(result["right"].items()):
-        click.echo(f"{name:28} {sum(matches):4d} of {len(matches):4d}  {sum(matches) / len(matches):7.2%}")
+        click.echo(
+            f"{name:28} {sum(matches):4d} of {len(matches):4d}  {sum(matches) / len(matches):7.2%}"
+        )
     for name, values in (("NFE a command", result["nfe"]), ("tokens a command", result["tokens"])):
-        click.echo(f"{name}: mean {statistics.mean(values):.2f}, median {statistics.median(values):g}, most {max(values)}")
+        click.echo(
+            f"{name}: mean {statistics.mean(values):.2f}, median {statistics.median(values):g}, most {max(values)}"
+        )
     if loss:
-        tokenizer, denoiser = Tokenizer.from_file(str(checkpoint / "tokenizer.json")), load_checkpoint(checkpoint)
+        tokenizer, denoiser = (
+            Tokenizer.from_file(str(checkpoint / "tokenizer.json")),
+            load_checkpoint(checkpoint),
+        )
         pairs = [(line["prompt"], line["completion"]) for line in lines]
         for ratio in LOSS_RATIOS:
-            click.echo(f"loss with {ratio:4.0%} hidden: {loss_at(denoiser, tokenizer, pairs, ratio):.4f} nats a token")
+            click.echo(
+                f"loss with {ratio:4.0%} hidden: {loss_at(denoiser, tokenizer, pairs, ratio):.4f} nats a token"
+            )
 
 
 if __name__ == "__main__":

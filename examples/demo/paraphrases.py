@@ -1,7 +1,7 @@
 """More ways to say the demo's commands, for training only.
 
-Held-out commands are drawn without these, so that adding to them changes no test: a held-out template stays one that no
-training command was made from.
+Held-out commands are drawn without these, so that adding to them changes no test: a held-out
+template stays one that no training command was made from.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """Several requests in one breath, and the ordered list of calls that they ask for.
 
-A command is one to six *clauses* joined by ``, then``, ``and`` and the like. A clause is a template of ``data.py``, of one of
-four functions more, or one that refers to an earlier clause: ``ten minutes later``, ``there``, ``her``, ``it``. What is held
-out of training is held out as there, templates that refer included; an unseen template is unseen in every clause.
+A command is one to six *clauses* joined by ``, then``, ``and`` and the like. A clause is a template
+of ``data.py``, of one of four functions more, or one that refers to an earlier clause: ``ten
+minutes later``, ``there``, ``her``, ``it``. What is held out of training is held out as there,
+templates that refer included; an unseen template is unseen in every clause.
 
 Label rules, beside those of ``data.py``, so that every command has exactly one right list:
 
-- a reference means the latest call that has such a thing; rooms, contacts, objects, lists and destinations are written again;
-- a time that an earlier call has is ``$n``, ``n`` counted from 1, with the minutes after or before it: ``$2+10``, ``$2-90``;
+- a reference means the latest call that has such a thing; rooms, contacts, objects, lists and
+  destinations are written again;
+- a time that an earlier call has is ``$n``, ``n`` counted from 1, with the minutes after or before
+  it: ``$2+10``, ``$2-90``;
 - so is the result of an earlier call, which nobody knows yet: ``$n``;
 - an ``and`` alone, or a comma alone, never follows a clause that ends in free text or a list.
 """
@@ -141,7 +144,10 @@ REFERENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "at {time} remind me of {text=finding}",
             "remind me of {text=finding} {time=later}",
         ),
-        ("{time=later} don't let me forget to {text=task}", "{time=later} remind me of {text=finding}"),
+        (
+            "{time=later} don't let me forget to {text=task}",
+            "{time=later} remind me of {text=finding}",
+        ),
     ),
     "set_light": (
         (
@@ -150,7 +156,10 @@ REFERENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "(dim|set) the (light|lights) {room=there} to {brightness=percent} percent",
             "make the (light|lights) {room=there} {color}",
         ),
-        ("(turn|switch) {state=on_off} the lamp {room=there}", "set the (light|lights) {room=there} to {color}"),
+        (
+            "(turn|switch) {state=on_off} the lamp {room=there}",
+            "set the (light|lights) {room=there} to {color}",
+        ),
     ),
     "set_thermostat": (
         (
@@ -225,7 +234,10 @@ REFERENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "add {items=finding_item} to (my|the|our) {list} list",
             "put {items=finding_item} on (my|the) {list} list",
         ),
-        ("on {list=same_list} put {items}( too|)", "write {items=finding_item} on (my|the|our) {list} list"),
+        (
+            "on {list=same_list} put {items}( too|)",
+            "write {items=finding_item} on (my|the|our) {list} list",
+        ),
     ),
     "navigate": (
         (
@@ -234,7 +246,10 @@ REFERENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "(drive|go) {destination=found_place}[ via {stops}]",
             "show me the way {destination=found_place}",
         ),
-        ("(take|drive) (me|us) {destination=found_place} avoiding {avoid}", "i want to go {destination=found_place}"),
+        (
+            "(take|drive) (me|us) {destination=found_place} avoiding {avoid}",
+            "i want to go {destination=found_place}",
+        ),
     ),
     "find_place": (
         (
@@ -248,9 +263,17 @@ REFERENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 JOINTS = (", and ", ", then ", ", and then ", ", also ", ", and also ")
 LOOSE_JOINTS = (" and ", ", ", " then ", " and then ")
-"""What may stand between two clauses: these only behind a clause that does not end in free text or a list."""
+"""What may stand between two clauses: these only behind a clause that does not end in free text or
+a list.
+"""
 LISTS_AND_FREE_TEXT = OPEN_KINDS | {"rooms"}
-OFFSETS = ((60, "an hour"), (60, "one hour"), (90, "an hour and a half"), (120, "two hours"), (30, "half an hour"))
+OFFSETS = (
+    (60, "an hour"),
+    (60, "one hour"),
+    (90, "an hour and a half"),
+    (120, "two hours"),
+    (30, "half an hour"),
+)
 SPOKEN = {
     "there": ("there", "there", "in there", "in that room", "in the same room"),
     "them": ("him", "her", "them"),
@@ -277,8 +300,14 @@ MEANT_BY = {
     "finding_item": "finding",
     "found_place": "found place",
 }
-"""What of the earlier calls a kind of reference means: the latest argument of this name, or the latest result."""
-RESULTS = {"search_web": ("finding",), "read_calendar": ("finding",), "find_place": ("finding", "found place")}
+"""What of the earlier calls a kind of reference means: the latest argument of this name, or the
+latest result.
+"""
+RESULTS = {
+    "search_web": ("finding",),
+    "read_calendar": ("finding",),
+    "find_place": ("finding", "found place"),
+}
 
 
 @dataclass(frozen=True)
@@ -300,7 +329,9 @@ def _later(call: str, rng: random.Random) -> tuple[str, str]:
     else:
         minutes = rng.randrange(5, 60, 5)
         spoken = f"{words.number_words(minutes) if rng.random() < 0.7 else minutes} minutes"
-    tail, sign = rng.choice((("later", "+"), ("later", "+"), ("after that", "+"), ("before that", "-")))
+    tail, sign = rng.choice(
+        (("later", "+"), ("later", "+"), ("after that", "+"), ("before that", "-"))
+    )
     return f"{spoken} {tail}", f"{call}{sign}{minutes}"
 
 
@@ -336,7 +367,9 @@ class Speaker:
             nonlocal last
             meaning = MEANT_BY.get(kind)
             spoken, value = (
-                KINDS[kind](self.rng, self.side) if meaning is None else _refer(kind, self._meant[meaning], self.rng)
+                KINDS[kind](self.rng, self.side)
+                if meaning is None
+                else _refer(kind, self._meant[meaning], self.rng)
             )
             last = (kind, spoken)
             return spoken, value
@@ -359,7 +392,9 @@ class Speaker:
         if self.is_template_unseen:
             return function.held_out
         # The paraphrases are for training only, as in data.py.
-        return function.training + (PARAPHRASES.get(function.name, ()) if self.side is Side.TRAINING else ())
+        return function.training + (
+            PARAPHRASES.get(function.name, ()) if self.side is Side.TRAINING else ()
+        )
 
     def _references(self) -> dict[Function, Sequence[str]]:
         """Templates whose every reference means something by now."""
@@ -369,7 +404,9 @@ class Speaker:
             possible = [
                 template
                 for template in templates
-                if all(MEANT_BY[kind] in self._meant for _, kind in slots(template) if kind in MEANT_BY)
+                if all(
+                    MEANT_BY[kind] in self._meant for _, kind in slots(template) if kind in MEANT_BY
+                )
             ]
             if possible:
                 found[BY_NAME[name]] = possible
@@ -378,7 +415,13 @@ class Speaker:
 
 EVERY_FUNCTION = FUNCTIONS + MORE_FUNCTIONS
 BY_NAME = {function.name: function for function in EVERY_FUNCTION}
-SHARES = {"set_alarm": 2, "start_appliance": 2, "add_reminder": 2, "read_calendar": 2, "find_place": 2}
+SHARES = {
+    "set_alarm": 2,
+    "start_appliance": 2,
+    "add_reminder": 2,
+    "read_calendar": 2,
+    "find_place": 2,
+}
 """What is asked for more often than the rest, because later clauses refer to it."""
 REFERENCE_SHARE = 0.5
 
@@ -400,8 +443,12 @@ def make_request(rng: random.Random, side: Side, is_template_unseen: bool, calls
 EVENLY = (1.0,) * MOST_CALLS
 
 
-def training_requests(seed: int, weights: Callable[[], Sequence[float]] = lambda: EVENLY) -> Iterator[Request]:
-    """An endless stream of training commands; ``weights``: how often, by now, one call is asked for, two, and so on."""
+def training_requests(
+    seed: int, weights: Callable[[], Sequence[float]] = lambda: EVENLY
+) -> Iterator[Request]:
+    """An endless stream of training commands; ``weights``: how often, by now, one call is asked
+    for, two, and so on.
+    """
     rng = random.Random(seed)
     while True:
         (calls,) = rng.choices(range(1, MOST_CALLS + 1), weights())
@@ -409,27 +456,40 @@ def training_requests(seed: int, weights: Callable[[], Sequence[float]] = lambda
 
 
 def held_out_requests(seed: int, count: int, fewest: int = 3) -> list[tuple[str, Request]]:
-    """``count`` different held-out commands with what is unseen in each: ``template``, ``value`` or ``both``.
+    """``count`` different held-out commands with what is unseen in each: ``template``, ``value`` or
+    ``both``.
 
-    The three kinds take turns, and so do the numbers of calls from ``fewest`` to six. A command counts as ``value`` or
-    ``both`` only if it says an open value.
+    The three kinds take turns, and so do the numbers of calls from ``fewest`` to six. A command
+    counts as ``value`` or ``both`` only if it says an open value.
     """
     rng = random.Random(seed)
-    cells = itertools.cycle(itertools.product(range(fewest, MOST_CALLS + 1), ("template", "value", "both")))
+    cells = itertools.cycle(
+        itertools.product(range(fewest, MOST_CALLS + 1), ("template", "value", "both"))
+    )
     found: dict[str, tuple[str, Request]] = {}
     while len(found) < count:
         calls, unseen = next(cells)
         request = None
-        while request is None or request.prompt in found or not (unseen == "template" or request.values):
-            request = make_request(rng, Side.KNOWN if unseen == "template" else Side.UNSEEN, unseen != "value", calls)
+        while (
+            request is None
+            or request.prompt in found
+            or not (unseen == "template" or request.values)
+        ):
+            request = make_request(
+                rng, Side.KNOWN if unseen == "template" else Side.UNSEEN, unseen != "value", calls
+            )
         found[request.prompt] = (unseen, request)
     return list(found.values())
 
 
 @click.command()
-@click.option("--count", type=click.IntRange(1), default=300, show_default=True, help="Commands to write.")
+@click.option(
+    "--count", type=click.IntRange(1), default=300, show_default=True, help="Commands to write."
+)
 @click.option("--seed", type=int, default=1, show_default=True, help="Seed of the generator.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The .jsonl file to write.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="The .jsonl file to write."
+)
 def main(count: int, seed: int, out: Path) -> None:
     """Write held-out commands and their lists of calls, one JSON object a line.
 

@@ -22,12 +22,16 @@ def main(folder: Path) -> None:
     """Open the bundle, run the commands, print calls, passes and times."""
     with dlm_runtime.open(folder) as bundle:
         parameters = bundle.manifest["network"]["parameters"]
-        print(f"{folder}: {bundle.manifest['network']['family']}, {parameters:,} parameters, {bundle.engine}\n")
+        print(
+            f"{folder}: {bundle.manifest['network']['family']}, {parameters:,} parameters, {bundle.engine}\n"
+        )
         times = []
         for command in COMMANDS:
             out = bundle.generate(prompt=command, max_new_tokens=64, preset="fast-dllm")
             times.append(out.timings["total"] * 1e3)
-            print(f"  {command}\n    {out.text}   [{out.nfe} {'pass' if out.nfe == 1 else 'passes'}, {times[-1]:.0f} ms]")
+            print(
+                f"  {command}\n    {out.text}   [{out.nfe} {'pass' if out.nfe == 1 else 'passes'}, {times[-1]:.0f} ms]"
+            )
     print(f"\nMedian {statistics.median(times):.0f} ms a command. The files:")
     for path in sorted(folder.rglob("*")):
         if path.is_file():

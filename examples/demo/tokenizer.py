@@ -1,9 +1,10 @@
 """The demo's byte-level BPE: a word has the same pieces inside a command and inside JSON quotes.
 
-In a command a word follows a space, in JSON it follows a quote. Ordinary byte-level BPE would cut the two forms
-differently and make copying a spelling lesson. Here BPE is learned on words without their space, and only then the
-most common word-initial pieces get one last merge with the space before them. Merges apply in order, so `` garage``
-and ``garage`` are cut alike and differ only in their first piece.
+In a command a word follows a space, in JSON it follows a quote. Ordinary byte-level BPE would cut
+the two forms differently and make copying a spelling lesson. Here BPE is learned on words without
+their space, and only then the most common word-initial pieces get one last merge with the space
+before them. Merges apply in order, so `` garage`` and ``garage`` are cut alike and differ only in
+their first piece.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ CHAT_TEMPLATE = (
 )
 SPACE = "Ġ"
 """The byte 0x20 in byte-level BPE's alphabet."""
-# The call's fixed text in three pieces, words, single digits, runs of JSON punctuation, single other marks, spaces.
+# The call's fixed text in three pieces, words, single digits, runs of JSON punctuation, single
+# other marks, spaces.
 _SPLIT = r"""\{"name":"|","arguments":\{"| ?[A-Za-z_']+|[0-9]|[{}\[\]":,]+|[^\sA-Za-z_'0-9{}\[\]":,]|\s"""
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -> Tokenizer:
-    """A tokenizer of exactly ``vocab_size`` ids, ``spaced_pieces`` of them a word-initial piece with its space.
+    """A tokenizer of exactly ``vocab_size`` ids, ``spaced_pieces`` of them a word-initial piece
+    with its space.
 
     Raises ValueError if ``texts`` have too few different pieces for that.
     """
@@ -51,14 +54,20 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -
     tokenizer.train_from_iterator(spaceless, trainer)
 
     state = json.loads(tokenizer.to_str())
-    initial = Counter(e.tokens[0] for e in tokenizer.encode_batch(spaceless) if re.match(r"[A-Za-z]", e.tokens[0]))
-    pieces = [piece for piece, _ in sorted(initial.items(), key=lambda item: (-item[1], item[0]))][:spaced_pieces]
+    initial = Counter(
+        e.tokens[0] for e in tokenizer.encode_batch(spaceless) if re.match(r"[A-Za-z]", e.tokens[0])
+    )
+    pieces = [piece for piece, _ in sorted(initial.items(), key=lambda item: (-item[1], item[0]))][
+        :spaced_pieces
+    ]
     vocab = state["model"]["vocab"]
     for piece in pieces:
         vocab[SPACE + piece] = len(vocab)
         state["model"]["merges"].append([SPACE, piece])
     if len(vocab) != vocab_size:
-        raise ValueError(f"{len(vocab)} different tokens for a vocabulary of {vocab_size}: lower --vocab-size.")
+        raise ValueError(
+            f"{len(vocab)} different tokens for a vocabulary of {vocab_size}: lower --vocab-size."
+        )
     tokenizer = Tokenizer.from_str(json.dumps(state))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{USER} $A {ASSISTANT}",

@@ -1,4 +1,5 @@
-"""The demo's functions as tools: what `dlm-export run --tools` takes, their parameters as calls of the data have them.
+"""The demo's functions as tools: what `dlm-export run --tools` takes, their parameters as calls of
+the data have them.
 
 python examples/demo/tools.py --out build/tools.json
 """
@@ -24,13 +25,19 @@ def tools() -> list[dict[str, Any]]:
     found = []
     for branch in call_schema([json.loads(example.completion) for example in examples])["oneOf"]:
         name, parameters = (branch["properties"][key] for key in ("name", "arguments"))
-        function = {"name": name["const"], "description": f"Asked for by: {said[name['const']]}", "parameters": parameters}
+        function = {
+            "name": name["const"],
+            "description": f"Asked for by: {said[name['const']]}",
+            "parameters": parameters,
+        }
         found.append({"type": "function", "function": function})
     return found
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The JSON file to write.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="The JSON file to write."
+)
 def main(out: Path) -> None:
     """Write the tools."""
     out.write_text(json.dumps(tools(), indent=1) + "\n")

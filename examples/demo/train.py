@@ -1,13 +1,16 @@
 """Train the demo's tokenizer and denoiser from nothing, on commands drawn while training.
 
-The objective is LLaDA's (arXiv:2502.09992): hide response tokens, eos padding included, and predict them from the
-rest. What differs, and why:
+The objective is LLaDA's (arXiv:2502.09992): hide response tokens, eos padding included, and predict
+them from the rest. What differs, and why:
 
-- Every scored position counts the same. LLaDA weights a row by 1/t, which bounds the likelihood but lets rows with
+- Every scored position counts the same. LLaDA weights a row by 1/t, which bounds the likelihood but
+  lets rows with
   few hidden tokens dominate the gradient's variance.
-- Most rows are noised a block at a time: earlier blocks clean, later blocks hidden. Block-wise decoding meets no
+- Most rows are noised a block at a time: earlier blocks clean, later blocks hidden. Block-wise
+  decoding meets no
   other state.
-- In half of the rows JSON syntax and eos are hidden less often than values, because decoding commits them first.
+- In half of the rows JSON syntax and eos are hidden less often than values, because decoding
+  commits them first.
 - The weights start with a copying circuit in place (``initialise``).
 """
 
@@ -58,21 +61,31 @@ def describe(tokenizer: Tokenizer) -> NetworkSpec:
 
 
 CODE, SPACED, CONSTANT = 96, 160, 191
-"""Where the embedding starts out: features 0..95 name the piece, 160..190 say that a space precedes it, the last is
-the same for all. Between them the first layer writes the neighbours' names."""
+"""Where the embedding starts out: features 0..95 name the piece, 160..190 say that a space precedes
+it, the last is the same for all. Between them the first layer writes the neighbours' names.
+"""
 STEADY = 6
-"""RoPE's first six rotations are quick enough to tell neighbours apart; the rest are slow enough to ignore."""
-NEIGHBOURS = ((-1, 0, CODE, 14), (-2, 32, CODE + 14, 10), (1, 0, CODE + 32, 14), (2, 32, CODE + 46, 10))
+"""RoPE's first six rotations are quick enough to tell neighbours apart; the rest are slow enough to
+ignore.
+"""
+NEIGHBOURS = (
+    (-1, 0, CODE, 14),
+    (-2, 32, CODE + 14, 10),
+    (1, 0, CODE + 32, 14),
+    (2, 32, CODE + 46, 10),
+)
 """Offset, first feature read, first feature written, features: the heads planted in layer 0."""
 
 
 def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
-    """Random weights with a copying circuit planted in them; training refines it instead of having to find it.
+    """Random weights with a copying circuit planted in them; training refines it instead of having
+    to find it.
 
-    Layer 0 writes part of the names of the pieces one and two places to either side. Layer 1 attends to positions with
-    the same left or the same right neighbours and copies the name found there. The head starts as the embedding turned
-    over. This is the induction circuit of arXiv:2209.11895, for both directions; left to itself it had not formed after
-    600 steps. Every other matrix that writes to the residual stream starts at zero.
+    Layer 0 writes part of the names of the pieces one and two places to either side. Layer 1
+    attends to positions with the same left or the same right neighbours and copies the name found
+    there. The head starts as the embedding turned over. This is the induction circuit of
+    arXiv:2209.11895, for both directions; left to itself it had not formed after 600 steps. Every
+    other matrix that writes to the residual stream starts at zero.
     """
     c = denoiser.network
     with torch.no_grad():
@@ -91,10 +104,12 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
             if bare is not None and bare != index:
                 embedding[index, :CODE] = embedding[bare, :CODE]
                 embedding[index, SPACED:CONSTANT] = space
-        # The mask token names nothing, so a hidden position that finds itself copies nothing from itself.
+        # The mask token names nothing, so a hidden position that finds itself copies nothing from
+        # itself.
         embedding[c.mask_token_id, :CODE] = 0.0
         embedding[c.mask_token_id, SPACED:CONSTANT] = torch.randn(CONSTANT - SPACED)
-        # Rows of one length, so that after the norm the constant feature is equal and positions are told by it alone.
+        # Rows of one length, so that after the norm the constant feature is equal and positions are
+        # told by it alone.
         embedding.mul_(CODE**0.5 / embedding.norm(dim=1, keepdim=True))
         assert denoiser.head is not None
         denoiser.head.weight.copy_(embedding.T * 0.1)
@@ -106,7 +121,9 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
 
 
 def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
-    """Heads that attend to one fixed offset each, told by the quick rotations alone, and write the name found there."""
+    """Heads that attend to one fixed offset each, told by the quick rotations alone, and write the
+    name found there.
+    """
     size = attention.spec.head_size
     half, quick = size // 2, torch.arange(STEADY)
     angle = rope_theta ** (-quick / half)
@@ -123,9 +140,11 @@ def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
 
 
 def _plant_copying(attention: Attention) -> None:
-    """Three heads a side that attend to positions with the same two neighbours there, and copy a third of the name.
+    """Three heads a side that attend to positions with the same two neighbours there, and copy a
+    third of the name.
 
-    The match uses slow rotations, which hardly turn within a canvas, so that distance does not matter.
+    The match uses slow rotations, which hardly turn within a canvas, so that distance does not
+    matter.
     """
     size = attention.spec.head_size
     half, third = size // 2, torch.arange(size)
@@ -134,7 +153,8 @@ def _plant_copying(attention: Attention) -> None:
         at, side, part = head * size, head // 3, head % 3
         for projection in (attention.q, attention.k, attention.v):
             projection.weight[:, at : at + size] = 0.0
-        # Both names together have 24 features for 20 steady places: the far neighbour loses its last four.
+        # Both names together have 24 features for 20 steady places: the far neighbour loses its
+        # last four.
         features = CODE + side * size + torch.arange(len(steady))
         attention.q.weight[features, at + steady] = 1.6
         attention.k.weight[features, at + steady] = 1.6
@@ -145,7 +165,8 @@ def _plant_copying(attention: Attention) -> None:
 def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches: prompts ``[B, P]`` of one length, responses ``[B, R]`` padded with eos.
 
-    ``R`` is 32 or 64, as at inference, or in one batch of ten anything up to 96. Nothing is padded on the left.
+    ``R`` is 32 or 64, as at inference, or in one batch of ten anything up to 96. Nothing is padded
+    on the left.
     """
     eos = tokenizer.token_to_id(EOS)
     rng = random.Random(seed)
@@ -159,28 +180,43 @@ def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor
             longest = max(len(response) for _, response in group)
             shortest = BLOCK_LENGTH if longest <= BLOCK_LENGTH else 2 * BLOCK_LENGTH
             draw = rng.random()
-            length = shortest if draw < 0.7 else 2 * BLOCK_LENGTH if draw < 0.92 else rng.randint(longest, 96)
+            length = (
+                shortest
+                if draw < 0.7
+                else 2 * BLOCK_LENGTH
+                if draw < 0.92
+                else rng.randint(longest, 96)
+            )
             length = max(length, longest)
             yield (
                 torch.tensor([prompt for prompt, _ in group]),
-                torch.tensor([response + [eos] * (length - len(response)) for _, response in group]),
+                torch.tensor(
+                    [response + [eos] * (length - len(response)) for _, response in group]
+                ),
             )
             group.clear()
 
 
-def hide(response: Tensor, is_easy: Tensor, eos: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def hide(
+    response: Tensor, is_easy: Tensor, eos: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Choose what to hide of responses ``[B, R]``.
 
-    Returns which positions are hidden, and which of those are scored; both bool ``[B, R]``.
-    Each row draws t from U(0, 1.25) cut at 1, stratified over the batch: one row in five starts wholly hidden, as
-    decoding does. ``is_easy`` marks JSON syntax and eos.
+    Returns which positions are hidden, and which of those are scored; both bool ``[B, R]``. Each
+    row draws t from U(0, 1.25) cut at 1, stratified over the batch: one row in five starts wholly
+    hidden, as decoding does. ``is_easy`` marks JSON syntax and eos.
     """
     rows, length = response.shape
 
     def uniform(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator)
 
-    t = (torch.randperm(rows, generator=generator) + uniform(rows)).div(rows).mul(1.25).clamp(max=1.0)[:, None]
+    t = (
+        (torch.randperm(rows, generator=generator) + uniform(rows))
+        .div(rows)
+        .mul(1.25)
+        .clamp(max=1.0)[:, None]
+    )
     ease = torch.where((uniform(rows, 1) < 0.5) & (t < 1), uniform(rows, 1), 1.0)
     is_hidden = uniform(rows, length) < torch.where(is_easy, t * ease, t)
     block = torch.arange(length) // BLOCK_LENGTH
@@ -188,27 +224,69 @@ def hide(response: Tensor, is_easy: Tensor, eos: int, generator: torch.Generator
     current = (uniform(rows) * (last + 1)).long()[:, None]
     by_block = uniform(rows, 1) < 0.7
     is_scored = is_hidden & (~by_block | (block == current))
-    is_hidden = torch.where(by_block, (is_hidden & (block == current)) | (block > current), is_hidden)
+    is_hidden = torch.where(
+        by_block, (is_hidden & (block == current)) | (block > current), is_hidden
+    )
     return is_hidden, is_scored
 
 
 def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
     """Which tokens are eos or hold a quote, and so JSON syntax: bool ``[V]``."""
     eos = network.eos_token_ids[0]
-    return torch.tensor([index == eos or '"' in tokenizer.id_to_token(index) for index in range(network.vocab_size)])
+    return torch.tensor(
+        [index == eos or '"' in tokenizer.id_to_token(index) for index in range(network.vocab_size)]
+    )
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for tokenizer, config and weights.")
-@click.option("--init", type=click.Path(path_type=Path), help="Go on from this checkpoint and its tokenizer.")
-@click.option("--steps", type=click.IntRange(1), default=8000, show_default=True, help="Optimiser steps.")
-@click.option("--minutes", type=float, default=None, help="Budget of processor time; ends the decay early.  [default: none]")
-@click.option("--rate", type=float, default=0.005, show_default=True, help="Peak learning rate of the matrices.")
-@click.option("--rows", type=click.IntRange(1), default=96, show_default=True, help="Commands a step.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of data, noise and weights.")
-@click.option("--vocab-size", type=click.IntRange(600), default=3072, show_default=True, help="Ids of the tokenizer.")
-@click.option("--save-minutes", type=float, default=5.0, show_default=True, help="Minutes between checkpoints.")
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True, help="CPU threads.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder for tokenizer, config and weights.",
+)
+@click.option(
+    "--init", type=click.Path(path_type=Path), help="Go on from this checkpoint and its tokenizer."
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=8000, show_default=True, help="Optimiser steps."
+)
+@click.option(
+    "--minutes",
+    type=float,
+    default=None,
+    help="Budget of processor time; ends the decay early.  [default: none]",
+)
+@click.option(
+    "--rate",
+    type=float,
+    default=0.005,
+    show_default=True,
+    help="Peak learning rate of the matrices.",
+)
+@click.option(
+    "--rows", type=click.IntRange(1), default=96, show_default=True, help="Commands a step."
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of data, noise and weights."
+)
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(600),
+    default=3072,
+    show_default=True,
+    help="Ids of the tokenizer.",
+)
+@click.option(
+    "--save-minutes",
+    type=float,
+    default=5.0,
+    show_default=True,
+    help="Minutes between checkpoints.",
+)
+@click.option(
+    "--threads", type=click.IntRange(1), default=2, show_default=True, help="CPU threads."
+)
 def main(
     out: Path,
     init: Path | None,
@@ -228,10 +306,13 @@ def main(
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
-    # The tokenizer's text and the commands trained on come from different seeds of the same generator.
+    # The tokenizer's text and the commands trained on come from different seeds of the same
+    # generator.
     sample = list(itertools.islice(training_examples(seed + 1), 20000))
     if init is None:
-        tokenizer = train_tokenizer([t for e in sample for t in (e.prompt, e.completion)], vocab_size, vocab_size * 5 // 16)
+        tokenizer = train_tokenizer(
+            [t for e in sample for t in (e.prompt, e.completion)], vocab_size, vocab_size * 5 // 16
+        )
     else:
         tokenizer = Tokenizer.from_file(str(init / "tokenizer.json"))
     save_tokenizer(tokenizer, out)
@@ -252,13 +333,20 @@ def main(
         is_hidden, is_scored = hide(response, is_easy[response], eos, generator)
         canvas = torch.cat((prompt, response.masked_fill(is_hidden, mask_token_id)), 1)
         positions = torch.arange(canvas.shape[1]).expand_as(canvas)
-        # The fused attention kernel's backward is four times slower than plain matmuls on sequences this short.
+        # The fused attention kernel's backward is four times slower than plain matmuls on sequences
+        # this short.
         with sdpa_kernel(SDPBackend.MATH):
             features = hidden(canvas, positions)[0][:, prompt.shape[1] :]
         return F.cross_entropy(denoiser.project(features[is_scored]).float(), response[is_scored])
 
     losses = (functools.partial(loss_of, *batch) for batch in batches(tokenizer, seed, rows))
-    training.run(losses, steps, minutes, save_minutes, lambda: save_checkpoint(out, network, training.averaged))
+    training.run(
+        losses,
+        steps,
+        minutes,
+        save_minutes,
+        lambda: save_checkpoint(out, network, training.averaged),
+    )
     for path in sorted(out.iterdir()):
         click.echo(f"{path} {path.stat().st_size} bytes")
 

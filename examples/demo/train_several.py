@@ -1,10 +1,12 @@
 """Train the second demo: block diffusion in SDAR's layout, on several requests in one breath.
 
-The objective is block diffusion's (BD3-LM, arXiv:2503.09573): a row holds the clean canvas and a noised copy of the blocks
-that hold the answer; a noised block sees itself and the clean blocks before it, so that one pass trains every block. What
-differs from the first demo's training, where not by that:
+The objective is block diffusion's (BD3-LM, arXiv:2503.09573): a row holds the clean canvas and a
+noised copy of the blocks that hold the answer; a noised block sees itself and the clean blocks
+before it, so that one pass trains every block. What differs from the first demo's training, where
+not by that:
 
-- It starts from the first demo's weights, which know most functions and how to copy. Query and key norms start at the sizes
+- It starts from the first demo's weights, which know most functions and how to copy. Query and key
+  norms start at the sizes
   that the first demo's heads have; two layers are put between, which start as the identity.
 - Every block draws its own noise, of the kinds that decoding meets (``hide``).
 - Commands of few calls come first.
@@ -40,7 +42,9 @@ NEW_LAYERS = (3, 6)
 def describe(first: NetworkSpec) -> NetworkSpec:
     """The second demo's shape: the first one's with q/k norms, block-causal, and two layers more."""
     layer = first.layers[0]
-    attention = replace(layer.attention, qk_norm=True, visibility="block", block_length=BLOCK_LENGTH)
+    attention = replace(
+        layer.attention, qk_norm=True, visibility="block", block_length=BLOCK_LENGTH
+    )
     layers = (replace(layer, attention=attention),) * (len(first.layers) + len(NEW_LAYERS))
     return replace(first, family="sdar", architecture="SDARForCausalLM", layers=layers)
 
@@ -64,7 +68,8 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
             parameter.zero_()
         else:
             parameter.normal_(std=parameter.shape[0] ** -0.5)
-    # A norm forgets how long a query is; its weight says so again, for all heads of a layer together.
+    # A norm forgets how long a query is; its weight says so again, for all heads of a layer
+    # together.
     hooks = []
     for new, source in origin.items():
         if source is None:
@@ -72,7 +77,9 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
         ours, theirs = denoiser.blocks[new].attention, first.blocks[source].attention
         for norm, linear in ((ours.q_norm, theirs.q), (ours.k_norm, theirs.k)):
 
-            def note(module: object, inputs: object, output: Tensor, norm: torch.nn.Module = norm) -> None:
+            def note(
+                module: object, inputs: object, output: Tensor, norm: torch.nn.Module = norm
+            ) -> None:
                 norm.weight.fill_(output.square().mean().sqrt().item())
 
             hooks.append(linear.register_forward_hook(note))
@@ -83,7 +90,8 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Canvases ``[B, L]`` of whole blocks, prompt, answer and eos to the end; ``starts`` ``[B]``: tokens of the prompts.
+    """Canvases ``[B, L]`` of whole blocks, prompt, answer and eos to the end; ``starts`` ``[B]``:
+    tokens of the prompts.
 
     All prompts end in the same block.
     """
@@ -114,28 +122,38 @@ def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> I
         group = waiting[len(canvas), first]
         group.append((canvas, start))
         if len(group) * (2 * len(canvas) - BLOCK_LENGTH - first) >= tokens:
-            yield Batch(torch.tensor([canvas for canvas, _ in group]), torch.tensor([start for _, start in group]))
+            yield Batch(
+                torch.tensor([canvas for canvas, _ in group]),
+                torch.tensor([start for _, start in group]),
+            )
             group.clear()
 
 
 def hide(batch: Batch, is_easy: Tensor) -> Tensor:
     """Which positions of the noised copies are hidden and scored, bool ``[B, L - first]``.
 
-    Every block is hidden by itself: one in three wholly, as decoding finds it; one in three here and there, in half of these
-    JSON syntax and eos less often than values, because decoding commits them first; one in three from some place on, as
-    decoding leaves it where only the next tokens are sure, and there wholly or in part. ``is_easy`` ``[V]`` marks the syntax.
+    Every block is hidden by itself: one in three wholly, as decoding finds it; one in three here
+    and there, in half of these JSON syntax and eos less often than values, because decoding commits
+    them first; one in three from some place on, as decoding leaves it where only the next tokens
+    are sure, and there wholly or in part. ``is_easy`` ``[V]`` marks the syntax.
     """
     answers = batch.canvases[:, batch.first :]
     rows, length = answers.shape
     shape = (rows, length // BLOCK_LENGTH)
     kind = torch.randint(3, shape)
-    t = torch.where(kind == 0, 1.0, torch.where(kind == 1, torch.rand(shape), torch.rand(shape) + 0.5))
+    t = torch.where(
+        kind == 0, 1.0, torch.where(kind == 1, torch.rand(shape), torch.rand(shape) + 0.5)
+    )
     ease = torch.where((kind == 1) & (torch.rand(shape) < 0.5), torch.rand(shape), 1.0)
     place = torch.where(kind == 2, torch.randint(1, BLOCK_LENGTH, shape), 0)
     t, ease, place = (x.repeat_interleave(BLOCK_LENGTH, 1) for x in (t, ease, place))
     positions = torch.arange(length)
     is_hidden = torch.rand(rows, length) < torch.where(is_easy[answers], t * ease, t)
-    return is_hidden & (positions % BLOCK_LENGTH >= place) & (positions + batch.first >= batch.starts[:, None])
+    return (
+        is_hidden
+        & (positions % BLOCK_LENGTH >= place)
+        & (positions + batch.first >= batch.starts[:, None])
+    )
 
 
 def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
@@ -172,15 +190,21 @@ def loss_of(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def one_pass(denoiser: Denoiser, requests: Sequence[Request], tokenizer: Tokenizer) -> tuple[float, float]:
-    """Shares of blocks, and of whole lists, that are right when every block takes one pass: decoding at its fastest."""
+def one_pass(
+    denoiser: Denoiser, requests: Sequence[Request], tokenizer: Tokenizer
+) -> tuple[float, float]:
+    """Shares of blocks, and of whole lists, that are right when every block takes one pass:
+    decoding at its fastest.
+    """
     blocks, lists = [], []
     for request in requests:
         canvas, start = canvas_of(request, tokenizer)
         batch = Batch(torch.tensor([canvas]), torch.tensor([start]))
         answer = batch.canvases[:, batch.first :]
         is_hidden = (torch.arange(batch.first, len(canvas)) >= start)[None]
-        is_right = (denoiser.project(both_copies(denoiser, batch, is_hidden)).argmax(-1) == answer) | ~is_hidden
+        is_right = (
+            denoiser.project(both_copies(denoiser, batch, is_hidden)).argmax(-1) == answer
+        ) | ~is_hidden
         found = is_right.view(-1, BLOCK_LENGTH).all(1)
         blocks += found.tolist()
         lists.append(bool(found.all()))
@@ -203,16 +227,50 @@ def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]
 
 
 @click.command()
-@click.option("--first", type=click.Path(path_type=Path), required=True, help="Folder of the first demo.")
-@click.option("--init", type=click.Path(path_type=Path), help="Go on from these weights of the second demo.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for tokenizer, config and weights.")
-@click.option("--state", type=click.Path(path_type=Path), required=True, help="File to save the run in, and to resume it from.")
-@click.option("--minutes", type=float, default=150.0, show_default=True, help="Processor time in all.")
-@click.option("--rate", type=float, default=0.004, show_default=True, help="Peak learning rate of the matrices.")
-@click.option("--tokens", type=click.IntRange(1), default=2560, show_default=True, help="Tokens a step, both copies counted.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of data, noise and new weights.")
-@click.option("--save-minutes", type=float, default=3.0, show_default=True, help="Minutes between saves.")
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads.")
+@click.option(
+    "--first", type=click.Path(path_type=Path), required=True, help="Folder of the first demo."
+)
+@click.option(
+    "--init", type=click.Path(path_type=Path), help="Go on from these weights of the second demo."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder for tokenizer, config and weights.",
+)
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="File to save the run in, and to resume it from.",
+)
+@click.option(
+    "--minutes", type=float, default=150.0, show_default=True, help="Processor time in all."
+)
+@click.option(
+    "--rate",
+    type=float,
+    default=0.004,
+    show_default=True,
+    help="Peak learning rate of the matrices.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    default=2560,
+    show_default=True,
+    help="Tokens a step, both copies counted.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of data, noise and new weights."
+)
+@click.option(
+    "--save-minutes", type=float, default=3.0, show_default=True, help="Minutes between saves."
+)
+@click.option(
+    "--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads."
+)
 def main(
     first: Path,
     init: Path | None,
@@ -225,9 +283,11 @@ def main(
     save_minutes: float,
     threads: int,
 ) -> None:
-    """Train the second demo from the first; stop it whenever you like, and resume it with the same command.
+    """Train the second demo from the first; stop it whenever you like, and resume it with the same
+    command.
 
-    Example: python train_several.py --first ../demo-denoiser --out ../demo-several --state several.pt
+    Example: python train_several.py --first ../demo-denoiser --out ../demo-several --state
+    several.pt
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -251,7 +311,9 @@ def main(
 
     def losses() -> Iterator[Callable[[], Tensor]]:
         # A resumed run draws other commands than those before it.
-        for batch in batches(lessons(training, seed + 1000 * training.step, easy_steps), tokenizer, tokens):
+        for batch in batches(
+            lessons(training, seed + 1000 * training.step, easy_steps), tokenizer, tokens
+        ):
             yield lambda batch=batch: loss_of(denoiser, batch, hide(batch, is_easy))
 
     def save() -> None:
@@ -259,7 +321,10 @@ def main(
         save_checkpoint(out, network, training.averaged)
         judged.load_state_dict(training.averaged, strict=False)
         blocks, lists = one_pass(judged, held_out, tokenizer)
-        click.echo(f"minute {training.minutes:.1f} one pass a block: blocks {blocks:.1%}, lists {lists:.1%}", err=True)
+        click.echo(
+            f"minute {training.minutes:.1f} one pass a block: blocks {blocks:.1%}, lists {lists:.1%}",
+            err=True,
+        )
 
     training.run(losses(), 10**9, minutes, save_minutes, save)
 

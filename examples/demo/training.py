@@ -1,7 +1,9 @@
-"""What both demos are trained with: optimisers, the rate over a run, averaged weights, and a state that a run resumes from.
+"""What both demos are trained with: optimisers, the rate over a run, averaged weights, and a state
+that a run resumes from.
 
-Muon (Keller Jordan's, with the constants of torch.optim.Muon) trains the layers' matrices and AdamW the rest. torch's own
-Muon always orthogonalises in bf16, which processors without bf16 kernels compute fifty times slower than fp32.
+Muon (Keller Jordan's, with the constants of torch.optim.Muon) trains the layers' matrices and AdamW
+the rest. torch's own Muon always orthogonalises in bf16, which processors without bf16 kernels
+compute fifty times slower than fp32.
 """
 
 from __future__ import annotations
@@ -56,11 +58,15 @@ class Muon(torch.optim.Optimizer):
                 momentum.lerp_(parameter.grad, 1 - MOMENTUM)
                 step = orthogonal(parameter.grad.lerp(momentum, MOMENTUM))
                 rows, columns = parameter.shape
-                parameter.mul_(1 - group["lr"] * DECAY).add_(step, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+                parameter.mul_(1 - group["lr"] * DECAY).add_(
+                    step, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5
+                )
 
 
 def learning_rate(progress: float, step: int) -> float:
-    """Share of the peak rate: 50 steps up, level until ``progress`` 0.4, then a straight line down to zero at 1."""
+    """Share of the peak rate: 50 steps up, level until ``progress`` 0.4, then a straight line down
+    to zero at 1.
+    """
     return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
 
 
@@ -80,10 +86,15 @@ class Training:
         named = dict(self.denoiser.named_parameters())
         self.averaged = {name: parameter.detach().clone() for name, parameter in named.items()}
         matrices = [p for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2]
-        others = [p for name, p in named.items() if not (name.startswith("blocks.") and p.ndim == 2)]
+        others = [
+            p for name, p in named.items() if not (name.startswith("blocks.") and p.ndim == 2)
+        ]
         self.optimisers = [
             (Muon(matrices, self.rate), self.rate),
-            (torch.optim.AdamW(others, lr=0.4 * self.rate, betas=(0.9, 0.98), weight_decay=0.0), 0.4 * self.rate),
+            (
+                torch.optim.AdamW(others, lr=0.4 * self.rate, betas=(0.9, 0.98), weight_decay=0.0),
+                0.4 * self.rate,
+            ),
         ]
 
     def learn(self, loss: Tensor, progress: float) -> None:
@@ -96,7 +107,9 @@ class Training:
             optimiser.zero_grad()
         pace = 1 - min(1 - 1 / AVERAGED_STEPS, (self.step + 1) / (self.step + 20))
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.averaged.values()), [p.detach() for p in self.denoiser.parameters()], pace)
+            torch._foreach_lerp_(
+                list(self.averaged.values()), [p.detach() for p in self.denoiser.parameters()], pace
+            )
         self.step += 1
 
     def save(self, path: Path) -> None:
@@ -132,7 +145,8 @@ class Training:
     ) -> None:
         """Learn until ``steps`` or ``minutes`` of processor time are spent, or SIGTERM comes.
 
-        ``on_save`` is called every ``save_minutes`` and at the end. Each of ``losses`` computes the loss of one step.
+        ``on_save`` is called every ``save_minutes`` and at the end. Each of ``losses`` computes the
+        loss of one step.
         """
         is_stopped = threading.Event()
         before_handler = signal.signal(signal.SIGTERM, lambda number, frame: is_stopped.set())
@@ -144,12 +158,17 @@ class Training:
             progress = max(self.step / steps, self.minutes / minutes if minutes else 0.0)
             if progress >= 1 or is_stopped.is_set():
                 break
-            with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16_kernels(torch.device("cpu"))):
+            with torch.autocast(
+                "cpu", torch.bfloat16, enabled=has_bf16_kernels(torch.device("cpu"))
+            ):
                 loss = loss_of()
             self.learn(loss, progress)
             recent.append(loss.item())
             if self.step % 50 == 0:
-                click.echo(f"minute {self.minutes:.1f} step {self.step} loss {sum(recent) / len(recent):.4f}", err=True)
+                click.echo(
+                    f"minute {self.minutes:.1f} step {self.step} loss {sum(recent) / len(recent):.4f}",
+                    err=True,
+                )
                 recent.clear()
             if self.minutes - saved > save_minutes:
                 on_save()

@@ -1,7 +1,7 @@
 """Word lists of the demo commands, and a source of made-up words.
 
-Everything here was written for this demo. The made-up words matter most: a denoiser that has to write
-``velkamo`` into a call can only have copied it, so they are what makes copying general.
+Everything here was written for this demo. The made-up words matter most: a denoiser that has to
+write ``velkamo`` into a call can only have copied it, so they are what makes copying general.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ OBJECTS = _words(
     "mug,cup,bottle,box,book,ball,toy,plate,bowl,screwdriver,wrench,crate,package,tray,basket,pen,folder,glove,can,jar,"
     "brick,cube,cone,cylinder,spool,battery,gear,bolt,sock,remote"
 )
-SURFACES = _words("table,shelf,desk,counter,workbench,conveyor,floor,cart,pallet,bin,drawer,cabinet,sink,chair,bench,rack")
+SURFACES = _words(
+    "table,shelf,desk,counter,workbench,conveyor,floor,cart,pallet,bin,drawer,cabinet,sink,chair,bench,rack"
+)
 GENRES = _words(
     "jazz,blues,rock,folk,techno,opera,reggae,salsa,funk,soul,disco,country,punk,classical piano,film music,"
     "relaxing guitar,nineties pop,rain sounds,dinner jazz,kids songs,workout mix,morning news"
@@ -98,7 +100,9 @@ OPENINGS = _words(
     "please,could you,can you,would you,hey,okay,um,uh,so,well,hi,i'd like you to,could you please,can you please,"
     "hey there,excuse me,right,now,okay so,would you please"
 )
-CLOSINGS = _words("please,thanks,thank you,if you can,will you,would you,right now,when you can,okay")
+CLOSINGS = _words(
+    "please,thanks,thank you,if you can,will you,would you,right now,when you can,okay"
+)
 FILLERS = _words("um,uh,er,like,you know")
 
 _ONSETS = _words("b,c,d,f,g,h,j,k,l,m,n,p,r,s,t,v,w,z,br,ch,dr,fl,gr,kl,pl,sh,st,th,tr")
@@ -113,11 +117,15 @@ TENS = _words(",,twenty,thirty,forty,fifty,sixty,seventy,eighty,ninety")
 
 
 def made_up_word(rng: random.Random) -> str:
-    """A pronounceable word of four letters or more, such as ``velkamo``; shorter ones could be ``the`` or ``to``."""
+    """A pronounceable word of four letters or more, such as ``velkamo``; shorter ones could be
+    ``the`` or ``to``.
+    """
     word = ""
     while len(word) < 4:
         word = "".join(
-            rng.choice(_ONSETS) + rng.choice(_VOWELS) + (rng.choice(_CODAS) if rng.random() < 0.5 else "")
+            rng.choice(_ONSETS)
+            + rng.choice(_VOWELS)
+            + (rng.choice(_CODAS) if rng.random() < 0.5 else "")
             for _ in range(rng.choice((1, 2, 2, 2, 3)))
         )
     return word

@@ -1,5 +1,6 @@
-/* Generates until all is decided, a time is over, or Ctrl-C is pressed: cancel BUNDLE NEW_TOKENS SECONDS PROMPT
- * A second thread ends the request; what it came to until then is printed, and why it ended. README.md says how it is built. */
+/* Generates until all is decided, a time is over, or Ctrl-C is pressed: cancel BUNDLE NEW_TOKENS
+ * SECONDS PROMPT A second thread ends the request; what it came to until then is printed, and why
+ * it ended. README.md says how it is built. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
 #include <pthread.h>
@@ -14,7 +15,7 @@
 #define SIG_OVER SIGUSR1 /* the main thread says so that the request is over */
 
 struct watch {
-  dlm_session *session;
+  dlm_session* session;
   double seconds;
 };
 
@@ -33,10 +34,10 @@ static int wait_for(int one, int other, double seconds) {
   return number < 0 ? 0 : number;
 }
 
-/* Ends the request when the time is over or Ctrl-C comes. Signals are blocked in all threads and waited for here, so nothing
- * runs in a handler. */
-static void *watch(void *user) {
-  const struct watch *const watched = user;
+/* Ends the request when the time is over or Ctrl-C comes. Signals are blocked in all threads and
+ * waited for here, so nothing runs in a handler. */
+static void* watch(void* user) {
+  const struct watch* const watched = user;
   int is_over = wait_for(SIG_OVER, SIGINT, watched->seconds) == SIG_OVER;
   while (!is_over) { /* again: a cancel that comes before the request began finds nothing to end */
     dlm_session_cancel(watched->session, 0);
@@ -45,18 +46,19 @@ static void *watch(void *user) {
   return NULL;
 }
 
-static const char *finish_name(int32_t finish) {
-  static const char *const names[] = {"none", "stop", "length", "steps", "deadline", "cancelled", "constraint"};
+static const char* finish_name(int32_t finish) {
+  static const char* const names[] = {"none",     "stop",      "length",    "steps",
+                                      "deadline", "cancelled", "constraint"};
   return finish >= 0 && (size_t)finish < sizeof names / sizeof *names ? names[finish] : "unknown";
 }
 
-static int report(dlm_status status, const char *sentence) {
+static int report(dlm_status status, const char* sentence) {
   fprintf(stderr, "cancel: %s: %s\n", dlm_status_name(status), sentence);
   return 1;
 }
 
 /* Generates, watched by a second thread. Returns the exit code. */
-static int generate(dlm_session *session, int32_t new_tokens, double seconds, const char *prompt) {
+static int generate(dlm_session* session, int32_t new_tokens, double seconds, const char* prompt) {
   struct watch watched;
   watched.session = session;
   watched.seconds = seconds;
@@ -66,9 +68,10 @@ static int generate(dlm_session *session, int32_t new_tokens, double seconds, co
   dlm_generate_options options;
   dlm_generate_options_init(&options);
   options.max_new_tokens = new_tokens;
-  const char *text;
+  const char* text;
   size_t size;
-  const dlm_status status = dlm_generate_text(session, &options, prompt, strlen(prompt), NULL, NULL, &text, &size);
+  const dlm_status status =
+      dlm_generate_text(session, &options, prompt, strlen(prompt), NULL, NULL, &text, &size);
   pthread_kill(thread, SIG_OVER);
   pthread_join(thread, NULL); /* before the session goes: the thread cancels it */
   if (status != DLM_OK) return report(status, dlm_session_last_error(session));
@@ -79,16 +82,17 @@ static int generate(dlm_session *session, int32_t new_tokens, double seconds, co
   for (size_t i = 0; i < result.length; ++i) undecided += result.undecided[i] != 0;
   fwrite(text, 1, size, stdout);
   printf("\n");
-  fprintf(stderr, "%s: %d passes, %d positions undecided\n", finish_name(result.finish), (int)result.nfe, undecided);
+  fprintf(stderr, "%s: %d passes, %d positions undecided\n", finish_name(result.finish),
+          (int)result.nfe, undecided);
   return 0;
 }
 
-int main(int argc, char **argv) {
-  char *ends[2] = {NULL, NULL};
+int main(int argc, char** argv) {
+  char* ends[2] = {NULL, NULL};
   const long new_tokens = argc == 5 ? strtol(argv[2], &ends[0], 10) : -1;
   const double seconds = argc == 5 ? strtod(argv[3], &ends[1]) : -1;
-  if (argc != 5 || *ends[0] != '\0' || *ends[1] != '\0' || !(new_tokens > 0 && new_tokens <= INT32_MAX) ||
-      !(seconds >= 0 && seconds <= 1e6)) {
+  if (argc != 5 || *ends[0] != '\0' || *ends[1] != '\0' ||
+      !(new_tokens > 0 && new_tokens <= INT32_MAX) || !(seconds >= 0 && seconds <= 1e6)) {
     fprintf(stderr, "usage: cancel BUNDLE NEW_TOKENS SECONDS PROMPT\n");
     return 2;
   }
@@ -98,11 +102,12 @@ int main(int argc, char **argv) {
   sigaddset(&signals, SIG_OVER);
   pthread_sigmask(SIG_BLOCK, &signals, NULL);
   char message[1024];
-  dlm_bundle *bundle = NULL;
-  dlm_session *session = NULL;
+  dlm_bundle* bundle = NULL;
+  dlm_session* session = NULL;
   dlm_status status = dlm_bundle_open(argv[1], NULL, message, sizeof message, &bundle);
   if (status == DLM_OK) status = dlm_session_create(bundle, message, sizeof message, &session);
-  const int code = status == DLM_OK ? generate(session, (int32_t)new_tokens, seconds, argv[4]) : report(status, message);
+  const int code = status == DLM_OK ? generate(session, (int32_t)new_tokens, seconds, argv[4])
+                                    : report(status, message);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
   return code;

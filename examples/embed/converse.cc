@@ -1,6 +1,6 @@
 // A chat in C++, over the header dlm_runtime.hpp: converse BUNDLE NEW_TOKENS [MESSAGE...]
-// Each message, or line of stdin, is answered as text is decided; then all are handed to a scheduler at once, and what they
-// come to is compared. README.md says how it is built.
+// Each message, or line of stdin, is answered as text is decided; then all are handed to a
+// scheduler at once, and what they come to is compared. README.md says how it is built.
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
@@ -27,7 +27,9 @@ Lines answers(const dlm::Bundle& bundle, const Lines& lines, const dlm::Generate
   dlm::Session session(bundle);
   Lines out;
   for (const std::string& line : lines) {
-    const auto print = [](std::string_view delta) { return static_cast<bool>(std::cout << delta << std::flush); };
+    const auto print = [](std::string_view delta) {
+      return static_cast<bool>(std::cout << delta << std::flush);
+    };
     out.push_back(session.generate_chat({{"user", line}}, options, print));
     const dlm::Result result = session.result();
     std::cout << "\n  (" << result.nfe << " passes, " << result.completion_tokens << " tokens)\n";
@@ -36,7 +38,8 @@ Lines answers(const dlm::Bundle& bundle, const Lines& lines, const dlm::Generate
 }
 
 // All at once, in passes that they share. Returns how many are not as before.
-int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& before, const dlm::GenerateOptions& options) {
+int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& before,
+                const dlm::GenerateOptions& options) {
   const dlm::Text text = bundle.text();
   dlm::Scheduler scheduler(bundle);
   std::vector<dlm::Job> jobs;
@@ -51,7 +54,8 @@ int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& befo
     const auto made = static_cast<std::size_t>(result.completion_tokens);
     count += text.decode(tokens.data() + result.prompt_tokens, made) != before[i];
   }
-  std::cout << jobs.size() << " requests in " << scheduler.stats().passes << " shared passes, " << count << " not as alone\n";
+  std::cout << jobs.size() << " requests in " << scheduler.stats().passes << " shared passes, "
+            << count << " not as alone\n";
   return count;
 }
 

@@ -1,7 +1,7 @@
 /* Requests from several threads: threads BUNDLE NEW_TOKENS THREADS PROMPT...
- * Each thread has a session of its own over one bundle, whose weights they share; then the same requests share the passes of a
- * scheduler. Both have to come to what one session comes to alone. Prints seconds and memory. README.md says how it is
- * built. */
+ * Each thread has a session of its own over one bundle, whose weights they share; then the same
+ * requests share the passes of a scheduler. Both have to come to what one session comes to alone.
+ * Prints seconds and memory. README.md says how it is built. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <stdint.h>
@@ -16,80 +16,90 @@ enum { MOST_THREADS = 1024 };
 
 /* What all threads read. */
 struct work {
-  dlm_bundle *bundle;
-  const dlm_text *text;
-  dlm_scheduler *scheduler;
+  dlm_bundle* bundle;
+  const dlm_text* text;
+  dlm_scheduler* scheduler;
   int32_t new_tokens;
-  char **prompts;
+  char** prompts;
 };
 
 /* A request of one thread, and what came of it. */
 struct task {
-  const struct work *work;
-  const char *prompt;
-  char *answer; /* malloc'ed */
+  const struct work* work;
+  const char* prompt;
+  char* answer; /* malloc'ed */
   dlm_status status;
   char message[512];
 };
 
-static dlm_status fail(struct task *task, dlm_status status, const char *sentence) {
+static dlm_status fail(struct task* task, dlm_status status, const char* sentence) {
   snprintf(task->message, sizeof task->message, "%s", sentence);
   return status;
 }
 
-static char *copy(const char *text, size_t size) {
-  char *const out = malloc(size + 1);
+static char* copy(const char* text, size_t size) {
+  char* const out = malloc(size + 1);
   if (out != NULL) memcpy(out, text, size), out[size] = '\0';
   return out;
 }
 
 /* By a session of its own. */
-static dlm_status answer_alone(struct task *task) {
-  dlm_session *session = NULL;
-  dlm_status status = dlm_session_create(task->work->bundle, task->message, sizeof task->message, &session);
+static dlm_status answer_alone(struct task* task) {
+  dlm_session* session = NULL;
+  dlm_status status =
+      dlm_session_create(task->work->bundle, task->message, sizeof task->message, &session);
   if (status != DLM_OK) return status;
   dlm_generate_options options;
   dlm_generate_options_init(&options);
   options.max_new_tokens = task->work->new_tokens;
-  const char *text;
+  const char* text;
   size_t size;
-  status = dlm_generate_text(session, &options, task->prompt, strlen(task->prompt), NULL, NULL, &text, &size);
-  if (status != DLM_OK) fail(task, status, dlm_session_last_error(session));
-  else if ((task->answer = copy(text, size)) == NULL) status = fail(task, DLM_OUT_OF_MEMORY, "no memory for the answer");
+  status = dlm_generate_text(session, &options, task->prompt, strlen(task->prompt), NULL, NULL,
+                             &text, &size);
+  if (status != DLM_OK)
+    fail(task, status, dlm_session_last_error(session));
+  else if ((task->answer = copy(text, size)) == NULL)
+    status = fail(task, DLM_OUT_OF_MEMORY, "no memory for the answer");
   dlm_session_destroy(session);
   return status;
 }
 
 /* The text of what a job generated. */
-static dlm_status read_job(struct task *task, const dlm_job *job) {
+static dlm_status read_job(struct task* task, const dlm_job* job) {
   dlm_result result;
   dlm_status status = dlm_job_result(job, &result);
   if (status != DLM_OK) return fail(task, status, dlm_job_message(job));
-  const int32_t *const tokens = dlm_job_tokens(job, NULL) + result.prompt_tokens;
+  const int32_t* const tokens = dlm_job_tokens(job, NULL) + result.prompt_tokens;
   const size_t count = (size_t)result.completion_tokens;
   size_t size = 0;
-  status = dlm_text_decode(task->work->text, tokens, count, task->message, sizeof task->message, NULL, 0, &size);
+  status = dlm_text_decode(task->work->text, tokens, count, task->message, sizeof task->message,
+                           NULL, 0, &size);
   if (status != DLM_OK) return status;
-  if ((task->answer = calloc(size + 1, 1)) == NULL) return fail(task, DLM_OUT_OF_MEMORY, "no memory for the answer");
-  return dlm_text_decode(task->work->text, tokens, count, task->message, sizeof task->message, task->answer, size, &size);
+  if ((task->answer = calloc(size + 1, 1)) == NULL)
+    return fail(task, DLM_OUT_OF_MEMORY, "no memory for the answer");
+  return dlm_text_decode(task->work->text, tokens, count, task->message, sizeof task->message,
+                         task->answer, size, &size);
 }
 
 /* By the scheduler. */
-static dlm_status answer_scheduled(struct task *task) {
-  const struct work *const work = task->work;
+static dlm_status answer_scheduled(struct task* task) {
+  const struct work* const work = task->work;
   size_t count = 0;
   const size_t size = strlen(task->prompt), room = sizeof task->message;
-  dlm_status status = dlm_text_encode(work->text, task->prompt, size, 1, task->message, room, NULL, 0, &count);
+  dlm_status status =
+      dlm_text_encode(work->text, task->prompt, size, 1, task->message, room, NULL, 0, &count);
   if (status != DLM_OK) return status;
-  int32_t *const tokens = calloc(count + 1, sizeof *tokens);
+  int32_t* const tokens = calloc(count + 1, sizeof *tokens);
   if (tokens == NULL) return fail(task, DLM_OUT_OF_MEMORY, "no memory for the prompt");
   dlm_generate_options options;
   dlm_generate_options_init(&options);
   options.max_new_tokens = work->new_tokens;
-  dlm_job *job = NULL;
-  status = dlm_text_encode(work->text, task->prompt, size, 1, task->message, room, tokens, count, &count);
+  dlm_job* job = NULL;
+  status = dlm_text_encode(work->text, task->prompt, size, 1, task->message, room, tokens, count,
+                           &count);
   if (status == DLM_OK)
-    status = dlm_scheduler_submit(work->scheduler, &options, NULL, 0, tokens, count, task->message, room, &job);
+    status = dlm_scheduler_submit(work->scheduler, &options, NULL, 0, tokens, count, task->message,
+                                  room, &job);
   free(tokens);
   if (status != DLM_OK) return status; /* DLM_BUSY: a service would say "try again later" */
   dlm_job_wait(job, -1);
@@ -98,17 +108,17 @@ static dlm_status answer_scheduled(struct task *task) {
   return status;
 }
 
-static void *run_alone(void *task) {
-  ((struct task *)task)->status = answer_alone(task);
+static void* run_alone(void* task) {
+  ((struct task*)task)->status = answer_alone(task);
   return NULL;
 }
 
-static void *run_scheduled(void *task) {
-  ((struct task *)task)->status = answer_scheduled(task);
+static void* run_scheduled(void* task) {
+  ((struct task*)task)->status = answer_scheduled(task);
   return NULL;
 }
 
-static void *make_passes(void *scheduler) {
+static void* make_passes(void* scheduler) {
   char message[512];
   const dlm_status status = dlm_scheduler_run(scheduler, 0, NULL, NULL, message, sizeof message);
   if (status != DLM_OK) fprintf(stderr, "threads: %s: %s\n", dlm_status_name(status), message);
@@ -121,19 +131,22 @@ static double now(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* MiB that the process held at most so far. getrusage's ru_maxrss would count what the program that started this one held. */
+/* MiB that the process held at most so far. getrusage's ru_maxrss would count what the program that
+ * started this one held. */
 static double held(void) {
   long kib = 0;
   char line[256];
-  FILE *const status = fopen("/proc/self/status", "r");
-  while (status != NULL && fgets(line, sizeof line, status) != NULL && sscanf(line, "VmHWM: %ld", &kib) != 1) continue;
+  FILE* const status = fopen("/proc/self/status", "r");
+  while (status != NULL && fgets(line, sizeof line, status) != NULL &&
+         sscanf(line, "VmHWM: %ld", &kib) != 1)
+    continue;
   if (status != NULL) fclose(status);
   return (double)kib / 1024;
 }
 
 /* Runs every task in a thread of its own; returns how many did not come to what is wanted. */
-static int run_all(const char *name, void *(*run)(void *), struct task *tasks, int count, const struct task *wanted,
-                   int kinds) {
+static int run_all(const char* name, void* (*run)(void*), struct task* tasks, int count,
+                   const struct task* wanted, int kinds) {
   static pthread_t threads[MOST_THREADS];
   const double began = now(), before = held();
   int started = 0, failures = 0;
@@ -144,22 +157,25 @@ static int run_all(const char *name, void *(*run)(void *), struct task *tasks, i
   for (int i = 0; i < started; ++i) pthread_join(threads[i], NULL);
   if (started < count) fprintf(stderr, "threads: only %d threads could be started\n", started);
   for (int i = 0; i < started; ++i) {
-    const int is_right = tasks[i].status == DLM_OK && strcmp(tasks[i].answer, wanted[i % kinds].answer) == 0;
-    if (tasks[i].status != DLM_OK) fprintf(stderr, "threads: %s: %s\n", dlm_status_name(tasks[i].status), tasks[i].message);
+    const int is_right =
+        tasks[i].status == DLM_OK && strcmp(tasks[i].answer, wanted[i % kinds].answer) == 0;
+    if (tasks[i].status != DLM_OK)
+      fprintf(stderr, "threads: %s: %s\n", dlm_status_name(tasks[i].status), tasks[i].message);
     failures += !is_right;
     free(tasks[i].answer);
   }
-  printf("%s: %d requests in %.3f s, %.1f MiB more, %d not as alone\n", name, started, now() - began, held() - before,
-         failures);
+  printf("%s: %d requests in %.3f s, %.1f MiB more, %d not as alone\n", name, started,
+         now() - began, held() - before, failures);
   return failures + count - started;
 }
 
 /* All that needs the bundle. Returns the exit code. */
-static int run_work(struct work *work, int count, int kinds) {
+static int run_work(struct work* work, int count, int kinds) {
   static struct task wanted[MOST_THREADS], tasks[MOST_THREADS];
   char message[512];
   dlm_status status = dlm_bundle_text(work->bundle, message, sizeof message, &work->text);
-  if (status == DLM_OK) status = dlm_scheduler_create(work->bundle, NULL, message, sizeof message, &work->scheduler);
+  if (status == DLM_OK)
+    status = dlm_scheduler_create(work->bundle, NULL, message, sizeof message, &work->scheduler);
   pthread_t passes;
   if (status == DLM_OK && pthread_create(&passes, NULL, make_passes, work->scheduler) != 0) {
     dlm_scheduler_destroy(work->scheduler);
@@ -175,8 +191,10 @@ static int run_work(struct work *work, int count, int kinds) {
     wanted[i].work = work;
     wanted[i].prompt = work->prompts[i];
     wanted[i].status = answer_alone(&wanted[i]);
-    if (wanted[i].status == DLM_OK) printf("%s\n", wanted[i].answer);
-    else fprintf(stderr, "threads: %s: %s\n", dlm_status_name(wanted[i].status), wanted[i].message);
+    if (wanted[i].status == DLM_OK)
+      printf("%s\n", wanted[i].answer);
+    else
+      fprintf(stderr, "threads: %s: %s\n", dlm_status_name(wanted[i].status), wanted[i].message);
     failures += wanted[i].status != DLM_OK;
   }
   for (int i = 0; i < count; ++i) tasks[i].work = work, tasks[i].prompt = work->prompts[i % kinds];
@@ -192,11 +210,14 @@ static int run_work(struct work *work, int count, int kinds) {
   return failures != 0;
 }
 
-int main(int argc, char **argv) {
-  const long new_tokens = argc > 4 ? strtol(argv[2], NULL, 10) : 0, count = argc > 4 ? strtol(argv[3], NULL, 10) : 0;
+int main(int argc, char** argv) {
+  const long new_tokens = argc > 4 ? strtol(argv[2], NULL, 10) : 0,
+             count = argc > 4 ? strtol(argv[3], NULL, 10) : 0;
   const int kinds = argc - 4;
-  if (new_tokens < 1 || new_tokens > INT32_MAX || count < 1 || count > MOST_THREADS || kinds > MOST_THREADS) {
-    fprintf(stderr, "usage: threads BUNDLE NEW_TOKENS THREADS PROMPT...  (1..%d threads)\n", MOST_THREADS);
+  if (new_tokens < 1 || new_tokens > INT32_MAX || count < 1 || count > MOST_THREADS ||
+      kinds > MOST_THREADS) {
+    fprintf(stderr, "usage: threads BUNDLE NEW_TOKENS THREADS PROMPT...  (1..%d threads)\n",
+            MOST_THREADS);
     return 2;
   }
   struct work work = {NULL, NULL, NULL, (int32_t)new_tokens, argv + 4};

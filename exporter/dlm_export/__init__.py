@@ -2,6 +2,6 @@
 
 import os
 
-# ONNX Runtime's package, which parity and the roofline import, starts its telemetry on import unless this is set. The native
-# runtime sets it for the library that it loads.
+# ONNX Runtime's package, which parity and the roofline import, starts its telemetry on import
+# unless this is set. The native runtime sets it for the library that it loads.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

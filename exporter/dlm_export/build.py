@@ -1,4 +1,6 @@
-"""From a checkpoint to a bundle: check, calibrate, trace, write, build engines, prove parity, move into place."""
+"""From a checkpoint to a bundle: check, calibrate, trace, write, build engines, prove parity, move
+into place.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,18 @@ SMALL_FILES_BYTES = 32 << 20  # at most: graph, tokenizer, manifest, report
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did: seconds a stage, bytes a file, and the parity that it proved (None when it was told not to)."""
+    """What a build did: seconds a stage, bytes a file, and the parity that it proved (None when it
+    was told not to).
+    """
 
     output: Path
     network: NetworkSpec
     precision: str
     simulated: bool
     kernels: dict[str, Any] | None
-    """Calls of native kernels, and what keeps plain operators with the reason (``Fused.as_dict``); None for GPUs."""
+    """Calls of native kernels, and what keeps plain operators with the reason (``Fused.as_dict``);
+    None for GPUs.
+    """
     stages_s: dict[str, float]
     files_bytes: dict[str, int]
     parity: Parity | None
@@ -55,7 +61,9 @@ class BuildReport:
     threshold: Refit | None
     levels: Levels | None
     cache: dict[str, Any] | None
-    """What rounding keys and values in the cache costs by itself (``rounded.judge_cache``); None where nothing is rounded."""
+    """What rounding keys and values in the cache costs by itself (``rounded.judge_cache``); None
+    where nothing is rounded.
+    """
     curve: list[CurvePoint]
     tuning: Tuning | None
     """What the curve's times rest on; None where it has none."""
@@ -96,13 +104,16 @@ def build(
     overrides: Overrides | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """Build the bundle ``output`` from a checkpoint folder or a full-precision bundle; nothing is left of a failed one.
+    """Build the bundle ``output`` from a checkpoint folder or a full-precision bundle; nothing is
+    left of a failed one.
 
-    ``options`` None: an fp32 bundle for the CPU. ``overrides``: what the checkpoint does not say, or not right.
+    ``options`` None: an fp32 bundle for the CPU. ``overrides``: what the checkpoint does not say,
+    or not right.
 
-    Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError, DeviceError, ResumeError,
-    MemoryLimitError; ParityError when the finished bundle differs from torch; AccuracyError when it misses a budget;
-    AuditError when an engine is not what was asked for.
+    Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError,
+    DeviceError, ResumeError, MemoryLimitError; ParityError when the finished bundle differs from
+    torch; AccuracyError when it misses a budget; AuditError when an engine is not what was asked
+    for.
     """
     request, stages = check_request(options or BuildOptions()), Stages(progress)
     stages.progress.start("read source", 1)
@@ -110,10 +121,16 @@ def build(
 
 
 def build_from(
-    source: Source, output: Path, options: BuildOptions | None = None, *, progress: Progress | None = None
+    source: Source,
+    output: Path,
+    options: BuildOptions | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> BuildReport:
     """``build`` from a source that is open already."""
-    return _make(check_job(check_request(options or BuildOptions()), source), output, Stages(progress))
+    return _make(
+        check_job(check_request(options or BuildOptions()), source), output, Stages(progress)
+    )
 
 
 def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
@@ -122,15 +139,21 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
     check_outside(output, source.path)
     kept = request.options.resume
     if kept is not None and output.resolve() in (kept.resolve(), *kept.resolve().parents):
-        raise work.ResumeError(f"--resume {kept}: is where the bundle goes, which is replaced whole; choose another folder")
+        raise work.ResumeError(
+            f"--resume {kept}: is where the bundle goes, which is replaced whole; choose another folder"
+        )
     # An engine holds the weights once more.
-    needed = (1 + len(request.builders)) * (write.data_bytes(source.network, job.base, job.formats) + SMALL_FILES_BYTES)
+    needed = (1 + len(request.builders)) * (
+        write.data_bytes(source.network, job.base, job.formats) + SMALL_FILES_BYTES
+    )
     with (
         bundle_files.staged(output, force=request.options.force, needed_bytes=needed) as folder,
         work.opened(job, folder, stages) as workplace,
     ):
         text = write_text(source.text, folder)
-        quantised = quantise(job, text.tokenizer, workplace, stages) if request.is_quantised else None
+        quantised = (
+            quantise(job, text.tokenizer, workplace, stages) if request.is_quantised else None
+        )
         written = write_graph(job, quantised, folder, stages)
         manifest = _make_manifest(job, quantised, text, written.fused)
         hashed = bundle_files.finish(folder, manifest, written.hashed)
@@ -148,9 +171,12 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
     return _report(job, output, manifest, quantised, engines, proof, stages)
 
 
-def _make_manifest(job: Job, quantised: Quantised | None, text: Text, fused: Fused | None) -> dict[str, Any]:
+def _make_manifest(
+    job: Job, quantised: Quantised | None, text: Text, fused: Fused | None
+) -> dict[str, Any]:
     request, source = job.request, job.source
-    # A graph for a GPU is judged as it is written: no kernel of the CPU's may take its integers another way.
+    # A graph for a GPU is judged as it is written: no kernel of the CPU's may take its integers
+    # another way.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return bundle_files.make_manifest(
         source.network,
@@ -189,14 +215,23 @@ def _build_engines(
             output.parent.mkdir(exist_ok=True)
             builder = request.builders[target.name]
             built = engine.build_engine(
-                folder, manifest, hashed, target, builder, request.options.engine, output, stages.progress
+                folder,
+                manifest,
+                hashed,
+                target,
+                builder,
+                request.options.engine,
+                output,
+                stages.progress,
             )
             stages.seconds[f"build engine {target.name}"] = built.seconds
             made.append(built)
     return made
 
 
-def _write_proof(proof: Proof, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any]) -> None:
+def _write_proof(
+    proof: Proof, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any]
+) -> None:
     """accuracy.json, and the report of what was judged."""
     (folder / ACCURACY_FILE).write_text(json.dumps(proof.record, indent=1, allow_nan=False) + "\n")
     if proof.judgement is not None:
@@ -228,8 +263,14 @@ def _report(
             f"the effort levels of {job.source.path} were fitted to it and are not in this bundle: "
             f"`dlm-export effort {output} --data FILE` fits some"
         )
-    warnings += [f"TensorRT, {built.target}: {warning}" for built in engines for warning in built.warnings]
-    elsewhere = [target for target in request.targets if target.engine_kinds and target.name not in request.builders]
+    warnings += [
+        f"TensorRT, {built.target}: {warning}" for built in engines for warning in built.warnings
+    ]
+    elsewhere = [
+        target
+        for target in request.targets
+        if target.engine_kinds and target.name not in request.builders
+    ]
     return BuildReport(
         output=output,
         network=job.source.network,
@@ -238,7 +279,9 @@ def _report(
         kernels=manifest.get("kernels"),
         stages_s=stages.seconds,
         files_bytes={
-            path.relative_to(output).as_posix(): path.stat().st_size for path in sorted(output.rglob("*")) if path.is_file()
+            path.relative_to(output).as_posix(): path.stat().st_size
+            for path in sorted(output.rglob("*"))
+            if path.is_file()
         },
         parity=None if proof is None else proof.parity,
         judgement=None if proof is None else proof.judgement,

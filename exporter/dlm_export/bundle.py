@@ -1,4 +1,5 @@
-"""A bundle on disk: manifest.json (schema version 2) written and read, files with sizes and hashes, what may be replaced.
+"""A bundle on disk: manifest.json (schema version 2) written and read, files with sizes and hashes,
+what may be replaced.
 
 The format is in docs/bundle.md and, for machines, in ``manifest.schema.json``.
 """
@@ -25,11 +26,15 @@ SCHEMA_VERSION = 3
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
 """What of a network the loop needs: in ``loop``, and in ``network`` no second time."""
 _OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
-"""Besides what its manifest lists, what a bundle may hold: that file, and what a killed `dlm-export engine` leaves."""
+"""Besides what its manifest lists, what a bundle may hold: that file, and what a killed `dlm-export
+engine` leaves.
+"""
 
 
 def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
-    """The manifest of a bundle, all of it checked; ``check_hashes=False`` compares files by size only. Raises BundleError."""
+    """The manifest of a bundle, all of it checked; ``check_hashes=False`` compares files by size
+    only. Raises BundleError.
+    """
     with dlm_runtime.open(folder, engine="none", check_hashes=check_hashes) as opened:
         opened.check_text()
         manifest = opened.manifest
@@ -57,9 +62,10 @@ def make_manifest(
 ) -> dict[str, Any]:
     """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s.
 
-    ``kernels``: ``Fused.as_dict`` of a graph for a CPU, else None. ``max_new_tokens``: of a request that does not say; None:
-    nobody said. ``config_sha256``: of the checkpoint's config.json; None
-    where the source does not say. ``json_layout``, ``call_format``: names of what the denoiser was trained on, or None.
+    ``kernels``: ``Fused.as_dict`` of a graph for a CPU, else None. ``max_new_tokens``: of a request
+    that does not say; None: nobody said. ``config_sha256``: of the checkpoint's config.json; None
+    where the source does not say. ``json_layout``, ``call_format``: names of what the denoiser was
+    trained on, or None.
     """
     described = network.as_dict()
     return {
@@ -88,15 +94,22 @@ def make_manifest(
 
 
 def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
-    """The description that a checked manifest keeps. Raises BundleError for sizes that do not go together."""
+    """The description that a checked manifest keeps. Raises BundleError for sizes that do not go
+    together.
+    """
     try:
-        return NetworkSpec.from_dict(manifest["network"] | {name: manifest["loop"][name] for name in LOOP_FIELDS})
+        return NetworkSpec.from_dict(
+            manifest["network"] | {name: manifest["loop"][name] for name in LOOP_FIELDS}
+        )
     except ValueError as err:
         raise BundleError(f"{MANIFEST_FILE}: network: {err}. Build the bundle again.") from err
 
 
-def finish(folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Write manifest.json with the size and SHA-256 of every other file in ``folder``; returns these by name.
+def finish(
+    folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write manifest.json with the size and SHA-256 of every other file in ``folder``; returns
+    these by name.
 
     ``hashed`` is what an earlier call returned: those files are not read again.
     """
@@ -110,8 +123,13 @@ def finish(folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write manifest.json with ``files`` (size and SHA-256 by name); one that is there is replaced in one move."""
-    text = json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    """Write manifest.json with ``files`` (size and SHA-256 by name); one that is there is replaced
+    in one move.
+    """
+    text = (
+        json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False)
+        + "\n"
+    )
     with outputs.replaced(folder / MANIFEST_FILE) as new:
         new.write_text(text, encoding="utf-8")
 
@@ -125,7 +143,9 @@ def changing(folder: Path, manifest: Mapping[str, Any], name: str) -> Iterator[N
     with outputs.locked(folder):
         try:
             if json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")) != manifest:
-                raise outputs.OutputError(f"{folder}: was changed by another process this moment. Try again.")
+                raise outputs.OutputError(
+                    f"{folder}: was changed by another process this moment. Try again."
+                )
             yield
         except OSError as err:
             raise outputs.OutputError(f"{folder / name}: cannot write ({err.strerror})") from err
@@ -142,20 +162,29 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """A folder that becomes ``output`` when the block ends well, and goes away when it does not: see ``outputs.claimed``.
+    """A folder that becomes ``output`` when the block ends well, and goes away when it does not:
+    see ``outputs.claimed``.
 
     ``force`` lets it replace a bundle, or an empty folder, and nothing else.
     """
-    with outputs.claimed(output, force=force, kept_because=_kept_because, needed_bytes=needed_bytes) as folder:
+    with outputs.claimed(
+        output, force=force, kept_because=_kept_because, needed_bytes=needed_bytes
+    ) as folder:
         folder.mkdir()
         yield folder
 
 
 def _kept_because(path: Path) -> str | None:
-    """Why what stands where a bundle goes is not replaced; None: it is a bundle with its own files alone, or empty."""
+    """Why what stands where a bundle goes is not replaced; None: it is a bundle with its own files
+    alone, or empty.
+    """
     if not path.is_dir() or path.is_symlink():
         return "is not a bundle"
-    found = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_symlink() or not each.is_dir()}
+    found = {
+        each.relative_to(path).as_posix()
+        for each in path.rglob("*")
+        if each.is_symlink() or not each.is_dir()
+    }
     if not found:
         return None if not any(path.iterdir()) else "is not a bundle"
     files = _files_of_bundle(path)
@@ -166,8 +195,11 @@ def _kept_because(path: Path) -> str | None:
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
-    """The files that a bundle's manifest lists, of whatever schema; None if the folder is no bundle."""
-    # Other programs call files manifest.json too, web applications above all: the name alone must not cost a folder.
+    """The files that a bundle's manifest lists, of whatever schema; None if the folder is no
+    bundle.
+    """
+    # Other programs call files manifest.json too, web applications above all: the name alone must
+    # not cost a folder.
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -175,6 +207,8 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
         return None
     if not isinstance(manifest, dict) or not {"schema_version", "files"} <= manifest.keys():
         return None
-    if not {"loop", "denoiser"} & manifest.keys() or not isinstance(manifest["files"], dict):  # "denoiser": schema 1
+    if not {"loop", "denoiser"} & manifest.keys() or not isinstance(
+        manifest["files"], dict
+    ):  # "denoiser": schema 1
         return None
     return {*manifest["files"]}

@@ -20,7 +20,8 @@ def _trim() -> Callable[[int], int] | None:
 def give_back() -> None:
     """Return freed heap pages to the system where the C library can (glibc); elsewhere nothing.
 
-    Reading a checkpoint tensor by tensor leaves holes between those that stay: a fifth of the denoiser at 1 B parameters.
+    Reading a checkpoint tensor by tensor leaves holes between those that stay: a fifth of the
+    denoiser at 1 B parameters.
     """
     trim = _trim()
     if trim is not None:

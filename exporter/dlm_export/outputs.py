@@ -1,11 +1,12 @@
 """Where output goes: claimed while it is made, moved into place in one step.
 
-While something writes ``NAME``, a folder ``.NAME.dlm-export`` stands beside it: the claim. It holds what is being made, and
-``owner``, a file with the number of the process, locked (flock) as long as that process lives. A kill takes the lock away and
-leaves the folder, so that the next one to write ``NAME`` tells what is in use from what was left, and clears that.
+While something writes ``NAME``, a folder ``.NAME.dlm-export`` stands beside it: the claim. It holds
+what is being made, and ``owner``, a file with the number of the process, locked (flock) as long as
+that process lives. A kill takes the lock away and leaves the folder, so that the next one to write
+``NAME`` tells what is in use from what was left, and clears that.
 
-The move is renameat2(2): RENAME_NOREPLACE where nothing stood, else RENAME_EXCHANGE, so that the old or the new one stands
-at the path at every moment; the old one is then removed from the claim.
+The move is renameat2(2): RENAME_NOREPLACE where nothing stood, else RENAME_EXCHANGE, so that the
+old or the new one stands at the path at every moment; the old one is then removed from the claim.
 """
 
 from __future__ import annotations
@@ -23,18 +24,26 @@ from pathlib import Path
 from dlm_runtime.errors import DlmError, ExitCode
 
 OWNER, NEW, OLD = "owner", "new", "old"
-"""What lies in a claim: the locked file, the folder of what is being made, and what it replaces where that is not exchanged."""
+"""What lies in a claim: the locked file, the folder of what is being made, and what it replaces
+where that is not exchanged.
+"""
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2  # linux/fs.h
-_NOT_OFFERED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # by the kernel, the file system, and either
+_NOT_OFFERED = (
+    errno.ENOSYS,
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+)  # by the kernel, the file system, and either
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 _Look = dict[str, tuple[int, ...]]
 
 
 class OutputError(DlmError):
-    """Output cannot be written where it was asked for: no room, no right, or another process is at it."""
+    """Output cannot be written where it was asked for: no room, no right, or another process is at
+    it.
+    """
 
 
 class TakenError(OutputError):
@@ -44,12 +53,16 @@ class TakenError(OutputError):
 
 
 @contextlib.contextmanager
-def claimed(output: Path, *, force: bool, kept_because: Callable[[Path], str | None], needed_bytes: int = 0) -> Iterator[Path]:
-    """A path for a new file or folder, which becomes ``output`` when the block ends well, and goes away when it does not.
+def claimed(
+    output: Path, *, force: bool, kept_because: Callable[[Path], str | None], needed_bytes: int = 0
+) -> Iterator[Path]:
+    """A path for a new file or folder, which becomes ``output`` when the block ends well, and goes
+    away when it does not.
 
-    ``kept_because`` says of something that stands at ``output`` why it is never replaced; None: it is, with ``force``. Raises
-    TakenError for what stands there; OutputError if another process writes there, if the disk has no room for
-    ``needed_bytes`` or fails, and if something else stands at ``output`` at the end than at the start: that is left alone.
+    ``kept_because`` says of something that stands at ``output`` why it is never replaced; None: it
+    is, with ``force``. Raises TakenError for what stands there; OutputError if another process
+    writes there, if the disk has no room for ``needed_bytes`` or fails, and if something else
+    stands at ``output`` at the end than at the start: that is left alone.
     """
     output = Path(os.path.abspath(output))
     _check(output, force, kept_because)
@@ -59,13 +72,19 @@ def claimed(output: Path, *, force: bool, kept_because: Callable[[Path], str | N
         free = shutil.disk_usage(output.parent).free
     except OSError as err:
         is_wrong = isinstance(err, (FileExistsError, NotADirectoryError))  # a file in its way
-        raise (TakenError if is_wrong else OutputError)(f"{output}: cannot write there ({err.strerror})") from err
+        raise (TakenError if is_wrong else OutputError)(
+            f"{output}: cannot write there ({err.strerror})"
+        ) from err
     with contextlib.ExitStack() as held:
         held.callback(_remove_empty, missing)
         if free < needed_bytes:
-            raise OutputError(f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free")
+            raise OutputError(
+                f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free"
+            )
         claim = held.enter_context(_claim(output))
-        _check(output, force, kept_because)  # under the claim, which may have put back what a kill had moved aside
+        _check(
+            output, force, kept_because
+        )  # under the claim, which may have put back what a kill had moved aside
         try:
             before = _look(output)
             if output.is_dir():
@@ -77,19 +96,27 @@ def claimed(output: Path, *, force: bool, kept_because: Callable[[Path], str | N
         except OSError as err:
             if err.errno in (errno.ENOSPC, errno.EDQUOT):
                 needed = f"; {needed_bytes:,} bytes are needed" if needed_bytes else ""
-                raise OutputError(f"{output}: the disk is full{needed}. Nothing was left behind.") from err
+                raise OutputError(
+                    f"{output}: the disk is full{needed}. Nothing was left behind."
+                ) from err
             raise OutputError(f"{output}: cannot write ({err})") from err
 
 
 def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
     """``claimed`` for a file, which ``force`` lets replace a file and nothing else."""
     return claimed(
-        output, force=force, kept_because=lambda path: None if stat.S_ISREG(path.lstat().st_mode) else "is not a plain file"
+        output,
+        force=force,
+        kept_because=lambda path: (
+            None if stat.S_ISREG(path.lstat().st_mode) else "is not a plain file"
+        ),
     )
 
 
 def check_outside(output: Path, *sources: Path) -> None:
-    """Raise TakenError if ``output`` is one of the ``sources`` or inside one. Symbolic links are followed."""
+    """Raise TakenError if ``output`` is one of the ``sources`` or inside one. Symbolic links are
+    followed.
+    """
     for source in sources:
         wanted, read = output.resolve(), source.resolve()
         if wanted == read:
@@ -102,7 +129,9 @@ def check_outside(output: Path, *sources: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write, which takes its place in one step when the block ends well: of files that are ours."""
+    """A path beside ``path`` to write, which takes its place in one step when the block ends well:
+    of files that are ours.
+    """
     new = path.with_name(f"{path.name}.new")
     try:
         new.unlink(missing_ok=True)  # a link there would be followed
@@ -114,13 +143,17 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a bundle's folder, so that nothing else changes or replaces it. Raises OutputError: someone has it."""
+    """Hold a bundle's folder, so that nothing else changes or replaces it. Raises OutputError:
+    someone has it.
+    """
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as err:
         os.close(held)
-        raise OutputError(f"{folder}: another dlm-export is changing it. Wait for it, and try again.") from err
+        raise OutputError(
+            f"{folder}: another dlm-export is changing it. Wait for it, and try again."
+        ) from err
     except OSError:  # a file system without locks: what changes meanwhile is found at the move
         pass
     try:
@@ -152,7 +185,9 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _claim(output: Path) -> Iterator[Path]:
-    """The folder beside ``output`` that says who writes there, emptied of what a kill left; gone when the block ends."""
+    """The folder beside ``output`` that says who writes there, emptied of what a kill left; gone
+    when the block ends.
+    """
     claim = output.with_name(f".{output.name}.dlm-export")
     try:
         owner = _take(claim, output)
@@ -160,7 +195,9 @@ def _claim(output: Path) -> Iterator[Path]:
         raise OutputError(f"{output}: cannot write there ({err.strerror})") from err
     try:
         if os.path.lexists(claim / OLD) and not os.path.lexists(output):
-            os.rename(claim / OLD, output)  # killed between two renames, where it could not be exchanged
+            os.rename(
+                claim / OLD, output
+            )  # killed between two renames, where it could not be exchanged
         _clear(claim, NEW, OLD)
         yield claim
     finally:
@@ -173,7 +210,9 @@ def _claim(output: Path) -> Iterator[Path]:
 
 
 def _take(claim: Path, output: Path) -> int:
-    """Make the claim or take over one whose process is gone: its ``owner``, open and locked. Raises OutputError, OSError."""
+    """Make the claim or take over one whose process is gone: its ``owner``, open and locked. Raises
+    OutputError, OSError.
+    """
     while True:
         try:
             os.mkdir(claim, 0o700)
@@ -181,10 +220,14 @@ def _take(claim: Path, output: Path) -> int:
         except FileExistsError:
             is_new = False
         try:
-            is_ours = stat.S_ISDIR(os.lstat(claim).st_mode) and OWNER in (os.listdir(claim) or [OWNER])
+            is_ours = stat.S_ISDIR(os.lstat(claim).st_mode) and OWNER in (
+                os.listdir(claim) or [OWNER]
+            )
             if not is_ours:
                 raise OutputError(f"{claim} is in the way and not dlm-export's: move it elsewhere")
-            owner = os.open(claim / OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            owner = os.open(
+                claim / OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
         except FileNotFoundError:
             continue  # who had it is done, and took it away
         try:
@@ -193,10 +236,12 @@ def _take(claim: Path, output: Path) -> int:
             process = os.pread(owner, 20, 0).decode("ascii", "replace")
             os.close(owner)
             who = f"process {process}" if process.isdigit() else "another process"
-            raise OutputError(f"{output}: {who} is writing it. Wait for it, or choose another name.") from err
+            raise OutputError(
+                f"{output}: {who} is writing it. Wait for it, or choose another name."
+            ) from err
         except OSError as err:
-            # No locks, as on some network file systems: a claim is still made by one process alone, but nothing tells whether
-            # an old one is in use, so that none is cleared.
+            # No locks, as on some network file systems: a claim is still made by one process alone,
+            # but nothing tells whether an old one is in use, so that none is cleared.
             if not is_new:
                 os.close(owner)
                 raise OutputError(
@@ -226,7 +271,8 @@ def _clear(claim: Path, *names: str) -> None:
 
 
 def _place(new: Path, output: Path, before: _Look | None) -> None:
-    """Move ``new`` to ``output``, where ``before`` stood; in ``new``'s place is then what it replaced.
+    """Move ``new`` to ``output``, where ``before`` stood; in ``new``'s place is then what it
+    replaced.
 
     Raises OutputError if something else stands there: it stays.
     """
@@ -257,7 +303,8 @@ def _move(source: Path, to: Path) -> None:
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # The next best: renaming a folder replaces nothing but an empty one; for a file a moment is left in which it would.
+        # The next best: renaming a folder replaces nothing but an empty one; for a file a moment is
+        # left in which it would.
         if os.path.lexists(to):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(to)) from err
         os.rename(source, to)
@@ -270,7 +317,8 @@ def _exchange(source: Path, to: Path) -> None:
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # Two renames, with nothing at the path between them; what a kill there leaves aside, the next claim puts back.
+        # Two renames, with nothing at the path between them; what a kill there leaves aside, the
+        # next claim puts back.
         aside = source.parent.with_name(OLD)
         try:
             os.rename(to, aside)
@@ -292,7 +340,9 @@ def _renameat2(source: Path, to: Path, flags: int) -> None:
 
 
 def _look(path: Path) -> _Look | None:
-    """What stands at a path: by name, which file it is, and of files their size and time; None: nothing."""
+    """What stands at a path: by name, which file it is, and of files their size and time; None:
+    nothing.
+    """
     if not os.path.lexists(path):
         return None
     found = {"": _mark(path)}

@@ -1,4 +1,6 @@
-"""What CPUs run a bundle by: the native runtime's kernels, by instruction set, and which of them run here."""
+"""What CPUs run a bundle by: the native runtime's kernels, by instruction set, and which of them
+run here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from dlm_runtime import _native
 class KernelSet:
     """Kernels for one instruction set.
 
-    ``codes`` multiply quantised rows by INT8 and INT4 weights; ``floats`` do the rest: NVFP4 layers, attention, candidates.
+    ``codes`` multiply quantised rows by INT8 and INT4 weights; ``floats`` do the rest: NVFP4
+    layers, attention, candidates.
     """
 
     name: str
@@ -24,7 +27,13 @@ class KernelSet:
     def instructions(self) -> dict[str, str]:
         """By format of a linear layer, and for what every bundle has."""
         codes, floats = self.codes, self.floats
-        return {"int8": codes, "int4": codes, "nvfp4": floats, "attention": floats, "candidates": floats}
+        return {
+            "int8": codes,
+            "int4": codes,
+            "nvfp4": floats,
+            "attention": floats,
+            "candidates": floats,
+        }
 
 
 KERNEL_SETS = (
@@ -38,7 +47,9 @@ KERNEL_SETS = (
 
 
 def list_kernels() -> list[dict[str, Any]]:
-    """Plain values of each of ``KERNEL_SETS``; ``refusal``: why it does not run here, None where it does."""
+    """Plain values of each of ``KERNEL_SETS``; ``refusal``: why it does not run here, None where it
+    does.
+    """
     here = _native.kernel_sets()
     return [
         {

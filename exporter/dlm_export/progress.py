@@ -27,7 +27,9 @@ class Silent:
 
 
 class Stages:
-    """The stages of one piece of work, told to ``progress`` as they begin. ``seconds``: those that ended well, by name."""
+    """The stages of one piece of work, told to ``progress`` as they begin. ``seconds``: those that
+    ended well, by name.
+    """
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.progress = progress or Silent()

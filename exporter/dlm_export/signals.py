@@ -22,13 +22,18 @@ class _Ended(BaseException):
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within, ``handler`` gets the signals that end a process, but for those that this one was started to ignore (``nohup``).
+    """Within, ``handler`` gets the signals that end a process, but for those that this one was
+    started to ignore (``nohup``).
 
     Nothing changes on other threads than the main one, which alone may set handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
     # None: not set from Python, and so not to be set back.
-    numbers = [number for number in ENDING if is_main and signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    numbers = [
+        number
+        for number in ENDING
+        if is_main and signal.getsignal(number) not in (signal.SIG_IGN, None)
+    ]
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -39,8 +44,9 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def cancelling(cancel: threading.Event) -> Iterator[None]:
-    """Within, the first signal that ends the process sets ``cancel`` instead, and the process ends by it behind the block; a
-    second one ends it at once. For use inside ``dying_by_signal``."""
+    """Within, the first signal that ends the process sets ``cancel`` instead, and the process ends
+    by it behind the block; a second one ends it at once. For use inside ``dying_by_signal``.
+    """
     ending: list[int] = []
 
     def end(number: int, _: FrameType | None) -> None:
@@ -57,14 +63,19 @@ def cancelling(cancel: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
-    """Within, Ctrl-C calls ``on_interrupt``, and is what it was before where that says that it had nothing to do."""
+    """Within, Ctrl-C calls ``on_interrupt``, and is what it was before where that says that it had
+    nothing to do.
+    """
     before = signal.getsignal(signal.SIGINT)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not on_interrupt() and callable(before):
             before(number, frame)
 
-    is_ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
+    is_ours = threading.current_thread() is threading.main_thread() and before not in (
+        signal.SIG_IGN,
+        None,
+    )
     if is_ours:
         signal.signal(signal.SIGINT, interrupt)
     try:
@@ -76,7 +87,8 @@ def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def dying_by_signal() -> Iterator[None]:
-    """Within, a signal that ends the process is an exception, on whose way all is cleared up; then the process dies by it.
+    """Within, a signal that ends the process is an exception, on whose way all is cleared up; then
+    the process dies by it.
 
     An exit code of 128 + n would say the same to a script, but a shell would go on with its loop.
     """

@@ -86,14 +86,18 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
 
 
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
-    """Open the source that a bundle was built from, by its mask token, canvas and blocks; ``manifest`` is the bundle's.
+    """Open the source that a bundle was built from, by its mask token, canvas and blocks;
+    ``manifest`` is the bundle's.
 
-    Raises CheckpointError, BundleError; CheckpointError too for a source of another denoiser, with what differs.
+    Raises CheckpointError, BundleError; CheckpointError too for a source of another denoiser, with
+    what differs.
     """
     built = network_of(manifest)
     overrides = None
     if not (path / MANIFEST_FILE).is_file():
-        overrides = Overrides(built.mask_token_id, built.max_canvas_length, built.layers[0].attention.block_length)
+        overrides = Overrides(
+            built.mask_token_id, built.max_canvas_length, built.layers[0].attention.block_length
+        )
         _check_config(bundle, manifest, path, overrides)
     source = open_source(path, overrides)
     if (found := built.difference(source.network)) is not None:
@@ -101,10 +105,14 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
     return source
 
 
-def _check_config(bundle: Path, manifest: Mapping[str, Any], path: Path, overrides: Overrides) -> None:
-    """CheckpointError if a checkpoint's config.json is not the one that a bundle was built from and gives another network.
+def _check_config(
+    bundle: Path, manifest: Mapping[str, Any], path: Path, overrides: Overrides
+) -> None:
+    """CheckpointError if a checkpoint's config.json is not the one that a bundle was built from and
+    gives another network.
 
-    It is read by its own mask token first: the bundle's may be none of its vocabulary, which would be told as its fault.
+    It is read by its own mask token first: the bundle's may be none of its vocabulary, which would
+    be told as its fault.
     """
     checkpoint = Checkpoint(path)
     theirs, ours = manifest.get("source", {}).get("config_sha256"), sha256(checkpoint.config.path)
@@ -113,7 +121,9 @@ def _check_config(bundle: Path, manifest: Mapping[str, Any], path: Path, overrid
     found: str | None = None
     for asked in (replace(overrides, mask_token_id=None), overrides):
         try:
-            found = network_of(manifest).difference(families.read_network(checkpoint, asked), but=("mask_token_id",))
+            found = network_of(manifest).difference(
+                families.read_network(checkpoint, asked), but=("mask_token_id",)
+            )
             break
         except CheckpointError as err:
             found = str(err)
@@ -135,27 +145,38 @@ class BundleParameters:
     """The initialisers of a full-precision bundle's graph under the denoiser's parameter names."""
 
     def __init__(self, folder: Path, network: NetworkSpec, files: Collection[str]) -> None:
-        """``files`` are those that the bundle lists. Raises CheckpointError if the graph lacks a parameter, has it in another
-        shape, or takes it from elsewhere."""
+        """``files`` are those that the bundle lists. Raises CheckpointError if the graph lacks a
+        parameter, has it in another shape, or takes it from elsewhere.
+        """
         self.path = folder / graph.GRAPH_FILE
         try:
             initializers = ir.load(self.path).graph.initializers
         except Exception as err:  # protobuf's, and ValueError
             raise CheckpointError(f"{self.path}: not a graph that onnx_ir reads ({err})") from err
-        self._tensors = {name: value.const_value for name, value in initializers.items() if value.const_value is not None}
+        self._tensors = {
+            name: value.const_value
+            for name, value in initializers.items()
+            if value.const_value is not None
+        }
         for name, tensor in self._tensors.items():
             if isinstance(tensor, ir.ExternalTensor) and str(tensor.location) not in files:
                 raise CheckpointError(
                     f"{self.path}: {name} lies in {str(tensor.location)!r}, which is no file of the bundle: build it again"
                 )
         stacks = {stack.weight: stack for mixture in network.mixtures() for stack in mixture}
-        self._panels = {name: stack for name, stack in stacks.items() if f"{name}.panels" in self._tensors}
+        self._panels = {
+            name: stack for name, stack in stacks.items() if f"{name}.panels" in self._tensors
+        }
         for name, shape in network.parameters().items():
             found = tuple(self._tensors[name].shape) if name in self._tensors else None
             if name in self._panels:
-                found = experts.shape_of_panels(tuple(self._tensors[f"{name}.panels"].shape.numpy()), shape[-1])
+                found = experts.shape_of_panels(
+                    tuple(self._tensors[f"{name}.panels"].shape.numpy()), shape[-1]
+                )
             if found != shape:
-                raise CheckpointError(f"{self.path}: {name} is {found or 'missing'}, expected {shape}: build the bundle again")
+                raise CheckpointError(
+                    f"{self.path}: {name} is {found or 'missing'}, expected {shape}: build the bundle again"
+                )
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         stack = self._panels.get(parameter)
@@ -163,12 +184,17 @@ class BundleParameters:
         try:
             # Not the tensor's own mapping, which all readers would share, and which stays.
             stored = (
-                np.memmap(tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tensor.shape.numpy())
+                np.memmap(
+                    tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tensor.shape.numpy()
+                )
                 if isinstance(tensor, ir.ExternalTensor)
                 else tensor.numpy()
             )
             if stack is not None:
-                stored, at = experts.from_panels(stored[at[:1]], stack.outputs), (slice(None), *at[1:])
+                stored, at = (
+                    experts.from_panels(stored[at[:1]], stack.outputs),
+                    (slice(None), *at[1:]),
+                )
             array = np.array(stored[at], dtype=dtype)
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{self.path}: cannot read {parameter} ({err})") from err
@@ -204,8 +230,12 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     network = network_of(manifest)
     files = text_files(manifest, path)
     text = TokenizerFiles(
-        None if files.tokenizer is None else read_text(files.tokenizer, TOKENIZER_LIMIT_BYTES, BundleError),
-        None if files.template is None else read_text(files.template, TEMPLATE_LIMIT_BYTES, BundleError),
+        None
+        if files.tokenizer is None
+        else read_text(files.tokenizer, TOKENIZER_LIMIT_BYTES, BundleError),
+        None
+        if files.template is None
+        else read_text(files.template, TEMPLATE_LIMIT_BYTES, BundleError),
         files.special_tokens,
     )
     parameters = BundleParameters(path, network, manifest["files"])

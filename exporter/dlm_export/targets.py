@@ -1,9 +1,11 @@
-"""Devices that bundles are built for, as one data structure, and the check of a precision against them.
+"""Devices that bundles are built for, as one data structure, and the check of a precision against
+them.
 
-What a GPU runs follows from its SM, by NVIDIA's support matrices of TensorRT and TensorRT-RTX; its figures are those of the
-pages in its ``sources``. A vendor's GB counts as 10**9 bytes, which is no more than drivers report. Rates are dense, without
-sparsity, in operations a second; one that is printed sparse only is halved, and a comment beside it says so. One that follows
-from others and is printed nowhere is in ``derived`` as well.
+What a GPU runs follows from its SM, by NVIDIA's support matrices of TensorRT and TensorRT-RTX; its
+figures are those of the pages in its ``sources``. A vendor's GB counts as 10**9 bytes, which is no
+more than drivers report. Rates are dense, without sparsity, in operations a second; one that is
+printed sparse only is halved, and a comment beside it says so. One that follows from others and is
+printed nowhere is in ``derived`` as well.
 """
 
 from __future__ import annotations
@@ -26,11 +28,19 @@ FULL_PRECISIONS = ("fp32", "fp16")
 AUTO = "auto"
 STORED = "stored"  # as a pre-quantised checkpoint holds its weights
 
-# Oldest SM by number format, 89 being 8.9. TensorRT-RTX 1.7 refuses to compile INT4 and bf16 for 7.5; INT8 weights compile,
-# although its support matrix has them from 8.6 on.
+# Oldest SM by number format, 89 being 8.9. TensorRT-RTX 1.7 refuses to compile INT4 and bf16 for
+# 7.5; INT8 weights compile, although its support matrix has them from 8.6 on.
 LEAST_SM = {"fp16": 75, "int8": 75, "bf16": 80, "int4": 80, "fp8": 89, "nvfp4": 100}
 GPU_FULL_PRECISIONS = ("fp16", "bf16")
-GPU_FORMATS = ("int8-weight", "int8-static", "int4-g64", "int4-g128", "fp8", "nvfp4", "nvfp4-weight")
+GPU_FORMATS = (
+    "int8-weight",
+    "int8-static",
+    "int4-g64",
+    "int4-g128",
+    "fp8",
+    "nvfp4",
+    "nvfp4-weight",
+)
 GPU_AUTO = ("nvfp4", "fp8", "int4-g64", "int8-weight")  # cheapest first
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
@@ -44,19 +54,24 @@ NOT_IN_TENSORRT = {
     "int4-g32": "groups of 32 weights are untried in TensorRT",
 }
 
-# What the CUDA provider has kernels for, by docs/OperatorKernels.md of ONNX Runtime and by libonnxruntime_providers_cuda.so of
-# onnxruntime-gpu 1.31.1: all that a graph in fp16 or bf16 is written in, at opset 23 (graph/cuda.py), and MatMulNBits, which
-# 1.24.4's has too. DequantizeLinear and QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is missing,
+# What the CUDA provider has kernels for, by docs/OperatorKernels.md of ONNX Runtime and by
+# libonnxruntime_providers_cuda.so of onnxruntime-gpu 1.31.1: all that a graph in fp16 or bf16 is
+# written in, at opset 23 (graph/cuda.py), and MatMulNBits, which 1.24.4's has too. DequantizeLinear
+# and QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is missing,
 # MatMulInteger takes signed bytes alone.
 CUDA_FORMATS = ("int8-weight", "int4-g32", "int4-g64", "int4-g128")
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for what its graph is written in"
 
 # What TensorRT-RTX builds for without a GPU: its ComputeCapability enumeration, 1.7.
 RTX_SM = (75, 80, 86, 89, 120, 121)
-RTX_MODULES = ("tensorrt_rtx", "tensorrt_rtx_bindings")  # NVIDIA's whole package, or its bindings alone
-# Every SM that a generic name (sm89) stands for, with the standard TensorRT that knows it. Blackwell and FP4 came with 10.8,
-# GB300, DGX B300 and DGX Spark with 10.14 (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html and the release
-# notes of 10.8.0), Thor with JetPack 7; JetPack 7.2 for Orin holds 10.16.
+RTX_MODULES = (
+    "tensorrt_rtx",
+    "tensorrt_rtx_bindings",
+)  # NVIDIA's whole package, or its bindings alone
+# Every SM that a generic name (sm89) stands for, with the standard TensorRT that knows it.
+# Blackwell and FP4 came with 10.8, GB300, DGX B300 and DGX Spark with 10.14
+# (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html and the release notes of
+# 10.8.0), Thor with JetPack 7; JetPack 7.2 for Orin holds 10.16.
 TENSORRT_BY_SM = {
     75: "10.14 or later",
     80: "10.14 or later",
@@ -83,14 +98,15 @@ class TargetError(DlmError):
 class Target:
     """A device profile. None and missing keys: no source gives the figure.
 
-    ``formats`` of quantised layers it takes, ``auto`` those that ``--precision auto`` tries, cheapest first. ``aliases``: the
-    recipe that a name of ``--precision`` means here, where that is not the recipe so called. ``note``: what a user should know.
-    ``sm`` is the compute capability (89 is 8.9), None for a CPU. ``memory_is_shared``: the host's programs take their part of
-    ``memory_bytes``. ``rates`` are peak operations a second of the tensor cores, by fp16, int8, int4, fp8, nvfp4, with fp32
-    accumulation where the vendor tells them apart; ``derived``: how those of them follow that no source prints. ``provider``:
-    who runs the graph where ``engine`` is "onnxruntime".
-    ``engine_kinds``: "rtx" is TensorRT-RTX, ahead of time and without a GPU; "tensorrt" is standard TensorRT on the device.
-    ``tensorrt`` and ``jetpack`` say which versions.
+    ``formats`` of quantised layers it takes, ``auto`` those that ``--precision auto`` tries,
+    cheapest first. ``aliases``: the recipe that a name of ``--precision`` means here, where that is
+    not the recipe so called. ``note``: what a user should know. ``sm`` is the compute capability
+    (89 is 8.9), None for a CPU. ``memory_is_shared``: the host's programs take their part of
+    ``memory_bytes``. ``rates`` are peak operations a second of the tensor cores, by fp16, int8,
+    int4, fp8, nvfp4, with fp32 accumulation where the vendor tells them apart; ``derived``: how
+    those of them follow that no source prints. ``provider``: who runs the graph where ``engine`` is
+    "onnxruntime". ``engine_kinds``: "rtx" is TensorRT-RTX, ahead of time and without a GPU;
+    "tensorrt" is standard TensorRT on the device. ``tensorrt`` and ``jetpack`` say which versions.
     """
 
     name: str
@@ -127,7 +143,9 @@ class Target:
 
     @property
     def needs_plain_graph(self) -> bool:
-        """Whether its TensorRT may be JetPack 6's 10.3: before 10.14 no parser knows the operators of opset 23."""
+        """Whether its TensorRT may be JetPack 6's 10.3: before 10.14 no parser knows the operators
+        of opset 23.
+        """
         return self.sm == 87
 
     def missing(self, formats: Iterable[str]) -> list[str]:
@@ -135,7 +153,9 @@ class Target:
         return sorted(set(formats) - {HIGH, *self.formats})
 
     def check_layers(self, layers: Mapping[str, str]) -> None:
-        """TargetError where a layer of a bundle (layer -> format) is in a format that the target does not take."""
+        """TargetError where a layer of a bundle (layer -> format) is in a format that the target
+        does not take.
+        """
         check([self], layers.values(), "the bundle")
 
     def recipe(self, precision: str) -> Recipe | None:
@@ -146,7 +166,9 @@ class Target:
         return asdict(self) | {"precisions": list(self.precisions)}
 
     def why_not(self, name: str) -> str | None:
-        """The rule that keeps a format or full precision from running here; None where no rule does."""
+        """The rule that keeps a format or full precision from running here; None where no rule
+        does.
+        """
         if self.sm is None:
             return NOT_ON_CUDA if self.provider == "cuda" and name != "fp32" else None
         number = _number(name)
@@ -161,7 +183,9 @@ def _formats(recipe: Recipe) -> set[str]:
 
 
 def _number(name: str) -> str:
-    """The number format that the name of a quantised layer's format, or of a full precision, begins with."""
+    """The number format that the name of a quantised layer's format, or of a full precision, begins
+    with.
+    """
     return name.partition("-")[0]
 
 
@@ -260,10 +284,21 @@ _TARGETS = (
         is_shared=True,
         tera={"fp16": 17, "int8": 33},
     ),
-    # Its 157 sparse TOPS count the two DLAs, which engines here leave idle; no page gives the GPU's part.
-    _gpu("orin-nx", 87, "Jetson Orin NX 16 GB", _JETSON_ORIN, _NX_SUPER, gb=16, gb_per_s=102.4, is_shared=True),
-    # int8: the GPU's part of 275 TOPS at MAXN, printed sparse (170 in the brief, which rounds). fp16: by the brief a tensor
-    # core makes 16 of its products where it makes 32 of int8, and Orin Nano's two printed rates stand so too.
+    # Its 157 sparse TOPS count the two DLAs, which engines here leave idle; no page gives the GPU's
+    # part.
+    _gpu(
+        "orin-nx",
+        87,
+        "Jetson Orin NX 16 GB",
+        _JETSON_ORIN,
+        _NX_SUPER,
+        gb=16,
+        gb_per_s=102.4,
+        is_shared=True,
+    ),
+    # int8: the GPU's part of 275 TOPS at MAXN, printed sparse (170 in the brief, which rounds).
+    # fp16: by the brief a tensor core makes 16 of its products where it makes 32 of int8, and Orin
+    # Nano's two printed rates stand so too.
     _gpu(
         "agx-orin",
         87,
@@ -394,7 +429,9 @@ GENERIC = {f"sm{sm}": sm for sm in TENSORRT_BY_SM}
 
 
 def find(name: str) -> Target:
-    """The target of this name, or of any GPU of an SM (``sm89``). Raises TargetError that lists the choices."""
+    """The target of this name, or of any GPU of an SM (``sm89``). Raises TargetError that lists the
+    choices.
+    """
     if name in GENERIC:
         return _gpu(name, GENERIC[name], f"any GPU of SM {sm_text(GENERIC[name])}")
     if name not in TARGETS:
@@ -405,14 +442,20 @@ def find(name: str) -> Target:
 
 
 def find_all(names: Sequence[str]) -> list[Target]:
-    """The targets of one bundle, in the order given. Raises TargetError for none, one given twice, and cpu beside GPUs."""
+    """The targets of one bundle, in the order given. Raises TargetError for none, one given twice,
+    and cpu beside GPUs.
+    """
     if not names:
-        raise TargetError(f"no target: name at least one of {', '.join(TARGETS)}, {', '.join(GENERIC)}")
+        raise TargetError(
+            f"no target: name at least one of {', '.join(TARGETS)}, {', '.join(GENERIC)}"
+        )
     found = [find(name) for name in names]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise TargetError(f"target {', '.join(twice)} is given more than once: name each once")
     if len({(target.engine, target.provider) for target in found}) > 1:
-        raise TargetError(f"targets {', '.join(names)}: a bundle is for cpu, for cuda, or for GPUs by name; build two")
+        raise TargetError(
+            f"targets {', '.join(names)}: a bundle is for cpu, for cuda, or for GPUs by name; build two"
+        )
     if len({target.needs_plain_graph for target in found}) > 1:
         raise TargetError(
             f"targets {', '.join(names)}: Orin's TensorRT takes a graph of elementary operators, the others a faster one; "
@@ -422,7 +465,8 @@ def find_all(names: Sequence[str]) -> list[Target]:
 
 
 def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
-    """The recipe behind a precision for all of ``targets`` (of ``find_all``); None for full precisions, auto and stored.
+    """The recipe behind a precision for all of ``targets`` (of ``find_all``); None for full
+    precisions, auto and stored.
 
     Raises TargetError: which target does not run it, why, and what all of them do; RecipeError.
     """
@@ -442,7 +486,9 @@ def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
 
 
 def check(targets: Sequence[Target], formats: Iterable[str], asker: str) -> None:
-    """TargetError where a target does not take one of ``formats`` of layers, which ``asker`` asks for."""
+    """TargetError where a target does not take one of ``formats`` of layers, which ``asker`` asks
+    for.
+    """
     formats = list(formats)
     for target in targets:
         if missing := target.missing(formats):
@@ -450,10 +496,16 @@ def check(targets: Sequence[Target], formats: Iterable[str], asker: str) -> None
             raise _refusal(targets, target, ", ".join(missing) + asked, missing)
 
 
-def _refusal(targets: Sequence[Target], target: Target, what: str, lacking: Sequence[str]) -> TargetError:
+def _refusal(
+    targets: Sequence[Target], target: Target, what: str, lacking: Sequence[str]
+) -> TargetError:
     why = "; ".join(dict.fromkeys(filter(None, map(target.why_not, lacking))))
-    shared = [name for name in target.precisions if all(name in other.precisions for other in targets)]
-    who = "it runs" if len(targets) == 1 else f"{', '.join(other.name for other in targets)} all run"
+    shared = [
+        name for name in target.precisions if all(name in other.precisions for other in targets)
+    ]
+    who = (
+        "it runs" if len(targets) == 1 else f"{', '.join(other.name for other in targets)} all run"
+    )
     return TargetError(
         f"target {target.name} does not run {what}{f' ({why})' if why else ''}: {who} {', '.join(shared)} and recipes "
         "(.toml files) of the same formats"
@@ -462,7 +514,9 @@ def _refusal(targets: Sequence[Target], target: Target, what: str, lacking: Sequ
 
 @dataclass(frozen=True)
 class Builders:
-    """What could build or run an engine on a machine: packages that Python finds, and the SM of its GPU."""
+    """What could build or run an engine on a machine: packages that Python finds, and the SM of its
+    GPU.
+    """
 
     onnxruntime: bool
     rtx: bool
@@ -477,14 +531,18 @@ def builders_here() -> Builders:
 
 
 def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str]:
-    """Whether this machine can build the target's engine now, and in a sentence by what, or how else. Imports neither.
+    """Whether this machine can build the target's engine now, and in a sentence by what, or how
+    else. Imports neither.
 
     ``here``: another machine than this one.
     """
     here = here or builders_here()
     if target.sm is None:
         if target.provider == "cuda":
-            return True, "nothing is built: onnxruntime-gpu runs the graph on the device (--provider cuda)"
+            return (
+                True,
+                "nothing is built: onnxruntime-gpu runs the graph on the device (--provider cuda)",
+            )
         if here.onnxruntime:
             return True, "ONNX Runtime runs the graph as it is, nothing is built"
         return False, "ONNX Runtime is missing: pip install onnxruntime"
@@ -530,7 +588,9 @@ def _processor() -> str:
 
 
 def this_machine() -> dict[str, Any]:
-    """The machine at hand: processor, cores, memory in bytes, its GPU's SM, ONNX Runtime's version and library. None: none."""
+    """The machine at hand: processor, cores, memory in bytes, its GPU's SM, ONNX Runtime's version
+    and library. None: none.
+    """
     from importlib import metadata
 
     from dlm_runtime._native import onnxruntime_library
@@ -551,7 +611,9 @@ def this_machine() -> dict[str, Any]:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that a new program may take without swapping, as Linux estimates it; None where it does not say."""
+    """Memory that a new program may take without swapping, as Linux estimates it; None where it
+    does not say.
+    """
     info = Path("/proc/meminfo")
     for line in info.read_text().splitlines() if info.is_file() else []:
         if line.startswith("MemAvailable:"):

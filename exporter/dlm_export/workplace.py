@@ -1,5 +1,5 @@
-"""Where torch works during a build: on which device and how many threads, in how much memory, and in which folder what
-outgrows it lies.
+"""Where torch works during a build: on which device and how many threads, in how much memory, and
+in which folder what outgrows it lies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from dlm_runtime.errors import DlmError, RequestError
 
 SMALL_MATRIX = 1 << 19
-"""Elements of a matrix up to which a block's product with it takes one thread about a millisecond: too little to share."""
+"""Elements of a matrix up to which a block's product with it takes one thread about a millisecond:
+too little to share.
+"""
 
 
 class DeviceError(DlmError):
@@ -23,9 +25,11 @@ class DeviceError(DlmError):
 
 @dataclass(frozen=True)
 class Workplace:
-    """``activation_bytes``: of canvases' states that stay in memory, None: all; the rest lies in a file of ``folder``.
+    """``activation_bytes``: of canvases' states that stay in memory, None: all; the rest lies in a
+    file of ``folder``.
 
-    ``solved``: folder of weights that a solver has rounded; None: they stay in memory. ``states``: file of calibration states.
+    ``solved``: folder of weights that a solver has rounded; None: they stay in memory. ``states``:
+    file of calibration states.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -37,9 +41,11 @@ class Workplace:
 
 @contextmanager
 def threads_for(elements: int) -> Iterator[None]:
-    """One thread of torch's inside, where no matrix of a layer has more ``elements`` than ``SMALL_MATRIX``.
+    """One thread of torch's inside, where no matrix of a layer has more ``elements`` than
+    ``SMALL_MATRIX``.
 
-    Threads that share a small product wait for each other at its end, and on a busy core for a slice of its time.
+    Threads that share a small product wait for each other at its end, and on a busy core for a
+    slice of its time.
     """
     before = torch.get_num_threads()
     if elements <= SMALL_MATRIX:
@@ -51,11 +57,15 @@ def threads_for(elements: int) -> Iterator[None]:
 
 
 def find_device(name: str) -> torch.device:
-    """``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:1``. Raises DeviceError, RequestError."""
+    """``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:1``. Raises DeviceError,
+    RequestError.
+    """
     kind, _, number = name.partition(":")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if name not in ("auto", "cuda") and not (kind == "cuda" and number.isdecimal() and len(number) < 4):
+    if name not in ("auto", "cuda") and not (
+        kind == "cuda" and number.isdecimal() and len(number) < 4
+    ):
         raise RequestError(f"unknown device {name!r}: auto, cpu, cuda or cuda:0")
     if not torch.cuda.is_available():
         raise DeviceError(
@@ -63,5 +73,7 @@ def find_device(name: str) -> torch.device:
             "driver, or leave --device out: the CPU does the same."
         )
     if number and int(number) >= torch.cuda.device_count():
-        raise DeviceError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+        raise DeviceError(
+            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0"
+        )
     return torch.device("cuda", int(number) if number else 0)

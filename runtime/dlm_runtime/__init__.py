@@ -4,7 +4,8 @@
 >>> bundle = dlm.open("build/demo")
 >>> bundle.generate(prompt="turn on the kitchen lights", max_new_tokens=64).text
 
-Everything goes through the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Importing needs neither torch nor onnx.
+Everything goes through the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Importing needs neither
+torch nor onnx.
 """
 
 from dlm_runtime.bundle import Bundle, open

@@ -1,4 +1,6 @@
-"""The C ABI of ``libdlm_runtime`` in ctypes: structs and signatures as ``dlm_runtime.h`` declares them, and nothing more."""
+"""The C ABI of ``libdlm_runtime`` in ctypes: structs and signatures as ``dlm_runtime.h`` declares
+them, and nothing more.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from dlm_runtime import policy
-from dlm_runtime.errors import BundleError, BusyError, CancelledError, DlmError, EngineError, RequestError
+from dlm_runtime.errors import (
+    BundleError,
+    BusyError,
+    CancelledError,
+    DlmError,
+    EngineError,
+    RequestError,
+)
 
 ABI_VERSION = 3
 MESSAGE_BYTES = 2048
@@ -71,7 +80,10 @@ POLICY_TYPES: dict[str, type[C.c_char_p | C.c_int32 | C.c_double | C.c_uint64]] 
 class Policy(C.Structure):
     _fields_ = [
         ("struct_size", C.c_size_t),
-        *((field.name, POLICY_TYPES[str(field.type)]) for field in dataclasses.fields(policy.Policy)),
+        *(
+            (field.name, POLICY_TYPES[str(field.type)])
+            for field in dataclasses.fields(policy.Policy)
+        ),
     ]
 
 
@@ -189,7 +201,9 @@ def outcome(result: Result) -> dict[str, object]:
         "finish": finish_name(result.finish),
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": result.completion_tokens,
-        "log_probs": [None if math.isnan(value) else value for value in result.log_probs[: result.length]],
+        "log_probs": [
+            None if math.isnan(value) else value for value in result.log_probs[: result.length]
+        ],
         "undecided": [bool(flag) for flag in result.undecided[: result.length]],
         "constraint_log_prob_loss": result.constraint_log_prob_loss,
     }
@@ -206,7 +220,12 @@ class Request(C.Structure):
 
 
 class PassCost(C.Structure):
-    _fields_ = [("pass_ms", C.c_double), ("token_ms", C.c_double), ("row_ms", C.c_double), ("pair_ms", C.c_double)]
+    _fields_ = [
+        ("pass_ms", C.c_double),
+        ("token_ms", C.c_double),
+        ("row_ms", C.c_double),
+        ("pair_ms", C.c_double),
+    ]
 
 
 class SchedulerOptions(C.Structure):
@@ -262,7 +281,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_generate_options_init_sized": (None, [C.POINTER(GenerateOptions), C.c_size_t]),
     "dlm_kernel_set_at": (C.POINTER(KernelSet), [C.c_size_t]),
     "dlm_bundle_open": (C.c_int32, [C.c_char_p, C.POINTER(OpenOptions), *_message, _out]),
-    "dlm_bundle_from_callback": (C.c_int32, [C.POINTER(Denoiser), PassFn, C.c_void_p, *_message, _out]),
+    "dlm_bundle_from_callback": (
+        C.c_int32,
+        [C.POINTER(Denoiser), PassFn, C.c_void_p, *_message, _out],
+    ),
     "dlm_bundle_destroy": (None, [C.c_void_p]),
     "dlm_bundle_denoiser": (None, [C.c_void_p, C.POINTER(Denoiser)]),
     "dlm_bundle_denoiser_sized": (None, [C.c_void_p, C.POINTER(Denoiser), C.c_size_t]),
@@ -283,17 +305,35 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_session_before_pass": (C.c_int32, [C.c_void_p, BeforePassFn, C.c_void_p]),
     "dlm_session_generate": (
         C.c_int32,
-        [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t, C.c_size_t, C.POINTER(Stats), C.POINTER(C.c_size_t)],
+        [
+            C.c_void_p,
+            C.POINTER(GenerateOptions),
+            i32p,
+            C.c_size_t,
+            C.c_size_t,
+            C.POINTER(Stats),
+            C.POINTER(C.c_size_t),
+        ],
     ),
     "dlm_session_generate_batch": (
         C.c_int32,
-        [C.c_void_p, C.POINTER(GenerateOptions), C.POINTER(Request), C.c_size_t, C.c_int32, C.POINTER(Stats)],
+        [
+            C.c_void_p,
+            C.POINTER(GenerateOptions),
+            C.POINTER(Request),
+            C.c_size_t,
+            C.c_int32,
+            C.POINTER(Stats),
+        ],
     ),
     "dlm_session_start": (C.c_int32, [C.c_void_p, C.POINTER(GenerateOptions), i32p, C.c_size_t]),
     "dlm_session_step": (C.c_int32, [C.c_void_p, C.POINTER(Step)]),
     "dlm_session_stats": (None, [C.c_void_p, C.POINTER(Stats)]),
     "dlm_session_pass_counts_sized": (None, [C.c_void_p, C.POINTER(PassCounts), C.c_size_t]),
-    "dlm_session_result_sized": (C.c_int32, [C.c_void_p, C.c_size_t, C.POINTER(Result), C.c_size_t]),
+    "dlm_session_result_sized": (
+        C.c_int32,
+        [C.c_void_p, C.c_size_t, C.POINTER(Result), C.c_size_t],
+    ),
     "dlm_session_cancel": (None, [C.c_void_p, C.c_size_t]),
     "dlm_session_undecided": (C.POINTER(C.c_uint8), [C.c_void_p, C.POINTER(C.c_size_t)]),
     "dlm_session_logits": (
@@ -305,7 +345,16 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_scheduler_destroy": (None, [C.c_void_p]),
     "dlm_scheduler_submit": (
         C.c_int32,
-        [C.c_void_p, C.POINTER(GenerateOptions), C.c_void_p, C.c_int32, i32p, C.c_size_t, *_message, _out],
+        [
+            C.c_void_p,
+            C.POINTER(GenerateOptions),
+            C.c_void_p,
+            C.c_int32,
+            i32p,
+            C.c_size_t,
+            *_message,
+            _out,
+        ],
     ),
     "dlm_scheduler_run": (C.c_int32, [C.c_void_p, C.c_int32, BeforePassFn, C.c_void_p, *_message]),
     "dlm_scheduler_stop": (None, [C.c_void_p]),
@@ -323,18 +372,39 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "dlm_bundle_text": (C.c_int32, [C.c_void_p, *_message, _out]),
     "dlm_text_read": (C.c_int32, [C.c_char_p, C.c_size_t, *_message, _out]),
     "dlm_text_destroy": (None, [C.c_void_p]),
-    "dlm_text_encode": (C.c_int32, [C.c_void_p, C.c_char_p, C.c_size_t, C.c_int32, *_message, i32p, C.c_size_t, _size]),
-    "dlm_text_decode": (C.c_int32, [C.c_void_p, i32p, C.c_size_t, *_message, C.c_char_p, C.c_size_t, _size]),
+    "dlm_text_encode": (
+        C.c_int32,
+        [C.c_void_p, C.c_char_p, C.c_size_t, C.c_int32, *_message, i32p, C.c_size_t, _size],
+    ),
+    "dlm_text_decode": (
+        C.c_int32,
+        [C.c_void_p, i32p, C.c_size_t, *_message, C.c_char_p, C.c_size_t, _size],
+    ),
     "dlm_decoder_create": (C.c_int32, [C.c_void_p, *_message, _out]),
     "dlm_decoder_destroy": (None, [C.c_void_p]),
     "dlm_decoder_push": (C.c_int32, [C.c_void_p, i32p, C.c_size_t, C.c_int32, _out, _size]),
     "dlm_chat_render": (C.c_int32, [C.c_void_p, *_chat, *_message, C.c_char_p, C.c_size_t, _size]),
-    "dlm_chat_encode": (C.c_int32, [C.c_void_p, *_chat, C.c_int32, *_message, i32p, C.c_size_t, _size]),
+    "dlm_chat_encode": (
+        C.c_int32,
+        [C.c_void_p, *_chat, C.c_int32, *_message, i32p, C.c_size_t, _size],
+    ),
     "dlm_generate_text": (
         C.c_int32,
-        [C.c_void_p, C.POINTER(GenerateOptions), C.c_char_p, C.c_size_t, TextFn, C.c_void_p, _out, _size],
+        [
+            C.c_void_p,
+            C.POINTER(GenerateOptions),
+            C.c_char_p,
+            C.c_size_t,
+            TextFn,
+            C.c_void_p,
+            _out,
+            _size,
+        ],
     ),
-    "dlm_generate_chat": (C.c_int32, [C.c_void_p, C.POINTER(GenerateOptions), *_chat, TextFn, C.c_void_p, _out, _size]),
+    "dlm_generate_chat": (
+        C.c_int32,
+        [C.c_void_p, C.POINTER(GenerateOptions), *_chat, TextFn, C.c_void_p, _out, _size],
+    ),
 }
 
 _ERRORS: dict[int, type[DlmError]] = {
@@ -356,17 +426,26 @@ def error(status: int, message: bytes) -> DlmError:
 
 
 def package_folders() -> list[Path]:
-    """Where this package lies: one folder, or two of an editable install, where what was built is apart from the sources."""
+    """Where this package lies: one folder, or two of an editable install, where what was built is
+    apart from the sources.
+    """
     spec = importlib.util.find_spec("dlm_runtime")
-    return [Path(folder) for folder in (spec.submodule_search_locations or [] if spec is not None else [])]
+    return [
+        Path(folder)
+        for folder in (spec.submodule_search_locations or [] if spec is not None else [])
+    ]
 
 
 @functools.cache
 def library() -> C.CDLL:
-    """``libdlm_runtime``, loaded once: $DLM_RUNTIME_LIBRARY, or the one that was built with this package."""
+    """``libdlm_runtime``, loaded once: $DLM_RUNTIME_LIBRARY, or the one that was built with this
+    package.
+    """
     chosen = os.environ.get("DLM_RUNTIME_LIBRARY")
     name = f"libdlm_runtime.so.{ABI_VERSION}"
-    candidates = [Path(chosen)] if chosen else [folder / "lib" / name for folder in package_folders()]
+    candidates = (
+        [Path(chosen)] if chosen else [folder / "lib" / name for folder in package_folders()]
+    )
     for path in candidates:
         if path.is_file():
             try:
@@ -385,14 +464,22 @@ def library() -> C.CDLL:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name, None)
         if function is None:
-            raise EngineError(f"{path} has no function {name}: it is older than this package. Install the one of its version")
+            raise EngineError(
+                f"{path} has no function {name}: it is older than this package. Install the one of its version"
+            )
         function.restype, function.argtypes = result, arguments
-        if name == "dlm_abi_version" and function() != ABI_VERSION:  # the first: the others may be none that this package knows
-            raise EngineError(f"{path} has ABI version {function()}, this package needs {ABI_VERSION}")
+        if (
+            name == "dlm_abi_version" and function() != ABI_VERSION
+        ):  # the first: the others may be none that this package knows
+            raise EngineError(
+                f"{path} has ABI version {function()}, this package needs {ABI_VERSION}"
+            )
     return loaded
 
 
-Initialised = TypeVar("Initialised", Denoiser, Policy, OpenOptions, GenerateOptions, SchedulerOptions)
+Initialised = TypeVar(
+    "Initialised", Denoiser, Policy, OpenOptions, GenerateOptions, SchedulerOptions
+)
 
 
 def initialised(kind: type[Initialised]) -> Initialised:
@@ -418,7 +505,9 @@ def policy_fields() -> list[PolicyField]:
 
 
 def kernel_sets() -> dict[str, str | None]:
-    """Every set of kernels for this architecture, fastest first, and why it does not run here; None: it does."""
+    """Every set of kernels for this architecture, fastest first, and why it does not run here;
+    None: it does.
+    """
     found: dict[str, str | None] = {}
     while there := library().dlm_kernel_set_at(len(found)):
         refusal = there.contents.refusal
@@ -427,13 +516,20 @@ def kernel_sets() -> dict[str, str | None]:
 
 
 def onnxruntime_library() -> str | None:
-    """Path of libonnxruntime in the installed onnxruntime package, found without importing it; None if there is none."""
+    """Path of libonnxruntime in the installed onnxruntime package, found without importing it; None
+    if there is none.
+    """
     return _packaged("onnxruntime", "capi/libonnxruntime.so*")
 
 
 def tensorrt_libraries() -> dict[str, str]:
-    """Paths of TensorRT's libraries in the installed packages of its wheels, by builder, found without importing them."""
-    packages = {"tensorrt": ("tensorrt_libs", "libnvinfer.so.*"), "tensorrt_rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.*")}
+    """Paths of TensorRT's libraries in the installed packages of its wheels, by builder, found
+    without importing them.
+    """
+    packages = {
+        "tensorrt": ("tensorrt_libs", "libnvinfer.so.*"),
+        "tensorrt_rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.*"),
+    }
     found = {kind: _packaged(*where) for kind, where in packages.items()}
     return {kind: path for kind, path in found.items() if path is not None}
 

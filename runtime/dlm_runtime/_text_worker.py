@@ -1,8 +1,10 @@
-"""The program that runs what a bundle brings for text: a process of its own, started by ``text_process``, never imported.
+"""The program that runs what a bundle brings for text: a process of its own, started by
+``text_process``, never imported.
 
-A request is two lengths (8 bytes each), JSON of ``do`` (a method of ``Text``) and its arguments, and raw bytes; the answer one
-length and JSON: ``value``, or ``refused`` with the library's reason (null: no memory). It ends when its input does, or by a
-limit of the kernel's: address space from the command line, and processor time by a timer that is set for each request.
+A request is two lengths (8 bytes each), JSON of ``do`` (a method of ``Text``) and its arguments,
+and raw bytes; the answer one length and JSON: ``value``, or ``refused`` with the library's reason
+(null: no memory). It ends when its input does, or by a limit of the kernel's: address space from
+the command line, and processor time by a timer that is set for each request.
 """
 
 from __future__ import annotations
@@ -42,13 +44,17 @@ class Text:
     def as_json(self, _: bytes) -> str:
         return str(self.tokenizer.to_str())
 
-    def encode(self, _: bytes, text: str, add_special_tokens: bool, special_tokens: bool) -> list[int]:
+    def encode(
+        self, _: bytes, text: str, add_special_tokens: bool, special_tokens: bool
+    ) -> list[int]:
         if special_tokens:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         made = self._plain(text)
         return list((self.tokenizer.post_process(made) if add_special_tokens else made).ids)
 
-    def encode_each(self, _: bytes, texts: list[str], special_tokens: bool) -> list[list[int] | None]:
+    def encode_each(
+        self, _: bytes, texts: list[str], special_tokens: bool
+    ) -> list[list[int] | None]:
         return [self._encoded(text, special_tokens) for text in texts]
 
     def _encoded(self, text: str, special_tokens: bool) -> list[int] | None:
@@ -58,7 +64,9 @@ class Text:
             return None
 
     def _plain(self, text: str) -> Any:
-        """The encoding of a text in which no special token is recognised. Raises ValueError if one comes out all the same."""
+        """The encoding of a text in which no special token is recognised. Raises ValueError if one
+        comes out all the same.
+        """
         self.tokenizer.encode_special_tokens = True  # as ordinary text
         try:
             made = self.tokenizer.encode(text, add_special_tokens=False)
@@ -79,7 +87,11 @@ class Text:
     @functools.cached_property
     def specials(self) -> dict[int, str]:
         """The texts of special tokens, by id."""
-        return {token: added.content for token, added in self.tokenizer.get_added_tokens_decoder().items() if added.special}
+        return {
+            token: added.content
+            for token, added in self.tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        }
 
     @functools.cached_property
     def unknown(self) -> int | None:
@@ -92,9 +104,16 @@ class Text:
         return None if name is None else self.tokenizer.token_to_id(name)
 
     def vocabulary(self, _: bytes) -> tuple[list[str], list[str | None]]:
-        decoder = {} if self.tokenizer.decoder is None else json.loads(self.tokenizer.decoder.__getstate__())
+        decoder = (
+            {}
+            if self.tokenizer.decoder is None
+            else json.loads(self.tokenizer.decoder.__getstate__())
+        )
         added = self.tokenizer.get_added_tokens_decoder()
-        names = [None if token in added else self.tokenizer.id_to_token(token) for token in range(self.size(b""))]
+        names = [
+            None if token in added else self.tokenizer.id_to_token(token)
+            for token in range(self.size(b""))
+        ]
         parts = decoder.get("decoders", [decoder] if decoder else [])
         return [str(each.get("type")) for each in parts], names
 
@@ -105,38 +124,58 @@ class Text:
         return [self.decode(b"", row, True) for row in rows]
 
     def encode_chat(
-        self, _: bytes, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, special_tokens: bool
+        self,
+        _: bytes,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        special_tokens: bool,
     ) -> list[int]:
         text = self._render(messages, tools)
         for message in messages:
             said = message.get("content")
             if message["role"] == "system" and isinstance(said, str) and said.strip() not in text:
                 raise ValueError("it leaves the system message out, as this denoiser takes none")
-        return self.encode(b"", text, False, True) if special_tokens else self._encode_rendered(text, messages, tools)
+        return (
+            self.encode(b"", text, False, True)
+            if special_tokens
+            else self._encode_rendered(text, messages, tools)
+        )
 
-    def _encode_rendered(self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """Ids of a rendered chat in which the template's special tokens count, and those that its messages spell do not.
+    def _encode_rendered(
+        self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> list[int]:
+        """Ids of a rendered chat in which the template's special tokens count, and those that its
+        messages spell do not.
 
-        The first letter of each special token that a message or a tool spells is replaced by a private-use character, and
-        the chat is rendered once more. The special tokens that are found now are the template's. Each piece of
-        text between two of them that has such a character is encoded by itself, as plain text with the letters put back.
+        The first letter of each special token that a message or a tool spells is replaced by a
+        private-use character, and the chat is rendered once more. The special tokens that are found
+        now are the template's. Each piece of text between two of them that has such a character is
+        encoded by itself, as plain text with the letters put back.
         """
         marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
 
         def mark(text: str) -> str:
-            while places := [at for at in self._spelled(text) if ord(text[at]) not in marks.letters]:
+            while places := [
+                at for at in self._spelled(text) if ord(text[at]) not in marks.letters
+            ]:
                 text = marks.put(text, places)  # which may uncover another that overlaps it
             return text
 
         marked_messages = [
-            {name: value if name == "role" else mapped(value, mark) for name, value in message.items()} for message in messages
+            {
+                name: value if name == "role" else mapped(value, mark)
+                for name, value in message.items()
+            }
+            for message in messages
         ]
         marked_tools = mapped(tools, mark)
         if not marks.letters:
             return self.encode(b"", text, False, True)
         marked = self._render(marked_messages, marked_tools)
         if marks.removed(marked) != text:
-            raise ValueError("it treats the text of a special token, which a message spells, in a way of its own")
+            raise ValueError(
+                "it treats the text of a special token, which a message spells, in a way of its own"
+            )
         made = self.tokenizer.encode(marked, add_special_tokens=False)
         found: list[int] = []
         for ids, start, end in self._between_specials(made, len(marked)):
@@ -152,19 +191,29 @@ class Text:
         return found
 
     def _spelled(self, text: str) -> list[int]:
-        """Where a text spells special tokens; also where it may start one that the text after it ends."""
+        """Where a text spells special tokens; also where it may start one that the text after it
+        ends.
+        """
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
             if self._is_special(token):
-                found.append(next((at for at in range(start, end) if not text[at].isspace()), start))
+                found.append(
+                    next((at for at in range(start, end) if not text[at].isspace()), start)
+                )
         end = len(text.rstrip())
         longest = max(map(len, self.specials.values()), default=0)
         starts = range(max(0, end - longest), end)
-        return found + [at for at in starts if any(name.startswith(text[at:end]) for name in self.specials.values())]
+        return found + [
+            at
+            for at in starts
+            if any(name.startswith(text[at:end]) for name in self.specials.values())
+        ]
 
     def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
-        """The parts of an encoding: special tokens, and all ids between two of them, each with its place in the text."""
+        """The parts of an encoding: special tokens, and all ids between two of them, each with its
+        place in the text.
+        """
         ids: list[int] = []
         done = 0
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
@@ -177,7 +226,11 @@ class Text:
         yield ids, done, length
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        return str(self.template.render(messages=messages, tools=tools, add_generation_prompt=True, **self.special_tokens))
+        return str(
+            self.template.render(
+                messages=messages, tools=tools, add_generation_prompt=True, **self.special_tokens
+            )
+        )
 
     def render_each(self, _: bytes, chats: list[list[dict[str, Any]]]) -> list[str | None]:
         return [self._rendered(messages) for messages in chats]
@@ -199,13 +252,25 @@ class Text:
             raise TemplateError(message)
 
         def tojson(
-            value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+            value: Any,
+            ensure_ascii: bool = False,
+            indent: Any = None,
+            separators: Any = None,
+            sort_keys: bool = False,
         ) -> str:
             # Jinja's own escapes for HTML, and sorts keys: transformers' templates mean this one.
-            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+            return json.dumps(
+                value,
+                ensure_ascii=ensure_ascii,
+                indent=indent,
+                separators=separators,
+                sort_keys=sort_keys,
+            )
 
         extensions = ["jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions
+        )
         environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = raise_exception
         return environment.from_string(self.source)
@@ -261,11 +326,16 @@ def answer(text: Text, do: str, arguments: dict[str, Any], data: bytes) -> bytes
 
 def main(limits: dict[str, Any]) -> None:
     sys.path[:] = limits["path"]
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # each thread reserves 64 MiB
+    os.environ |= {
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAYON_NUM_THREADS": "1",
+    }  # each thread reserves 64 MiB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # What it inherits may be less; RLIM_INFINITY is -1.
     inherited = resource.getrlimit(resource.RLIMIT_AS)[1]
-    memory_bytes = limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)
+    memory_bytes = (
+        limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)
+    )
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # both are inherited
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
@@ -273,7 +343,9 @@ def main(limits: dict[str, Any]) -> None:
     while len(sizes := source.read(16)) == 16:
         request, data = (source.read(size) for size in struct.unpack("<QQ", sizes))
         arguments = json.loads(request)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS + (len(request) + len(data)) * SECONDS_PER_BYTE)
+        signal.setitimer(
+            signal.ITIMER_PROF, SECONDS + (len(request) + len(data)) * SECONDS_PER_BYTE
+        )
         reply = answer(text, arguments.pop("do"), arguments, data)
         signal.setitimer(signal.ITIMER_PROF, 0)
         out.write(struct.pack("<Q", len(reply)) + reply)

@@ -56,14 +56,22 @@ if TYPE_CHECKING:
 
 KEPT_CONSTRAINTS = 64  # compiled ones that a bundle holds
 UNLIKELY_NATS = 1.0
-"""Nats per token that a bundle's constraints may lose on average without a warning. Over 100 commands the second demo loses
-0.013 with its own layout (1.35 in the worst command), 2.5 with "compact" and 3.6 with "spaced"."""
+"""Nats per token that a bundle's constraints may lose on average without a warning. Over 100
+commands the second demo loses 0.013 with its own layout (1.35 in the worst command), 2.5 with
+"compact" and 3.6 with "spaced".
+"""
 
 
 class Bundle:
     """An opened bundle. Made by ``dlm_runtime.open``; usable as a context manager."""
 
-    def __init__(self, handle: C.c_void_p, tokenizer: Tokenizer | None, default_policy: Policy | None, owned: object = None):
+    def __init__(
+        self,
+        handle: C.c_void_p,
+        tokenizer: Tokenizer | None,
+        default_policy: Policy | None,
+        owned: object = None,
+    ):
         self._library = _native.library()
         self._handle = handle
         self._origin = Origin("bundle")
@@ -86,7 +94,9 @@ class Bundle:
         self.vocab_size: int = info.vocab_size
         self.mask_token_id: int = info.mask_token_id
         self.max_canvas_length: int = info.max_canvas_length
-        self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[i] for i in range(info.eos_count))
+        self.eos_token_ids: tuple[int, ...] = tuple(
+            info.eos_token_ids[i] for i in range(info.eos_count)
+        )
         self.visible_block: int | None = info.visible_block or None
         """Tokens of a block where attention is block-causal; None: it is full."""
         self.max_new_tokens: int = self._library.dlm_bundle_max_new_tokens(handle)
@@ -100,7 +110,8 @@ class Bundle:
         return self.engine.startswith("onnxruntime") and self.provider == "cpu"
 
     def close(self) -> None:
-        """Take no more requests, and free the engine and its weights once those that run have ended.
+        """Take no more requests, and free the engine and its weights once those that run have
+        ended.
 
         A stream ends at its next step, with RequestError. Raises ForkError in a forked process.
         """
@@ -128,18 +139,26 @@ class Bundle:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The bundle's tokenizer, None if it takes token ids only. Raises BundleError for a damaged one."""
+        """The bundle's tokenizer, None if it takes token ids only. Raises BundleError for a damaged
+        one.
+        """
         if self._tokenizer is None and self._folder is not None:
             files = text_files(self.manifest, self._folder)
             if files.tokenizer is not None:
                 hashes = (
-                    {name: entry["sha256"] for name, entry in self.manifest["files"].items()} if self._checks_hashes else None
+                    {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
+                    if self._checks_hashes
+                    else None
                 )
-                self._tokenizer = Tokenizer.from_files(files.tokenizer, files.template, files.special_tokens, hashes)
+                self._tokenizer = Tokenizer.from_files(
+                    files.tokenizer, files.template, files.special_tokens, hashes
+                )
         return self._tokenizer
 
     def check_text(self) -> None:
-        """Read the compiled text file, which C programs take text with. Raises BundleError where there is a damaged one."""
+        """Read the compiled text file, which C programs take text with. Raises BundleError where
+        there is a damaged one.
+        """
         if "file" not in self.manifest.get("text", {}):
             return
         self._check_open()
@@ -150,12 +169,16 @@ class Bundle:
 
     @property
     def json_layout(self) -> str:
-        """Name of the layout of JSON text that the denoiser was trained on, one of ``LAYOUTS``; the default is "compact"."""
+        """Name of the layout of JSON text that the denoiser was trained on, one of ``LAYOUTS``; the
+        default is "compact".
+        """
         return str(self.manifest.get("json_layout", "compact"))
 
     @property
     def call_format(self) -> str | None:
-        """Name of the format of calls that the denoiser was trained on, one of ``tools.FORMATS``; None if it does not say."""
+        """Name of the format of calls that the denoiser was trained on, one of ``tools.FORMATS``;
+        None if it does not say.
+        """
         return self.manifest.get("call_format")
 
     def constraint(
@@ -173,9 +196,11 @@ class Bundle:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> Constraint:
-        """Compile what a generated text may be, for this bundle's tokenizer. Give one of the first five arguments.
+        """Compile what a generated text may be, for this bundle's tokenizer. Give one of the first
+        five arguments.
 
-        The bundle keeps the last constraints that it compiled: the same arguments, compared by content, are not compiled again.
+        The bundle keeps the last constraints that it compiled: the same arguments, compared by
+        content, are not compiled again.
 
         Args:
             schema: A JSON Schema, or a class with a method ``model_json_schema`` such as a Pydantic model.
@@ -190,8 +215,8 @@ class Bundle:
             limits: Bounds on compiling. None: the usual ones.
             cache_dir: Folder where the result is kept. "": the folder in the user's caches. None: nowhere.
 
-        Raises RequestError if something is not supported, matches nothing or exceeds a limit, naming it; DlmError without
-        outlines-core.
+        Raises RequestError if something is not supported, matches nothing or exceeds a limit,
+        naming it; DlmError without outlines-core.
         """
         from dlm_runtime.constraints import compiled
         from dlm_runtime.constraints.byte_automaton import CompileLimits
@@ -200,7 +225,13 @@ class Bundle:
         self._origin.check()
         if not isinstance(json_object, bool):
             raise RequestError(f"json_object = {shown(json_object)}: give True or False")
-        options = {"schema": schema, "regex": regex, "enum": enum, "json_object": json_object or None, "tools": tools}
+        options = {
+            "schema": schema,
+            "regex": regex,
+            "enum": enum,
+            "json_object": json_object or None,
+            "tools": tools,
+        }
         given = [kind for kind, value in options.items() if value is not None]
         if len(given) != 1:
             raise RequestError("give one of schema, regex, enum, json_object and tools")
@@ -209,7 +240,9 @@ class Bundle:
         kind, tokenizer = given[0], self.tokenizer
         is_json = kind in ("schema", "json_object", "tools")
         if json_layout is not None and not is_json:
-            raise RequestError(f"json_layout is of schema, json_object and tools, not of {kind}: leave it out")
+            raise RequestError(
+                f"json_layout is of schema, json_object and tools, not of {kind}: leave it out"
+            )
         content = _content(kind, options[kind])
         depth = None if max_depth is None else count_of("max_depth", max_depth)
         layout = layout_of(self.json_layout if json_layout is None else json_layout)
@@ -247,11 +280,16 @@ class Bundle:
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Functions that may be called, for ``constraint``, and for many requests: ``generate(tools=bundle.tools([...]))``.
+        """Functions that may be called, for ``constraint``, and for many requests:
+        ``generate(tools=bundle.tools([...]))``.
 
         The arguments are those of a request (``Options``). Raises RequestError.
         """
-        how = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls, "call_format": call_format}
+        how = {
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "call_format": call_format,
+        }
         found = Options.of({"tools": tools, **how}).tools_for(self)
         assert found is not None
         return found
@@ -270,13 +308,17 @@ class Bundle:
             from dlm_runtime.constraints.compiled import Constraint
 
             if not isinstance(options.constraint, Constraint):
-                raise RequestError(f"constraint = {shown(options.constraint)} is none: Bundle.constraint makes one")
+                raise RequestError(
+                    f"constraint = {shown(options.constraint)} is none: Bundle.constraint makes one"
+                )
         return options.constraint
 
     def warn_if_unlikely(self, made: Generation) -> None:
-        """Warn, once per bundle, if constraints make texts far less likely than the denoiser's own choices.
+        """Warn, once per bundle, if constraints make texts far less likely than the denoiser's own
+        choices.
 
-        The mean over all constrained requests of the bundle counts, as a single hard request may lose much.
+        The mean over all constrained requests of the bundle counts, as a single hard request may
+        lose much.
         """
         with self._lock:
             self._constrained[0] += made.constraint_log_prob_loss
@@ -304,8 +346,11 @@ class Bundle:
         if getattr(self, "_handle", None) and self._origin.is_here:
             self.close()
 
-    def policy(self, preset: str | None = None, effort: str | None = None, **changes: Any) -> Policy:
-        """A preset of this bundle (None: its default), or the loop fitted for an effort, with some fields changed.
+    def policy(
+        self, preset: str | None = None, effort: str | None = None, **changes: Any
+    ) -> Policy:
+        """A preset of this bundle (None: its default), or the loop fitted for an effort, with some
+        fields changed.
 
         Raises BundleError, RequestError.
         """
@@ -322,7 +367,9 @@ class Bundle:
     def _effort(self, level: str, preset: str | None) -> Policy:
         fitted = self.manifest.get("loop", {}).get("effort", {}).get("preset")
         if preset is not None and fitted is not None and preset != fitted:
-            raise RequestError(f"effort {level} was fitted for preset {fitted}, not for {preset}: give one of the two")
+            raise RequestError(
+                f"effort {level} was fitted for preset {fitted}, not for {preset}: give one of the two"
+            )
         return self._native_policy(self._library.dlm_bundle_effort, level, "effort")
 
     def _preset(self, preset: str | None) -> Policy:
@@ -355,17 +402,20 @@ class Bundle:
         cancel: threading.Event | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Fill mask tokens behind a prompt, token ids, or a chat (one of the three); mask tokens among ``tokens`` as well.
+        """Fill mask tokens behind a prompt, token ids, or a chat (one of the three); mask tokens
+        among ``tokens`` as well.
 
-        ``options`` are those of ``Options`` and any field of ``Policy``, by name: ``max_new_tokens=64, preset="fast-dllm",
-        threshold=0.8``. Another thread ends the request within one pass by setting ``cancel``.
+        ``options`` are those of ``Options`` and any field of ``Policy``, by name:
+        ``max_new_tokens=64, preset="fast-dllm", threshold=0.8``. Another thread ends the request
+        within one pass by setting ``cancel``.
 
-        ``timings`` are seconds: in the engine ``prefill`` (passes that fill a cache) and ``passes`` (all others), outside it
-        ``selection`` (scoring, ranking, committing) and ``cache`` (moving keys and values), and ``total``, which is more than
-        these by the loop's bookkeeping.
+        ``timings`` are seconds: in the engine ``prefill`` (passes that fill a cache) and ``passes``
+        (all others), outside it ``selection`` (scoring, ranking, committing) and ``cache`` (moving
+        keys and values), and ``total``, which is more than these by the loop's bookkeeping.
 
-        Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError if a pass fails, and, within
-        a pass, what a signal's handler raises on the main thread, such as KeyboardInterrupt.
+        Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError
+        if a pass fails, and, within a pass, what a signal's handler raises on the main thread, such
+        as KeyboardInterrupt.
         """
         asked = Options.of(options)
         cancel_of("cancel", cancel)
@@ -378,7 +428,13 @@ class Bundle:
             stats, length = _native.Stats(), C.c_size_t()
             buffer = (C.c_int32 * max(1, request.capacity))(*request.given)
             status = self._library.dlm_session_generate(
-                session, C.byref(request.options), buffer, len(request.given), request.capacity, C.byref(stats), C.byref(length)
+                session,
+                C.byref(request.options),
+                buffer,
+                len(request.given),
+                request.capacity,
+                C.byref(stats),
+                C.byref(length),
             )
             self._check(status, session)
             return self._result(session, 0, request, list(buffer[: length.value]), stats)
@@ -394,32 +450,45 @@ class Bundle:
         cancel: threading.Event | Sequence[threading.Event | None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Generation]:
-        """``generate`` for several requests, at most ``max_batch`` of which share their passes; results in the given order.
+        """``generate`` for several requests, at most ``max_batch`` of which share their passes;
+        results in the given order.
 
-        On a CPU they share passes whatever their lengths, and one begins whenever another is done. With other engines those run
-        together whose canvases have one length and, over a cache, whose masks lie in the same blocks. Each result is what
-        ``generate`` gives, floating-point noise of the engine aside, with its own ``nfe``; ``timings``, ``passes`` and
-        ``cache_bytes`` are those of the whole call. ``policies`` changes fields for each request, such as its ``seed``.
+        On a CPU they share passes whatever their lengths, and one begins whenever another is done.
+        With other engines those run together whose canvases have one length and, over a cache,
+        whose masks lie in the same blocks. Each result is what ``generate`` gives, floating-point
+        noise of the engine aside, with its own ``nfe``; ``timings``, ``passes`` and ``cache_bytes``
+        are those of the whole call. ``policies`` changes fields for each request, such as its
+        ``seed``.
 
-        ``max_steps`` is each request's own, ``deadline_ms`` that of the call. ``cancel`` is an event for all requests, or one
-        or None for each. ``stop_strings`` end texts, and no passes.
+        ``max_steps`` is each request's own, ``deadline_ms`` that of the call. ``cancel`` is an
+        event for all requests, or one or None for each. ``stop_strings`` end texts, and no passes.
 
-        Raises what ``generate`` raises, naming the request by its number, counted from 0, and RequestError where the engine
-        takes fewer at a time: TensorRT takes one.
+        Raises what ``generate`` raises, naming the request by its number, counted from 0, and
+        RequestError where the engine takes fewer at a time: TensorRT takes one.
         """
         given = {"prompt": prompts, "tokens": tokens, "chat": chats}
         chosen = [(name, values) for name, values in given.items() if values is not None]
         if len(chosen) != 1:
-            raise RequestError("give one of prompts, tokens and chats: a list with an entry for each request")
+            raise RequestError(
+                "give one of prompts, tokens and chats: a list with an entry for each request"
+            )
         if isinstance(chosen[0][1], str):
-            raise RequestError(f"{chosen[0][0]} is one string: give a list with an entry for each request")
+            raise RequestError(
+                f"{chosen[0][0]} is one string: give a list with an entry for each request"
+            )
         entries = _entries(chosen[0][0], chosen[0][1])
         count = len(entries)
         each = [{}] * count if policies is None else _entries("policies", policies)
-        cancels: Sequence[Any] = [cancel] * count if cancel is None or hasattr(cancel, "is_set") else _entries("cancel", cancel)
+        cancels: Sequence[Any] = (
+            [cancel] * count
+            if cancel is None or hasattr(cancel, "is_set")
+            else _entries("cancel", cancel)
+        )
         for name, values in (("policies", each), ("cancel", cancels)):
             if len(values) != count:
-                raise RequestError(f"{name} has {len(values)} entries for {count} requests: give one for each")
+                raise RequestError(
+                    f"{name} has {len(values)} entries for {count} requests: give one for each"
+                )
         for event in cancels:
             cancel_of("cancel", event)
         asked, kept = Options.of(options), []
@@ -436,7 +505,9 @@ class Bundle:
         if not kept:
             return []
         native_options = kept[0].options
-        native_options.policies = (C.POINTER(_native.Policy) * len(kept))(*(C.pointer(request.policy) for request in kept))
+        native_options.policies = (C.POINTER(_native.Policy) * len(kept))(
+            *(C.pointer(request.policy) for request in kept)
+        )
         buffers = [(C.c_int32 * max(1, request.capacity))(*request.given) for request in kept]
         natives = (_native.Request * len(kept))(
             *(
@@ -452,7 +523,9 @@ class Bundle:
             self._check(status, session)
             return [
                 self._result(session, number, request, list(buffer[: native.length]), stats)
-                for number, (request, buffer, native) in enumerate(zip(kept, buffers, natives, strict=True))
+                for number, (request, buffer, native) in enumerate(
+                    zip(kept, buffers, natives, strict=True)
+                )
             ]
 
     def stream(
@@ -464,12 +537,16 @@ class Bundle:
         cancel: threading.Event | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[Event]:
-        """Like ``generate``, a step at a time: an ``Event`` after each pass. Stop early by leaving the loop."""
+        """Like ``generate``, a step at a time: an ``Event`` after each pass. Stop early by leaving
+        the loop.
+        """
         cancel_of("cancel", cancel)
         request, wanted = self._request("stream", (prompt, tokens, chat), Options.of(options))
         return self._steps(request, cancel, wanted)
 
-    def _request(self, method: str, given: tuple[Any, ...], options: Options) -> tuple[Request, Constraint | None]:
+    def _request(
+        self, method: str, given: tuple[Any, ...], options: Options
+    ) -> tuple[Request, Constraint | None]:
         """A single request, and what its text has to be."""
         policy, tools = self._policy_for(method, options), options.tools_for(self)
         return Request(self, given, options, policy, tools), self._constraint(options, tools)
@@ -484,23 +561,27 @@ class Bundle:
     ) -> Infill:
         """Fill the holes of a text, written ``<mask>`` in it: ``"def f(x): <mask> return y"``.
 
-        ``lengths`` are the tokens of the holes: a number or one entry for all, or one for each. A list in place of an entry is
-        of lengths to try, each in a request of its own, and the best is taken by the mean ln p of what fills the holes. A hole
-        ends with its first end token, so that one with room to spare may take less. What the tokenizer puts in front of a
-        prompt is put in front of the text, unless it is there; what it puts behind one is for the text to say.
+        ``lengths`` are the tokens of the holes: a number or one entry for all, or one for each. A
+        list in place of an entry is of lengths to try, each in a request of its own, and the best
+        is taken by the mean ln p of what fills the holes. A hole ends with its first end token, so
+        that one with room to spare may take less. What the tokenizer puts in front of a prompt is
+        put in front of the text, unless it is there; what it puts behind one is for the text to
+        say.
 
         With ``prompt`` or ``chat``, the text is the answer to it: it follows the prompt's tokens.
 
-        ``request`` is what ``generate_batch`` takes beside what is given: policy fields, limits, ``max_batch``. A ``schema`` or
-        the like is then of what fills the holes; with ``constrain_from``, of the text from its character of that number on,
-        and that has one hole.
+        ``request`` is what ``generate_batch`` takes beside what is given: policy fields, limits,
+        ``max_batch``. A ``schema`` or the like is then of what fills the holes; with
+        ``constrain_from``, of the text from its character of that number on, and that has one hole.
 
-        Raises RequestError where there is no hole, or no tokenizer, and where attention is block-causal.
+        Raises RequestError where there is no hole, or no tokenizer, and where attention is
+        block-causal.
         """
         return infill(self, text, lengths, constrain_from, **request)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
-        """Raw logits ``[R, V]`` (float32) of one full pass over a canvas ``[L]``; its mask tokens stay masked.
+        """Raw logits ``[R, V]`` (float32) of one full pass over a canvas ``[L]``; its mask tokens
+        stay masked.
 
         ``rows`` picks the rows that pass the head, None all of them. Row ``i`` is the
         network's row ``i``: for a family with shift 1 it predicts position ``i + 1``.
@@ -522,33 +603,51 @@ class Bundle:
             self._check(status, session)
         return out
 
-    def time_passes(self, tokens: int, cached: int, rows: int, repeats: int, batch: int = 1) -> list[float]:
-        """Seconds that the engine takes for a pass of ``tokens`` over ``cached`` ones that scores ``rows``, ``repeats`` times.
+    def time_passes(
+        self, tokens: int, cached: int, rows: int, repeats: int, batch: int = 1
+    ) -> list[float]:
+        """Seconds that the engine takes for a pass of ``tokens`` over ``cached`` ones that scores
+        ``rows``, ``repeats`` times.
 
-        ``batch`` requests share the pass, each with as many tokens and rows.
-        On made-up tokens; for ``cached`` > 0 a full pass over both fills the cache first, untimed. 0 repeats only check the
-        sizes. Raises RequestError for a pass that the denoiser or the engine does not take.
+        ``batch`` requests share the pass, each with as many tokens and rows. On made-up tokens; for
+        ``cached`` > 0 a full pass over both fills the cache first, untimed. 0 repeats only check
+        the sizes. Raises RequestError for a pass that the denoiser or the engine does not take.
         """
         given = (("batch", batch), ("tokens", tokens), ("cached", cached), ("rows", rows))
         sizes = [count_of(name, value) for name, value in given]
         seconds = (C.c_double * max(1, count_of("repeats", repeats)))()
         with self._session() as session:
-            self._check(self._library.dlm_session_time_passes(session, *sizes, seconds, repeats), session)
+            self._check(
+                self._library.dlm_session_time_passes(session, *sizes, seconds, repeats), session
+            )
         return seconds[:repeats]
 
-    def _steps(self, request: Request, cancel: threading.Event | None, constraint: Constraint | None) -> Iterator[Event]:
+    def _steps(
+        self, request: Request, cancel: threading.Event | None, constraint: Constraint | None
+    ) -> Iterator[Event]:
         stream = request.text_stream()
         with self._session([cancel] if cancel else (), constraint) as session:
             given = (C.c_int32 * max(1, len(request.given)))(*request.given)
-            self._check(self._library.dlm_session_start(session, C.byref(request.options), given, len(request.given)), session)
+            self._check(
+                self._library.dlm_session_start(
+                    session, C.byref(request.options), given, len(request.given)
+                ),
+                session,
+            )
             view, stats = _native.Step(), _native.Stats()
             while not view.done:
                 self._check_open()
                 self._check(self._library.dlm_session_step(session, C.byref(view)), session)
-                delta = None if stream is None else request.push(stream, view, self._undecided(session, view))
+                delta = (
+                    None
+                    if stream is None
+                    else request.push(stream, view, self._undecided(session, view))
+                )
                 if stream is not None and stream.is_stopped and not view.done:
                     self._library.dlm_session_cancel(session, 0)
-                    self._check(self._library.dlm_session_step(session, C.byref(view)), session)  # makes no pass
+                    self._check(
+                        self._library.dlm_session_step(session, C.byref(view)), session
+                    )  # makes no pass
                 canvas, result = view.canvas[: view.length], None
                 if view.done:
                     self._library.dlm_session_stats(session, C.byref(stats))
@@ -568,7 +667,9 @@ class Bundle:
                 )
 
     def _undecided(self, session: C.c_void_p, view: _native.Step) -> list[bool]:
-        return [bool(flag) for flag in self._library.dlm_session_undecided(session, None)[: view.length]]
+        return [
+            bool(flag) for flag in self._library.dlm_session_undecided(session, None)[: view.length]
+        ]
 
     def _result(
         self,
@@ -581,8 +682,15 @@ class Bundle:
     ) -> Generation:
         """What the session's request of that number came to."""
         found = _native.Result()
-        self._check(self._library.dlm_session_result_sized(session, number, C.byref(found), C.sizeof(found)), session)
-        return request.generation(canvas, _native.outcome(found), stream, stats, self._passes(session))
+        self._check(
+            self._library.dlm_session_result_sized(
+                session, number, C.byref(found), C.sizeof(found)
+            ),
+            session,
+        )
+        return request.generation(
+            canvas, _native.outcome(found), stream, stats, self._passes(session)
+        )
 
     def _passes(self, session: C.c_void_p) -> dict[str, int]:
         counts = _native.PassCounts()
@@ -603,14 +711,16 @@ class Bundle:
         max_pass_ms: float = 0.0,
         cost: PassCost | None = None,
     ) -> Scheduler:
-        """What takes requests from any thread and makes their passes on one of its own, together where the engine lets them.
+        """What takes requests from any thread and makes their passes on one of its own, together
+        where the engine lets them.
 
-        At most ``max_running`` requests have begun, and share passes or take turns; ``max_waiting`` others wait, in the order
-        of their coming. A pass that several share has at most ``max_tokens`` tokens: those for whom there is no room take part
-        in the next. ``cache_bytes`` bounds the keys and values of all that run; 0: 1 GiB, or what the longest canvas takes if
-        that is more. ``cost`` says what passes cost here, and by that one that several share is expected to take
-        ``max_pass_ms`` milliseconds at most (0: any time), and no more requests begin than fit into such a pass. Raises
-        RequestError.
+        At most ``max_running`` requests have begun, and share passes or take turns; ``max_waiting``
+        others wait, in the order of their coming. A pass that several share has at most
+        ``max_tokens`` tokens: those for whom there is no room take part in the next.
+        ``cache_bytes`` bounds the keys and values of all that run; 0: 1 GiB, or what the longest
+        canvas takes if that is more. ``cost`` says what passes cost here, and by that one that
+        several share is expected to take ``max_pass_ms`` milliseconds at most (0: any time), and no
+        more requests begin than fit into such a pass. Raises RequestError.
         """
         from dlm_runtime.scheduler import Scheduler
 
@@ -631,14 +741,18 @@ class Bundle:
             self._free()
 
     @contextmanager
-    def _session(self, cancels: Cancels = (), constraint: Constraint | None = None) -> Iterator[C.c_void_p]:
+    def _session(
+        self, cancels: Cancels = (), constraint: Constraint | None = None
+    ) -> Iterator[C.c_void_p]:
         self._origin.check()  # before the lock, which another thread may have held at the fork
         with self._lock:
             self._check_open()
             session = self._idle.pop() if self._idle else C.c_void_p()
             if not session:
                 message = C.create_string_buffer(_native.MESSAGE_BYTES)
-                status = self._library.dlm_session_create(self._handle, message, len(message), C.byref(session))
+                status = self._library.dlm_session_create(
+                    self._handle, message, len(message), C.byref(session)
+                )
                 if status:
                     raise _native.error(status, message.value)
             self._busy += 1
@@ -656,20 +770,26 @@ class Bundle:
 
 
 def _content(kind: str, value: Any) -> str:
-    """A constraint's argument as text that is equal for equal content. The order of properties counts. Raises RequestError."""
+    """A constraint's argument as text that is equal for equal content. The order of properties
+    counts. Raises RequestError.
+    """
     if kind == "regex":
         return text_of("regex", value)
     if kind == "enum":
         value = texts_of("enum", value)
     elif kind == "tools":
         if not isinstance(value, Tools):
-            raise RequestError(f"tools = {shown(value)}: Bundle.tools makes them of a list of functions")
+            raise RequestError(
+                f"tools = {shown(value)}: Bundle.tools makes them of a list of functions"
+            )
         value = [value.listed, value.choice, asdict(value.written), value.is_parallel]
     elif kind == "schema" and callable(make := getattr(value, "model_json_schema", None)):
         try:
             value = make()
         except Exception as err:  # whatever the class raises
-            raise RequestError(f"schema: {shown(value)}.model_json_schema() failed ({err})"[:300]) from err
+            raise RequestError(
+                f"schema: {shown(value)}.model_json_schema() failed ({err})"[:300]
+            ) from err
     try:
         return json.dumps(value, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as err:
@@ -683,9 +803,16 @@ def _plain(value: object) -> object:
 
 
 def _expression(
-    kind: str, content: str, max_depth: int | None, layout: Layout, limits: CompileLimits, tools: Tools | None
+    kind: str,
+    content: str,
+    max_depth: int | None,
+    layout: Layout,
+    limits: CompileLimits,
+    tools: Tools | None,
 ) -> str:
-    """The expression of a constraint's texts, from what ``_content`` made of its argument. Raises RequestError."""
+    """The expression of a constraint's texts, from what ``_content`` made of its argument. Raises
+    RequestError.
+    """
     from dlm_runtime.constraints import schema as schemas
 
     if kind == "regex":
@@ -696,11 +823,17 @@ def _expression(
     if kind == "json_object":
         return schemas.any_object(max_depth, layout)
     value = json.loads(content)
-    return schemas.choices(value) if kind == "enum" else schemas.expression(value, max_depth, layout, limits=limits)
+    return (
+        schemas.choices(value)
+        if kind == "enum"
+        else schemas.expression(value, max_depth, layout, limits=limits)
+    )
 
 
 def _layout_hint(layout: Layout) -> str:
-    """The end of the message about a given text that no constrained text starts with: the layout in force."""
+    """The end of the message about a given text that no constrained text starts with: the layout in
+    force.
+    """
     name = next((name for name, known in LAYOUTS.items() if known == layout), None)
     shape = layout.dumps([{"a": 1, "b": 2}, {}])
     said = "one of your own" if name is None else repr(name)
@@ -721,7 +854,11 @@ def _folder(cache_dir: str | Path | None) -> Path | None:
 
 def _entries(name: str, values: Any) -> Sequence[Any]:
     """An argument with an entry for each request. Raises RequestError."""
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+    if (
+        isinstance(values, (str, bytes, Mapping))
+        or not hasattr(values, "__len__")
+        or not hasattr(values, "__getitem__")
+    ):
         raise RequestError(f"{name} = {shown(values)}: give a list with an entry for each request")
     found: Sequence[Any] = values
     return found
@@ -746,19 +883,22 @@ def open(
 ) -> Bundle:
     """Open the bundle in the folder ``path``.
 
-    ``engine`` is "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"), "onnxruntime", "tensorrt", or
-    "none" (the bundle is checked and makes no passes). ``library`` is the path of the engine's library; None looks at
-    $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages and the system, in that order. ``threads`` are
-    those of ONNX Runtime: 0 takes all cores, and more than the cores of this process gives as many as these and a DlmWarning.
-    ONNX Runtime gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none": its own).
-    ``check_hashes=False`` compares files by size only.
+    ``engine`` is "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"),
+    "onnxruntime", "tensorrt", or "none" (the bundle is checked and makes no passes). ``library`` is
+    the path of the engine's library; None looks at $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed
+    packages and the system, in that order. ``threads`` are those of ONNX Runtime: 0 takes all
+    cores, and more than the cores of this process gives as many as these and a DlmWarning. ONNX
+    Runtime gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none":
+    its own). ``check_hashes=False`` compares files by size only.
 
-    ``provider`` of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx", with the GPU's number behind it
-    where that is not 0 ("cuda:1"); engine "auto" is then "onnxruntime". What such a provider does not run is refused by name,
-    or with ``allow_fallback`` left to the CPU, and named in ``Bundle.engine``.
+    ``provider`` of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx", with
+    the GPU's number behind it where that is not 0 ("cuda:1"); engine "auto" is then "onnxruntime".
+    What such a provider does not run is refused by name, or with ``allow_fallback`` left to the
+    CPU, and named in ``Bundle.engine``.
 
-    Raises BundleError for a missing or damaged bundle, EngineError for a missing or failing engine, RequestError for an
-    engine or provider that is not known, or that this bundle or device does not have.
+    Raises BundleError for a missing or damaged bundle, EngineError for a missing or failing engine,
+    RequestError for an engine or provider that is not known, or that this bundle or device does not
+    have.
     """
     name, device = providers.parse(provider)
     if name != "cpu":
@@ -767,9 +907,14 @@ def open(
             providers.check_wheels()
             providers.load_libraries()
     if engine == "auto":
-        # The library has to be found before the engine is opened, so which one it will be is asked first.
+        # The library has to be found before the engine is opened, so which one it will be is asked
+        # first.
         with _open(path, "none", library=None, check_hashes=False) as looked_at:
-            engine = "tensorrt" if "device_file" in looked_at.manifest["loop"]["graph"] else "onnxruntime"
+            engine = (
+                "tensorrt"
+                if "device_file" in looked_at.manifest["loop"]["graph"]
+                else "onnxruntime"
+            )
     if library is None and engine == "onnxruntime" and not os.environ.get("DLM_ONNXRUNTIME"):
         library = _native.onnxruntime_library()
     if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):
@@ -796,7 +941,14 @@ def open(
     return bundle
 
 
-def _open(path: str | Path, engine: str, *, library: str | Path | None, check_hashes: bool, **others: bytes | int) -> Bundle:
+def _open(
+    path: str | Path,
+    engine: str,
+    *,
+    library: str | Path | None,
+    check_hashes: bool,
+    **others: bytes | int,
+) -> Bundle:
     """``others``: fields of the C struct as they are."""
     native = _native.library()
     options = _native.initialised(_native.OpenOptions)
@@ -807,7 +959,9 @@ def _open(path: str | Path, engine: str, *, library: str | Path | None, check_ha
         setattr(options, field, value)
     handle = C.c_void_p()
     message = C.create_string_buffer(_native.MESSAGE_BYTES)
-    status = native.dlm_bundle_open(os.fsencode(path), C.byref(options), message, len(message), C.byref(handle))
+    status = native.dlm_bundle_open(
+        os.fsencode(path), C.byref(options), message, len(message), C.byref(handle)
+    )
     if status:
         raise _native.error(status, message.value)
     return Bundle(handle, None, None)

@@ -1,7 +1,8 @@
 """Drive the native loop with a denoiser of your own: a Python function that makes the passes.
 
-Made for tests (a torch denoiser under the native loop shows loop parity apart from graph parity) and for trying a network
-that is not exported yet. Every pass crosses into Python, so it is not the fast way.
+Made for tests (a torch denoiser under the native loop shows loop parity apart from graph parity)
+and for trying a network that is not exported yet. Every pass crosses into Python, so it is not the
+fast way.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes as C
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,11 +40,13 @@ class DenoiserInfo:
 
 @dataclass(frozen=True)
 class CallbackPass:
-    """One request's pass as numpy views of the loop's memory; the callback fills every output that is not None.
+    """One request's pass as numpy views of the loop's memory; the callback fills every output that
+    is not None.
 
-    ``input_ids`` and ``position_ids`` ``[T]``, ``score_rows`` ``[R]``; ``past`` ``[layers, 2, Hkv, S, D]`` as nested lists
-    of float32 views (empty when S = 0). Outputs: ``top_tokens`` int32 and ``top_probs`` float32 ``[R, K]``, ``entropy``
-    ``[R]``, ``logits`` ``[R, V]``, ``present`` as ``past`` with T rows.
+    ``input_ids`` and ``position_ids`` ``[T]``, ``score_rows`` ``[R]``; ``past`` ``[layers, 2, Hkv,
+    S, D]`` as nested lists of float32 views (empty when S = 0). Outputs: ``top_tokens`` int32 and
+    ``top_probs`` float32 ``[R, K]``, ``entropy`` ``[R]``, ``logits`` ``[R, V]``, ``present`` as
+    ``past`` with T rows.
     """
 
     input_ids: np.ndarray
@@ -60,17 +64,25 @@ def _view(pointer: object, shape: tuple[int, ...]) -> np.ndarray:
     return np.ctypeslib.as_array(pointer, shape=shape)  # type: ignore[call-overload, no-any-return]
 
 
-def _rows(info: DenoiserInfo, keys: object, values: object, batch: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _rows(
+    info: DenoiserInfo, keys: Any, values: Any, batch: int, rows: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Keys and values of every layer, ``[B, Hkv, rows, D]`` each."""
     shape = (batch, info.kv_heads, rows, info.head_size)
-    layers = [(C.cast(keys[i], _native.f32p), C.cast(values[i], _native.f32p)) for i in range(info.layers)]  # type: ignore[index]
+    layers = [
+        (C.cast(keys[i], _native.f32p), C.cast(values[i], _native.f32p)) for i in range(info.layers)
+    ]
     return [(_view(k, shape), _view(v, shape)) for k, v in layers]
 
 
 def _passes(info: DenoiserInfo, p: _native.Pass) -> Iterator[CallbackPass]:
     """The passes of a batch's requests."""
     B, T, S, R = p.batch, p.tokens, p.cached, p.rows
-    ids, positions, rows = _view(p.input_ids, (B, T)), _view(p.position_ids, (B, T)), _view(p.score_rows, (B, R))
+    ids, positions, rows = (
+        _view(p.input_ids, (B, T)),
+        _view(p.position_ids, (B, T)),
+        _view(p.score_rows, (B, R)),
+    )
     tokens, probs = _view(p.top_tokens, (B, R, info.top_k)), _view(p.top_probs, (B, R, info.top_k))
     entropy = _view(p.entropy, (B, R)) if p.entropy else None
     logits = _view(p.logits, (B, R, info.vocab_size)) if p.logits else None
@@ -90,14 +102,18 @@ def _passes(info: DenoiserInfo, p: _native.Pass) -> Iterator[CallbackPass]:
         )
 
 
-def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], policy: Policy | None = None) -> Bundle:
+def from_callback(
+    info: DenoiserInfo, run: Callable[[CallbackPass], None], policy: Policy | None = None
+) -> Bundle:
     """A bundle without files whose passes ``run`` makes; ``policy`` is its default.
 
-    A pass of several requests (``generate_batch``) is a call of ``run`` for each of them.
-    What ``run`` raises ends the request and is raised again from ``generate`` as the cause of an EngineError; what is no
-    Exception, such as KeyboardInterrupt, as itself.
+    A pass of several requests (``generate_batch``) is a call of ``run`` for each of them. What
+    ``run`` raises ends the request and is raised again from ``generate`` as the cause of an
+    EngineError; what is no Exception, such as KeyboardInterrupt, as itself.
     """
-    raised = threading.local()  # a session's passes are made by the thread that called it, a scheduler's by one of its own
+    raised = (
+        threading.local()
+    )  # a session's passes are made by the thread that called it, a scheduler's by one of its own
 
     def call(_: int, pointer: object) -> int:
         try:
@@ -111,7 +127,16 @@ def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], polic
     eos = (C.c_int32 * max(1, len(info.eos_token_ids)))(*info.eos_token_ids)
     native = _native.library()
     denoiser = _native.initialised(_native.Denoiser)
-    for name in ("vocab_size", "mask_token_id", "max_canvas_length", "layers", "kv_heads", "head_size", "top_k", "shift"):
+    for name in (
+        "vocab_size",
+        "mask_token_id",
+        "max_canvas_length",
+        "layers",
+        "kv_heads",
+        "head_size",
+        "top_k",
+        "shift",
+    ):
         setattr(denoiser, name, getattr(info, name))
     denoiser.has_cache = int(info.has_cache)
     denoiser.visible_block = info.visible_block or 0
@@ -120,7 +145,9 @@ def from_callback(info: DenoiserInfo, run: Callable[[CallbackPass], None], polic
     function = _native.PassFn(call)
     handle = C.c_void_p()
     message = C.create_string_buffer(_native.MESSAGE_BYTES)
-    status = native.dlm_bundle_from_callback(C.byref(denoiser), function, None, message, len(message), C.byref(handle))
+    status = native.dlm_bundle_from_callback(
+        C.byref(denoiser), function, None, message, len(message), C.byref(handle)
+    )
     if status:
         raise _native.error(status, message.value)
     return _CallbackBundle(handle, None, policy or Policy(), (function, raised))

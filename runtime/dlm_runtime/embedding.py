@@ -1,7 +1,8 @@
-"""Where a program that embeds the runtime finds it: header, libraries, pkg-config file and CMake package of this package.
+"""Where a program that embeds the runtime finds it: header, libraries, pkg-config file and CMake
+package of this package.
 
-They lie as ``cmake --install`` lays them, under one prefix, which may be moved as a whole. ``_native`` loads the shared library
-from there too. ``dlm-export embed`` prints what is here.
+They lie as ``cmake --install`` lays them, under one prefix, which may be moved as a whole.
+``_native`` loads the shared library from there too. ``dlm-export embed`` prints what is here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def prefix() -> Path:
     for folder in folders:
         if (folder / "include" / "dlm_runtime.h").is_file():
             return folder
-    raise EngineError(f"include/dlm_runtime.h is not in {', '.join(map(str, folders))}: reinstall dlm-export")
+    raise EngineError(
+        f"include/dlm_runtime.h is not in {', '.join(map(str, folders))}: reinstall dlm-export"
+    )
 
 
 def cflags() -> str:
@@ -34,7 +37,9 @@ def cflags() -> str:
 
 
 def libs(*, static: bool = False) -> str:
-    """What a linker must be told, quoted for a shell: the shared library and where a program finds it, or the static one."""
+    """What a linker must be told, quoted for a shell: the shared library and where a program finds
+    it, or the static one.
+    """
     folder = prefix() / "lib"
     if static:
         return f"{shlex.quote(str(folder / 'libdlm_runtime.a'))} {_STATIC_NEEDS}"
@@ -42,5 +47,7 @@ def libs(*, static: bool = False) -> str:
 
 
 def engine_library() -> str | None:
-    """The installed ONNX Runtime's library, for ``$DLM_ONNXRUNTIME``; None where the package is not installed."""
+    """The installed ONNX Runtime's library, for ``$DLM_ONNXRUNTIME``; None where the package is not
+    installed.
+    """
     return _native.onnxruntime_library()

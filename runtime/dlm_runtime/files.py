@@ -1,7 +1,8 @@
-"""Small files from outside: plain ones, of bounded size, whose text and JSON is what can be printed and computed with.
+"""Small files from outside: plain ones, of bounded size, whose text and JSON is what can be printed
+and computed with.
 
-A pipe would be waited for, and a device has no end: neither is read. Every function raises ``error``, a sentence that names
-the file; ``hint`` is put behind it.
+A pipe would be waited for, and a device has no end: neither is read. Every function raises
+``error``, a sentence that names the file; ``hint`` is put behind it.
 """
 
 from __future__ import annotations
@@ -18,27 +19,40 @@ from dlm_runtime.errors import DlmError
 _PIECE_BYTES = 1 << 16
 
 
-def read_bytes(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None) -> bytes:
-    """All of a plain file, which a symbolic link may lead to. ``sha256``: the hash that its content must have; None: any."""
+def read_bytes(
+    path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
+) -> bytes:
+    """All of a plain file, which a symbolic link may lead to. ``sha256``: the hash that its content
+    must have; None: any.
+    """
     try:
         # Opening a pipe would wait for its other end; what was opened is what is looked at.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+        with open(
+            os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb"
+        ) as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
                 raise error(f"{path}: not a plain file.{hint}")
             if info.st_size > limit_bytes:
-                raise error(f"{path}: {info.st_size} bytes is too large: at most {limit_bytes} are read.{hint}")
-            # Not up to the limit at once: Python allocates all that is asked for. Files of /proc say that they have 0 bytes.
+                raise error(
+                    f"{path}: {info.st_size} bytes is too large: at most {limit_bytes} are read.{hint}"
+                )
+            # Not up to the limit at once: Python allocates all that is asked for. Files of /proc
+            # say that they have 0 bytes.
             data = file.read(info.st_size + 1)
             while len(data) <= limit_bytes and (more := file.read(_PIECE_BYTES)):
                 data += more
             if len(data) > limit_bytes:
                 raise error(f"{path}: too large: at most {limit_bytes} bytes are read.{hint}")
             if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-                raise error(f"{path}: its content is not what the bundle's manifest says (SHA-256 differs).{hint}")
+                raise error(
+                    f"{path}: its content is not what the bundle's manifest says (SHA-256 differs).{hint}"
+                )
             return data
     except MemoryError as err:
-        raise error(f"{path}: not enough memory to read it: end other programs, or raise its limit.{hint}") from err
+        raise error(
+            f"{path}: not enough memory to read it: end other programs, or raise its limit.{hint}"
+        ) from err
     except FileNotFoundError as err:
         raise error(f"{path}: no such file.{hint}") from err
     except OSError as err:
@@ -47,15 +61,21 @@ def read_bytes(path: Path, limit_bytes: int, error: type[DlmError], hint: str = 
         raise error(f"{path!r}: not the name of a file ({err}).{hint}") from err
 
 
-def read_text(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None) -> str:
+def read_text(
+    path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
+) -> str:
     """A plain file's text in UTF-8. ``sha256``: see ``read_bytes``."""
     try:
         return read_bytes(path, limit_bytes, error, hint, sha256).decode("utf-8")
     except UnicodeDecodeError as err:
-        raise error(f"{path}: not readable as UTF-8 text ({err.reason} at byte {err.start}).{hint}") from err
+        raise error(
+            f"{path}: not readable as UTF-8 text ({err.reason} at byte {err.start}).{hint}"
+        ) from err
 
 
-def read_object(path: Path, limit_bytes: int, error: type[DlmError], hint: str = "") -> dict[str, Any]:
+def read_object(
+    path: Path, limit_bytes: int, error: type[DlmError], hint: str = ""
+) -> dict[str, Any]:
     """The JSON object in a plain file."""
     data = read_bytes(path, limit_bytes, error, hint)
     try:
@@ -68,13 +88,16 @@ def read_object(path: Path, limit_bytes: int, error: type[DlmError], hint: str =
 
 
 def parse_json(text: str) -> Any:
-    """JSON of which every text can be written as UTF-8, and every integer computed with. Raises ValueError.
+    """JSON of which every text can be written as UTF-8, and every integer computed with. Raises
+    ValueError.
 
-    Integers beyond 64 bits become doubles, infinite ones beyond 308 digits: Python alone has longer ones, and what takes a
-    number from outside compares it with limits that no infinite one meets.
+    Integers beyond 64 bits become doubles, infinite ones beyond 308 digits: Python alone has longer
+    ones, and what takes a number from outside compares it with limits that no infinite one meets.
     """
     try:
-        value = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits))
+        value = json.loads(
+            text, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits)
+        )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as err:

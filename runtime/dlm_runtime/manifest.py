@@ -1,7 +1,8 @@
 """What a bundle's manifest says beside what the native reader runs on.
 
-The native library has checked ``loop`` and ``files`` of every bundle that opens. The other members describe the bundle to
-people and to the exporter; whoever reads them checks them here first, by ``manifest.schema.json``.
+The native library has checked ``loop`` and ``files`` of every bundle that opens. The other members
+describe the bundle to people and to the exporter; whoever reads them checks them here first, by
+``manifest.schema.json``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _MESSAGE_LIMIT = 300  # characters: names and values may be as long as a manifes
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Where a bundle's tokenizer and chat template lie, None for what it does not have, and what a template may name."""
+    """Where a bundle's tokenizer and chat template lie, None for what it does not have, and what a
+    template may name.
+    """
 
     tokenizer: Path | None
     template: Path | None
@@ -51,7 +54,9 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
-    """The files of text that a manifest names. Raises BundleError if it names another one than ``files`` lists."""
+    """The files of text that a manifest names. Raises BundleError if it names another one than
+    ``files`` lists.
+    """
 
     def listed(name: object, place: str) -> Path:
         # The native library has refused every name in files that leads out of the folder.
@@ -64,13 +69,21 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
     if chat is None:
         return TextFiles(tokenizer, None, {})
     special_tokens = chat.get("special_tokens") if isinstance(chat, dict) else None
-    if not isinstance(special_tokens, dict) or not all(isinstance(text, str) for text in special_tokens.values()):
-        _refuse(folder, "chat_template", "expected an object with a file and the texts of special_tokens")
+    if not isinstance(special_tokens, dict) or not all(
+        isinstance(text, str) for text in special_tokens.values()
+    ):
+        _refuse(
+            folder,
+            "chat_template",
+            "expected an object with a file and the texts of special_tokens",
+        )
     return TextFiles(tokenizer, listed(chat.get("file"), "chat_template.file"), special_tokens)
 
 
 def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check the names of the layout of JSON text and of the format of calls. Raises BundleError for an unknown one."""
+    """Check the names of the layout of JSON text and of the format of calls. Raises BundleError for
+    an unknown one.
+    """
     for key, known in (("json_layout", LAYOUTS), ("call_format", FORMATS)):
         name = manifest.get(key)
         if key in manifest and not (isinstance(name, str) and name in known):
@@ -83,7 +96,9 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 
 @functools.cache
 def validator() -> Draft202012Validator:
-    """Checks manifests by the schema; as in the native reader, an integer is written without a fraction."""
+    """Checks manifests by the schema; as in the native reader, an integer is written without a
+    fraction.
+    """
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
     from referencing import Registry
@@ -91,14 +106,20 @@ def validator() -> Draft202012Validator:
     def is_integer(_: object, value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
-    schema = json.loads(Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8"))
+    schema = json.loads(
+        Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")
+    )
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
-    made: Draft202012Validator = extend(Draft202012Validator, type_checker=types)(schema, registry=Registry())
+    made: Draft202012Validator = extend(Draft202012Validator, type_checker=types)(
+        schema, registry=Registry()
+    )
     return made
 
 
 def _place(error: ValidationError) -> str:
-    """Where an error stands, as the native reader says it: ``precision.layers["a b"]``, ``targets[0]``."""
+    """Where an error stands, as the native reader says it: ``precision.layers["a b"]``,
+    ``targets[0]``.
+    """
     place = ""
     for key in error.absolute_path:
         if isinstance(key, str) and key.isidentifier() and key.isascii():

@@ -1,8 +1,9 @@
 """What a denoising loop commits after each pass, as data, and the published loops as presets of it.
 
-The names and definitions are those of the papers: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM
-(arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857). The native loop checks ranges
-and combinations; this module only names the fields.
+The names and definitions are those of the papers: LLaDA (arXiv:2502.09992), Dream
+(arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling
+(arXiv:2505.24857). The native loop checks ranges and combinations; this module only names the
+fields.
 """
 
 from __future__ import annotations
@@ -18,16 +19,24 @@ from dlm_runtime.errors import RequestError
 UInt64: TypeAlias = int  # a field's annotation says its type in C too: see _native.Policy
 
 # Names that papers and their code use for the same score.
-SCORE_ALIASES = {"maskgit_plus": "confidence", "low_confidence": "confidence", "topk_margin": "margin"}
+SCORE_ALIASES = {
+    "maskgit_plus": "confidence",
+    "low_confidence": "confidence",
+    "topk_margin": "margin",
+}
 
-_NEAR = 0.7  # likeness from which a name is taken for another's misspelling; difflib's default takes top_p for stop
+# likeness from which a name is taken for another's misspelling; difflib's default takes top_p for
+# stop
+_NEAR = 0.7
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One loop, its fields in the order of the C struct. ``steps_per_block`` 0 plans one pass a token; ``block_length`` 0
-    makes the generation one block, or takes a block-causal network's own; ``refresh`` 0 starts every block with a full pass, as
-    published; ``sub_block_length`` 0 decides a block as a whole."""
+    """One loop, its fields in the order of the C struct. ``steps_per_block`` 0 plans one pass a
+    token; ``block_length`` 0 makes the generation one block, or takes a block-causal network's own;
+    ``refresh`` 0 starts every block with a full pass, as published; ``sub_block_length`` 0 decides
+    a block as a whole.
+    """
 
     select: str = "argmax"
     score: str = "confidence"
@@ -56,10 +65,12 @@ class Policy:
     cfg_scale: float = 0.0
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
-        """This policy with some fields changed. Raises RequestError for a field that is not one of a policy's.
+        """This policy with some fields changed. Raises RequestError for a field that is not one of
+        a policy's.
 
-        ``temperature`` and ``select`` follow each other where only one is given: above 0 is a draw, and argmax has none.
-        ``beside`` are the arguments that the caller takes beside these fields: a message may mean one of them.
+        ``temperature`` and ``select`` follow each other where only one is given: above 0 is a draw,
+        and argmax has none. ``beside`` are the arguments that the caller takes beside these fields:
+        a message may mean one of them.
         """
         known = [field.name for field in fields(self)]
         unknown = next((name for name in changes if name not in known), None)
@@ -67,13 +78,17 @@ class Policy:
             near = difflib.get_close_matches(str(unknown), [*beside, *known], 1, _NEAR)
             meant = f"did you mean {near[0]}? Known are" if near else "one of"
             kind = "argument" if beside else "policy field"
-            raise RequestError(f"unknown {kind} {unknown!r}: {meant} {', '.join([*beside, *known])}")
+            raise RequestError(
+                f"unknown {kind} {unknown!r}: {meant} {', '.join([*beside, *known])}"
+            )
         changes = dict(changes)
         if isinstance(changes.get("score"), str):
             changes["score"] = SCORE_ALIASES.get(changes["score"], changes["score"])
         if "temperature" in changes and "select" not in changes:
             temperature = changes["temperature"]
-            changes["select"] = "argmax" if isinstance(temperature, Real) and temperature == 0 else "sample"
+            changes["select"] = (
+                "argmax" if isinstance(temperature, Real) and temperature == 0 else "sample"
+            )
         elif changes.get("select") == "argmax" and "temperature" not in changes:
             changes["temperature"] = 0.0
         return replace(self, **changes)
@@ -90,39 +105,66 @@ class Policy:
 PRESETS = {
     # One token a pass in blocks of 32, surest first.
     "llada": Policy(),
-    # Everything that is sure enough, and at least the surest; keys and values outside the block are reused.
+    # Everything that is sure enough, and at least the surest; keys and values outside the block are
+    # reused.
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
-    # The whole generation as one block, a share of the masks each pass that follows the noise schedule.
-    # At the temperature and the cut of its published commands; scores are of the distribution that is drawn from.
+    # The whole generation as one block, a share of the masks each pass that follows the noise
+    # schedule. At the temperature and the cut of its published commands; scores are of the
+    # distribution that is drawn from.
     "dream": Policy(
-        select="sample", commit="timestep", score="entropy", block_length=0, temperature=0.2, top_p=0.95, score_of="draw"
+        select="sample",
+        commit="timestep",
+        score="entropy",
+        block_length=0,
+        temperature=0.2,
+        top_p=0.95,
+        score_of="draw",
     ),
     # Fast-dLLM's loop for denoisers that predict the next position.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
-    # Block-causal networks, in blocks of their own length over the exact cache: all that are sure enough, or the step's share.
+    # Block-causal networks, in blocks of their own length over the exact cache: all that are sure
+    # enough, or the step's share.
     "sdar": Policy(commit="dynamic", compare=">", threshold=0.85, cache="block", block_length=0),
     "llada2": Policy(commit="dynamic", compare=">", threshold=0.95, cache="block", block_length=0),
-    # Then a finished block is looked at again, and tokens change that another one has surely outdone.
-    "llada2.1": Policy(commit="dynamic", compare=">", threshold=0.95, remask="edit", cache="block", block_length=0),
+    # Then a finished block is looked at again, and tokens change that another one has surely
+    # outdone.
+    "llada2.1": Policy(
+        commit="dynamic", compare=">", threshold=0.95, remask="edit", cache="block", block_length=0
+    ),
     # Fast-dLLM v2 decides its blocks eight positions at a time.
-    "fast-dllm-v2": Policy(commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8),
+    "fast-dllm-v2": Policy(
+        commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8
+    ),
 }
 
 
 def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
-    """The presets that a denoiser's loop takes: ``visible_block`` tokens a block where attention is block-causal, else None.
+    """The presets that a denoiser's loop takes: ``visible_block`` tokens a block where attention is
+    block-causal, else None.
 
     Their ``block_length`` is then said, where it is the network's.
     """
-    found = {name: policy for name, policy in PRESETS.items() if _suits(policy, visible_block, shift)}
+    found = {
+        name: policy for name, policy in PRESETS.items() if _suits(policy, visible_block, shift)
+    }
     if visible_block is None:
         return found
-    return {name: replace(policy, block_length=policy.block_length or visible_block) for name, policy in found.items()}
+    return {
+        name: replace(policy, block_length=policy.block_length or visible_block)
+        for name, policy in found.items()
+    }
 
 
 def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
     """As the native loop has it (``plan.cc``)."""
     if visible_block is None:
         return not policy.cache.startswith("block")
-    lengths = (policy.block_length or visible_block) % visible_block, visible_block % (policy.sub_block_length or 1)
-    return policy.cache not in ("prefix", "dual") and lengths == (0, 0) and not (policy.remask == "edit" and shift)
+    lengths = (
+        (policy.block_length or visible_block) % visible_block,
+        visible_block % (policy.sub_block_length or 1),
+    )
+    return (
+        policy.cache not in ("prefix", "dual")
+        and lengths == (0, 0)
+        and not (policy.remask == "edit" and shift)
+    )

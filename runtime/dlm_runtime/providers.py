@@ -1,4 +1,6 @@
-"""ONNX Runtime's providers for GPUs as pip installs them: the wheel that holds them, and NVIDIA's libraries beside it."""
+"""ONNX Runtime's providers for GPUs as pip installs them: the wheel that holds them, and NVIDIA's
+libraries beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from pathlib import Path
 
 from dlm_runtime.errors import EngineError, RequestError
 
-# What the providers of onnxruntime-gpu 1.31.1 link, and cuDNN, which they open when they need it; the first of two goes first
-# where one needs the other. {} is the major version of CUDA.
+# What the providers of onnxruntime-gpu 1.31.1 link, and cuDNN, which they open when they need it;
+# the first of two goes first where one needs the other. {} is the major version of CUDA.
 _LIBRARIES = (
     "libcudart.so.{}",
     "libcublasLt.so.{}",
@@ -24,16 +26,26 @@ _LIBRARIES = (
 
 
 def parse(provider: str) -> tuple[str, int]:
-    """``cuda`` and ``cuda:1`` as name and device. Raises RequestError for what is neither; names are the library's to know."""
+    """``cuda`` and ``cuda:1`` as name and device. Raises RequestError for what is neither; names
+    are the library's to know.
+    """
     match = re.fullmatch(r"(\w+)(?::(\d{1,4}))?", provider) if isinstance(provider, str) else None
     if match is None:
-        raise RequestError(f"provider = {provider!r} is not a name such as cuda, nor one with a GPU's number, such as cuda:1")
+        raise RequestError(
+            f"provider = {provider!r} is not a name such as cuda, nor one with a GPU's number, such as cuda:1"
+        )
     return match[1], int(match[2] or 0)
 
 
 def check_wheels() -> None:
-    """EngineError where both wheels of ONNX Runtime are installed: they share a folder, and one overwrote the other."""
-    found = {name: version for name in ("onnxruntime", "onnxruntime-gpu") if (version := _version(name)) is not None}
+    """EngineError where both wheels of ONNX Runtime are installed: they share a folder, and one
+    overwrote the other.
+    """
+    found = {
+        name: version
+        for name in ("onnxruntime", "onnxruntime-gpu")
+        if (version := _version(name)) is not None
+    }
     if len(found) > 1:
         raise EngineError(
             f"{' and '.join(f'{name} {version}' for name, version in found.items())} are both installed, in one folder, where "
@@ -43,7 +55,8 @@ def check_wheels() -> None:
 
 
 def load_libraries() -> None:
-    """Load NVIDIA's libraries out of its wheels, where they are installed, so that a provider's library finds them loaded.
+    """Load NVIDIA's libraries out of its wheels, where they are installed, so that a provider's
+    library finds them loaded.
 
     Those that are not there are the system's to find; the provider says what it misses.
     """
@@ -53,7 +66,9 @@ def load_libraries() -> None:
 
 
 def cuda_libraries() -> list[str]:
-    """What the CUDA provider needs: paths in NVIDIA's wheels, names for the loader to find where these are not installed."""
+    """What the CUDA provider needs: paths in NVIDIA's wheels, names for the loader to find where
+    these are not installed.
+    """
     found: list[str] = []
     for name, paths in _in_wheels().items():
         found += map(str, paths)
@@ -66,9 +81,16 @@ def _in_wheels() -> dict[str, list[Path]]:
     """``_LIBRARIES`` in their order, with their paths in NVIDIA's wheels."""
     major = _cuda_major()
     spec = importlib.util.find_spec("nvidia")
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    folders = (
+        [Path(folder) for folder in (spec.submodule_search_locations or [])]
+        if spec is not None
+        else []
+    )
     names = [name.format(major) for name in _LIBRARIES]
-    return {name: [path for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))] for name in names}
+    return {
+        name: [path for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))]
+        for name in names
+    }
 
 
 def _cuda_major() -> str:
@@ -76,7 +98,11 @@ def _cuda_major() -> str:
     spec = importlib.util.find_spec("onnxruntime")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         about = Path(folder) / "capi" / "build_and_package_info.py"
-        match = re.search(r"cuda_version = '(\d+)", about.read_text(encoding="utf-8")) if about.is_file() else None
+        match = (
+            re.search(r"cuda_version = '(\d+)", about.read_text(encoding="utf-8"))
+            if about.is_file()
+            else None
+        )
         if match is not None:
             return match[1]
     return "*"

@@ -57,8 +57,9 @@ class Options:
             was trained on. If it does not say, the chat template's; the default is one JSON object per line.
         policy: Fields of ``Policy`` to change, by name. They are applied last.
 
-    A request that is stopped by ``max_steps``, ``deadline_ms`` or a cancellation returns what it has:
-    ``Generation.finish`` gives the reason, and ``Generation.tool_calls`` is empty unless the whole text was decided.
+    A request that is stopped by ``max_steps``, ``deadline_ms`` or a cancellation returns what it
+    has: ``Generation.finish`` gives the reason, and ``Generation.tool_calls`` is empty unless the
+    whole text was decided.
 
     Raises RequestError for a value of the wrong type, naming the option.
     """
@@ -91,14 +92,23 @@ class Options:
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(f"{name} = {shown(value)}: give True or False")
         if self.parallel_tool_calls is not None and not isinstance(self.parallel_tool_calls, bool):
-            raise RequestError(f"parallel_tool_calls = {shown(self.parallel_tool_calls)}: give True, False or None")
+            raise RequestError(
+                f"parallel_tool_calls = {shown(self.parallel_tool_calls)}: give True, False or None"
+            )
         if self.max_new_tokens is not None:
             count_of("max_new_tokens", self.max_new_tokens)
         milliseconds_of("deadline_ms", self.deadline_ms)
         texts_of("stop_strings", self.stop_strings)
         text_of("prefix", self.prefix)
-        if self.json_layout is not None and self.schema is None and self.tools is None and not self.json_object:
-            raise RequestError("json_layout is of schema, json_object and tools: give one of these as well")
+        if (
+            self.json_layout is not None
+            and self.schema is None
+            and self.tools is None
+            and not self.json_object
+        ):
+            raise RequestError(
+                "json_layout is of schema, json_object and tools: give one of these as well"
+            )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
@@ -109,12 +119,20 @@ class Options:
     @property
     def constrained_by(self) -> dict[str, Any]:
         """The arguments of ``Bundle.constraint`` that were given."""
-        given = {"schema": self.schema, "regex": self.regex, "enum": self.enum, "json_object": self.json_object or None}
+        given = {
+            "schema": self.schema,
+            "regex": self.regex,
+            "enum": self.enum,
+            "json_object": self.json_object or None,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     def tools_for(self, bundle: Bundle) -> Tools | None:
         """The checked tools; None if the request has none. Raises RequestError."""
-        others = {"tool_choice": self.tool_choice != "auto", "parallel_tool_calls": self.parallel_tool_calls is not None}
+        others = {
+            "tool_choice": self.tool_choice != "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not None,
+        }
         others |= {"call_format": self.call_format is not None}
         given = [name for name, is_given in others.items() if is_given]
         if self.tools is None:
@@ -122,15 +140,24 @@ class Options:
                 raise RequestError(f"{given[0]} is of tools: give these as well")
             return None
         if self.constrained_by:
-            raise RequestError(f"give tools or {next(iter(self.constrained_by))}, not both: each says what the text may be")
+            raise RequestError(
+                f"give tools or {next(iter(self.constrained_by))}, not both: each says what the text may be"
+            )
         if bundle.tokenizer is None:
             raise RequestError("calls are text, and this bundle has no tokenizer: leave tools out")
         if isinstance(self.tools, Tools):
             if given:
-                raise RequestError(f"{given[0]}: these tools were made with Bundle.tools: give {given[0]} there")
+                raise RequestError(
+                    f"{given[0]}: these tools were made with Bundle.tools: give {given[0]} there"
+                )
             return self.tools
-        written = format_of(bundle.call_format if self.call_format is None else self.call_format, bundle.tokenizer.template)
-        is_parallel = bool(written.start) if self.parallel_tool_calls is None else self.parallel_tool_calls
+        written = format_of(
+            bundle.call_format if self.call_format is None else self.call_format,
+            bundle.tokenizer.template,
+        )
+        is_parallel = (
+            bool(written.start) if self.parallel_tool_calls is None else self.parallel_tool_calls
+        )
         return Tools.checked(self.tools, self.tool_choice, written, is_parallel)
 
 
@@ -138,7 +165,9 @@ OPTION_NAMES = tuple(each.name for each in fields(Options) if each.name != "poli
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of ``generate`` and its relatives for type checkers: those of ``Options``, and the fields of ``Policy``."""
+    """The options of ``generate`` and its relatives for type checkers: those of ``Options``, and
+    the fields of ``Policy``.
+    """
 
     max_new_tokens: int | None
     preset: str | None
@@ -199,7 +228,14 @@ class InfillOptions(RequestOptions, total=False):
 class Request:
     """A request in the C ABI's terms. It keeps the memory that the structs point to."""
 
-    def __init__(self, bundle: Bundle, given: tuple[Any, ...], options: Options, policy: Policy, tools: Tools | None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        given: tuple[Any, ...],
+        options: Options,
+        policy: Policy,
+        tools: Tools | None,
+    ) -> None:
         """``given``: prompt, tokens and chat, of which one is not None."""
         prompt, tokens, chat = given
         if sum(value is not None for value in given) != 1:
@@ -208,9 +244,13 @@ class Request:
         self.stop_strings = texts_of("stop_strings", options.stop_strings)
         self.is_edited = policy.remask == "edit"
         is_call = tools is not None and tools.is_forced
-        self.is_constrained = is_call or options.constraint is not None or bool(options.constrained_by)
+        self.is_constrained = (
+            is_call or options.constraint is not None or bool(options.constrained_by)
+        )
         if bundle.tokenizer is None and self.stop_strings:
-            raise RequestError("this bundle has no tokenizer, so that no text can stop it: leave stop_strings out")
+            raise RequestError(
+                "this bundle has no tokenizer, so that no text can stop it: leave stop_strings out"
+            )
         if tokens is not None:
             self.given = token_ids(tokens)
         elif bundle.tokenizer is None:
@@ -220,12 +260,19 @@ class Request:
                 raise RequestError(f"prompt = {shown(prompt)} is no text: give a str, or tokens")
             self.given = bundle.tokenizer.encode(text_of("prompt", prompt), options.special_tokens)
         else:
-            self.given = bundle.tokenizer.encode_chat(chat, None if tools is None else tools.told, options.special_tokens)
+            self.given = bundle.tokenizer.encode_chat(
+                chat, None if tools is None else tools.told, options.special_tokens
+            )
         before = len(self.given)
         if options.prefix:
             if bundle.tokenizer is None:
-                raise RequestError("this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others")
-            self.given = [*self.given, *bundle.tokenizer.encode_plain(options.prefix, options.special_tokens)]
+                raise RequestError(
+                    "this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others"
+                )
+            self.given = [
+                *self.given,
+                *bundle.tokenizer.encode_plain(options.prefix, options.special_tokens),
+            ]
         wanted = bundle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.capacity = len(self.given) + max_new_tokens
@@ -246,11 +293,16 @@ class Request:
         stats: _native.Stats | None = None,
         passes: Mapping[str, int] | None = None,
     ) -> Generation:
-        """What it came to. ``outcome``: what the native loop tells of it; ``stream`` has given out its text, where there is
-        one; ``stats`` and ``passes`` are those of its call."""
+        """What it came to. ``outcome``: what the native loop tells of it; ``stream`` has given out
+        its text, where there is one; ``stats`` and ``passes`` are those of its call.
+        """
         found = dict(outcome)
         text = stream.text if stream is not None else self.text(canvas)
-        if stream is None and text is not None and (stop := find_stop(text, self.stop_strings)) is not None:
+        if (
+            stream is None
+            and text is not None
+            and (stop := find_stop(text, self.stop_strings)) is not None
+        ):
             text, found["finish"] = text[:stop], "stop"
         if stream is not None and stream.is_stopped:
             found |= {"finish": "stop", "completion_tokens": stream.tokens}
@@ -261,14 +313,18 @@ class Request:
             timings={} if stats is None else {name: getattr(stats, f"{name}_s") for name in names},
             cache_bytes=0 if stats is None else stats.cache_bytes,
             passes=dict(passes or {}),
-            tool_calls=self.tools.calls(text) if self.tools is not None and self._is_decided(canvas, outcome, stream) else [],
+            tool_calls=self.tools.calls(text)
+            if self.tools is not None and self._is_decided(canvas, outcome, stream)
+            else [],
             **found,
         )
         if self.is_constrained:
             self.bundle.warn_if_unlikely(made)
         return made
 
-    def _is_decided(self, canvas: list[int], outcome: Mapping[str, Any], stream: TextStream | None) -> bool:
+    def _is_decided(
+        self, canvas: list[int], outcome: Mapping[str, Any], stream: TextStream | None
+    ) -> bool:
         """Return True if every token of the text, and its end, was decided when the request ended."""
         undecided = outcome["undecided"]
         if True not in undecided:
@@ -279,12 +335,16 @@ class Request:
         return any(token in self.bundle.eos_token_ids for token in decided[self.start :])
 
     def text_stream(self) -> TextStream | None:
-        """What decodes its tokens as they are decided; None where text is none of the bundle's business."""
+        """What decodes its tokens as they are decided; None where text is none of the bundle's
+        business.
+        """
         tokenizer = self.bundle.tokenizer
         return None if tokenizer is None else TextStream(tokenizer.decode, self.stop_strings)
 
     def push(self, stream: TextStream, view: _native.Step, undecided: list[bool]) -> str:
-        """What a step adds to the text: the tokens in front of the first undecided position, none of which will change."""
+        """What a step adds to the text: the tokens in front of the first undecided position, none
+        of which will change.
+        """
         end = undecided.index(True) if True in undecided and not view.done else view.length
         if self.is_edited and not view.done:
             end = min(end, view.block_start)
@@ -292,14 +352,23 @@ class Request:
         return stream.push(written[stream.tokens :], bool(view.done))
 
     def written(self, canvas: list[int]) -> list[int]:
-        """The tokens whose text is asked for, up to the first end token; mask tokens that were left are no text."""
+        """The tokens whose text is asked for, up to the first end token; mask tokens that were left
+        are no text.
+        """
         generated = canvas[self.start :]
-        end = next((at for at, token in enumerate(generated) if token in self.bundle.eos_token_ids), len(generated))
+        end = next(
+            (at for at, token in enumerate(generated) if token in self.bundle.eos_token_ids),
+            len(generated),
+        )
         return [token for token in generated[:end] if token != self.bundle.mask_token_id]
 
     def text(self, canvas: list[int]) -> str | None:
         """The text of a finished canvas."""
-        return None if self.bundle.tokenizer is None else self.bundle.tokenizer.decode(self.written(canvas))
+        return (
+            None
+            if self.bundle.tokenizer is None
+            else self.bundle.tokenizer.decode(self.written(canvas))
+        )
 
 
 MOST_COUNT = (1 << 24) - 1
@@ -326,7 +395,9 @@ def milliseconds_of(name: str, value: float) -> float:
 
 
 def text_of(name: str, value: str) -> str:
-    """An option that is text. Raises RequestError with the option's name, also for half a surrogate pair."""
+    """An option that is text. Raises RequestError with the option's name, also for half a surrogate
+    pair.
+    """
     if not isinstance(value, str):
         raise RequestError(f"{name} = {shown(value)} is not a text")
     try:
@@ -342,7 +413,9 @@ def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
     """An option that is a list of texts. Raises RequestError with the option's name."""
     try:
         texts = () if isinstance(value, (str, bytes, Mapping)) else tuple(value)
-        is_good = not isinstance(value, (str, bytes, Mapping)) and all(isinstance(text, str) and text for text in texts)
+        is_good = not isinstance(value, (str, bytes, Mapping)) and all(
+            isinstance(text, str) and text for text in texts
+        )
     except TypeError:
         is_good = False
     if not is_good:
@@ -354,7 +427,9 @@ def layout_of(chosen: str | Layout) -> Layout:
     """A layout by its name, or one of the caller's own. Raises RequestError."""
     if isinstance(chosen, Layout):
         separators = [(chosen.item_separator, ","), (chosen.key_separator, ":")]
-        is_json = all(isinstance(text, str) and text.strip(" \t\n\r") == mark for text, mark in separators)
+        is_json = all(
+            isinstance(text, str) and text.strip(" \t\n\r") == mark for text, mark in separators
+        )
         if not is_json or not isinstance(chosen.has_lines, bool):
             raise RequestError(
                 f"json_layout = {chosen}: item_separator is a comma, key_separator is a colon, each with white space of JSON "
@@ -364,7 +439,9 @@ def layout_of(chosen: str | Layout) -> Layout:
             count_of("json_layout: indent", chosen.indent, MOST_INDENT)
         return chosen
     if not isinstance(chosen, str) or chosen not in LAYOUTS:
-        raise RequestError(f"json_layout = {shown(chosen)} is not one of {', '.join(LAYOUTS)}, and no Layout")
+        raise RequestError(
+            f"json_layout = {shown(chosen)} is not one of {', '.join(LAYOUTS)}, and no Layout"
+        )
     return LAYOUTS[chosen]
 
 
@@ -383,7 +460,9 @@ def token_ids(tokens: Sequence[int]) -> list[int]:
         raise RequestError(f"tokens: not integers ({err})") from err
     for position, token in enumerate(ids):
         if not -(1 << 31) <= token < 1 << 31:
-            raise RequestError(f"token id {shown(token)} at position {position} is outside the vocabulary")
+            raise RequestError(
+                f"token id {shown(token)} at position {position} is outside the vocabulary"
+            )
     return ids
 
 
@@ -396,7 +475,9 @@ def native_policy(policy: Policy) -> _native.Policy:
             given = value.encode() if each.name in TEXT_FIELDS else value
             setattr(native, each.name, given)
         except (AttributeError, TypeError, ValueError, OverflowError) as err:
-            raise RequestError(f"policy: {each.name} = {shown(value)} is not of the right type") from err
+            raise RequestError(
+                f"policy: {each.name} = {shown(value)} is not of the right type"
+            ) from err
         # ctypes wraps integers around, and ends a text at a NUL, without an error.
         if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
             raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")

@@ -56,11 +56,12 @@ class Generation:
 class Event:
     """The canvas after one step.
 
-    ``undecided`` says where a token is still wanted; what the canvas holds there is what the denoiser sees. ``guess`` holds,
-    where such a position was scored, the token it would take now, else -1; ``score`` its score. ``block`` is the span
-    ``[start, end)`` being filled. ``text`` is the text so far and ``delta`` what this step added to it: of tokens that will not
-    change, whole characters, and nothing that may be the start of a stop string. The last event is ``done`` and carries
-    ``result``.
+    ``undecided`` says where a token is still wanted; what the canvas holds there is what the
+    denoiser sees. ``guess`` holds, where such a position was scored, the token it would take now,
+    else -1; ``score`` its score. ``block`` is the span ``[start, end)`` being filled. ``text`` is
+    the text so far and ``delta`` what this step added to it: of tokens that will not change, whole
+    characters, and nothing that may be the start of a stop string. The last event is ``done`` and
+    carries ``result``.
     """
 
     canvas: list[int]

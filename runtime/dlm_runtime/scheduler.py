@@ -1,8 +1,10 @@
-"""Requests from any thread that share passes: ``dlm_scheduler_*`` of the C ABI, and a thread that makes the passes.
+"""Requests from any thread that share passes: ``dlm_scheduler_*`` of the C ABI, and a thread that
+makes the passes.
 
-The thread refers to a ``_Runner`` and never to the ``Scheduler``. A scheduler without references is therefore collected. The
-thread destroys the native scheduler itself as it ends. It has to end before the interpreter does: Python would end it by an
-exception in a callback of native code, which does not let it through and aborts.
+The thread refers to a ``_Runner`` and never to the ``Scheduler``. A scheduler without references is
+therefore collected. The thread destroys the native scheduler itself as it ends. It has to end
+before the interpreter does: Python would end it by an exception in a callback of native code, which
+does not let it through and aborts.
 """
 
 from __future__ import annotations
@@ -36,13 +38,16 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 20  # of a file that bench wrote
 WAIT_S = 0.1  # seconds between two looks of a waiting thread at its signals
-EVENT_WAIT_S = 0.02  # and at whether a request that tells of its steps has ended without one: cancelled, late, failed
+# and at whether a request that tells of its steps has ended without one: cancelled, late, failed
+EVENT_WAIT_S = 0.02
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """Milliseconds that a pass takes whatever it computes, and for each token of it, each row that it scores and each pair of a
-    token and a position that it sees: what a machine takes for a bundle's passes, as ``dlm-export bench --cost`` fits it."""
+    """Milliseconds that a pass takes whatever it computes, and for each token of it, each row that
+    it scores and each pair of a token and a position that it sees: what a machine takes for a
+    bundle's passes, as ``dlm-export bench --cost`` fits it.
+    """
 
     pass_ms: float
     token_ms: float
@@ -52,7 +57,11 @@ class PassCost:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            if (
+                not isinstance(value, (int, float))
+                or isinstance(value, bool)
+                or not 0 <= value < math.inf
+            ):
                 raise RequestError(f"cost: {each.name} = {value!r} is no time: give milliseconds")
 
     @classmethod
@@ -68,11 +77,13 @@ class PassCost:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """``waiting`` and ``running`` requests now; ``submitted``, ``finished`` and ``refused`` (by BusyError) so far.
+    """``waiting`` and ``running`` requests now; ``submitted``, ``finished`` and ``refused`` (by
+    BusyError) so far.
 
-    ``passes`` were made in ``busy_s`` seconds, commits included; ``shares`` is the sum of the requests that took part in each.
-    ``cache_bytes``: keys and values held at once, at most. ``passes_s`` seconds were of passes alone, which the scheduler's
-    cost expected to take ``expected_s`` (0 without one, or where requests take turns).
+    ``passes`` were made in ``busy_s`` seconds, commits included; ``shares`` is the sum of the
+    requests that took part in each. ``cache_bytes``: keys and values held at once, at most.
+    ``passes_s`` seconds were of passes alone, which the scheduler's cost expected to take
+    ``expected_s`` (0 without one, or where requests take turns).
     """
 
     waiting: int
@@ -89,18 +100,23 @@ class SchedulerStats:
 
 
 class Job:
-    """A request of a scheduler, made by ``Scheduler.submit``. It is cancelled when its last reference is dropped.
+    """A request of a scheduler, made by ``Scheduler.submit``. It is cancelled when its last
+    reference is dropped.
 
     Until its result was read, a job keeps its scheduler from being collected.
     """
 
-    def __init__(self, scheduler: Scheduler, request: Request, constraint: Constraint | None, events: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, request: Request, constraint: Constraint | None, events: bool
+    ) -> None:
         self._library, self._request = _native.library(), request
         self._handle = C.c_void_p()
         self._origin = Origin("job")
         self._scheduler: Scheduler | None = scheduler
         self._stream = request.text_stream() if events or request.stop_strings else None
-        self._events: queue.SimpleQueue[Event | None] | None = queue.SimpleQueue() if events else None
+        self._events: queue.SimpleQueue[Event | None] | None = (
+            queue.SimpleQueue() if events else None
+        )
         self._result: Generation | None = None
         self._error: Exception | None = None  # raised by _step
         runner = scheduler._runner
@@ -139,22 +155,30 @@ class Job:
         self._library.dlm_job_cancel(self._handle)
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait for the job and return its result. ``timeout`` is in seconds; with None there is no limit.
+        """Wait for the job and return its result. ``timeout`` is in seconds; with None there is no
+        limit.
 
-        ``timings``, ``passes`` and ``cache_bytes`` of the result are empty, as passes are shared. Raises TimeoutError, what
-        ``Bundle.generate`` raises, and the error that ended the scheduler's thread.
+        ``timings``, ``passes`` and ``cache_bytes`` of the result are empty, as passes are shared.
+        Raises TimeoutError, what ``Bundle.generate`` raises, and the error that ended the
+        scheduler's thread.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done:
             left = WAIT_S if end is None else min(WAIT_S, end - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"the request is not done after {timeout} s")
-            self._library.dlm_job_wait(self._handle, 1000 * left)  # in pieces, so that Ctrl-C is seen
+            self._library.dlm_job_wait(
+                self._handle, 1000 * left
+            )  # in pieces, so that Ctrl-C is seen
         if self._result is None:
             found = _native.Result()
-            status = self._library.dlm_job_result_sized(self._handle, C.byref(found), C.sizeof(found))
+            status = self._library.dlm_job_result_sized(
+                self._handle, C.byref(found), C.sizeof(found)
+            )
             if status:
-                raise _native.error(status, self._library.dlm_job_message(self._handle)) from self._error
+                raise _native.error(
+                    status, self._library.dlm_job_message(self._handle)
+                ) from self._error
             canvas = self._library.dlm_job_tokens(self._handle, None)[: found.length]
             stopped = self._stream if self._stream is not None and self._stream.is_stopped else None
             self._result = self._request.generation(canvas, _native.outcome(found), stopped)
@@ -162,7 +186,9 @@ class Job:
         return self._result
 
     def __iter__(self) -> Iterator[Event]:
-        """The canvas after each of its passes, of a job that was submitted with ``events``; the last event has the result."""
+        """The canvas after each of its passes, of a job that was submitted with ``events``; the
+        last event has the result.
+        """
         if self._events is None:
             raise RequestError("this job has no events: submit it with events=True")
         while not self.done or not self._events.empty():
@@ -191,7 +217,9 @@ class Job:
         )
 
     def _step(self, view: _native.Step) -> None:
-        """On the thread that makes the passes. The last step is told with the result, in ``__iter__``."""
+        """On the thread that makes the passes. The last step is told with the result, in
+        ``__iter__``.
+        """
         if view.done:
             if self._events is not None:
                 self._events.put(None)  # wakes who waits
@@ -228,11 +256,16 @@ class _Runner:
         self.failure: DlmError | None = None
         """The error that ended the thread, if it did not end by ``stop``."""
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
-        self._changed = threading.Condition()  # re-entrant: the garbage collector may call stop() anywhere
-        self._users = 0  # calls that use the handle, which the thread waits for before it destroys it
+        self._changed = (
+            threading.Condition()
+        )  # re-entrant: the garbage collector may call stop() anywhere
+        self._users = (
+            0  # calls that use the handle, which the thread waits for before it destroys it
+        )
         self._is_closed = False
         self._last: SchedulerStats | None = None  # once the handle is gone
-        # One function for all jobs. It lives as long as passes are made: a job may be dropped before its request ends.
+        # One function for all jobs. It lives as long as passes are made: a job may be dropped
+        # before its request ends.
         self._on_step = _native.StepFn(self._dispatch)
         self._told: weakref.WeakValueDictionary[int, Job] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
@@ -240,7 +273,11 @@ class _Runner:
         bundle._begin()
         try:
             status = self._library.dlm_scheduler_create(
-                bundle._handle, C.byref(options), self._message, len(self._message), C.byref(self._handle)
+                bundle._handle,
+                C.byref(options),
+                self._message,
+                len(self._message),
+                C.byref(self._handle),
             )
             if status:
                 raise _native.error(status, self._message.value)
@@ -294,13 +331,17 @@ class _Runner:
         """Raise ForkError, ClosedError, or the error that ended the thread."""
         self.origin.check()
         if self.failure is not None:
-            raise type(self.failure)(f"the scheduler takes no more requests, as its thread ended: {self.failure}")
+            raise type(self.failure)(
+                f"the scheduler takes no more requests, as its thread ended: {self.failure}"
+            )
         if self._is_closed:
             raise ClosedError("the scheduler is closed")
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
-        """The native scheduler, which lives as long as the block. Raises what ``check_open`` raises."""
+        """The native scheduler, which lives as long as the block. Raises what ``check_open``
+        raises.
+        """
         self.origin.check()  # before the lock, which another thread may have held at the fork
         with self._changed:
             self.check_open()
@@ -319,10 +360,14 @@ class _Runner:
                 return self._last
             found = _native.SchedulerStats()
             self._library.dlm_scheduler_stats_sized(self._handle, C.byref(found), C.sizeof(found))
-        return SchedulerStats(**{field.name: getattr(found, field.name) for field in fields(SchedulerStats)})
+        return SchedulerStats(
+            **{field.name: getattr(found, field.name) for field in fields(SchedulerStats)}
+        )
 
     def stop(self) -> None:
-        """Make the thread end after the pass that it is in. Does not wait for it; does nothing in a forked process."""
+        """Make the thread end after the pass that it is in. Does not wait for it; does nothing in a
+        forked process.
+        """
         if not self.origin.is_here:
             return
         with self._changed:
@@ -350,8 +395,8 @@ def _close_all() -> None:
 class Scheduler:
     """Made by ``Bundle.scheduler``; usable as a context manager, by any number of threads.
 
-    It is closed when its last reference is dropped, and when the interpreter exits. It belongs to the process that made it: in
-    a forked process every method raises ForkError.
+    It is closed when its last reference is dropped, and when the interpreter exits. It belongs to
+    the process that made it: in a forked process every method raises ForkError.
     """
 
     def __init__(
@@ -375,7 +420,8 @@ class Scheduler:
                 raise RequestError(f"cost = {shown(cost)}: give a PassCost, or None")
             options.cost = _native.PassCost(*astuple(cost))
         self._bundle, self._runner = bundle, _Runner(bundle, options)
-        # Without waiting: the garbage collector may run while its thread holds a lock that the scheduler's thread needs.
+        # Without waiting: the garbage collector may run while its thread holds a lock that the
+        # scheduler's thread needs.
         weakref.finalize(self, self._runner.stop).atexit = False
 
     def submit(
@@ -387,16 +433,21 @@ class Scheduler:
         events: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Job:
-        """Hand in a request, with the arguments of ``Bundle.generate``. Its deadline counts from now.
+        """Hand in a request, with the arguments of ``Bundle.generate``. Its deadline counts from
+        now.
 
-        ``events``: iterating over the job gives an ``Event`` for each step. Raises BusyError if ``max_waiting`` requests wait
-        already, ClosedError after ``close``, the error that ended the scheduler's thread, and what ``generate`` raises for
-        wrong arguments.
+        ``events``: iterating over the job gives an ``Event`` for each step. Raises BusyError if
+        ``max_waiting`` requests wait already, ClosedError after ``close``, the error that ended the
+        scheduler's thread, and what ``generate`` raises for wrong arguments.
         """
         self._runner.check_open()
         if "cancel" in options:
-            raise RequestError("submit takes no cancel: the job that it returns has a method of that name")
-        request, constraint = self._bundle._request("generate", (prompt, tokens, chat), Options.of(options))
+            raise RequestError(
+                "submit takes no cancel: the job that it returns has a method of that name"
+            )
+        request, constraint = self._bundle._request(
+            "generate", (prompt, tokens, chat), Options.of(options)
+        )
         return Job(self, request, constraint, events)
 
     @property
@@ -408,12 +459,15 @@ class Scheduler:
     def close(self) -> None:
         """Make no more passes. Requests that are not done end as cancelled ones.
 
-        Raises the error that ended the scheduler's thread, if there was one. Calling it again is fine.
+        Raises the error that ended the scheduler's thread, if there was one. Calling it again is
+        fine.
         """
         self._runner.origin.check()
         self._runner.close()
         if self._runner.failure is not None:
-            raise type(self._runner.failure)(f"the scheduler's thread ended: {self._runner.failure}")
+            raise type(self._runner.failure)(
+                f"the scheduler's thread ended: {self._runner.failure}"
+            )
 
     def __enter__(self) -> Scheduler:
         return self

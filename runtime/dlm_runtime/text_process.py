@@ -1,12 +1,15 @@
-"""Where a bundle's tokenizer and chat template run: a process of their own, which the kernel bounds.
+"""Where a bundle's tokenizer and chat template run: a process of their own, which the kernel
+bounds.
 
-Both are programs in all but name. A normaliser can double a text sixty times, a template can loop for ever without writing a
-letter, and the libraries that run them panic, abort or ask for gigabytes, at any text and not only as they are read. No check
-of what they say is complete, and Python cannot stop a thread: so they get ``MEMORY_BYTES`` of address space and, for each
-request, a second of processor time and another for every MiB of it. What ends there ends alone.
+Both are programs in all but name. A normaliser can double a text sixty times, a template can loop
+for ever without writing a letter, and the libraries that run them panic, abort or ask for
+gigabytes, at any text and not only as they are read. No check of what they say is complete, and
+Python cannot stop a thread: so they get ``MEMORY_BYTES`` of address space and, for each request, a
+second of processor time and another for every MiB of it. What ends there ends alone.
 
-The process starts in 30 ms, takes 15 MiB beside the vocabulary, and answers in some 50 us. It leads its own session, so that
-Ctrl-C does not reach it, and ends when its input is closed: with this object, or with the process that it belongs to.
+The process starts in 30 ms, takes 15 MiB beside the vocabulary, and answers in some 50 us. It leads
+its own session, so that Ctrl-C does not reach it, and ends when its input is closed: with this
+object, or with the process that it belongs to.
 """
 
 from __future__ import annotations
@@ -35,17 +38,27 @@ class Refused(Exception):
 
 
 class TextProcess:
-    """One tokenizer, loaded in its own process. Threads take turns; a process that ended is started again when needed."""
+    """One tokenizer, loaded in its own process. Threads take turns; a process that ended is started
+    again when needed.
+    """
 
-    def __init__(self, tokenizer: bytes, template: str | None, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self, tokenizer: bytes, template: str | None, special_tokens: dict[str, str]
+    ) -> None:
         """Raises Refused for a tokenizer that cannot be loaded."""
-        self._load = _pack({"do": "load", "template": template, "special_tokens": special_tokens}, tokenizer)
+        self._load = _pack(
+            {"do": "load", "template": template, "special_tokens": special_tokens}, tokenizer
+        )
         self._owner = 0  # the process that this object belongs to
         self.ask("names", tokens=[])
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """What a method of the worker's ``Text`` returns. Raises Refused; TypeError and ValueError for what is no JSON."""
-        if self._owner != os.getpid():  # first used, or first used behind a fork: the process is the other side's
+        """What a method of the worker's ``Text`` returns. Raises Refused; TypeError and ValueError
+        for what is no JSON.
+        """
+        if (
+            self._owner != os.getpid()
+        ):  # first used, or first used behind a fork: the process is the other side's
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         request = _pack({"do": do, **arguments})
         with self._lock:
@@ -102,9 +115,12 @@ def _pack(request: dict[str, Any], data: bytes = b"") -> bytes:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    limits = json.dumps({"path": [os.path.abspath(path) for path in sys.path], "memory_bytes": MEMORY_BYTES})
+    limits = json.dumps(
+        {"path": [os.path.abspath(path) for path in sys.path], "memory_bytes": MEMORY_BYTES}
+    )
     try:
-        # Isolated, without site: it starts sooner, and finds packages where this process finds them.
+        # Isolated, without site: it starts sooner, and finds packages where this process finds
+        # them.
         return subprocess.Popen(
             [sys.executable or "", "-IS", str(_WORKER), limits],
             stdin=subprocess.PIPE,
@@ -113,7 +129,9 @@ def _start() -> subprocess.Popen[bytes]:
             start_new_session=True,
         )
     except OSError as err:
-        raise DlmError(f"cannot start {sys.executable or 'Python'} for the tokenizer ({err.strerror}): text needs it") from err
+        raise DlmError(
+            f"cannot start {sys.executable or 'Python'} for the tokenizer ({err.strerror}): text needs it"
+        ) from err
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:

@@ -15,10 +15,13 @@ def find_stop(text: str, stop_strings: Sequence[str]) -> int | None:
 
 
 class TextStream:
-    """Decodes tokens piece by piece, each time a window of two pieces: what stands before a token may change how it is spelled,
-    what came long before does not."""
+    """Decodes tokens piece by piece, each time a window of two pieces: what stands before a token
+    may change how it is spelled, what came long before does not.
+    """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str] = ()
+    ) -> None:
         self.text = ""
         self.tokens = 0  # taken so far
         self.is_stopped = False
@@ -53,4 +56,7 @@ class TextStream:
         """How much of a text cannot belong to a stop string that is still to come."""
         longest = max(map(len, self._stop_strings), default=0)
         starts = range(max(0, len(text) - longest + 1), len(text))
-        return next((at for at in starts if any(stop.startswith(text[at:]) for stop in self._stop_strings)), len(text))
+        return next(
+            (at for at in starts if any(stop.startswith(text[at:]) for stop in self._stop_strings)),
+            len(text),
+        )

@@ -1,7 +1,9 @@
-"""Functions that a denoiser may call: how they are told, what a call looks like, and calls read out of a text.
+"""Functions that a denoiser may call: how they are told, what a call looks like, and calls read out
+of a text.
 
-Tools are described as OpenAI's interface has it, by JSON Schema, and a chat template gets them as transformers passes them.
-Where a call is asked for, the text is constrained to the union of all calls that are valid by their schemas.
+Tools are described as OpenAI's interface has it, by JSON Schema, and a chat template gets them as
+transformers passes them. Where a call is asked for, the text is constrained to the union of all
+calls that are valid by their schemas.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written: each is a JSON object between ``before`` and ``after``, with ``between`` between two of them, and
-    ``start`` and ``end`` around all of them. The object has the keys ``name`` and ``arguments``.
+    """How calls are written: each is a JSON object between ``before`` and ``after``, with
+    ``between`` between two of them, and ``start`` and ``end`` around all of them. The object has
+    the keys ``name`` and ``arguments``.
 
     Raises RequestError for a field that is not a text.
     """
@@ -61,19 +64,24 @@ class CallFormat:
     def __post_init__(self) -> None:
         for each in fields(self):
             if not isinstance(getattr(self, each.name), str):
-                raise RequestError(f"call_format: {each.name} = {shown(getattr(self, each.name))} is not a text")
+                raise RequestError(
+                    f"call_format: {each.name} = {shown(getattr(self, each.name))} is not a text"
+                )
 
 
 FORMATS = {
     "object": CallFormat(),  # an object a line
     "list": CallFormat(between=",", start="[", end="]"),
     "lines": CallFormat(between=",\n", start="[\n", end="\n]"),  # a list with a call a line
-    "tool_call": CallFormat(before="<tool_call>\n", after="\n</tool_call>"),  # Hermes, Qwen2.5, Qwen3
+    "tool_call": CallFormat(
+        before="<tool_call>\n", after="\n</tool_call>"
+    ),  # Hermes, Qwen2.5, Qwen3
 }
 
 
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
-    """The chosen format. None: the format that the chat template shows; the default is one JSON object per line.
+    """The chosen format. None: the format that the chat template shows; the default is one JSON
+    object per line.
 
     Raises RequestError for an unknown name.
     """
@@ -88,7 +96,8 @@ def format_of(chosen: str | CallFormat | None, template: str | None) -> CallForm
 
 @dataclass(frozen=True)
 class Tools:
-    """Functions of a request, ``listed`` as they were given. ``choice``: auto, required, none, or the name of one.
+    """Functions of a request, ``listed`` as they were given. ``choice``: auto, required, none, or
+    the name of one.
 
     ``is_parallel``: several may be called in one text.
     """
@@ -100,7 +109,9 @@ class Tools:
 
     @classmethod
     def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
-        """Tools as a caller gives them. Raises RequestError that names the entry, and what is wrong with it."""
+        """Tools as a caller gives them. Raises RequestError that names the entry, and what is wrong
+        with it.
+        """
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise RequestError(
                 "tools: give a list of functions, such as [{'type': 'function', 'function': {'name': '...', 'description': "
@@ -116,7 +127,9 @@ class Tools:
             choice = function.get("name")  # as OpenAI's interface names one
             found = replace(found, choice=choice)
         if not isinstance(choice, str) or choice not in (*CHOICES, *names):
-            raise RequestError(f"tool_choice = {shown(choice)} is not one of {', '.join((*CHOICES, *names))}")
+            raise RequestError(
+                f"tool_choice = {shown(choice)} is not one of {', '.join((*CHOICES, *names))}"
+            )
         return found
 
     @property
@@ -129,38 +142,61 @@ class Tools:
         """Whether the text has to be a call."""
         return self.choice not in ("auto", "none")
 
-    def expression(self, max_depth: int | None = None, layout: Layout = COMPACT, limits: CompileLimits | None = None) -> str:
-        """The expression of texts that are a call, or several if ``is_parallel``; each call is an object in ``layout``.
+    def expression(
+        self,
+        max_depth: int | None = None,
+        layout: Layout = COMPACT,
+        limits: CompileLimits | None = None,
+    ) -> str:
+        """The expression of texts that are a call, or several if ``is_parallel``; each call is an
+        object in ``layout``.
 
-        ``limits``: what deciding about values and patterns may take; None: the usual limits. Raises RequestError that names the
-        function and the keyword.
+        ``limits``: what deciding about values and patterns may take; None: the usual limits. Raises
+        RequestError that names the function and the keyword.
         """
         f, quote = self.written, expressions.quote
         start, between, end = map(quote, layout.around(0, False))
-        name, arguments = (quote(layout.dumps(key) + layout.key_separator) for key in (f.name, f.arguments))
-        asked = [tool["function"] for tool in self.listed if self.choice in (*CHOICES, tool["function"]["name"])]
-        heads = [rf"\{{{start}{name}{quote(layout.dumps(each['name']))}{between}{arguments}" for each in asked]
+        name, arguments = (
+            quote(layout.dumps(key) + layout.key_separator) for key in (f.name, f.arguments)
+        )
+        asked = [
+            tool["function"]
+            for tool in self.listed
+            if self.choice in (*CHOICES, tool["function"]["name"])
+        ]
+        heads = [
+            rf"\{{{start}{name}{quote(layout.dumps(each['name']))}{between}{arguments}"
+            for each in asked
+        ]
         values = [_arguments(each, max_depth, layout, limits) for each in asked]
-        call = expressions.either(rf"{head}{value}{end}\}}" for head, value in zip(heads, values, strict=True))
+        call = expressions.either(
+            rf"{head}{value}{end}\}}" for head, value in zip(heads, values, strict=True)
+        )
         call = f"{quote(f.before)}{call}{quote(f.after)}"
         more = f"(?:{quote(f.between)}{call})*" if self.is_parallel else ""
         return f"{quote(f.start)}{call}{more}{quote(f.end)}"
 
     def calls(self, text: str | None) -> list[ToolCall]:
-        """The calls that a text consists of, or that stand between marks in it; none where it is anything else.
+        """The calls that a text consists of, or that stand between marks in it; none where it is
+        anything else.
 
-        A call names one of these functions; its arguments are an object, and are not checked any further.
+        A call names one of these functions; its arguments are an object, and are not checked any
+        further.
         """
         if text is None or self.choice == "none":
             return []
         before, after = self.written.before.strip(), self.written.after.strip()
         if before:
-            pieces = [piece.partition(after)[0] if after else piece for piece in text.split(before)[1:]]
+            pieces = [
+                piece.partition(after)[0] if after else piece for piece in text.split(before)[1:]
+            ]
             return [call for piece in pieces for call in self._of(piece) or []]
         return self._of(text) or []
 
     def _of(self, text: str) -> list[ToolCall] | None:
-        """The calls of JSON values that stand one behind the other, each an object or a list of such; None: not calls alone."""
+        """The calls of JSON values that stand one behind the other, each an object or a list of
+        such; None: not calls alone.
+        """
         found: list[ToolCall] = []
         rest = text.strip()
         while rest:
@@ -177,7 +213,10 @@ class Tools:
         return found
 
     def _call(self, value: Any) -> ToolCall | None:
-        if not isinstance(value, dict) or value.keys() != {self.written.name, self.written.arguments}:
+        if not isinstance(value, dict) or value.keys() != {
+            self.written.name,
+            self.written.arguments,
+        }:
             return None
         name, arguments = value[self.written.name], value[self.written.arguments]
         is_known = any(tool["function"]["name"] == name for tool in self.listed)
@@ -195,20 +234,30 @@ def _name_of(tool: Any, where: str) -> str:
     """The name of a function that is described as it should be."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
-        raise RequestError(f"{where}: not of the shape {{'type': 'function', 'function': {{'name': '...', ...}}}}")
+        raise RequestError(
+            f"{where}: not of the shape {{'type': 'function', 'function': {{'name': '...', ...}}}}"
+        )
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where}: its function has no name")
     if name in CHOICES:
-        raise RequestError(f"{where}: a function cannot be called {name!r}, which tool_choice means otherwise")
+        raise RequestError(
+            f"{where}: a function cannot be called {name!r}, which tool_choice means otherwise"
+        )
     parameters = function.get("parameters")
-    if parameters is not None and (not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object"):
+    if parameters is not None and (
+        not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object"
+    ):
         raise RequestError(f"{where}, {name}: parameters: not a JSON Schema of an object")
     return name
 
 
-def _arguments(function: Mapping[str, Any], max_depth: int | None, layout: Layout, limits: CompileLimits | None) -> str:
-    """The expression of a function's arguments. Only listed properties are allowed, unless the schema allows others."""
+def _arguments(
+    function: Mapping[str, Any], max_depth: int | None, layout: Layout, limits: CompileLimits | None
+) -> str:
+    """The expression of a function's arguments. Only listed properties are allowed, unless the
+    schema allows others.
+    """
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):
         schema = _NO_ARGUMENTS | schema

@@ -1,6 +1,8 @@
-"""LLaDA (arXiv:2502.09992) as a checkpoint brings it along, for ``capture``: written for tests, from the paper and the names.
+"""LLaDA (arXiv:2502.09992) as a checkpoint brings it along, for ``capture``: written for tests,
+from the paper and the names.
 
-It shares nothing with dlm_export: RoPE turns complex numbers, attention is written out, and every size comes from config.json.
+It shares nothing with dlm_export: RoPE turns complex numbers, attention is written out, and every
+size comes from config.json.
 """
 
 from types import SimpleNamespace
@@ -25,11 +27,15 @@ class Norm(nn.Module):
 
 
 def rotate(x, theta):
-    """RoPE on ``[B, H, L, D]``: feature i and i + D/2 are one complex number, turned by position / theta^(2i/D)."""
+    """RoPE on ``[B, H, L, D]``: feature i and i + D/2 are one complex number, turned by position /
+    theta^(2i/D).
+    """
     half = x.shape[-1] // 2
     speed = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * speed
-    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(torch.ones_like(angle), angle)
+    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(
+        torch.ones_like(angle), angle
+    )
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
@@ -40,7 +46,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.theta = c.n_heads, c.n_kv_heads, c.rope_theta
         kv = c.d_model // c.n_heads * c.n_kv_heads
-        self.attn_norm, self.ff_norm = Norm(c.d_model, c.rms_norm_eps), Norm(c.d_model, c.rms_norm_eps)
+        self.attn_norm, self.ff_norm = (
+            Norm(c.d_model, c.rms_norm_eps),
+            Norm(c.d_model, c.rms_norm_eps),
+        )
         self.q_proj = nn.Linear(c.d_model, c.d_model, bias=c.include_qkv_bias)
         self.k_proj = nn.Linear(c.d_model, kv, bias=c.include_qkv_bias)
         self.v_proj = nn.Linear(c.d_model, kv, bias=c.include_qkv_bias)
@@ -53,7 +62,11 @@ class Block(nn.Module):
         h = self.attn_norm(x)
         q, k, v = (
             each.unflatten(-1, (heads, -1)).transpose(1, 2)
-            for each, heads in ((self.q_proj(h), self.heads), (self.k_proj(h), self.kv_heads), (self.v_proj(h), self.kv_heads))
+            for each, heads in (
+                (self.q_proj(h), self.heads),
+                (self.k_proj(h), self.kv_heads),
+                (self.v_proj(h), self.kv_heads),
+            )
         )
         q, k = rotate(q, self.theta), rotate(k, self.theta)
         k, v = (each.repeat_interleave(self.heads // self.kv_heads, 1) for each in (k, v))
@@ -64,7 +77,9 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Everything, under the released names: ``transformer.wte``, ``transformer.blocks.N``, ``transformer.ff_out``."""
+    """Everything, under the released names: ``transformer.wte``, ``transformer.blocks.N``,
+    ``transformer.ff_out``.
+    """
 
     def __init__(self, c):
         super().__init__()

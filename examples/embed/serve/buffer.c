@@ -4,10 +4,10 @@
 
 #include "serve.h"
 
-int buffer_append(buffer *to, const char *data, size_t size) {
+int buffer_append(buffer* to, const char* data, size_t size) {
   if (to->capacity - to->size < size) {
     const size_t wanted = to->size + size, capacity = wanted < 512 ? 512 : wanted + wanted / 2;
-    char *const grown = realloc(to->data, capacity);
+    char* const grown = realloc(to->data, capacity);
     if (grown == NULL) return 0;
     to->data = grown;
     to->capacity = capacity;
@@ -17,7 +17,7 @@ int buffer_append(buffer *to, const char *data, size_t size) {
   return 1;
 }
 
-void buffer_free(buffer *of) {
+void buffer_free(buffer* of) {
   free(of->data);
   memset(of, 0, sizeof *of);
 }

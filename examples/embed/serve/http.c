@@ -1,4 +1,5 @@
-/* The service's HTTP: what it answers to whom, by libmicrohttpd with a thread for each connection. */
+/* The service's HTTP: what it answers to whom, by libmicrohttpd with a thread for each connection.
+ */
 #define _GNU_SOURCE /* POLLRDHUP */
 #include <arpa/inet.h>
 #include <microhttpd.h>
@@ -17,27 +18,27 @@ enum {
 
 /* A request of HTTP and its answer. */
 typedef struct exchange {
-  service *service;
+  service* service;
   uint64_t number;
   int is_refused_early; /* the service stops */
-  unsigned status; /* of the answer; 0: none yet */
+  unsigned status;      /* of the answer; 0: none yet */
   int socket;
   uint64_t received; /* bytes of the body, what was dropped included */
   buffer body;
-  completion *completion;
+  completion* completion;
   buffer events; /* of a stream, not yet sent */
   size_t sent;
   int is_last;
 } exchange;
 
 /* Whether the client closed its side: then nobody waits for the answer. */
-static int is_gone(const exchange *of) {
+static int is_gone(const exchange* of) {
   struct pollfd one = {of->socket, POLLRDHUP, 0};
   return poll(&one, 1, 0) > 0 && (one.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
 }
 
 /* Until there is something to tell; 0: the client is gone, and its request with it. */
-static int wait_for(exchange *of) {
+static int wait_for(exchange* of) {
   while (!completion_wait(of->completion, POLL_MS)) {
     if (is_gone(of)) return 0;
     pthread_mutex_lock(&of->service->mutex);
@@ -50,14 +51,16 @@ static int wait_for(exchange *of) {
 
 /* ---- Answers ---- */
 
-static enum MHD_Result send_response(struct MHD_Connection *connection, exchange *of, unsigned status, const char *type,
-                                     struct MHD_Response *response) {
+static enum MHD_Result send_response(struct MHD_Connection* connection, exchange* of,
+                                     unsigned status, const char* type,
+                                     struct MHD_Response* response) {
   if (response == NULL) return MHD_NO;
   pthread_mutex_lock(&of->service->mutex);
   const int is_stopping = of->service->is_stopping;
   pthread_mutex_unlock(&of->service->mutex);
   MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type);
-  if (status == 429 || status == 503) MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
+  if (status == 429 || status == 503)
+    MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, "1");
   if (status == 405) MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, "GET, POST");
   if (is_stopping) MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
   const enum MHD_Result queued = MHD_queue_response(connection, status, response);
@@ -67,19 +70,22 @@ static enum MHD_Result send_response(struct MHD_Connection *connection, exchange
 }
 
 /* `text`, malloc'ed, is freed; NULL closes the connection. */
-static enum MHD_Result send_text(struct MHD_Connection *connection, exchange *of, unsigned status, const char *type,
-                                 char *text) {
+static enum MHD_Result send_text(struct MHD_Connection* connection, exchange* of, unsigned status,
+                                 const char* type, char* text) {
   if (text == NULL) return MHD_NO;
-  struct MHD_Response *const response = MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE);
+  struct MHD_Response* const response =
+      MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE);
   if (response == NULL) free(text);
   return send_response(connection, of, status, type, response);
 }
 
-static enum MHD_Result send_refusal(struct MHD_Connection *connection, exchange *of, const refusal *why) {
+static enum MHD_Result send_refusal(struct MHD_Connection* connection, exchange* of,
+                                    const refusal* why) {
   return send_text(connection, of, why->status, "application/json", refusal_json(why));
 }
 
-static enum MHD_Result refuse(struct MHD_Connection *connection, exchange *of, unsigned status, const char *sentence) {
+static enum MHD_Result refuse(struct MHD_Connection* connection, exchange* of, unsigned status,
+                              const char* sentence) {
   refusal why;
   why.status = status;
   snprintf(why.message, sizeof why.message, "%s", sentence);
@@ -87,8 +93,8 @@ static enum MHD_Result refuse(struct MHD_Connection *connection, exchange *of, u
 }
 
 /* The next bytes of a stream's events; waits for them. */
-static ssize_t read_events(void *user, uint64_t position, char *to, size_t room) {
-  exchange *const of = user;
+static ssize_t read_events(void* user, uint64_t position, char* to, size_t room) {
+  exchange* const of = user;
   (void)position;
   if (of->sent == of->events.size) {
     if (of->is_last) return MHD_CONTENT_READER_END_OF_STREAM;
@@ -102,30 +108,34 @@ static ssize_t read_events(void *user, uint64_t position, char *to, size_t room)
   return (ssize_t)size;
 }
 
-static enum MHD_Result complete(struct MHD_Connection *connection, exchange *of, int is_chat) {
+static enum MHD_Result complete(struct MHD_Connection* connection, exchange* of, int is_chat) {
   refusal why = {200, ""};
-  of->completion = completion_start(of->service, of->number, is_chat, of->body.data, of->body.size, &why);
+  of->completion =
+      completion_start(of->service, of->number, is_chat, of->body.data, of->body.size, &why);
   buffer_free(&of->body);
   if (of->completion == NULL) return send_refusal(connection, of, &why);
   if (completion_is_stream(of->completion)) {
-    struct MHD_Response *const response = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, read_events, of, NULL);
+    struct MHD_Response* const response =
+        MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 4096, read_events, of, NULL);
     return send_response(connection, of, 200, "text/event-stream", response);
   }
   if (!wait_for(of)) return MHD_NO;
-  char *const text = completion_answer(of->completion, &why);
-  return text == NULL ? send_refusal(connection, of, &why) : send_text(connection, of, 200, "application/json", text);
+  char* const text = completion_answer(of->completion, &why);
+  return text == NULL ? send_refusal(connection, of, &why)
+                      : send_text(connection, of, 200, "application/json", text);
 }
 
 /* Counts, as Prometheus reads them. */
-static enum MHD_Result tell_metrics(struct MHD_Connection *connection, exchange *of) {
-  service *const service = of->service;
+static enum MHD_Result tell_metrics(struct MHD_Connection* connection, exchange* of) {
+  service* const service = of->service;
   dlm_scheduler_stats stats;
   dlm_scheduler_get_stats(service->scheduler, &stats);
   buffer text = {NULL, 0, 0};
   char line[256];
   int is_made = 1;
   pthread_mutex_lock(&service->mutex);
-  for (unsigned status = 0; status < sizeof service->answered / sizeof *service->answered; ++status) {
+  for (unsigned status = 0; status < sizeof service->answered / sizeof *service->answered;
+       ++status) {
     if (service->answered[status] == 0) continue;
     const int size = snprintf(line, sizeof line, "dlm_answers_total{status=\"%u\"} %llu\n", status,
                               (unsigned long long)service->answered[status]);
@@ -133,11 +143,14 @@ static enum MHD_Result tell_metrics(struct MHD_Connection *connection, exchange 
   }
   const unsigned long long gone = service->gone;
   pthread_mutex_unlock(&service->mutex);
-  const int size = snprintf(line, sizeof line,
-                            "dlm_clients_gone_total %llu\ndlm_submitted_total %lld\ndlm_waiting %d\ndlm_running %d\n"
-                            "dlm_passes_total %lld\ndlm_shares_total %lld\ndlm_busy_seconds_total %.6f\ndlm_cache_bytes %llu\n",
-                            gone, (long long)stats.submitted, (int)stats.waiting, (int)stats.running, (long long)stats.passes,
-                            (long long)stats.shares, stats.busy_s, (unsigned long long)stats.cache_bytes);
+  const int size = snprintf(
+      line, sizeof line,
+      "dlm_clients_gone_total %llu\ndlm_submitted_total %lld\ndlm_waiting %d\ndlm_running %d\n"
+      "dlm_passes_total %lld\ndlm_shares_total %lld\ndlm_busy_seconds_total %.6f\ndlm_cache_bytes "
+      "%llu\n",
+      gone, (long long)stats.submitted, (int)stats.waiting, (int)stats.running,
+      (long long)stats.passes, (long long)stats.shares, stats.busy_s,
+      (unsigned long long)stats.cache_bytes);
   is_made = is_made && buffer_append(&text, line, (size_t)size + 1); /* with its NUL */
   if (!is_made) buffer_free(&text);
   return send_text(connection, of, 200, "text/plain; version=0.0.4", text.data);
@@ -145,23 +158,29 @@ static enum MHD_Result tell_metrics(struct MHD_Connection *connection, exchange 
 
 /* ---- Requests ---- */
 
-static enum MHD_Result answer(struct MHD_Connection *connection, exchange *of, const char *url, const char *method) {
-  const int is_get = strcmp(method, MHD_HTTP_METHOD_GET) == 0, is_post = strcmp(method, MHD_HTTP_METHOD_POST) == 0;
-  const int is_completion = strcmp(url, "/v1/completions") == 0, is_chat = strcmp(url, "/v1/chat/completions") == 0;
+static enum MHD_Result answer(struct MHD_Connection* connection, exchange* of, const char* url,
+                              const char* method) {
+  const int is_get = strcmp(method, MHD_HTTP_METHOD_GET) == 0,
+            is_post = strcmp(method, MHD_HTTP_METHOD_POST) == 0;
+  const int is_completion = strcmp(url, "/v1/completions") == 0,
+            is_chat = strcmp(url, "/v1/chat/completions") == 0;
   if (of->is_refused_early) return refuse(connection, of, 503, "the service stops");
-  if (of->received > of->body.size) return refuse(connection, of, 413, "the body is larger than this service takes");
+  if (of->received > of->body.size)
+    return refuse(connection, of, 413, "the body is larger than this service takes");
   if (is_completion || is_chat)
-    return is_post ? complete(connection, of, is_chat) : refuse(connection, of, 405, "completions are asked for by POST");
+    return is_post ? complete(connection, of, is_chat)
+                   : refuse(connection, of, 405, "completions are asked for by POST");
   if (strcmp(url, "/health") == 0 || strcmp(url, "/metrics") == 0) {
     if (!is_get) return refuse(connection, of, 405, "this is read by GET");
     if (url[1] == 'm') return tell_metrics(connection, of);
     return send_text(connection, of, 200, "application/json", strdup("{\"status\":\"ok\"}"));
   }
-  return refuse(connection, of, 404, "there are /v1/completions, /v1/chat/completions, /health and /metrics");
+  return refuse(connection, of, 404,
+                "there are /v1/completions, /v1/chat/completions, /health and /metrics");
 }
 
-static exchange *begin(service *of, struct MHD_Connection *connection) {
-  exchange *const made = calloc(1, sizeof *made);
+static exchange* begin(service* of, struct MHD_Connection* connection) {
+  exchange* const made = calloc(1, sizeof *made);
   if (made == NULL) return NULL;
   made->service = of;
   made->socket = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
@@ -174,23 +193,28 @@ static exchange *begin(service *of, struct MHD_Connection *connection) {
   return made;
 }
 
-static enum MHD_Result handle(void *user, struct MHD_Connection *connection, const char *url, const char *method,
-                              const char *version, const char *upload, size_t *upload_size, void **state) {
+static enum MHD_Result handle(void* user, struct MHD_Connection* connection, const char* url,
+                              const char* method, const char* version, const char* upload,
+                              size_t* upload_size, void** state) {
   (void)version;
-  exchange *of = *state;
+  exchange* of = *state;
   if (of == NULL) return (*state = begin(user, connection)) == NULL ? MHD_NO : MHD_YES;
   if (*upload_size == 0) return answer(connection, of, url, method);
   const size_t most = of->service->limits.body_bytes;
   of->received += *upload_size;
-  if (of->received <= most && !of->is_refused_early && !buffer_append(&of->body, upload, *upload_size)) return MHD_NO;
+  if (of->received <= most && !of->is_refused_early &&
+      !buffer_append(&of->body, upload, *upload_size))
+    return MHD_NO;
   *upload_size = 0;
-  /* What is too much is read and dropped, so that the client comes to read the answer, up to a limit of its own. */
+  /* What is too much is read and dropped, so that the client comes to read the answer, up to a
+   * limit of its own. */
   return of->received / MOST_DROPPED > most ? MHD_NO : MHD_YES;
 }
 
 /* After the answer is sent, or cannot be. */
-static void end(void *user, struct MHD_Connection *connection, void **state, enum MHD_RequestTerminationCode why) {
-  exchange *const of = *state;
+static void end(void* user, struct MHD_Connection* connection, void** state,
+                enum MHD_RequestTerminationCode why) {
+  exchange* const of = *state;
   (void)user;
   (void)connection;
   if (of == NULL) return;
@@ -200,14 +224,16 @@ static void end(void *user, struct MHD_Connection *connection, void **state, enu
   pthread_mutex_lock(&of->service->mutex);
   --of->service->under_way;
   of->service->promised -= (unsigned)!of->is_refused_early;
-  if (of->status != 0 && why == MHD_REQUEST_TERMINATED_COMPLETED_OK) ++of->service->answered[of->status];
-  else ++of->service->gone;
+  if (of->status != 0 && why == MHD_REQUEST_TERMINATED_COMPLETED_OK)
+    ++of->service->answered[of->status];
+  else
+    ++of->service->gone;
   pthread_mutex_unlock(&of->service->mutex);
   free(of);
   *state = NULL;
 }
 
-struct MHD_Daemon *http_start(service *of, const char *address, uint16_t port) {
+struct MHD_Daemon* http_start(service* of, const char* address, uint16_t port) {
   struct sockaddr_in place;
   memset(&place, 0, sizeof place);
   place.sin_family = AF_INET;
@@ -215,8 +241,10 @@ struct MHD_Daemon *http_start(service *of, const char *address, uint16_t port) {
   if (inet_pton(AF_INET, address, &place.sin_addr) != 1) return NULL;
   /* Longer than a request may take: a thread that waits for one is not idle. */
   const unsigned idle_s = (unsigned)(of->limits.deadline_ms / 1000) + 30;
-  const unsigned flags = MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_ITC;
-  return MHD_start_daemon(flags, port, NULL, NULL, handle, of, MHD_OPTION_NOTIFY_COMPLETED, end, of, MHD_OPTION_SOCK_ADDR,
-                          &place, MHD_OPTION_CONNECTION_LIMIT, of->limits.connections, MHD_OPTION_CONNECTION_TIMEOUT, idle_s,
+  const unsigned flags =
+      MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_ITC;
+  return MHD_start_daemon(flags, port, NULL, NULL, handle, of, MHD_OPTION_NOTIFY_COMPLETED, end, of,
+                          MHD_OPTION_SOCK_ADDR, &place, MHD_OPTION_CONNECTION_LIMIT,
+                          of->limits.connections, MHD_OPTION_CONNECTION_TIMEOUT, idle_s,
                           MHD_OPTION_END);
 }

@@ -1,6 +1,6 @@
-/* A service of completions over HTTP: serve BUNDLE [--port N] ...; README.md says how it is built and asked.
- * Requests share the passes of one scheduler. SIGTERM or SIGINT: nothing new is taken, what is under way is finished, exit
- * 0. */
+/* A service of completions over HTTP: serve BUNDLE [--port N] ...; README.md says how it is built
+ * and asked. Requests share the passes of one scheduler. SIGTERM or SIGINT: nothing new is taken,
+ * what is under way is finished, exit 0. */
 #define _POSIX_C_SOURCE 200809L
 #include <microhttpd.h>
 #include <signal.h>
@@ -21,31 +21,32 @@ struct settings {
 };
 
 static int usage(void) {
-  fprintf(stderr,
-          "usage: serve BUNDLE [options]\n"
-          "  --address IP       where it listens, IPv4           [default: 127.0.0.1]\n"
-          "  --port N           0: any free one                  [default: 8080; 0..65535]\n"
-          "  --preset NAME      of the bundle                    [default: the bundle's]\n"
-          "  --model NAME       that answers bear                [default: the bundle's folder]\n"
-          "  --threads N        of ONNX Runtime; 0: all cores    [default: 0; 0..4096]\n"
-          "  --max-running N    requests that share passes       [default: 16; 1..4096]\n"
-          "  --max-waiting N    others; more get 429             [default: 64; 1..100000]\n"
-          "  --max-tokens N     new tokens of a request          [default: 256; 1..1000000]\n"
-          "  --body-bytes N     of a request; more get 413       [default: 1048576; 1..1073741824]\n"
-          "  --deadline-ms N    from a request's coming          [default: 30000; 1..3600000]\n"
-          "  --drain-ms N       to finish in when it stops       [default: 10000; 0..3600000]\n");
+  fprintf(
+      stderr,
+      "usage: serve BUNDLE [options]\n"
+      "  --address IP       where it listens, IPv4           [default: 127.0.0.1]\n"
+      "  --port N           0: any free one                  [default: 8080; 0..65535]\n"
+      "  --preset NAME      of the bundle                    [default: the bundle's]\n"
+      "  --model NAME       that answers bear                [default: the bundle's folder]\n"
+      "  --threads N        of ONNX Runtime; 0: all cores    [default: 0; 0..4096]\n"
+      "  --max-running N    requests that share passes       [default: 16; 1..4096]\n"
+      "  --max-waiting N    others; more get 429             [default: 64; 1..100000]\n"
+      "  --max-tokens N     new tokens of a request          [default: 256; 1..1000000]\n"
+      "  --body-bytes N     of a request; more get 413       [default: 1048576; 1..1073741824]\n"
+      "  --deadline-ms N    from a request's coming          [default: 30000; 1..3600000]\n"
+      "  --drain-ms N       to finish in when it stops       [default: 10000; 0..3600000]\n");
   return 2;
 }
 
-static int wrong(const char *what, const char *why) {
+static int wrong(const char* what, const char* why) {
   fprintf(stderr, "serve: %s %s\n", what, why);
   return 0;
 }
 
 /* Reads the command line; 0: it is wrong, and was said to be. */
-static int read_settings(int argc, char **argv, struct settings *to) {
+static int read_settings(int argc, char** argv, struct settings* to) {
   const struct {
-    const char *name;
+    const char* name;
     double *value, low, high;
   } numbers[] = {
       {"--port", &to->port, 0, 65535},
@@ -69,12 +70,14 @@ static int read_settings(int argc, char **argv, struct settings *to) {
       if (strcmp(argv[i], texts[n].name) == 0) *texts[n].value = argv[i + 1], is_known = 1;
     for (size_t n = 0; n < sizeof numbers / sizeof *numbers; ++n) {
       if (strcmp(argv[i], numbers[n].name) != 0) continue;
-      char *end;
+      char* end;
       *numbers[n].value = (double)strtol(argv[i + 1], &end, 10);
       const double number = *numbers[n].value;
-      if (end == argv[i + 1] || *end != '\0' || number < numbers[n].low || number > numbers[n].high) {
+      if (end == argv[i + 1] || *end != '\0' || number < numbers[n].low ||
+          number > numbers[n].high) {
         char why[96];
-        snprintf(why, sizeof why, "is no whole number in %.0f..%.0f", numbers[n].low, numbers[n].high);
+        snprintf(why, sizeof why, "is no whole number in %.0f..%.0f", numbers[n].low,
+                 numbers[n].high);
         return wrong(argv[i], why);
       }
       is_known = 1;
@@ -84,13 +87,14 @@ static int read_settings(int argc, char **argv, struct settings *to) {
   return 1;
 }
 
-static int report(dlm_status status, const char *sentence) {
+static int report(dlm_status status, const char* sentence) {
   fprintf(stderr, "serve: %s: %s\n", dlm_status_name(status), sentence);
   return 1;
 }
 
 /* Opens all that requests need; what was opened before a failure is the caller's to close. */
-static dlm_status open_service(service *to, const struct settings *settings, char *message, size_t capacity) {
+static dlm_status open_service(service* to, const struct settings* settings, char* message,
+                               size_t capacity) {
   dlm_open_options options;
   dlm_open_options_init(&options);
   options.threads = (int32_t)settings->threads;
@@ -108,16 +112,17 @@ static dlm_status open_service(service *to, const struct settings *settings, cha
   return dlm_scheduler_create(to->bundle, &scheduling, message, capacity, &to->scheduler);
 }
 
-static void *make_passes(void *scheduler) {
+static void* make_passes(void* scheduler) {
   char message[512];
   const dlm_status status = dlm_scheduler_run(scheduler, 0, NULL, NULL, message, sizeof message);
   if (status == DLM_OK) return NULL;
-  report(status, message); /* without passes nobody is served: who started the service starts it again */
+  report(status,
+         message); /* without passes nobody is served: who started the service starts it again */
   _exit(1);
 }
 
 /* Until a count is 0, for so many milliseconds; 1: it is. */
-static int wait_until_none(service *of, const unsigned *count, double ms) {
+static int wait_until_none(service* of, const unsigned* count, double ms) {
   const struct timespec while_ms = {0, 10000000};
   for (double waited = 0;; waited += 10) {
     pthread_mutex_lock(&of->mutex);
@@ -129,7 +134,7 @@ static int wait_until_none(service *of, const unsigned *count, double ms) {
 }
 
 /* Nothing new is taken; what is under way has its time. */
-static void stop(service *of, struct MHD_Daemon *daemon) {
+static void stop(service* of, struct MHD_Daemon* daemon) {
   pthread_mutex_lock(&of->mutex);
   of->is_stopping = 1;
   pthread_mutex_unlock(&of->mutex);
@@ -144,26 +149,29 @@ static void stop(service *of, struct MHD_Daemon *daemon) {
   if (listening != MHD_INVALID_SOCKET) close(listening);
 }
 
-static void tell_counts(const service *of) {
+static void tell_counts(const service* of) {
   fprintf(stderr, "serve: stopped; %llu requests taken", (unsigned long long)of->taken);
   for (unsigned status = 0; status < sizeof of->answered / sizeof *of->answered; ++status)
-    if (of->answered[status] > 0) fprintf(stderr, ", %llu answered %u", (unsigned long long)of->answered[status], status);
+    if (of->answered[status] > 0)
+      fprintf(stderr, ", %llu answered %u", (unsigned long long)of->answered[status], status);
   fprintf(stderr, ", %llu given up by their client\n", (unsigned long long)of->gone);
 }
 
 /* Serves until a signal comes. Returns the exit code. */
-static int serve(service *of, const struct settings *settings, const sigset_t *signals) {
+static int serve(service* of, const struct settings* settings, const sigset_t* signals) {
   pthread_t passes;
   if (pthread_create(&passes, NULL, make_passes, of->scheduler) != 0)
     return report(DLM_OUT_OF_MEMORY, "a thread cannot be started");
-  struct MHD_Daemon *const daemon = http_start(of, settings->address, (uint16_t)settings->port);
+  struct MHD_Daemon* const daemon = http_start(of, settings->address, (uint16_t)settings->port);
   int code = 0;
   if (daemon == NULL) {
-    fprintf(stderr, "serve: cannot listen on %s, port %d\n", settings->address, (int)settings->port);
+    fprintf(stderr, "serve: cannot listen on %s, port %d\n", settings->address,
+            (int)settings->port);
     code = 1;
   } else {
     printf("listening on http://%s:%u, %s\n", settings->address,
-           (unsigned)MHD_get_daemon_info(daemon, MHD_DAEMON_INFO_BIND_PORT)->port, dlm_bundle_engine(of->bundle));
+           (unsigned)MHD_get_daemon_info(daemon, MHD_DAEMON_INFO_BIND_PORT)->port,
+           dlm_bundle_engine(of->bundle));
     fflush(stdout);
     int number;
     sigwait(signals, &number);
@@ -175,8 +183,9 @@ static int serve(service *of, const struct settings *settings, const sigset_t *s
   return code;
 }
 
-int main(int argc, char **argv) {
-  struct settings settings = {8080, 0, 16, 64, 256, 1048576, 30000, 10000, NULL, "127.0.0.1", NULL, NULL};
+int main(int argc, char** argv) {
+  struct settings settings = {8080,  0,     16,   64,          256,  1048576,
+                              30000, 10000, NULL, "127.0.0.1", NULL, NULL};
   if (!read_settings(argc, argv, &settings)) return usage();
   sigset_t signals; /* blocked in all threads, and waited for in this one */
   sigemptyset(&signals);
@@ -186,13 +195,16 @@ int main(int argc, char **argv) {
   signal(SIGPIPE, SIG_IGN); /* clients go as they like */
   static service of;
   pthread_mutex_init(&of.mutex, NULL);
-  const char *const slash = strrchr(settings.bundle, '/');
-  of.model = settings.model != NULL ? settings.model : slash != NULL && slash[1] != '\0' ? slash + 1 : settings.bundle;
+  const char* const slash = strrchr(settings.bundle, '/');
+  of.model = settings.model != NULL              ? settings.model
+             : slash != NULL && slash[1] != '\0' ? slash + 1
+                                                 : settings.bundle;
   of.limits.body_bytes = (size_t)settings.body_bytes;
   of.limits.max_tokens = (int32_t)settings.max_tokens;
   of.limits.deadline_ms = settings.deadline_ms;
   of.limits.drain_ms = settings.drain_ms;
-  of.limits.connections = (unsigned)(settings.max_running + settings.max_waiting) + 64; /* who is refused needs one too */
+  of.limits.connections = (unsigned)(settings.max_running + settings.max_waiting) +
+                          64; /* who is refused needs one too */
   char message[1024];
   const dlm_status status = open_service(&of, &settings, message, sizeof message);
   const int code = status == DLM_OK ? serve(&of, &settings, &signals) : report(status, message);

@@ -19,9 +19,11 @@ _ROUNDED = 16 << 20  # to multiples of it, what is told to be enough
 
 
 def activation_bytes(job: Job) -> int | None:
-    """Of ``--memory``, or of what the machine has free: what canvases' states may take beside what a layer needs.
+    """Of ``--memory``, or of what the machine has free: what canvases' states may take beside what
+    a layer needs.
 
-    None: nobody knows how much there is. Raises MemoryLimitError if a layer does not fit, with what would.
+    None: nobody knows how much there is. Raises MemoryLimitError if a layer does not fit, with what
+    would.
     """
     asked = job.request.options.memory_bytes
     limit = targets.available_memory_bytes() if asked is None else asked
@@ -32,7 +34,9 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        least = -(-(held + most) // _ROUNDED) * _ROUNDED  # what is held differs a little from run to run
+        least = (
+            -(-(held + most) // _ROUNDED) * _ROUNDED
+        )  # what is held differs a little from run to run
         raise MemoryLimitError(
             f"{given}: to {stage} takes {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
         )
@@ -40,7 +44,9 @@ def activation_bytes(job: Job) -> int | None:
 
 
 def _for_pace(job: Job, least: int) -> str:
-    """What to allow for calibration states to be made together, where states are: alone, each request reads all layers."""
+    """What to allow for calibration states to be made together, where states are: alone, each
+    request reads all layers.
+    """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
         return ""
@@ -52,23 +58,37 @@ def needed_bytes(job: Job) -> dict[str, int]:
     """Stage, in words -> bytes that it holds at once beside the canvases' states."""
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     blocks = [_layers_of(network, i) for i in range(len(network.layers))]
-    held = [layer for block in blocks for layer in block if (formats or {}).get(layer.path, HIGH) != HIGH]
+    held = [
+        layer
+        for block in blocks
+        for layer in block
+        if (formats or {}).get(layer.path, HIGH) != HIGH
+    ]
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
-    # The largest matrix, its codes, and what is corrected or packed of it; what is not quantised goes by in pieces.
+    # The largest matrix, its codes, and what is corrected or packed of it; what is not quantised
+    # goes by in pieces.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
     # A GPU's graph has a stack of experts as one matrix: its codes, and each expert's beside them.
-    together = max((2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked), default=0)
+    together = max(
+        (2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked),
+        default=0,
+    )
     joined = together if job.request.on_gpu else 0
     needs = {"write weights": max(matrices, joined) + 3 * _FP32 * PIECE * MOST_CORES}
     largest = max(sum(layer.inputs * layer.outputs for layer in block) for block in blocks)
     if recipe is not None and formats is not None and recipe.needs_states(formats):
         block = calibrate.computing_dtype(network, job.request.device).itemsize * largest
-        solving = max(_solving_bytes(each, formats) for each in blocks) if recipe.solver == "gptq" else 0
+        solving = (
+            max(_solving_bytes(each, formats) for each in blocks) if recipe.solver == "gptq" else 0
+        )
         needs["calibrate"] = block + max(pass_bytes, matrices) + solving
     if job.request.options.check_parity and job.request.is_quantised:
-        # A block of torch's beside the graph's, and twice while it is quantised. A quantised head is packed, any other mapped.
-        whole = max(sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks)
+        # A block of torch's beside the graph's, and twice while it is quantised. A quantised head
+        # is packed, any other mapped.
+        whole = max(
+            sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks
+        )
         of_block = 3 * _FP32 * (whole if job.request.on_gpu else largest)
         needs["check parity"] = max(of_block, network.vocab_size * network.hidden_size + pass_bytes)
     return needs

@@ -18,7 +18,8 @@ from dlm_export.tensorrt.estimate import EngineOptions
 class QuantiseOptions:
     """How a quantised bundle is calibrated and judged. ``budgets`` missed: no bundle is written.
 
-    ``min_tokens_per_expert``: calibration tokens that an expert has to meet for its weights to be solved by them.
+    ``min_tokens_per_expert``: calibration tokens that an expert has to meet for its weights to be
+    solved by them.
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -34,13 +35,15 @@ class QuantiseOptions:
 class BuildOptions:
     """What is made of a source.
 
-    ``targets`` names one device or several GPUs; ``precision`` is a full one (fp32 and fp16 on a CPU, fp16 and bf16 on GPUs),
-    the name or file of a recipe, ``auto`` or ``stored``. ``activations`` (fp16, bf16) are of quantised bundles for GPUs,
-    None: as the source is stored. ``cache_dtype`` (fp32, fp16, int8) is of keys and values between passes on a CPU, None: as
-    attention computes them. ``engine`` says how engines are built, None: not here. ``plain_graph`` writes elementary
-    operators only, for TensorRT before 10.14. ``force`` replaces the bundle that is there. ``check_parity=False`` skips
-    parity, and the judging of a quantised bundle, which ``quantise`` describes. ``device`` is torch's: auto, cpu, cuda, cuda:1.
-    ``memory_bytes`` bounds what torch holds, None: by what is free. ``resume``: folder where finished stages of a quantised
+    ``targets`` names one device or several GPUs; ``precision`` is a full one (fp32 and fp16 on a
+    CPU, fp16 and bf16 on GPUs), the name or file of a recipe, ``auto`` or ``stored``.
+    ``activations`` (fp16, bf16) are of quantised bundles for GPUs, None: as the source is stored.
+    ``cache_dtype`` (fp32, fp16, int8) is of keys and values between passes on a CPU, None: as
+    attention computes them. ``engine`` says how engines are built, None: not here. ``plain_graph``
+    writes elementary operators only, for TensorRT before 10.14. ``force`` replaces the bundle that
+    is there. ``check_parity=False`` skips parity, and the judging of a quantised bundle, which
+    ``quantise`` describes. ``device`` is torch's: auto, cpu, cuda, cuda:1. ``memory_bytes`` bounds
+    what torch holds, None: by what is free. ``resume``: folder where finished stages of a quantised
     build are kept, and taken up.
     """
 

@@ -22,12 +22,14 @@ from dlm_export.quantising import samples
 from dlm_export.workplace import Workplace
 
 CACHE_SAMPLES = 8  # that a rounded cache is judged by, unless --judged says another number
-STATES_A_SAMPLE = 2  # that layers are ranked by, of the samples that were worth judging: one costs as much as ten passes
+# that layers are ranked by, of the samples that were worth judging: one costs as much as ten passes
+STATES_A_SAMPLE = 2
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven. ``judgement``, ``threshold``, ``levels``: of quantised bundles; ``record``: what accuracy.json holds.
+    """What was proven. ``judgement``, ``threshold``, ``levels``: of quantised bundles; ``record``:
+    what accuracy.json holds.
 
     ``cache``: what rounding cached rows costs, see ``judge_cache``.
     """
@@ -40,15 +42,21 @@ class Proof:
     cache: dict[str, Any] | None = None
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest with what was fitted: the effort levels, and the threshold, in its preset too where it changed."""
+        """The manifest with what was fitted: the effort levels, and the threshold, in its preset
+        too where it changed.
+        """
         if self.threshold is None or self.levels is None:
             return dict(manifest)
         presets = dict(manifest["loop"]["presets"])
         if self.threshold.verdict in ("raised", "lowered"):
             assert self.threshold.preset is not None
-            presets[self.threshold.preset] = presets[self.threshold.preset] | {"threshold": self.threshold.refitted.threshold}
+            presets[self.threshold.preset] = presets[self.threshold.preset] | {
+                "threshold": self.threshold.refitted.threshold
+            }
         precision = manifest["precision"] | {"threshold": self.threshold.as_dict()}
-        return self.levels.applied({**manifest, "precision": precision, "loop": manifest["loop"] | {"presets": presets}})
+        return self.levels.applied(
+            {**manifest, "precision": precision, "loop": manifest["loop"] | {"presets": presets}}
+        )
 
 
 def prove(
@@ -79,17 +87,25 @@ def prove(
     if quantised is None:
         return Proof(parity, record, cache=cache)
     if quantised.calibration is not None:
-        record["calibration"] = accuracy.statistics(quantised.numbers, quantised.calibration.provenance)
+        record["calibration"] = accuracy.statistics(
+            quantised.numbers, quantised.calibration.provenance
+        )
     record["auto"] = [point.as_dict() for point in quantised.curve]
     if not job.request.is_judged:
         return Proof(parity, record, cache=cache)
     judgement, threshold, levels = _judge(job, quantised, folder, workplace, stages)
     check_budgets(judgement, f"{output}: not written")
-    return Proof(parity, record | {"judgement": judgement.as_dict()}, judgement, threshold, levels, cache)
+    return Proof(
+        parity, record | {"judgement": judgement.as_dict()}, judgement, threshold, levels, cache
+    )
 
 
-def _check_pass(job: Job, taps: Mapping[str, Tap], folder: Path, workplace: Workplace, stages: Stages) -> Parity:
-    """Full precision: whole passes and whole canvases, or where experts are what they differ by, layers."""
+def _check_pass(
+    job: Job, taps: Mapping[str, Tap], folder: Path, workplace: Workplace, stages: Stages
+) -> Parity:
+    """Full precision: whole passes and whole canvases, or where experts are what they differ by,
+    layers.
+    """
     source = job.source
     with stages.stage("check parity", verify.parity_units(source.presets, source.network)):
         parity = verify.check_parity(
@@ -118,7 +134,12 @@ def _check_pass(job: Job, taps: Mapping[str, Tap], folder: Path, workplace: Work
 
 
 def _check_layers(
-    job: Job, quantised: Quantised, taps: Mapping[str, Tap], folder: Path, workplace: Workplace, stages: Stages
+    job: Job,
+    quantised: Quantised,
+    taps: Mapping[str, Tap],
+    folder: Path,
+    workplace: Workplace,
+    stages: Stages,
 ) -> Parity:
     """Quantised: layer by layer from equal inputs."""
     with stages.stage("check parity", layerwise.units(job.source.network)):
@@ -135,24 +156,38 @@ def _check_layers(
         )
 
 
-def _judge_cache(job: Job, quantised: Quantised | None, folder: Path, workplace: Workplace, stages: Stages) -> dict[str, Any]:
+def _judge_cache(
+    job: Job, quantised: Quantised | None, folder: Path, workplace: Workplace, stages: Stages
+) -> dict[str, Any]:
     """What rounding keys and values costs by itself."""
     source, options = job.source, job.request.options.quantise
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
         if quantised is not None and quantised.calibration is not None:
             data = quantised.calibration.data
         else:
-            data = samples.load_data(source.network, source.path, bundle.tokenizer, options.calibration, is_calibrating=False)
+            data = samples.load_data(
+                source.network,
+                source.path,
+                bundle.tokenizer,
+                options.calibration,
+                is_calibrating=False,
+            )
         judging = data.judging[: options.effort.judged or CACHE_SAMPLES]
-        with stages.stage("judge cache", len(rounded.caches_of(source.network)) * len(judging)) as advance:
+        with stages.stage(
+            "judge cache", len(rounded.caches_of(source.network)) * len(judging)
+        ) as advance:
             policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
-            return rounded.judge_cache(source, bundle, judging, job.cache_dtype, policy, seed, advance, workplace)
+            return rounded.judge_cache(
+                source, bundle, judging, job.cache_dtype, policy, seed, advance, workplace
+            )
 
 
 def _judge(
     job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
 ) -> tuple[Judgement, Refit, Levels]:
-    """What quantisation costs, the threshold that makes up for it, and what loops by effort cost and give."""
+    """What quantisation costs, the threshold that makes up for it, and what loops by effort cost
+    and give.
+    """
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
@@ -163,7 +198,16 @@ def _judge(
         with stages.stage("judge", accuracy.judge_units(judging)) as advance:
             name = numbers.recipe.name
             judgement = accuracy.judge_source(
-                source, bundle, judging, name, policy, seed, effort, options.budgets, advance, workplace
+                source,
+                bundle,
+                judging,
+                name,
+                policy,
+                seed,
+                effort,
+                options.budgets,
+                advance,
+                workplace,
             )
         # As many samples as were worth judging.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
@@ -173,18 +217,35 @@ def _judge(
                 recording = accuracy.record_runs(source, bundle, fitting, job.preset, advance)
         with stages.stage("fit threshold", accuracy.fit_units(fitting, policy)) as advance:
             threshold = accuracy.fit_threshold(
-                source, bundle, fitting, job.preset, seed, advance, recording=recording, workplace=workplace
+                source,
+                bundle,
+                fitting,
+                job.preset,
+                seed,
+                advance,
+                recording=recording,
+                workplace=workplace,
             )
         with stages.stage("fit effort", level_units(policy, source.network.shift)) as advance:
-            levels = accuracy.fit_effort(source, bundle, fitting, threshold, advance, recording=recording)
+            levels = accuracy.fit_effort(
+                source, bundle, fitting, threshold, advance, recording=recording
+            )
     exact = effort.name == "full"
     fitted = replace(calibration.data, calibration=fitting)
     states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))
     if not exact:
         states = states[: STATES_A_SAMPLE * len(fitting)]
-    with stages.stage("sweep layers", sensitivity.units(source.network, len(source.network.units()), exact=exact)) as advance:
+    with stages.stage(
+        "sweep layers", sensitivity.units(source.network, len(source.network.units()), exact=exact)
+    ) as advance:
         (lost,) = sensitivity.losses(
-            numbers.parameters, source.network, [numbers], states, advance, exact=exact, workplace=workplace
+            numbers.parameters,
+            source.network,
+            [numbers],
+            states,
+            advance,
+            exact=exact,
+            workplace=workplace,
         )
     judgement = replace(
         judgement,

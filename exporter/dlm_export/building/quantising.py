@@ -1,4 +1,6 @@
-"""The stages that find a recipe's numbers: states of the denoiser, the recipe itself where it is searched, calibration."""
+"""The stages that find a recipe's numbers: states of the denoiser, the recipe itself where it is
+searched, calibration.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from dlm_runtime.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Data, the states that were made of it, and what the manifest says of both; no states and None where no recipe asks."""
+    """Data, the states that were made of it, and what the manifest says of both; no states and None
+    where no recipe asks.
+    """
 
     data: samples.Data
     states: list[State] = field(default_factory=list)
@@ -37,8 +41,8 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Quantised:
-    """What these stages give. ``calibration``: None where neither a range nor a judge needs one; ``curve``: of ``auto``,
-    and ``tuning`` what formats took here where it chose by that.
+    """What these stages give. ``calibration``: None where neither a range nor a judge needs one;
+    ``curve``: of ``auto``, and ``tuning`` what formats took here where it chose by that.
     """
 
     numbers: Quantisation
@@ -48,7 +52,9 @@ class Quantised:
 
     def uses(self, activations: str) -> bool:
         """Whether a layer's inputs are held in this number format."""
-        return any(FORMATS[name].activations == activations for name in self.numbers.formats.values())
+        return any(
+            FORMATS[name].activations == activations for name in self.numbers.formats.values()
+        )
 
     @property
     def is_simulated_on_cpu(self) -> bool:
@@ -66,8 +72,12 @@ class Quantised:
         }
 
 
-def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages) -> Quantised:
-    """Find the recipe's numbers. Raises CheckpointError, RecipeError, CalibrationError, TargetError."""
+def quantise(
+    job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages
+) -> Quantised:
+    """Find the recipe's numbers. Raises CheckpointError, RecipeError, CalibrationError,
+    TargetError.
+    """
     request, source = job.request, job.source
     options = request.options.quantise
     is_stored = request.options.precision == STORED
@@ -77,10 +87,14 @@ def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages
     if is_stored and recipe is not None:
         formats = recipe.formats(list(layers))
     # A search measures on states; a pre-quantised checkpoint brings its ranges along.
-    needs_states = recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
+    needs_states = (
+        recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
+    )
     calibration = None
     if needs_states or request.is_judged:
-        calibration = Calibration(samples.load_data(source.network, source.path, tokenizer, options.calibration))
+        calibration = Calibration(
+            samples.load_data(source.network, source.path, tokenizer, options.calibration)
+        )
         if needs_states or options.effort.name == "full":
             calibration = _make_states(job, calibration.data, workplace, stages)
     curve: list[auto.CurvePoint] = []
@@ -95,7 +109,9 @@ def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages
     scale_dtype = trace.element_type(job.base).numpy()
     if is_stored:
         targets.check(request.targets, formats.values(), STORED)
-        numbers = calibrate.take_stored(source.parameters, source.network, recipe, formats, scale_dtype)
+        numbers = calibrate.take_stored(
+            source.parameters, source.network, recipe, formats, scale_dtype
+        )
         return Quantised(numbers, calibration)
     states = [] if calibration is None else calibration.states
     units = calibrate.units(recipe, formats, source.network, len(states), options.calibrator)
@@ -118,10 +134,17 @@ def quantise(job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages
 
 def stored_recipe(source: Source) -> Recipe:
     """The formats that a pre-quantised checkpoint came in. Raises CheckpointError if it is not one."""
-    quantised = source.parameters.quantised if isinstance(source.parameters, families.Weights) else {}
+    quantised = (
+        source.parameters.quantised if isinstance(source.parameters, families.Weights) else {}
+    )
     if not quantised:
-        raise CheckpointError(f"{source.path}: not a pre-quantised checkpoint; choose a precision to quantise it to")
-    layers = tuple((name.removesuffix(".weight"), ALGORITHMS[algorithm]) for name, algorithm in quantised.items())
+        raise CheckpointError(
+            f"{source.path}: not a pre-quantised checkpoint; choose a precision to quantise it to"
+        )
+    layers = tuple(
+        (name.removesuffix(".weight"), ALGORITHMS[algorithm])
+        for name, algorithm in quantised.items()
+    )
     return Recipe(STORED, layers)
 
 
@@ -132,9 +155,16 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
     else:
         with stages.stage("make states", len(data.calibration)) as advance:
             c = source.network
-            layered = families.layered(source.parameters, c, calibrate.computing_dtype(c, workplace.device), workplace.device)
+            layered = families.layered(
+                source.parameters,
+                c,
+                calibrate.computing_dtype(c, workplace.device),
+                workplace.device,
+            )
             states = list(
-                samples.calibration_states(source, layered, data, options.calibration, advance, workplace.activation_bytes)
+                samples.calibration_states(
+                    source, layered, data, options.calibration, advance, workplace.activation_bytes
+                )
             )
         give_back()
         if workplace.states is not None:
@@ -162,7 +192,9 @@ def _tune(job: Job, stages: Stages) -> Tuning:
         return tuning.measure(layers, formats, rows, advance)
 
 
-def _search(job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages) -> auto.Found:
+def _search(
+    job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages
+) -> auto.Found:
     """``--precision auto``: the cheapest recipe within the budget."""
     request, options = job.request, job.request.options.quantise
     formats = auto.formats_for(request.targets, options.auto)

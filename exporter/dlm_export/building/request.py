@@ -1,4 +1,6 @@
-"""What was asked for, checked before any work: first alone, then against the source that it is made from."""
+"""What was asked for, checked before any work: first alone, then against the source that it is made
+from.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ class Request:
     @property
     def is_judged(self) -> bool:
         """Whether what quantisation costs is to be found out."""
-        return self.is_quantised and self.options.check_parity and self.options.quantise.effort.name != "none"
+        return (
+            self.is_quantised
+            and self.options.check_parity
+            and self.options.quantise.effort.name != "none"
+        )
 
     def base_of(self, source: Source) -> str:
         """The precision of what is not quantised: parameters, activations, cache."""
@@ -68,7 +74,9 @@ class Request:
         if not self.on_gpu:
             return "fp32"
         takes_bf16 = all("bf16" in target.full_precisions for target in self.targets)
-        return self.options.activations or ("bf16" if source.precision == "bf16" and takes_bf16 else "fp16")
+        return self.options.activations or (
+            "bf16" if source.precision == "bf16" and takes_bf16 else "fp16"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,8 +107,8 @@ class Job:
 
 
 def check_request(options: BuildOptions) -> Request:
-    """Raises TargetError, RecipeError, CalibrationError, EngineError, DeviceError for options that cannot be met, whatever the
-    source.
+    """Raises TargetError, RecipeError, CalibrationError, EngineError, DeviceError for options that
+    cannot be met, whatever the source.
     """
     devices = targets.find_all(options.targets)
     on_gpu = devices[0].is_gpu
@@ -108,10 +116,14 @@ def check_request(options: BuildOptions) -> Request:
     if recipe is not None and options.quantise.recipe_changes:
         recipe = replace(recipe, **options.quantise.recipe_changes)
     if on_gpu and recipe is not None and recipe.embedding is not None:
-        raise TargetError("a quantised embedding table is for the CPU: leave --embedding out for GPUs")
+        raise TargetError(
+            "a quantised embedding table is for the CPU: leave --embedding out for GPUs"
+        )
     if options.activations is not None:
         if options.precision in graph.PRECISIONS or not on_gpu:
-            raise TargetError(f"activations in {options.activations} are for quantised bundles for GPUs")
+            raise TargetError(
+                f"activations in {options.activations} are for quantised bundles for GPUs"
+            )
         targets.recipe_for(devices, options.activations)
     if options.cache_dtype is not None:
         _check_cache(options, on_gpu=on_gpu)
@@ -126,7 +138,9 @@ def check_request(options: BuildOptions) -> Request:
             if builder is not None:
                 found[target.name] = builder
     if options.resume is not None and recipe is None:
-        raise RecipeError("--resume is for a recipe that is known beforehand, and no full precision")
+        raise RecipeError(
+            "--resume is for a recipe that is known beforehand, and no full precision"
+        )
     return Request(options, tuple(devices), recipe, found, find_device(options.device))
 
 
@@ -134,9 +148,13 @@ def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
     """TargetError for a cache of another type than what is asked for with it can have."""
     asked = f"--cache-dtype {options.cache_dtype}"
     if on_gpu:
-        raise TargetError(f"{asked} is for CPUs: on a GPU keys and values are in the type of its activations. Leave it out.")
+        raise TargetError(
+            f"{asked} is for CPUs: on a GPU keys and values are in the type of its activations. Leave it out."
+        )
     if options.plain_graph:
-        raise TargetError(f"{asked} needs an operator of ours, which --plain-graph keeps out. Leave one of the two out.")
+        raise TargetError(
+            f"{asked} needs an operator of ours, which --plain-graph keeps out. Leave one of the two out."
+        )
     if options.precision in ("fp16", "bf16") and options.cache_dtype != options.precision:
         raise TargetError(
             f"{asked} is for graphs that compute in fp32, and --precision {options.precision} keeps keys and values in "
@@ -145,18 +163,25 @@ def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
 
 
 def check_job(request: Request, source: Source) -> Job:
-    """Raises RequestError, RecipeError, EngineError, DlmError if the source, this machine or a target is not up to it."""
+    """Raises RequestError, RecipeError, EngineError, DlmError if the source, this machine or a
+    target is not up to it.
+    """
     options, network = request.options, source.network
     if request.on_gpu:
         _check_dense(request, network)
-    preset, _ = samples.threshold_preset(network, source.presets, options.quantise.calibration.preset)
+    preset, _ = samples.threshold_preset(
+        network, source.presets, options.quantise.calibration.preset
+    )
     formats: dict[str, str] | None = None
     notes: tuple[str, ...] = ()
     if request.recipe is not None and network.mixtures():
         request = replace(request, recipe=for_experts(request.recipe))
     if request.recipe is not None:
         asked = request.recipe.formats(list(network.quantisable()))
-        formats = {path: held_in(request, layer, asked[path]) for path, layer in network.quantisable().items()}
+        formats = {
+            path: held_in(request, layer, asked[path])
+            for path, layer in network.quantisable().items()
+        }
         formats |= _held_together(request, network, asked)
         notes = _told(request, network, asked, formats)
     if request.recipe is not None and request.recipe.embedding is not None and network.tied_head:
@@ -168,9 +193,15 @@ def check_job(request: Request, source: Source) -> Job:
     if options.check_parity:
         instead = "Pass --no-verify, and run `dlm-export verify` on a larger machine."
         if request.is_quantised:
-            holder, needed = "the parity check holds the denoiser's largest part in fp32", layerwise.largest_bytes(network)
+            holder, needed = (
+                "the parity check holds the denoiser's largest part in fp32",
+                layerwise.largest_bytes(network),
+            )
         else:
-            holder, needed = "the parity check holds the denoiser in fp32", 4 * network.parameter_count()
+            holder, needed = (
+                "the parity check holds the denoiser in fp32",
+                4 * network.parameter_count(),
+            )
         parity.check_host_memory(needed, holder, instead)
     if request.on_gpu and options.precision not in (AUTO, STORED):
         _check_device_memory(job)
@@ -182,7 +213,9 @@ DENSE_EXPERTS = 16
 
 
 def _check_dense(request: Request, network: NetworkSpec) -> None:
-    """TargetError for mixtures of which a GPU's graph would compute far more than what a token is routed to."""
+    """TargetError for mixtures of which a GPU's graph would compute far more than what a token is
+    routed to.
+    """
     for i, layer in enumerate(network.layers):
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
             raise TargetError(
@@ -193,27 +226,48 @@ def _check_dense(request: Request, network: NetworkSpec) -> None:
 
 
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
-    """The format that a layer is held in: the one asked for or, where its shape does not suit that, the next that all targets
-    take."""
-    choices = [name, *(other for other in NEXT.get(name, ()) if not any(target.missing([other]) for target in request.targets))]
-    fitting = (other for other in choices if operands.misfit(layer, other, on_gpu=request.on_gpu) is None)
+    """The format that a layer is held in: the one asked for or, where its shape does not suit that,
+    the next that all targets take.
+    """
+    choices = [
+        name,
+        *(
+            other
+            for other in NEXT.get(name, ())
+            if not any(target.missing([other]) for target in request.targets)
+        ),
+    ]
+    fitting = (
+        other for other in choices if operands.misfit(layer, other, on_gpu=request.on_gpu) is None
+    )
     return next(fitting, HIGH)
 
 
-def _held_together(request: Request, network: NetworkSpec, asked: Mapping[str, str]) -> dict[str, str]:
-    """The formats of experts, whose three stacks one kernel multiplies: one that suits them all. Raises RecipeError."""
+def _held_together(
+    request: Request, network: NetworkSpec, asked: Mapping[str, str]
+) -> dict[str, str]:
+    """The formats of experts, whose three stacks one kernel multiplies: one that suits them all.
+    Raises RecipeError.
+    """
     found: dict[str, str] = {}
     for stacks in network.mixtures():
         wanted = {asked[stack.path] for stack in stacks}
         if len(wanted) > 1:
             named = ", ".join(f"{stack.path} {asked[stack.path]}" for stack in stacks)
-            raise RecipeError(f"experts have one format for gate, up and down, and the recipe asks for {named}")
+            raise RecipeError(
+                f"experts have one format for gate, up and down, and the recipe asks for {named}"
+            )
         held = [held_in(request, stack, asked[stack.path]) for stack in stacks]
-        found |= dict.fromkeys((stack.path for stack in stacks), next((each for each in held if each not in wanted), held[0]))
+        found |= dict.fromkeys(
+            (stack.path for stack in stacks),
+            next((each for each in held if each not in wanted), held[0]),
+        )
     return found
 
 
-def _told(request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]) -> tuple[str, ...]:
+def _told(
+    request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]
+) -> tuple[str, ...]:
     """One sentence for all layers that are held in the same format for the same reason."""
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():
@@ -227,12 +281,18 @@ def _told(request: Request, network: NetworkSpec, asked: Mapping[str, str], held
 
 
 def _check_device_memory(job: Job) -> None:
-    """EngineError if a target's memory cannot hold what is asked, as far as it is known before anything is quantised."""
+    """EngineError if a target's memory cannot hold what is asked, as far as it is known before
+    anything is quantised.
+    """
     request, network = job.request, job.source.network
     block_length = job.source.presets[job.source.default_preset].block_length
-    limits = estimate.limits_of(network.max_canvas_length, block_length, request.options.engine or EngineOptions())
+    limits = estimate.limits_of(
+        network.max_canvas_length, block_length, request.options.engine or EngineOptions()
+    )
     element_bytes = graph.PRECISIONS[job.base]
     kinds = roofline.kinds_of(network, job.formats or {}, element_bytes)
     weights_bytes = roofline.weights_bytes(network, kinds, element_bytes)
     for target in request.targets:
-        estimate.check_memory(network, target, weights_bytes, limits, on_host=target.name in request.builders)
+        estimate.check_memory(
+            network, target, weights_bytes, limits, on_host=target.name in request.builders
+        )

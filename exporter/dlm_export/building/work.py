@@ -1,7 +1,9 @@
-"""What a build keeps while it works: calibration states and solved weights, in a folder that a later build may take up.
+"""What a build keeps while it works: calibration states and solved weights, in a folder that a
+later build may take up.
 
-Such a folder says what its states were made of, by hashes: the checkpoint's files, the data, and how they were drawn. Builds of
-one checkpoint in several precisions share it; what each has solved lies apart.
+Such a folder says what its states were made of, by hashes: the checkpoint's files, the data, and
+how they were drawn. Builds of one checkpoint in several precisions share it; what each has solved
+lies apart.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ class ResumeError(DlmError):
 
 @contextmanager
 def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
-    """The place to work in: the folder that ``--resume`` names, which stays, or one beside the unfinished bundle, which goes.
+    """The place to work in: the folder that ``--resume`` names, which stays, or one beside the
+    unfinished bundle, which goes.
 
-    Raises ResumeError for a folder of another build, CalibrationError for one with damaged files, MemoryLimitError.
+    Raises ResumeError for a folder of another build, CalibrationError for one with damaged files,
+    MemoryLimitError.
     """
     kept = job.request.options.resume
     if kept is None:
@@ -63,7 +67,9 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Read what an earlier build has solved, before hours go into the rest. Raises CalibrationError for a damaged file."""
+    """Read what an earlier build has solved, before hours go into the rest. Raises CalibrationError
+    for a damaged file.
+    """
     solved = Solved(folder)
     layers = list(solved)
     if layers:
@@ -74,11 +80,15 @@ def _check_solved(folder: Path, stages: Stages) -> None:
 
 
 def _claim(folder: Path, key: dict[str, Any]) -> None:
-    """Make the folder this build's. Raises ResumeError if it is another's, or holds what no build has kept."""
+    """Make the folder this build's. Raises ResumeError if it is another's, or holds what no build
+    has kept.
+    """
     path = folder / KEY_FILE
     if not path.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ResumeError(f"--resume {folder}: holds something, but no {KEY_FILE}: name a new folder, or an empty one")
+            raise ResumeError(
+                f"--resume {folder}: holds something, but no {KEY_FILE}: name a new folder, or an empty one"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         with replaced(path) as new:
             new.write_text(json.dumps(key, indent=1) + "\n", encoding="utf-8")
@@ -89,7 +99,9 @@ def _claim(folder: Path, key: dict[str, Any]) -> None:
         if theirs == value:
             continue
         if name == "checkpoint" and isinstance(theirs, dict):
-            changed = sorted(file for file in value.keys() | theirs.keys() if value.get(file) != theirs.get(file))
+            changed = sorted(
+                file for file in value.keys() | theirs.keys() if value.get(file) != theirs.get(file)
+            )
             what = f"its {changed[0]} has the SHA-256 {value.get(changed[0])}, and had {theirs.get(changed[0])}"
             raise ResumeError(
                 f"--resume {folder}: the checkpoint has changed since: {what}. Remove the folder, or name another one."
@@ -104,7 +116,11 @@ def _key(job: Job) -> dict[str, Any]:
     options, source = job.request.options, job.source
     calibration = asdict(options.quantise.calibration)
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
-    files = sorted(file for pattern in ("*.json", "*.safetensors", "*.onnx", "*.data") for file in source.path.glob(pattern))
+    files = sorted(
+        file
+        for pattern in ("*.json", "*.safetensors", "*.onnx", "*.data")
+        for file in source.path.glob(pattern)
+    )
     return {
         "producer": metadata.version("dlm-export"),
         "checkpoint": {file.name: sha256(file) for file in files},
@@ -119,8 +135,12 @@ def _solving(job: Job) -> str:
     assert job.request.recipe is not None
     assert job.formats is not None
     options = job.request.options.quantise
-    form = [options.min_tokens_per_expert, job.request.on_gpu] if job.source.network.mixtures() else []
-    return _digest([job.request.recipe.as_dict(), dict(job.formats), job.base, options.calibrator, *form])
+    form = (
+        [options.min_tokens_per_expert, job.request.on_gpu] if job.source.network.mixtures() else []
+    )
+    return _digest(
+        [job.request.recipe.as_dict(), dict(job.formats), job.base, options.calibrator, *form]
+    )
 
 
 def _digest(value: Any) -> str:

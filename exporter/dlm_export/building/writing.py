@@ -41,7 +41,9 @@ _PANELS: dict[str, Callable[[np.ndarray], Lazy]] = {
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A bundle's text files, as the runtime reads them. ``chat_template``, ``compiled``: what the manifest says of them."""
+    """A bundle's text files, as the runtime reads them. ``chat_template``, ``compiled``: what the
+    manifest says of them.
+    """
 
     tokenizer: Tokenizer | None = None
     chat_template: dict[str, Any] | None = None
@@ -49,7 +51,9 @@ class Text:
 
 
 def write_text(files: TokenizerFiles, folder: Path) -> Text:
-    """Tokenizer and chat template into the folder and, where it can be, what the native library reads in their place."""
+    """Tokenizer and chat template into the folder and, where it can be, what the native library
+    reads in their place.
+    """
     if files.tokenizer is None:
         return Text()
     (folder / "tokenizer.json").write_text(files.tokenizer, encoding="utf-8")
@@ -61,14 +65,19 @@ def write_text(files: TokenizerFiles, folder: Path) -> Text:
     compiled = compile_text(tokenizer, files.chat_template)
     if compiled.data is not None:
         (folder / TEXT_FILE).write_bytes(compiled.data)
-    chat = None if template is None else {"file": template.name, "special_tokens": files.special_tokens}
+    chat = (
+        None
+        if template is None
+        else {"file": template.name, "special_tokens": files.special_tokens}
+    )
     return Text(tokenizer, chat, compiled.entry)
 
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """What is known of a graph once it is written. ``taps``: where layers stand in it, by path; ``fused``: what became native
-    kernels of it, None of a graph for a GPU, where TensorRT fuses; ``hashed``: the weights' file as ``bundle.finish`` has it.
+    """What is known of a graph once it is written. ``taps``: where layers stand in it, by path;
+    ``fused``: what became native kernels of it, None of a graph for a GPU, where TensorRT fuses;
+    ``hashed``: the weights' file as ``bundle.finish`` has it.
     """
 
     taps: dict[str, Tap]
@@ -77,7 +86,9 @@ class Written:
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
-    """Trace the denoiser, give its layers their operands and operators, and write it with its weights."""
+    """Trace the denoiser, give its layers their operands and operators, and write it with its
+    weights.
+    """
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
@@ -115,7 +126,9 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         parameters = job.source.parameters if quantised is None else quantised.numbers.parameters
         write.narrow_embedding(traced, ir.DataType.from_numpy(parameters.stored_type(EMBEDDING)))
     fused = None if request.on_gpu else fuse.fuse(traced, job.cache_dtype)
-    with stages.stage("write weights", write.data_bytes(source.network, job.base, formats)) as advance:
+    with stages.stage(
+        "write weights", write.data_bytes(source.network, job.base, formats)
+    ) as advance:
         hashed = write.write_graph(traced, read, folder, advance, device)
     return Written(taps, fused, hashed)
 
@@ -130,20 +143,35 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
             return later(numbers.parameters, numbers.parameters.network, name, dtype)
         if part.layer not in held:
             held.clear()  # a layer's parts are written one after the other
-            held[part.layer] = numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
+            held[part.layer] = (
+                numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
+            )
         array = part_of(held[part.layer], part)
-        return array.astype(dtype, copy=False) if isinstance(array, np.ndarray) and part.part != "codes" else array
+        return (
+            array.astype(dtype, copy=False)
+            if isinstance(array, np.ndarray) and part.part != "codes"
+            else array
+        )
 
     return read
 
 
 def _expert_reader(
-    read: ReadParameter, job: Job, quantised: Quantised | None, parts: Mapping[str, experts.StackPart]
+    read: ReadParameter,
+    job: Job,
+    quantised: Quantised | None,
+    parts: Mapping[str, experts.StackPart],
 ) -> ReadParameter:
-    """``read`` and, of the initialisers ``parts``, those of experts: an expert at a time, rounded where they are quantised."""
-    parameters: Parameters = job.source.parameters if quantised is None else quantised.numbers.parameters
+    """``read`` and, of the initialisers ``parts``, those of experts: an expert at a time, rounded
+    where they are quantised.
+    """
+    parameters: Parameters = (
+        job.source.parameters if quantised is None else quantised.numbers.parameters
+    )
     layers = job.source.network.quantisable()
-    found: dict[tuple[str, int, str], np.ndarray] = {}  # beside the codes, which are asked for first
+    found: dict[
+        tuple[str, int, str], np.ndarray
+    ] = {}  # beside the codes, which are asked for first
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
         if quantised is None or quantised.numbers.formats.get(part.layer, HIGH) == HIGH:
@@ -153,7 +181,9 @@ def _expert_reader(
             return found.pop((part.layer, expert, part.part))
         weight = quantised.numbers.expert(part.layer, expert)
         scales = {"codes": "scales", "panels": "panel_scales"}[part.part]
-        found[part.layer, expert, scales] = _bytes_of(part_of(weight, quantise.Part(part.layer, scales)))
+        found[part.layer, expert, scales] = _bytes_of(
+            part_of(weight, quantise.Part(part.layer, scales))
+        )
         return _bytes_of(part_of(weight, quantise.Part(part.layer, part.part)))
 
     def with_experts(name: str, dtype: np.dtype) -> np.ndarray | Lazy:
@@ -161,7 +191,10 @@ def _expert_reader(
         if part is None:
             return read(name, dtype)
         if part.part == "wide":
-            return experts.join(layers[part.layer], functools.partial(parameters.read, f"{part.layer}.weight", dtype))
+            return experts.join(
+                layers[part.layer],
+                functools.partial(parameters.read, f"{part.layer}.weight", dtype),
+            )
         if part.part == "global_scale":
             assert quantised is not None
             return np.asarray(quantised.numbers.expert(part.layer, 0).global_scale)
@@ -177,20 +210,34 @@ def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
 
 
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
-    """One initialiser of a quantised layer; the embedding table's codes and scales go by rows, not by columns."""
+    """One initialiser of a quantised layer; the embedding table's codes and scales go by rows, not
+    by columns.
+    """
     if part.part == "panels":
         return _PANELS[weight.format](weight.codes)
     if part.part == "panel_scales":
         if weight.format == "int8":
-            return np.pad(weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size))
-        return functions.panel_scales(weight.scales if weight.format == "nvfp4" else weight.scales.T.astype(FP16))
+            return np.pad(
+                weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size)
+            )
+        return functions.panel_scales(
+            weight.scales if weight.format == "nvfp4" else weight.scales.T.astype(FP16)
+        )
     if part.part == "blocks":
         size = weight.group_size or functions.block_size(weight.shape[0])
         return functions.lazy_blocks(weight.codes, functions.BITS[weight.format], size)
     if part.part == "block_scales":
         blocks = -(-weight.shape[0] // functions.block_size(weight.shape[0]))
-        return np.repeat(weight.scales[:, None], blocks, axis=1) if weight.group_size is None else weight.scales.T
-    array = {"codes": weight.codes, "scales": weight.scales, "global_scale": np.asarray(weight.global_scale)}[part.part]
+        return (
+            np.repeat(weight.scales[:, None], blocks, axis=1)
+            if weight.group_size is None
+            else weight.scales.T
+        )
+    array = {
+        "codes": weight.codes,
+        "scales": weight.scales,
+        "global_scale": np.asarray(weight.global_scale),
+    }[part.part]
     if part.layer == "embed":
         array = array.T if part.part == "codes" else array[:, None]
     return array

@@ -1,8 +1,9 @@
-"""A checkpoint folder on disk: config.json, safetensors files and tokenizer files, read as hostile data.
+"""A checkpoint folder on disk: config.json, safetensors files and tokenizer files, read as hostile
+data.
 
-Nothing that ships with a checkpoint is executed. Tensors are memory-mapped by the safetensors library
-(format: https://github.com/huggingface/safetensors), one at a time, so that reading a checkpoint costs its largest
-tensor and not its sum.
+Nothing that ships with a checkpoint is executed. Tensors are memory-mapped by the safetensors
+library (format: https://github.com/huggingface/safetensors), one at a time, so that reading a
+checkpoint costs its largest tensor and not its sum.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from dlm_runtime.files import read_object
 if TYPE_CHECKING:
     import torch
 
-# tokenizer_config.json with a large added vocabulary stays under 2 MiB, vocab.json of 262,144 ids under 8; JSON of empty lists
-# and objects takes Python 30 times as much memory.
+# tokenizer_config.json with a large added vocabulary stays under 2 MiB, vocab.json of 262,144 ids
+# under 8; JSON of empty lists and objects takes Python 30 times as much memory.
 CONFIG_LIMIT_BYTES = 12 << 20
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names -> bytes
@@ -45,19 +46,68 @@ class CheckpointError(DlmError):
 
 
 def read_json(path: Path, hint: str = "") -> dict[str, Any]:
-    """The JSON object in a file of bounded size. Raises CheckpointError, with ``hint`` behind its sentence."""
+    """The JSON object in a file of bounded size. Raises CheckpointError, with ``hint`` behind its
+    sentence.
+    """
     return read_object(path, CONFIG_LIMIT_BYTES, CheckpointError, hint)
 
 
 HARMLESS_KEYS = (
-    *("architectures", "auto_map", "model_type", "name_or_path", "_name_or_path", "transformers_version", "tokenizer_class"),
-    *("torch_dtype", "dtype", "quantization_config", "precision", "rope_full_precision", "flash_attention", "pretraining_tp"),
-    *("return_dict", "output_attentions", "output_hidden_states", "use_cache", "problem_type", "id2label", "label2id"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id", "sep_token_id", "cls_token_id"),
-    *("initializer_range", "init_device", "init_fn", "init_std", "init_cutoff_factor", "max_window_layers"),
-    *("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "dropout", "gradient_checkpointing"),
+    *(
+        "architectures",
+        "auto_map",
+        "model_type",
+        "name_or_path",
+        "_name_or_path",
+        "transformers_version",
+        "tokenizer_class",
+    ),
+    *(
+        "torch_dtype",
+        "dtype",
+        "quantization_config",
+        "precision",
+        "rope_full_precision",
+        "flash_attention",
+        "pretraining_tp",
+    ),
+    *(
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "use_cache",
+        "problem_type",
+        "id2label",
+        "label2id",
+    ),
+    *(
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "mask_token_id",
+        "sep_token_id",
+        "cls_token_id",
+    ),
+    *(
+        "initializer_range",
+        "init_device",
+        "init_fn",
+        "init_std",
+        "init_cutoff_factor",
+        "max_window_layers",
+    ),
+    *(
+        "attention_dropout",
+        "residual_dropout",
+        "embedding_dropout",
+        "hidden_dropout",
+        "dropout",
+        "gradient_checkpointing",
+    ),
 )
-"""Keys of released configurations that leave the function of a trained network as it is, whatever their value."""
+"""Keys of released configurations that leave the function of a trained network as it is, whatever
+their value.
+"""
 
 
 class Config:
@@ -77,23 +127,34 @@ class Config:
         return self._values.get(key)
 
     def unread(self) -> list[str]:
-        """Keys that nothing has asked for and that are not known to be harmless; null and false say nothing."""
+        """Keys that nothing has asked for and that are not known to be harmless; null and false say
+        nothing.
+        """
         return [
             key
             for key, value in self._values.items()
-            if key not in self._read and key not in HARMLESS_KEYS and value is not None and value is not False
+            if key not in self._read
+            and key not in HARMLESS_KEYS
+            and value is not None
+            and value is not False
         ]
 
-    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 1 << 24) -> int:
+    def integer(
+        self, key: str, default: int | None = None, low: int = 1, high: int = 1 << 24
+    ) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise CheckpointError(f"{self.path}: {key} must be an integer in {low}..{high}, found {reprlib.repr(value)}")
+            raise CheckpointError(
+                f"{self.path}: {key} must be an integer in {low}..{high}, found {reprlib.repr(value)}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number; ``default`` is what the architecture documents, None where it documents none."""
+        """A positive number; ``default`` is what the architecture documents, None where it
+        documents none.
+        """
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -102,10 +163,14 @@ class Config:
     def positive(self, key: str, value: object) -> float:
         """A value found under ``key``, or inside it, as a positive number."""
         if value is None:
-            raise CheckpointError(f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it.")
+            raise CheckpointError(
+                f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it."
+            )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
-            raise CheckpointError(f"{self.path}: {key} must be a positive number, found {reprlib.repr(value)}")
+            raise CheckpointError(
+                f"{self.path}: {key} must be a positive number, found {reprlib.repr(value)}"
+            )
         return float(value)  # type: ignore[arg-type]
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -113,21 +178,33 @@ class Config:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise CheckpointError(f"{self.path}: {key} must be true or false, found {reprlib.repr(value)}")
+            raise CheckpointError(
+                f"{self.path}: {key} must be true or false, found {reprlib.repr(value)}"
+            )
         return value
 
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
-        """Refuse a value that changes the network in a way that the denoiser does not have; ``is_said``: silence too."""
+        """Refuse a value that changes the network in a way that the denoiser does not have;
+        ``is_said``: silence too.
+        """
         value = self.get(key)
         if value is None and is_said:
-            raise CheckpointError(f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it.")
-        if value is not None and not any(type(value) is type(choice) and value == choice for choice in allowed):
+            raise CheckpointError(
+                f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it."
+            )
+        if value is not None and not any(
+            type(value) is type(choice) and value == choice for choice in allowed
+        ):
             choices = ", ".join(json.dumps(choice) for choice in allowed)
-            raise CheckpointError(f"{self.path}: {key} = {json.dumps(value)[:60]} is not supported, only {choices}")
+            raise CheckpointError(
+                f"{self.path}: {key} = {json.dumps(value)[:60]} is not supported, only {choices}"
+            )
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies, its first byte in the file, and what it is; a tuple, for a checkpoint may have tens of thousands."""
+    """Where a tensor lies, its first byte in the file, and what it is; a tuple, for a checkpoint
+    may have tens of thousands.
+    """
 
     file: Path
     dtype: str
@@ -135,8 +212,15 @@ class TensorInfo(NamedTuple):
     offset: int
 
 
-ALGORITHMS = {"FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4-weight"}
-"""modelopt's algorithms that are read -> the layer format of recipes; the others scale, pack or split weights differently."""
+ALGORITHMS = {
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4-weight",
+}
+"""modelopt's algorithms that are read -> the layer format of recipes; the others scale, pack or
+split weights differently.
+"""
 MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
 _NVFP4_GROUP_SIZE = 16
 
@@ -150,10 +234,12 @@ def weight_format(algorithm: str) -> str:
 
 @dataclass(frozen=True)
 class PreQuantised:
-    """What a quantised checkpoint says of itself: modelopt's unified export, as its ``hf_quant_config.json`` has it.
+    """What a quantised checkpoint says of itself: modelopt's unified export, as its
+    ``hf_quant_config.json`` has it.
 
-    ``excluded`` holds patterns of modules that kept full precision. ``layers`` is empty unless ``algorithm`` is
-    ``MIXED_PRECISION``: module -> algorithm. ``kv_cache`` names the format that keys and values were calibrated for.
+    ``excluded`` holds patterns of modules that kept full precision. ``layers`` is empty unless
+    ``algorithm`` is ``MIXED_PRECISION``: module -> algorithm. ``kv_cache`` names the format that
+    keys and values were calibrated for.
     """
 
     path: Path
@@ -169,7 +255,9 @@ class PreQuantised:
             return self.layers.get(module)
         parts = module.split(".")
         around = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        is_excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.excluded for name in around)
+        is_excluded = any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in self.excluded for name in around
+        )
         return None if is_excluded else self.algorithm
 
     def as_dict(self) -> dict[str, object]:
@@ -182,13 +270,16 @@ class PreQuantised:
 
 
 def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
-    """How a checkpoint is quantised, from hf_quant_config.json or config.json's quantization_config; None where it is not.
+    """How a checkpoint is quantised, from hf_quant_config.json or config.json's
+    quantization_config; None where it is not.
 
     Raises CheckpointError for what is not modelopt's, and for algorithms that are not read.
     """
     embedded = config.get("quantization_config")
     if embedded is not None and not isinstance(embedded, dict):
-        raise CheckpointError(f"{config.path}: quantization_config must be an object, found {type(embedded).__name__}")
+        raise CheckpointError(
+            f"{config.path}: quantization_config must be an object, found {type(embedded).__name__}"
+        )
     if embedded is not None and embedded.get("quant_method") != "modelopt":
         raise CheckpointError(
             f"{config.path}: quantised by {reprlib.repr(embedded.get('quant_method'))}, which is not read; only modelopt's "
@@ -199,7 +290,9 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
         found = read_json(path)
         values = found.get("quantization")
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: quantization must be an object, found {type(values).__name__}")
+            raise CheckpointError(
+                f"{path}: quantization must be an object, found {type(values).__name__}"
+            )
         kv_cache, excluded = values.get("kv_cache_quant_algo"), values.get("exclude_modules")
     elif embedded is not None:
         path, found, values = config.path, embedded, embedded
@@ -219,8 +312,14 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
     layers: dict[str, str] = {}
     if algorithm == MIXED:
         each = values.get("quantized_layers")
-        if not isinstance(each, dict) or not each or not all(isinstance(layer, dict) for layer in each.values()):
-            raise CheckpointError(f"{path}: {MIXED} needs quantized_layers, an object with an object for each layer")
+        if (
+            not isinstance(each, dict)
+            or not each
+            or not all(isinstance(layer, dict) for layer in each.values())
+        ):
+            raise CheckpointError(
+                f"{path}: {MIXED} needs quantized_layers, an object with an object for each layer"
+            )
         for module, layer in each.items():
             layers[module] = _known_algorithm(path, layer, f" of {reprlib.repr(module)}")
     else:
@@ -248,17 +347,25 @@ def _known_algorithm(path: Path, values: dict[str, Any], where: str) -> str:
 
 def _producer(values: dict[str, Any]) -> str:
     producer = values.get("producer")
-    name, version = (producer.get("name"), producer.get("version")) if isinstance(producer, dict) else (None, None)
+    name, version = (
+        (producer.get("name"), producer.get("version"))
+        if isinstance(producer, dict)
+        else (None, None)
+    )
     return " ".join(text for text in (_text(name), _text(version)) if text) or "unknown producer"
 
 
 def _text(value: object) -> str | None:
     """A short name out of the file, fit to print."""
-    return value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
+    return (
+        value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
+    )
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The tensors that a safetensors file lists, whose header was checked, and where its data begins."""
+    """The tensors that a safetensors file lists, whose header was checked, and where its data
+    begins.
+    """
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
@@ -267,17 +374,27 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 class Checkpoint:
-    """An opened checkpoint: ``config``, ``tensors`` by their released names, ``quantisation`` or None."""
+    """An opened checkpoint: ``config``, ``tensors`` by their released names, ``quantisation`` or
+    None.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        """Read config.json, hf_quant_config.json and every safetensors header. Raises CheckpointError."""
+        """Read config.json, hf_quant_config.json and every safetensors header. Raises
+        CheckpointError.
+        """
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: not a folder. Give the folder that holds config.json and *.safetensors.")
+            raise CheckpointError(
+                f"{self.path}: not a folder. Give the folder that holds config.json and *.safetensors."
+            )
         config = self.path / "config.json"
-        self.config = Config(config, read_json(config, " A checkpoint folder holds config.json and *.safetensors."))
+        self.config = Config(
+            config, read_json(config, " A checkpoint folder holds config.json and *.safetensors.")
+        )
         self.quantisation = read_quantisation(self.path, self.config)
-        self.dtypes = WEIGHT_DTYPES if self.quantisation is None else WEIGHT_DTYPES | QUANTISED_DTYPES
+        self.dtypes = (
+            WEIGHT_DTYPES if self.quantisation is None else WEIGHT_DTYPES | QUANTISED_DTYPES
+        )
         self.tensors: dict[str, TensorInfo] = {}
         index = self._index()
         for file in self._files(index):
@@ -288,7 +405,9 @@ class Checkpoint:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors as stored."""
-        return sum(math.prod(info.shape) * self.dtypes[info.dtype] for info in self.tensors.values())
+        return sum(
+            math.prod(info.shape) * self.dtypes[info.dtype] for info in self.tensors.values()
+        )
 
     def optional_json(self, name: str) -> dict[str, Any]:
         """A JSON file beside config.json, or an empty object where there is none."""
@@ -296,7 +415,8 @@ class Checkpoint:
         return read_json(path) if path.exists() else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor as stored, memory-mapped, not to be written to. The mapping goes when the tensor goes.
+        """One tensor as stored, memory-mapped, not to be written to. The mapping goes when the
+        tensor goes.
 
         The file's header is not read again, which may list thousands of experts.
         """
@@ -312,7 +432,9 @@ class Checkpoint:
             stored: np.ndarray = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err
-        if info.offset % kind.itemsize:  # of another writer: numbers lie across the processor's boundaries
+        if (
+            info.offset % kind.itemsize
+        ):  # of another writer: numbers lie across the processor's boundaries
             stored = np.array(stored)
         return torch.from_numpy(stored).view(kind).view(info.shape)
 
@@ -321,7 +443,9 @@ class Checkpoint:
         if not path.exists():
             return None
         weight_map = read_json(path).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
             raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
         return weight_map
 
@@ -330,9 +454,19 @@ class Checkpoint:
             single = self.path / SINGLE_FILE
             if single.is_file():
                 return [single]
-            others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in self.path.glob(pattern))
-            hint = f" It has {others[0]}: pickled weights can run code, convert them to safetensors." if others else ""
-            raise CheckpointError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there.{hint}")
+            others = sorted(
+                file.name
+                for pattern in ("*.bin", "*.pt", "*.pth")
+                for file in self.path.glob(pattern)
+            )
+            hint = (
+                f" It has {others[0]}: pickled weights can run code, convert them to safetensors."
+                if others
+                else ""
+            )
+            raise CheckpointError(
+                f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there.{hint}"
+            )
         names = sorted(set(index.values()))
         for name in names:
             if Path(name).name != name or len(os.fsencode(name)) > NAME_LIMIT_BYTES or "\0" in name:
@@ -340,7 +474,9 @@ class Checkpoint:
                     f"{self.path / INDEX_FILE}: shard name {reprlib.repr(name)} leaves the checkpoint's folder, or is no file's"
                 )
             if not (self.path / name).is_file():
-                raise CheckpointError(f"{self.path / name}: shard is missing ({len(names)} are listed in {INDEX_FILE})")
+                raise CheckpointError(
+                    f"{self.path / name}: shard is missing ({len(names)} are listed in {INDEX_FILE})"
+                )
         return [self.path / name for name in names]
 
     def _read_header(self, path: Path) -> None:
@@ -350,7 +486,9 @@ class Checkpoint:
             for name, entry in header.items():
                 dtype = entry["dtype"]
                 if name in self.tensors:
-                    raise CheckpointError(f"{path}: {name} is in {self.tensors[name].file.name} as well")
+                    raise CheckpointError(
+                        f"{path}: {name} is in {self.tensors[name].file.name} as well"
+                    )
                 if dtype not in self.dtypes:
                     hint = (
                         f" Quantised weights are read where {QUANTISATION_FILE} is beside them."
@@ -361,7 +499,9 @@ class Checkpoint:
                         f"{path}: {name} is stored as {dtype}; only {', '.join(self.dtypes)} weights are read.{hint} Use the "
                         "checkpoint that is not quantised."
                     )
-                self.tensors[name] = TensorInfo(path, dtype, tuple(entry["shape"]), first + entry["data_offsets"][0])
+                self.tensors[name] = TensorInfo(
+                    path, dtype, tuple(entry["shape"]), first + entry["data_offsets"][0]
+                )
         except SafetensorError as err:
             size = path.stat().st_size
             raise CheckpointError(
@@ -374,4 +514,6 @@ class Checkpoint:
         files = {path: path.name for path in {info.file for info in self.tensors.values()}}
         for name, file in index.items():
             if name not in self.tensors or files[self.tensors[name].file] != file:
-                raise CheckpointError(f"{self.path / file}: {name} is not in this shard, though {INDEX_FILE} says so")
+                raise CheckpointError(
+                    f"{self.path / file}: {name} is not in this shard, though {INDEX_FILE} says so"
+                )

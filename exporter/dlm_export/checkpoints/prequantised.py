@@ -1,6 +1,7 @@
 """Quantised matrices of modelopt's unified checkpoints, taken over code for code.
 
-Beside a Linear's ``X.weight`` lie its scales (https://github.com/NVIDIA/Model-Optimizer, ``modelopt.torch.export``):
+Beside a Linear's ``X.weight`` lie its scales (https://github.com/NVIDIA/Model-Optimizer,
+``modelopt.torch.export``):
 
 ========  ==========================  =============================  ====================  =============
 stored    ``X.weight``                ``X.weight_scale``             ``X.weight_scale_2``  ``X.input_scale``
@@ -8,9 +9,11 @@ stored    ``X.weight``                ``X.weight_scale``             ``X.weight_
 FP8       E4M3 [out, in]              fp32, one or [out]             -                     amax / 448
 NVFP4     E2M1 [out, in / 2] as U8,   E4M3 [out, in / 16]            fp32, one             amax / (6 * 448)
           earlier code in low nibble
-========  ==========================  =============================  ====================  =============
+========  ==========================  =============================  ====================
+=============
 
-``input_scale`` is one fp32 number, and is not there where activations keep full precision or take their range from each pass.
+``input_scale`` is one fp32 number, and is not there where activations keep full precision or take
+their range from each pass.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 
 @dataclass(frozen=True, eq=False)
 class StoredQuantised:
-    """A matrix as the checkpoint holds it: codes and scales, and the scale of its input where that is static.
+    """A matrix as the checkpoint holds it: codes and scales, and the scale of its input where that
+    is static.
 
     ``algorithm`` is modelopt's name (a key of ``ALGORITHMS``).
     """
@@ -51,8 +55,8 @@ class StoredQuantised:
     def input_amax(self) -> float | None:
         """The input's range in fp32.
 
-        Divided by the format's levels in fp32 again, it gives ``input_scale`` to the bit if that came from such a division,
-        as modelopt's does; otherwise within one unit in the last place.
+        Divided by the format's levels in fp32 again, it gives ``input_scale`` to the bit if that
+        came from such a division, as modelopt's does; otherwise within one unit in the last place.
         """
         if self.input_scale is None:
             return None
@@ -80,7 +84,9 @@ def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> 
     else:
         found = {
             tensor: Expected((_CODES["nvfp4"],), ((outputs, inputs // 2),)),
-            f"{base}.weight_scale": Expected(("F8_E4M3",), ((outputs, inputs // NVFP4_GROUP_SIZE),)),
+            f"{base}.weight_scale": Expected(
+                ("F8_E4M3",), ((outputs, inputs // NVFP4_GROUP_SIZE),)
+            ),
             f"{base}.weight_scale_2": Expected(floats, one),
         }
     if algorithm in _WITH_INPUT_SCALE:
@@ -115,7 +121,8 @@ def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
 def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised:
     """The codes and scales of a weight whose tensors have been checked to be the expected ones.
 
-    Raises CheckpointError for scales that are not finite and positive (a group's may be zero) and codes that are NaN.
+    Raises CheckpointError for scales that are not finite and positive (a group's may be zero) and
+    codes that are NaN.
     """
     base = tensor.removesuffix(".weight")
     number_format = weight_format(algorithm)
@@ -140,12 +147,19 @@ def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised
         )
     name = f"{base}.input_scale"
     has_input = algorithm in _WITH_INPUT_SCALE and name in checkpoint.tensors
-    return StoredQuantised(algorithm, weight, np.float32(_scales(checkpoint, name).item()) if has_input else None)
+    return StoredQuantised(
+        algorithm, weight, np.float32(_scales(checkpoint, name).item()) if has_input else None
+    )
 
 
 def _scales(checkpoint: Checkpoint, name: str) -> np.ndarray:
     scales: np.ndarray = checkpoint.tensor(name).float().numpy()
-    _refuse(checkpoint, name, "scales are not finite and positive", ~(np.isfinite(scales) & (scales > 0)))
+    _refuse(
+        checkpoint,
+        name,
+        "scales are not finite and positive",
+        ~(np.isfinite(scales) & (scales > 0)),
+    )
     return scales
 
 

@@ -1,7 +1,9 @@
-"""A checkpoint's tokenizer and chat template, carried into the bundle as tokenizer.json and a Jinja file.
+"""A checkpoint's tokenizer and chat template, carried into the bundle as tokenizer.json and a Jinja
+file.
 
-Some releases ship vocab.json and merges.txt with a Python class instead of tokenizer.json (Dream does): that class is not
-run; the same tokenizer is put together from its data, as Qwen2's byte-level BPE.
+Some releases ship vocab.json and merges.txt with a Python class instead of tokenizer.json (Dream
+does): that class is not run; the same tokenizer is put together from its data, as Qwen2's
+byte-level BPE.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
 from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, Tokenizer
 
-# How Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0): contractions, words, single digits,
-# punctuation, line breaks, spaces.
+# How Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0): contractions, words,
+# single digits, punctuation, line breaks, spaces.
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Released vocabularies are padded so that matrices divide well: LLaDA by 115 of 126,464 ids, Dream by 397 of 152,064.
+# Released vocabularies are padded so that matrices divide well: LLaDA by 115 of 126,464 ids, Dream
+# by 397 of 152,064.
 PADDING_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What goes into the bundle: the text of tokenizer.json, a template, and the special tokens it may name."""
+    """What goes into the bundle: the text of tokenizer.json, a template, and the special tokens it
+    may name.
+    """
 
     tokenizer: str | None
     chat_template: str | None
@@ -36,7 +41,9 @@ class TokenizerFiles:
 
 
 def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
-    """The checkpoint's tokenizer, checked against the vocabulary; all empty where it has none. Raises CheckpointError."""
+    """The checkpoint's tokenizer, checked against the vocabulary; all empty where it has none.
+    Raises CheckpointError.
+    """
     path = checkpoint.path / "tokenizer.json"
     added: dict[int, str] = {}
     if path.exists():
@@ -50,14 +57,21 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
         with contextlib.closing(Tokenizer(data, None, {}, path)) as tokenizer:
             _check_added(checkpoint, tokenizer, added)
             _check_size(checkpoint, tokenizer, network)
-            # Written again without what a training script may have left: it would cut prompts, or fill them up, in silence.
-            text = _with_special(tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids))
+            # Written again without what a training script may have left: it would cut prompts, or
+            # fill them up, in silence.
+            text = _with_special(
+                tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids)
+            )
     except BundleError as err:
         raise CheckpointError(str(err)) from err
     except RequestError as err:
         raise CheckpointError(f"{path}: {err}") from err
     config = checkpoint.optional_json("tokenizer_config.json")
-    special = {name: said for name in ("bos_token", "eos_token", "pad_token") if (said := _text(config.get(name)))}
+    special = {
+        name: said
+        for name in ("bos_token", "eos_token", "pad_token")
+        if (said := _text(config.get(name)))
+    }
     template = _chat_template(checkpoint, config)
     for name, each in {"chat_template": template or "", **special}.items():
         _check_text(checkpoint, name, each)
@@ -65,9 +79,13 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
 
 
 def _with_special(text: str, tokens: Sequence[int]) -> str:
-    """A tokenizer.json in which these added tokens are special, so that text of a request is never encoded as one."""
+    """A tokenizer.json in which these added tokens are special, so that text of a request is never
+    encoded as one.
+    """
     found = json.loads(text)
-    plain = [added for added in found["added_tokens"] if added["id"] in tokens and not added["special"]]
+    plain = [
+        added for added in found["added_tokens"] if added["id"] in tokens and not added["special"]
+    ]
     for added in plain:
         added["special"] = True
     return json.dumps(found, ensure_ascii=False) if plain else text
@@ -75,7 +93,9 @@ def _with_special(text: str, tokens: Sequence[int]) -> str:
 
 def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
     """tokenizer.json of vocab.json and merges.txt, and the added tokens that it should have, by id."""
-    merges = read_text(checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError).split("\n")
+    merges = read_text(
+        checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError
+    ).split("\n")
     decoder = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
     added: list[dict[str, Any]] = []
     for number, entry in decoder.items() if isinstance(decoder, dict) else []:
@@ -86,10 +106,22 @@ def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
                 "with an object that holds content"
             )
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        added.append({"id": int(number), "content": content, **flags, "special": bool(entry.get("special"))})
+        added.append(
+            {"id": int(number), "content": content, **flags, "special": bool(entry.get("special"))}
+        )
     added.sort(key=lambda token: token["id"])
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": QWEN2_SPLIT}, "behavior": "Isolated", "invert": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": QWEN2_SPLIT},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     made = {
         "version": "1.0",
         "added_tokens": added,
@@ -102,7 +134,9 @@ def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
             "merges": [line for line in merges if line and not line.startswith("#version")],
         },
     }
-    return json.dumps(made, ensure_ascii=False).encode("utf-8"), {token["id"]: token["content"] for token in added}
+    return json.dumps(made, ensure_ascii=False).encode("utf-8"), {
+        token["id"]: token["content"] for token in added
+    }
 
 
 def _check_added(checkpoint: Checkpoint, tokenizer: Tokenizer, added: dict[int, str]) -> None:
@@ -117,12 +151,19 @@ def _check_added(checkpoint: Checkpoint, tokenizer: Tokenizer, added: dict[int, 
 def _check_size(checkpoint: Checkpoint, tokenizer: Tokenizer, network: NetworkSpec) -> None:
     size, vocab_size = tokenizer.size, network.vocab_size
     if size > vocab_size:
-        raise CheckpointError(f"{checkpoint.path}: the tokenizer has {size} ids, the denoiser's vocabulary only {vocab_size}")
-    specials = [("mask_token_id", network.mask_token_id), *(("eos_token_id", token) for token in network.eos_token_ids)]
+        raise CheckpointError(
+            f"{checkpoint.path}: the tokenizer has {size} ids, the denoiser's vocabulary only {vocab_size}"
+        )
+    specials = [
+        ("mask_token_id", network.mask_token_id),
+        *(("eos_token_id", token) for token in network.eos_token_ids),
+    ]
     names = tokenizer.names([token for _, token in specials])
     for (name, token), text in zip(specials, names, strict=True):
         if text is None:
-            raise CheckpointError(f"{checkpoint.path}: the tokenizer has {size} ids and none for {name} {token}")
+            raise CheckpointError(
+                f"{checkpoint.path}: the tokenizer has {size} ids and none for {name} {token}"
+            )
     if vocab_size - size > PADDING_SHARE * vocab_size:
         raise CheckpointError(
             f"{checkpoint.path}: the tokenizer has {size} ids, smaller than the denoiser's vocabulary of {vocab_size} by "
@@ -152,8 +193,14 @@ def _chat_template(checkpoint: Checkpoint, config: dict[str, Any]) -> str | None
     if template is None and (checkpoint.path / "chat_template.json").exists():
         template = read_json(checkpoint.path / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several named templates
-        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        named = [
+            entry
+            for entry in template
+            if isinstance(entry, dict) and entry.get("name") == "default"
+        ]
         template = named[0].get("template") if named else None
     if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{checkpoint.path}: chat_template is not text ({reprlib.repr(template)})")
+        raise CheckpointError(
+            f"{checkpoint.path}: chat_template is not text ({reprlib.repr(template)})"
+        )
     return template

@@ -1,7 +1,7 @@
 """The command ``dlm-export``: its groups of commands, errors turned into one line, exit codes.
 
-Results go to stdout, progress and warnings to stderr. ``dlm_runtime.errors.ExitCode`` has the exit codes. A signal that ends it
-kills it in the end, so that a shell's loop around it stops as well.
+Results go to stdout, progress and warnings to stderr. ``dlm_runtime.errors.ExitCode`` has the exit
+codes. A signal that ends it kills it in the end, so that a shell's loop around it stops as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _failure(error: DlmError) -> click.ClickException:
 
 
 class _Group(click.Group):
-    """Turns our errors into one line and an exit code; everything else is a defect and keeps its traceback."""
+    """Turns our errors into one line and an exit code; everything else is a defect and keeps its
+    traceback.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -68,7 +70,9 @@ class _Group(click.Group):
 @click.group(cls=_Group, commands=COMMANDS, context_settings=CONTEXT)
 @click.version_option(package_name="dlm-export")
 def main() -> None:
-    """Diffusion language models: from PyTorch checkpoints to bundles that run natively, with proof of parity."""
+    """Diffusion language models: from PyTorch checkpoints to bundles that run natively, with proof
+    of parity.
+    """
 
 
 def _show_warning(

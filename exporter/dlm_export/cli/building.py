@@ -57,11 +57,13 @@ LISTED = 8  # layers named before the rest is counted
 @options(SOURCE_OPTIONS, TEXT_OPTIONS, QUANTISE_OPTIONS)
 @json_option
 def build(checkpoint: Path, output: Path, **values: Any) -> None:
-    """Build a bundle from a checkpoint folder, check it against PyTorch, and judge what quantisation costs.
+    """Build a bundle from a checkpoint folder, check it against PyTorch, and judge what
+    quantisation costs.
 
     Exit 3 when parity or a budget is missed; no bundle is written then.
 
-    Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o build/demo-int8
+    Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o
+    build/demo-int8
     """
     _build(checkpoint, output, values)
 
@@ -82,12 +84,18 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
 
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option("--target", required=True, help="Device, or several with commas; `dlm-export targets` lists them.")
+@click.option(
+    "--target",
+    required=True,
+    help="Device, or several with commas; `dlm-export targets` lists them.",
+)
 @click.option("--force", is_flag=True, help="Replace the engine that is there.")
 @click.option("--remove", is_flag=True, help="Take the engine out of the bundle instead.")
 @options(ENGINE_OPTIONS)
 @json_option
-def engine(bundle: Path, target: str, force: bool, remove: bool, as_json: bool, **values: Any) -> None:
+def engine(
+    bundle: Path, target: str, force: bool, remove: bool, as_json: bool, **values: Any
+) -> None:
     """Build a TensorRT engine into a bundle that was built for GPUs. Needs no torch and no onnx.
 
     TensorRT-RTX does it anywhere for RTX GPUs; for the others it is done on the device.
@@ -110,7 +118,9 @@ def engine(bundle: Path, target: str, force: bool, remove: bool, as_json: bool, 
                 click.echo(f"Removed the engine for {device.name}, {format_bytes(size)}")
             continue
         with Bars() as bars:
-            built = add_engine(bundle, manifest, device, engine_options(values), force=force, progress=bars)
+            built = add_engine(
+                bundle, manifest, device, engine_options(values), force=force, progress=bars
+            )
         for warning in built.warnings:
             warn(f"TensorRT: {warning}")
         told[device.name] = built.as_dict()
@@ -130,7 +140,9 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
     from dlm_export.build import build as run_build
 
     with Bars() as bars:
-        report = run_build(source, output, build_options(values), overrides=overrides(values), progress=bars)
+        report = run_build(
+            source, output, build_options(values), overrides=overrides(values), progress=bars
+        )
     if values["as_json"]:
         print_json(report.as_dict())
     else:
@@ -151,9 +163,15 @@ def print_build(report: BuildReport) -> None:
     """What a build wrote, proved and left to the device."""
     from dlm_export.targets import find
 
-    print_table("Stages", ["", "seconds"], [[name, f"{seconds:.2f}"] for name, seconds in report.stages_s.items()])
     print_table(
-        f"Wrote {report.output}", ["", "size"], [[name, format_bytes(size)] for name, size in report.files_bytes.items()]
+        "Stages",
+        ["", "seconds"],
+        [[name, f"{seconds:.2f}"] for name, seconds in report.stages_s.items()],
+    )
+    print_table(
+        f"Wrote {report.output}",
+        ["", "size"],
+        [[name, format_bytes(size)] for name, size in report.files_bytes.items()],
     )
     if report.kernels is not None:
         print_kernels(report.kernels)
@@ -179,7 +197,9 @@ def print_build(report: BuildReport) -> None:
     if report.cache is not None:
         print_cache(report.cache)
     if report.simulated:
-        click.echo(f"Simulated: a CPU computes {report.precision} in full precision on quantised values, exact but no faster.")
+        click.echo(
+            f"Simulated: a CPU computes {report.precision} in full precision on quantised values, exact but no faster."
+        )
     if report.parity is None:
         click.echo("Parity was not checked (--no-verify): run `dlm-export verify`.", err=True)
     else:
@@ -201,13 +221,19 @@ def _shown_parity(parity: Parity) -> str:
         count = sum(row.layer != LOGITS for row in rows)
         worst = max(row.worst for row in rows)
         kind = "quantised layers" if "quantised" in parity.precision else "mixtures of experts"
-        flips = ", in which codes that flip add up," if any(FORMATS[row.format].activations for row in rows) else ""
+        flips = (
+            ", in which codes that flip add up,"
+            if any(FORMATS[row.format].activations for row in rows)
+            else ""
+        )
         return (
             f"{count} {kind} and what lies between them, each from equal inputs, within {worst:.1e} of their range "
             f"({limit.relative:.1e} allowed). A whole pass{flips} is judged, not held to a limit: logits of random prompts "
             f"within {pass_apart:.1e}"
         )
-    equal, total = (sum(getattr(row, name) for row in parity.loop) for name in ("canvases_equal", "canvases"))
+    equal, total = (
+        sum(getattr(row, name) for row in parity.loop) for name in ("canvases_equal", "canvases")
+    )
     return (
         f"logits within {pass_apart:.1e} of their range ({limit.relative:.1e} allowed), {equal} of {total} canvases of random "
         f"prompts equal ({limit.agreement:.0%} asked)"
@@ -230,7 +256,10 @@ def print_engine(built: Built, size: int) -> None:
     held = Counter((block_left_out(layer), name) for layer, name in audit["layers"].items())
     rows = [[layer, name, str(count)] for (layer, name), count in held.items()]
     print_table(f"Layers as the {audit['method']} has them", ["layer", "held in", "count"], rows)
-    fallbacks = [f"{layer} is {each['held']}, {each['asked']} was asked for" for layer, each in audit["fallbacks"].items()]
+    fallbacks = [
+        f"{layer} is {each['held']}, {each['asked']} was asked for"
+        for layer, each in audit["fallbacks"].items()
+    ]
     for fallback in fallbacks[:LISTED]:
         warn(f"{fallback} (--allow-fallback)")
     if len(fallbacks) > LISTED:
@@ -239,8 +268,13 @@ def print_engine(built: Built, size: int) -> None:
 
 def print_tuning(tuning: Tuning) -> None:
     """Why a format was preferred: what all layers of a pass take in each."""
-    told = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in sorted(tuning.totals().items(), key=lambda i: i[1]))
-    click.echo(f"Timed here ({tuning.processor}), the products of a pass of {tuning.rows} rows: {told}")
+    told = ", ".join(
+        f"{name} {seconds * 1e3:.3g} ms"
+        for name, seconds in sorted(tuning.totals().items(), key=lambda i: i[1])
+    )
+    click.echo(
+        f"Timed here ({tuning.processor}), the products of a pass of {tuning.rows} rows: {told}"
+    )
 
 
 def print_cache(cache: Mapping[str, Any]) -> None:
@@ -262,7 +296,11 @@ def print_cache(cache: Mapping[str, Any]) -> None:
 def print_curve(curve: Sequence[CurvePoint]) -> None:
     """The trade-off that ``--precision auto`` chose from: measured points, and some between."""
     step = max(1, len(curve) // 12)
-    points = [point for i, point in enumerate(curve) if point.chosen or point.ce_increase is not None or i % step == 0]
+    points = [
+        point
+        for i, point in enumerate(curve)
+        if point.chosen or point.ce_increase is not None or i % step == 0
+    ]
     rows = [
         [
             format_bytes(point.weight_bytes),
@@ -275,7 +313,11 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
         for point in points
     ]
     timed = [] if curve[0].seconds is None else ["ms of a block's pass in them"]
-    print_table("Trade-off", ["weights of layers", *timed, "predicted KL", "cross-entropy", "layers", ""], rows)
+    print_table(
+        "Trade-off",
+        ["weights of layers", *timed, "predicted KL", "cross-entropy", "layers", ""],
+        rows,
+    )
 
 
 def print_threshold(refit: Refit) -> None:
@@ -295,4 +337,6 @@ def print_threshold(refit: Refit) -> None:
         "lost": f"stays at {original:g}; quality {lost}, and no threshold gives it back",
         "untold": f"stays at {original:g}: {untold}",
     }
-    click.echo(f"Threshold of {refit.preset} ({refit.quality} against the reference): {told[refit.verdict]}")
+    click.echo(
+        f"Threshold of {refit.preset} ({refit.quality} against the reference): {told[refit.verdict]}"
+    )

@@ -7,26 +7,57 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options, overrides
+from dlm_export.cli.options import (
+    CHECKPOINT,
+    FILE,
+    OUTPUT,
+    SOURCE_OPTIONS,
+    json_option,
+    options,
+    overrides,
+)
 from dlm_export.cli.printing import Bars, format_bytes, print_json
 
 
 @click.command()
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("-o", "--output", required=True, type=OUTPUT, help="File to write; its name ends in .npz.")
-@click.option("--trust-remote-code", is_flag=True, help="Run the Python files that came with the checkpoint.")
-@click.option("--trunk", is_flag=True, help="Run transformers' class of the same layers instead, under a mask.")
-@click.option("--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids.")
-@click.option("--count", type=click.IntRange(1, 100), default=4, show_default=True, help="Prompts at each mask ratio.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of prompts, masks and rows.")
+@click.option(
+    "-o", "--output", required=True, type=OUTPUT, help="File to write; its name ends in .npz."
+)
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run the Python files that came with the checkpoint."
+)
+@click.option(
+    "--trunk",
+    is_flag=True,
+    help="Run transformers' class of the same layers instead, under a mask.",
+)
+@click.option(
+    "--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids."
+)
+@click.option(
+    "--count",
+    type=click.IntRange(1, 100),
+    default=4,
+    show_default=True,
+    help="Prompts at each mask ratio.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Of prompts, masks and rows.",
+)
 @click.option("--force", is_flag=True, help="Replace the file that is there.")
 @options(SOURCE_OPTIONS)
 @json_option
 def capture(checkpoint: Path, output: Path, force: bool, as_json: bool, **values: Any) -> None:
-    """Keep the logits of a checkpoint's released code, for `dlm-export verify BUNDLE --golden FILE`.
+    """Keep the logits of a checkpoint's released code, for `dlm-export verify BUNDLE --golden
+    FILE`.
 
-    Runs the class that the checkpoint brings along, or transformers' class of its architecture, in fp32 on the CPU. Needs
-    transformers in the version that the released code asks for, and no onnx.
+    Runs the class that the checkpoint brings along, or transformers' class of its architecture, in
+    fp32 on the CPU. Needs transformers in the version that the released code asks for, and no onnx.
 
     Example: dlm-export capture Dream-v0-Instruct-7B -o dream.npz --trust-remote-code
     """
@@ -49,8 +80,15 @@ def capture(checkpoint: Path, output: Path, force: bool, as_json: bool, **values
         golden.save(new, found)
     size = output.stat().st_size
     if as_json:
-        told = {"file": str(output), "bytes": size, "canvases": len(found.canvases), "rows": found.rows}
+        told = {
+            "file": str(output),
+            "bytes": size,
+            "canvases": len(found.canvases),
+            "rows": found.rows,
+        }
         print_json(told | {"golden": found.provenance.as_dict()})
         return
-    click.echo(f"{output} {format_bytes(size)}: {found.rows} rows on {len(found.canvases)} canvases")
+    click.echo(
+        f"{output} {format_bytes(size)}: {found.rows} rows on {len(found.canvases)} canvases"
+    )
     click.echo(f"Captured {found.provenance.reference}; attention: {found.provenance.attention}")

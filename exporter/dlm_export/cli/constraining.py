@@ -1,4 +1,6 @@
-"""Constraints: the options of commands that generate, and ``compile``, which writes a constraint to a file."""
+"""Constraints: the options of commands that generate, and ``compile``, which writes a constraint to
+a file.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,19 @@ from dlm_export.cli.conversing import take_tools, tool_options
 from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, json_option, options, read_json_file
 from dlm_export.cli.printing import format_bytes, print_json
 
-_KINDS = {"schema": "--schema", "regex": "--regex", "enum": "--enum", "json_object": "--json-object"}
+_KINDS = {
+    "schema": "--schema",
+    "regex": "--regex",
+    "enum": "--enum",
+    "json_object": "--json-object",
+}
 _KIND_OPTIONS = (
-    click.option("--schema", type=FILE, metavar="FILE", help="Write JSON that is valid by this JSON Schema."),
-    click.option("--regex", help="Write text that matches as a whole, in the syntax of Rust's regex crate."),
+    click.option(
+        "--schema", type=FILE, metavar="FILE", help="Write JSON that is valid by this JSON Schema."
+    ),
+    click.option(
+        "--regex", help="Write text that matches as a whole, in the syntax of Rust's regex crate."
+    ),
     click.option("--enum", multiple=True, metavar="TEXT", help="Write one of these; repeatable."),
     click.option("--json-object", is_flag=True, help="Write a JSON object."),
     click.option(
@@ -43,15 +54,19 @@ def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_constraint(values: dict[str, Any], is_infill: bool = False) -> dict[str, Any]:
-    """Remove the options of a constraint from a command's values, and return the arguments for ``Bundle.constraint``.
+    """Remove the options of a constraint from a command's values, and return the arguments for
+    ``Bundle.constraint``.
 
-    The result is empty if no constraint was given. It also holds ``constrain_from``, an argument of ``Bundle.infill``.
+    The result is empty if no constraint was given. It also holds ``constrain_from``, an argument of
+    ``Bundle.infill``.
     """
     first = values.pop("constrain_from")
     given = _take_kind(values)
     if first is not None:
         if not (is_infill and given):
-            raise click.UsageError(f"--constrain-from is of --infill, with one of {', '.join(_KINDS.values())}")
+            raise click.UsageError(
+                f"--constrain-from is of --infill, with one of {', '.join(_KINDS.values())}"
+            )
         given["constrain_from"] = first
     return given
 
@@ -67,7 +82,11 @@ def _take_kind(values: dict[str, Any], has_tools: bool = False) -> dict[str, Any
         raise click.UsageError("--json-layout is of --schema and --json-object")
     if "schema" in given:
         given["schema"] = read_json_file(given["schema"])
-    return given | {name: value for name, value in {"max_depth": max_depth, "json_layout": layout}.items() if value is not None}
+    return given | {
+        name: value
+        for name, value in {"max_depth": max_depth, "json_layout": layout}.items()
+        if value is not None
+    }
 
 
 @click.command("compile")
@@ -75,12 +94,22 @@ def _take_kind(values: dict[str, Any], has_tools: bool = False) -> dict[str, Any
 @click.option("-o", "--output", required=True, type=OUTPUT, help="File to write.")
 @options(_KIND_OPTIONS)
 @tool_options("required")
-@click.option("--before", default="", metavar="TEXT", help="Text that the prompt ends with, and that counts as the beginning.")
-@click.option("--behind", default="", metavar="TEXT", help="Text that follows, and that counts as the end.")
+@click.option(
+    "--before",
+    default="",
+    metavar="TEXT",
+    help="Text that the prompt ends with, and that counts as the beginning.",
+)
+@click.option(
+    "--behind", default="", metavar="TEXT", help="Text that follows, and that counts as the end."
+)
 @click.option("--force", is_flag=True, help="Replace the file that is there.")
 @json_option
-def compile_constraint(bundle: Path, output: Path, before: str, behind: str, force: bool, as_json: bool, **values: Any) -> None:
-    """Compile a constraint for a bundle's vocabulary to a file, which C programs open with dlm_automaton_open.
+def compile_constraint(
+    bundle: Path, output: Path, before: str, behind: str, force: bool, as_json: bool, **values: Any
+) -> None:
+    """Compile a constraint for a bundle's vocabulary to a file, which C programs open with
+    dlm_automaton_open.
 
     Give one of --schema, --regex, --enum, --json-object and --tools. The bundle is not run.
 
@@ -94,16 +123,25 @@ def compile_constraint(bundle: Path, output: Path, before: str, behind: str, for
     if len(wanted.keys() & _KINDS.keys()) + ("tools" in tools) != 1:
         raise click.UsageError(f"give one of {', '.join((*_KINDS.values(), '--tools'))}")
     if tools and "tools" not in tools:
-        raise click.UsageError("--tool-choice, --parallel-tool-calls and --call-format are of --tools")
-    with claimed_file(output, force=force) as new, dlm_runtime.open(bundle, engine="none", check_hashes=False) as opened:
+        raise click.UsageError(
+            "--tool-choice, --parallel-tool-calls and --call-format are of --tools"
+        )
+    with (
+        claimed_file(output, force=force) as new,
+        dlm_runtime.open(bundle, engine="none", check_hashes=False) as opened,
+    ):
         if tools:
             wanted["tools"] = opened.tools(**tools)
             if not wanted["tools"].is_forced:
-                raise click.UsageError("--tool-choice is required or a function's name: with another one any text is allowed")
+                raise click.UsageError(
+                    "--tool-choice is required or a function's name: with another one any text is allowed"
+                )
         constraint = opened.constraint(before=before, behind=behind, **wanted)
         new.write_bytes(constraint.data)
     size = output.stat().st_size
     if as_json:
         print_json({"file": str(output), "bytes": size, "shortest_tokens": constraint.shortest})
     else:
-        click.echo(f"{output} {format_bytes(size)}: the shortest text has {constraint.shortest} tokens")
+        click.echo(
+            f"{output} {format_bytes(size)}: the shortest text has {constraint.shortest} tokens"
+        )

@@ -35,28 +35,46 @@ _TOOL_OPTIONS = {"tools": "--tools", "tool_choice": "--tool-choice", "call_forma
 
 
 def conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is said before the answer, and the functions that may be called, for commands that generate."""
+    """What is said before the answer, and the functions that may be called, for commands that
+    generate.
+    """
     own = (
         click.option("--chat", help="A user's message, put through the bundle's chat template."),
         click.option("--system", help="System message for --chat."),
         click.option(
-            "--messages", type=FILE, metavar="FILE", help="A conversation: JSON list of messages with role and content."
+            "--messages",
+            type=FILE,
+            metavar="FILE",
+            help="A conversation: JSON list of messages with role and content.",
         ),
     )
     return options(own)(tool_options("auto")(command))
 
 
 def tool_options(choice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options that describe tools. ``choice``: the default of ``--tool-choice``, for the help text."""
-    choices = "auto, required, none, or a function's name" if choice == "auto" else "required, or a function's name"
+    """The options that describe tools. ``choice``: the default of ``--tool-choice``, for the help
+    text.
+    """
+    choices = (
+        "auto, required, none, or a function's name"
+        if choice == "auto"
+        else "required, or a function's name"
+    )
     return options(
         (
             click.option(
-                "--tools", type=FILE, metavar="FILE", help="Functions that may be called: JSON list, as OpenAI has it."
+                "--tools",
+                type=FILE,
+                metavar="FILE",
+                help="Functions that may be called: JSON list, as OpenAI has it.",
             ),
             click.option("--tool-choice", help=f"{choices}.  [default: {choice}]"),
-            click.option("--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."),
-            click.option("--call-format", help="object, list, lines or tool_call.  [default: the bundle's]"),
+            click.option(
+                "--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."
+            ),
+            click.option(
+                "--call-format", help="object, list, lines or tool_call.  [default: the bundle's]"
+            ),
         )
     )
 
@@ -67,7 +85,9 @@ def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
     if chat is not None and messages is not None:
         raise click.UsageError("give one of --chat and --messages")
     if system is not None and chat is None:
-        raise click.UsageError("--system is of --chat; in --messages it is a message of role system")
+        raise click.UsageError(
+            "--system is of --chat; in --messages it is a message of role system"
+        )
     if messages is not None:
         found = read_json_file(messages)
         if not isinstance(found, list):
@@ -89,12 +109,19 @@ def take_tools(values: dict[str, Any]) -> dict[str, Any]:
 def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
     """Warn on stderr of an answer longer than those that the bundle says its denoiser gives.
 
-    A denoiser with full attention sees all of the room from its first pass on. In more room than it was trained with, it often
-    ends its text too early.
+    A denoiser with full attention sees all of the room from its first pass on. In more room than it
+    was trained with, it often ends its text too early.
     """
     usual = bundle.manifest["loop"].get("max_new_tokens")
-    if new_tokens is not None and usual is not None and new_tokens > usual and bundle.visible_block is None:
-        warn(f"--max-new-tokens {new_tokens} is more than the {usual} that this bundle names: the text may end too soon")
+    if (
+        new_tokens is not None
+        and usual is not None
+        and new_tokens > usual
+        and bundle.visible_block is None
+    ):
+        warn(
+            f"--max-new-tokens {new_tokens} is more than the {usual} that this bundle names: the text may end too soon"
+        )
 
 
 def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,7 +132,9 @@ def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[s
 @click.argument("bundle", type=CHECKPOINT)
 @click.option("--system", help="What the denoiser shall keep to.")
 @click.option(
-    "--max-new-tokens", type=click.IntRange(1), help="Most mask tokens an answer.  [default: as the bundle says, or 128]"
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    help="Most mask tokens an answer.  [default: as the bundle says, or 128]",
 )
 @preset_option
 @effort_option
@@ -122,16 +151,20 @@ def chat(
     changes: tuple[str, ...],
     **values: Any,
 ) -> None:
-    """Talk to a bundle; the canvas is shown as it denoises. Ctrl-C ends an answer, /quit or Ctrl-D the conversation.
+    """Talk to a bundle; the canvas is shown as it denoises. Ctrl-C ends an answer, /quit or Ctrl-D
+    the conversation.
 
-    If stdin or stdout is not a terminal, each line is a message, and each answer is printed as it is. A bundle whose chat
-    template takes no earlier messages, such as the demo's, answers each message by itself.
+    If stdin or stdout is not a terminal, each line is a message, and each answer is printed as it
+    is. A bundle whose chat template takes no earlier messages, such as the demo's, answers each
+    message by itself.
 
     Example: dlm-export chat build/demo --preset fast-dllm
     """
     request = {"preset": preset} | policy_changes(changes)
     with opening(values).open(bundle) as opened:
-        talk = Conversation(opened, {"max_new_tokens": max_new_tokens or opened.max_new_tokens} | request)
+        talk = Conversation(
+            opened, {"max_new_tokens": max_new_tokens or opened.max_new_tokens} | request
+        )
         warn_of_length(opened, max_new_tokens)
         talk.take_system(system)
         talk.take_effort(effort)
@@ -156,7 +189,9 @@ class Conversation:
         self.running: threading.Event | None = None  # what ends the answer that is being made
 
     def take_system(self, system: str | None) -> None:
-        """Say from now on what stands in front of all messages. Raises RequestError where the template takes none."""
+        """Say from now on what stands in front of all messages. Raises RequestError where the
+        template takes none.
+        """
         self.tokenizer.encode_chat(_messages(system, [{"role": "user", "content": "-"}]))
         self.system = system
 
@@ -173,7 +208,8 @@ class Conversation:
         return True
 
     def ask(self, text: str, show: Callable[[dict[str, Any], int], Generation]) -> Generation:
-        """An answer to a message, made by ``show`` from a request and where on the canvas it starts.
+        """An answer to a message, made by ``show`` from a request and where on the canvas it
+        starts.
 
         Both become part of the conversation. Raises RequestError if it fills the canvas.
         """
@@ -185,7 +221,9 @@ class Conversation:
             )
         wanted = self.request["max_new_tokens"]
         if room < wanted:
-            warn(f"the conversation of {given} tokens leaves {room} for this answer, not {wanted}: /reset forgets it")
+            warn(
+                f"the conversation of {given} tokens leaves {room} for this answer, not {wanted}: /reset forgets it"
+            )
         new = {"chat": _messages(self.system, said), "max_new_tokens": min(wanted, room)}
         self.running = threading.Event()
         try:
@@ -196,7 +234,9 @@ class Conversation:
         return answer
 
     def _next(self, text: str) -> tuple[list[dict[str, Any]], int]:
-        """The messages up to this one, and their tokens. If the template rejects earlier messages, they are left out."""
+        """The messages up to this one, and their tokens. If the template rejects earlier messages,
+        they are left out.
+        """
         message = {"role": "user", "content": text}
         if self.messages and self.remembers:
             said = [*self.messages, message]
@@ -210,7 +250,9 @@ class Conversation:
         return [message], len(self.tokenizer.encode_chat(_messages(self.system, [message])))
 
     def command(self, line: str) -> str | None:
-        """What a line that starts with / does, in words; None: it ends the conversation. Raises RequestError."""
+        """What a line that starts with / does, in words; None: it ends the conversation. Raises
+        RequestError.
+        """
         name, _, rest = line.partition(" ")
         said = rest.strip() or None
         if name == "/quit":
@@ -288,6 +330,8 @@ def _typed() -> Iterator[str]:
 def _answer(talk: Conversation, line: str, console: Console) -> None:
     from dlm_export.cli.watch import denoise
 
-    answer = talk.ask(line, lambda request, start: denoise(talk.bundle, request, console, shown_from=start))
+    answer = talk.ask(
+        line, lambda request, start: denoise(talk.bundle, request, console, shown_from=start)
+    )
     click.echo(for_terminal(answer.text or ""))
     click.secho(f"[{how_it_went(answer)}]", fg="bright_black")

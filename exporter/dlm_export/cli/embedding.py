@@ -14,11 +14,15 @@ from dlm_export.cli.printing import print_json, print_table
 @click.command()
 @click.option("--cflags", is_flag=True, help="What a C or C++ compiler must be told.")
 @click.option("--libs", is_flag=True, help="What the linker must be told.")
-@click.option("--static", is_flag=True, help="With --libs: the static library instead of the shared one.")
+@click.option(
+    "--static", is_flag=True, help="With --libs: the static library instead of the shared one."
+)
 @click.option("--prefix", is_flag=True, help="The folder of include/ and lib/.")
 @click.option("--pkg-config-dir", is_flag=True, help="The folder for PKG_CONFIG_PATH.")
 @click.option("--cmake-dir", is_flag=True, help="The folder for dlm_runtime_DIR.")
-@click.option("--engine", is_flag=True, help="The installed ONNX Runtime's library, for DLM_ONNXRUNTIME.")
+@click.option(
+    "--engine", is_flag=True, help="The installed ONNX Runtime's library, for DLM_ONNXRUNTIME."
+)
 @json_option
 def embed(static: bool, as_json: bool, **wanted: bool) -> None:
     """Print where a C program finds the runtime that this package brings, as pkg-config would.
@@ -47,8 +51,18 @@ def embed(static: bool, as_json: bool, **wanted: bool) -> None:
         print_json(there)
     elif asked := [name for name in there if wanted[name]]:
         quoted = {"cflags", "libs"}
-        click.echo(" ".join(there[name] if name in quoted or len(asked) == 1 else shlex.quote(there[name]) for name in asked))
+        click.echo(
+            " ".join(
+                there[name] if name in quoted or len(asked) == 1 else shlex.quote(there[name])
+                for name in asked
+            )
+        )
     else:
         print_table(
-            "Embedding", ["", ""], [[name.replace("_", " "), str(value or "not installed")] for name, value in there.items()]
+            "Embedding",
+            ["", ""],
+            [
+                [name.replace("_", " "), str(value or "not installed")]
+                for name, value in there.items()
+            ],
         )

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def doctor(context: click.Context, bundle: Path | None, names: str | None, as_json: bool) -> None:
-    """Tell what this machine has, what it lacks, and what to do; of a BUNDLE, whether it runs here. Changes nothing.
+    """Tell what this machine has, what it lacks, and what to do; of a BUNDLE, whether it runs here.
+    Changes nothing.
 
-    Exits with 1 where the base install, BUNDLE or --target cannot run. What is not needed for that is a note.
+    Exits with 1 where the base install, BUNDLE or --target cannot run. What is not needed for that
+    is a note.
 
     Example: dlm-export doctor build/demo --target cpu
     """
@@ -41,11 +43,17 @@ def doctor(context: click.Context, bundle: Path | None, names: str | None, as_js
 
 
 def print_report(report: Report) -> None:
-    """Every finding in a table; behind it what to do about what is missing, then what could be had besides."""
+    """Every finding in a table; behind it what to do about what is missing, then what could be had
+    besides.
+    """
     rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
     print_table("", ["state", "of", "what", "found"], rows)
     for title, is_missing in (("What to do:", True), ("Optional:", False)):
-        told = [each for each in report.findings if each.remedy and (each.state == "missing") == is_missing]
+        told = [
+            each
+            for each in report.findings
+            if each.remedy and (each.state == "missing") == is_missing
+        ]
         if told:
             click.echo(title)
         for each in told:

@@ -7,25 +7,42 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, FILE, cpu_engine_option, json_option, opening, provider_options, threads_option
+from dlm_export.cli.options import (
+    CHECKPOINT,
+    FILE,
+    cpu_engine_option,
+    json_option,
+    opening,
+    provider_options,
+    threads_option,
+)
 from dlm_export.cli.printing import Bars, print_effort, print_json, warn
 
 
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option("--data", type=FILE, help="JSONL or text to fit on, best with answers.  [default: built in]")
 @click.option(
-    "--samples", type=click.IntRange(1, 100000), default=64, show_default=True, help="Prompts that every loop writes."
+    "--data", type=FILE, help="JSONL or text to fit on, best with answers.  [default: built in]"
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 100000),
+    default=64,
+    show_default=True,
+    help="Prompts that every loop writes.",
 )
 @click.option("--preset", help="Loop that is varied.  [default: fast-dllm, dream-block or sdar]")
 @cpu_engine_option
 @provider_options
 @threads_option
 @json_option
-def effort(bundle: Path, data: Path | None, samples: int, preset: str | None, as_json: bool, **values: Any) -> None:
+def effort(
+    bundle: Path, data: Path | None, samples: int, preset: str | None, as_json: bool, **values: Any
+) -> None:
     """Fit effort levels (instant, low, medium, high) of BUNDLE on data, and write them into it.
 
-    Loops of the preset that commit sooner or later all run on the data: each is a quality for a number of passes.
+    Loops of the preset that commit sooner or later all run on the data: each is a quality for a
+    number of passes.
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides
-from dlm_export.cli.printing import format_bytes, one_line, print_caches, print_effort, print_json, print_kernels, print_table
+from dlm_export.cli.printing import (
+    format_bytes,
+    one_line,
+    print_caches,
+    print_effort,
+    print_json,
+    print_kernels,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from dlm_export.families.base import Overrides
@@ -22,7 +30,8 @@ if TYPE_CHECKING:
 @options(SOURCE_OPTIONS)
 @json_option
 def inspect(checkpoint: Path, as_json: bool, **values: Any) -> None:
-    """Show what a checkpoint is: family, parameters, network, memory a precision; or a bundle: files, engines, presets.
+    """Show what a checkpoint is: family, parameters, network, memory a precision; or a bundle:
+    files, engines, presets.
 
     Example: dlm-export inspect examples/demo-denoiser
     """
@@ -51,9 +60,14 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
 
     opened = Checkpoint(path)
     network = families.read_network(opened, changed)
-    tensors = families.check_tensors(opened, network)  # names what is missing, extra or wrongly shaped
+    tensors = families.check_tensors(
+        opened, network
+    )  # names what is missing, extra or wrongly shaped
     text = tokenizer.read(opened, network)
-    kinds = {"tokenizer": text.tokenizer is not None, "chat_template": text.chat_template is not None}
+    kinds = {
+        "tokenizer": text.tokenizer is not None,
+        "chat_template": text.chat_template is not None,
+    }
     memory = {name: _memory(network, element_bytes) for name, element_bytes in PRECISIONS.items()}
     unread = opened.config.unread()
     if as_json:
@@ -62,7 +76,9 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
                 "checkpoint": str(path),
                 "parameters": network.parameter_count(),
                 "stored_bytes": opened.weight_bytes,
-                "quantisation": None if opened.quantisation is None else opened.quantisation.as_dict(),
+                "quantisation": None
+                if opened.quantisation is None
+                else opened.quantisation.as_dict(),
                 "notes": tensors.notes,
                 "unread_config_keys": unread,
                 "network": network.as_dict(),
@@ -76,21 +92,38 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     click.echo(f"{path}: {network.family} ({families.FAMILIES[network.family].description})")
     active = network.active_parameter_count()
     met = "" if active == network.parameter_count() else f", {active:,} of which a token meets,"
-    click.echo(f"{network.parameter_count():,} parameters{met} in {len(opened.tensors)} tensors of {dtypes}")
+    click.echo(
+        f"{network.parameter_count():,} parameters{met} in {len(opened.tensors)} tensors of {dtypes}"
+    )
     if opened.quantisation is not None:
-        click.echo(f"quantised: {opened.quantisation}; --precision stored keeps its codes and scales")
+        click.echo(
+            f"quantised: {opened.quantisation}; --precision stored keeps its codes and scales"
+        )
     for note in tensors.notes:
         click.echo(f"Note: {one_line(note)}", err=True)
     if unread:
         told = f"nothing reads these keys of config.json; make sure that none changes the network: {', '.join(unread)}"
         click.echo(f"Note: {one_line(told)}", err=True)
-    click.echo(", ".join(f"{name.replace('_', ' ')}: {'yes' if there else 'no'}" for name, there in kinds.items()))
+    click.echo(
+        ", ".join(
+            f"{name.replace('_', ' ')}: {'yes' if there else 'no'}" for name, there in kinds.items()
+        )
+    )
     print_network(network)
     rows = [
-        [n, format_bytes(m["weights_bytes"]), format_bytes(m["cache_bytes_per_token"]), format_bytes(m["cache_bytes"])]
+        [
+            n,
+            format_bytes(m["weights_bytes"]),
+            format_bytes(m["cache_bytes_per_token"]),
+            format_bytes(m["cache_bytes"]),
+        ]
         for n, m in memory.items()
     ]
-    print_table("Memory", ["precision", "weights", "keys and values a token", "for the longest canvas"], rows)
+    print_table(
+        "Memory",
+        ["precision", "weights", "keys and values a token", "for the longest canvas"],
+        rows,
+    )
     print_caches("Keys and values", cache_bytes_by_type(network))
     if (block := network.visible_block) is not None and block > 1:
         click.echo(
@@ -100,7 +133,9 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
 
 
 def _kept(c: NetworkSpec) -> int:
-    """Tokens whose keys and values the longest canvas keeps: all, or of a block-causal network those before its last block."""
+    """Tokens whose keys and values the longest canvas keeps: all, or of a block-causal network
+    those before its last block.
+    """
     block = c.visible_block
     return c.max_canvas_length if block is None else (-(-c.max_canvas_length // block) - 1) * block
 
@@ -116,17 +151,35 @@ def _memory(c: NetworkSpec, element_bytes: int) -> dict[str, int]:
 
 def print_network(network: NetworkSpec) -> None:
     """What a denoiser is: its own fields, and a row for each run of layers that are alike."""
-    fields = ("architecture", "vocab_size", "hidden_size", "tied_head", "max_canvas_length", "shift")
-    ids = {"mask": network.mask_token_id, "end": network.eos_token_ids, "padding": network.pad_token_id}
+    fields = (
+        "architecture",
+        "vocab_size",
+        "hidden_size",
+        "tied_head",
+        "max_canvas_length",
+        "shift",
+    )
+    ids = {
+        "mask": network.mask_token_id,
+        "end": network.eos_token_ids,
+        "padding": network.pad_token_id,
+    }
     rows = [[name.replace("_", " "), str(getattr(network, name))] for name in fields]
-    print_table("Network", ["", ""], [*rows, ["token ids", ", ".join(f"{name} {value}" for name, value in ids.items())]])
+    print_table(
+        "Network",
+        ["", ""],
+        [*rows, ["token ids", ", ".join(f"{name} {value}" for name, value in ids.items())]],
+    )
     runs: list[list[Any]] = []
     for i, layer in enumerate(network.layers):
         if runs and runs[-1][2] == layer:
             runs[-1][1] = i
         else:
             runs.append([i, i, layer])
-    rows = [[f"{first}..{last}" if last > first else str(first), *_layer_words(layer)] for first, last, layer in runs]
+    rows = [
+        [f"{first}..{last}" if last > first else str(first), *_layer_words(layer)]
+        for first, last, layer in runs
+    ]
     print_table("Layers", ["", "attention", "positions", "MLP", "norms"], rows)
 
 
@@ -135,7 +188,12 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
 
     a, mlp, rope = layer.attention, layer.mlp, layer.attention.rope
     visible = a.visibility if a.block_length is None else f"{a.visibility} of {a.block_length}"
-    extras = {f"window {a.window}": a.window is not None, "q/k norm": a.qk_norm, "q/k/v bias": a.qkv_bias, "bias": a.out_bias}
+    extras = {
+        f"window {a.window}": a.window is not None,
+        "q/k norm": a.qk_norm,
+        "q/k/v bias": a.qkv_bias,
+        "bias": a.out_bias,
+    }
     heads = f"{a.heads} heads of {a.head_size}" + (f", {a.kv_heads} of keys" if a.group > 1 else "")
     attention = ", ".join([visible, heads, *(name for name, there in extras.items() if there)])
     positions = "none" if rope is None else f"theta {rope.theta:g}"
@@ -170,7 +228,11 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     ):
         click.echo(one_line(line))
     print_network(network_of(manifest))
-    print_table("Files", ["", "size"], [[name, format_bytes(entry["bytes"])] for name, entry in manifest["files"].items()])
+    print_table(
+        "Files",
+        ["", "size"],
+        [[name, format_bytes(entry["bytes"])] for name, entry in manifest["files"].items()],
+    )
     if "kernels" in manifest:
         print_kernels(manifest["kernels"])
     if "effort" in manifest:
@@ -185,7 +247,11 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
         for name, entry in loop.get("engines", {}).items()
     ]
     if rows:
-        print_table("Engines", ["target", "SM", "builder", "layers held in", "fallbacks", "on the device"], rows)
+        print_table(
+            "Engines",
+            ["target", "SM", "builder", "layers held in", "fallbacks", "on the device"],
+            rows,
+        )
 
 
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:

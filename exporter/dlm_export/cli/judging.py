@@ -46,11 +46,31 @@ STOPPED = {
 
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option("--checkpoint", type=CHECKPOINT, help="Checkpoint or full-precision bundle that it was built from.")
-@click.option("--golden", type=FILE, help="Instead: logits of the released code, from `dlm-export capture`.")
-@click.option("--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids.")
-@click.option("--count", type=click.IntRange(1, 1000), default=4, show_default=True, help="Prompts to compare.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Mask tokens a canvas.")
+@click.option(
+    "--checkpoint",
+    type=CHECKPOINT,
+    help="Checkpoint or full-precision bundle that it was built from.",
+)
+@click.option(
+    "--golden", type=FILE, help="Instead: logits of the released code, from `dlm-export capture`."
+)
+@click.option(
+    "--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids."
+)
+@click.option(
+    "--count",
+    type=click.IntRange(1, 1000),
+    default=4,
+    show_default=True,
+    help="Prompts to compare.",
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Mask tokens a canvas.",
+)
 @options(JUDGE_OPTIONS)
 @click.option(
     "--report",
@@ -63,19 +83,25 @@ STOPPED = {
 @threads_option
 @json_option
 def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values: Any) -> None:
-    """Compare a bundle with what it was built from, in PyTorch, or with captured logits of the released code.
+    """Compare a bundle with what it was built from, in PyTorch, or with captured logits of the
+    released code.
 
-    A bundle in full precision: logits a mask-ratio bucket, whole canvases token by token. A quantised one: what it costs, on
-    samples of --data. With --golden: logits alone, and neither torch nor the checkpoint is needed. Exit 3 when a tolerance or a
-    budget is missed.
+    A bundle in full precision: logits a mask-ratio bucket, whole canvases token by token. A
+    quantised one: what it costs, on samples of --data. With --golden: logits alone, and neither
+    torch nor the checkpoint is needed. Exit 3 when a tolerance or a budget is missed.
 
-    Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase 0.01
+    Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase
+    0.01
     """
     if (checkpoint is None) == (golden is None):
         raise click.UsageError("give one of --checkpoint and --golden")
     if checkpoint is None:
         assert golden is not None
-        refuse(values, ("prompts", "data", "calib_preset", "report", "force", *BUDGETS), "has no effect with --golden")
+        refuse(
+            values,
+            ("prompts", "data", "calib_preset", "report", "force", *BUDGETS),
+            "has no effect with --golden",
+        )
         _verify_golden(bundle, golden, values)
         return
     import dlm_runtime
@@ -91,7 +117,11 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         check_manifest(manifest, bundle)
         source = open_source_of(bundle, manifest, checkpoint)
         if manifest["precision"]["name"] not in graph.PRECISIONS:
-            refuse(values, ("prompts",), "is for bundles in fp32 or fp16; samples to judge by go into --data")
+            refuse(
+                values,
+                ("prompts",),
+                "is for bundles in fp32 or fp16; samples to judge by go into --data",
+            )
             _verify_quantised(bundle, source, values)
             return
         why = "is for quantised bundles; parity has tolerances of its own"
@@ -146,7 +176,9 @@ def _judging(values: dict[str, Any]) -> JudgingOptions:
     from dlm_export.judging.accuracy import VERIFY_SECONDS, JudgingOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
-    data = CalibrationOptions(data=values["data"], seed=values["seed"], preset=values["calib_preset"])
+    data = CalibrationOptions(
+        data=values["data"], seed=values["seed"], preset=values["calib_preset"]
+    )
     return JudgingOptions(data, effort(values, VERIFY_SECONDS), budgets(values), opening(values))
 
 
@@ -158,7 +190,11 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
     folder: Path | None = values["report"]
     if folder is None:
         refuse(values, ("force",), "is for --report")
-    with nullcontext() if folder is None else accuracy.claimed_files(folder, force=bool(values["force"])) as files:
+    with (
+        nullcontext()
+        if folder is None
+        else accuracy.claimed_files(folder, force=bool(values["force"])) as files
+    ):
         with Bars() as bars:
             judgement = accuracy.judge_bundle(bundle, source, _judging(values), bars, warn)
         if files is not None:
@@ -182,7 +218,8 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
 @threads_option
 @json_option
 def compare(reference: Path, candidate: Path, **values: Any) -> None:
-    """Judge one bundle by another: what is lost from REFERENCE to CANDIDATE, both through the native runtime.
+    """Judge one bundle by another: what is lost from REFERENCE to CANDIDATE, both through the
+    native runtime.
 
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
@@ -200,21 +237,36 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True, type=CHECKPOINT)
-@click.option("-o", "--output", required=True, type=OUTPUT, help="File of the page to write, such as compare.html.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=OUTPUT,
+    help="File of the page to write, such as compare.html.",
+)
 @click.option("--force", is_flag=True, help="Replace the page that is there.")
-@click.option("--speed", is_flag=True, help="Time them here as well, taking turns; all are open at once.")
-@click.option("--rounds", type=click.IntRange(3, 1000), help="Generations of each that are timed.  [default: 5]")
+@click.option(
+    "--speed", is_flag=True, help="Time them here as well, taking turns; all are open at once."
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(3, 1000),
+    help="Generations of each that are timed.  [default: 5]",
+)
 @preset_option
 @engine_option
 @provider_options
 @threads_option
 @json_option
-def report(bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as_json: bool, **values: Any) -> None:
+def report(
+    bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as_json: bool, **values: Any
+) -> None:
     """Compare BUNDLES of one checkpoint on one page: size, loss, answers, and time. "int8 or int4?"
 
     Losses are those that each was judged with when it was built, on the same data.
 
-    Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o build/compare.html
+    Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
+    build/compare.html
     """
     from dlm_export.judging import comparison
     from dlm_export.judging.report import require_matplotlib
@@ -229,7 +281,9 @@ def report(bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as
     with claimed_file(output, force=force) as page:
         entries, speeds, machine = comparison.read_entries(bundles), None, None
         if speed:
-            options = bench.BenchOptions(opening(values), preset=values["preset"], rounds=values["rounds"] or 5)
+            options = bench.BenchOptions(
+                opening(values), preset=values["preset"], rounds=values["rounds"] or 5
+            )
             with Bars() as bars:
                 speeds, machine = bench.side_by_side(bundles, options, bars), this_machine()
         comparison.write_comparison(page, entries, speeds, machine)
@@ -253,16 +307,25 @@ def print_parity(parity: Parity) -> None:
     columns = ["mask ratio", "worst logit difference", "of range", "argmax equal", "ties"]
     print_table("Logits against the reference", columns, rows)
     rows = [
-        [row.name, f"{row.canvases_equal}/{row.canvases}", str(row.nfe), "yes" if row.nfe_equal else "no"]
+        [
+            row.name,
+            f"{row.canvases_equal}/{row.canvases}",
+            str(row.nfe),
+            "yes" if row.nfe_equal else "no",
+        ]
         for row in parity.loop
     ]
     share = ""
     if rows:
-        print_table("Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows)
+        print_table(
+            "Loop against the reference", ["preset", "canvases equal", "NFE", "NFE equal"], rows
+        )
         share = f", {parity.tolerance.agreement:.0%} of canvases equal"
     limit = parity.tolerance.relative
     verdict = "FAILS" if parity.misses else "Holds"
-    click.echo(f"{verdict} at {parity.precision} (allowed: logits within {limit:.1e} of their range{share})")
+    click.echo(
+        f"{verdict} at {parity.precision} (allowed: logits within {limit:.1e} of their range{share})"
+    )
     click.echo(f"Compared with {parity.reference}")
 
 
@@ -281,7 +344,11 @@ def print_judgement(judgement: Judgement) -> None:
         "KL p95",
     ]
     rows = [_loss_row(f"{bucket['mask_ratio']:.2f}", bucket) for bucket in judgement.buckets]
-    print_table(f"{judgement.candidate} against {judgement.reference}", columns, [*rows, _loss_row("all", judgement.overall)])
+    print_table(
+        f"{judgement.candidate} against {judgement.reference}",
+        columns,
+        [*rows, _loss_row("all", judgement.overall)],
+    )
     frontier, free = judgement.frontier, judgement.free_running
     click.echo(
         f"Frontier: {frontier['flips']} of {frontier['committed']} tokens that both commit differ, "
@@ -290,11 +357,22 @@ def print_judgement(judgement: Judgement) -> None:
     if free["exact_match"] is None:
         runs, equal = "Runs followed", f"{free['equal_by_induction']:.1%} equal by induction"
     else:
-        runs, equal = "Free running", f"{free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}"
-    click.echo(f"{runs}, {free['prompts']} prompts: {equal}, NFE ratio {shown(free['nfe_ratio'], '.3f')}")
+        runs, equal = (
+            "Free running",
+            f"{free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}",
+        )
+    click.echo(
+        f"{runs}, {free['prompts']} prompts: {equal}, NFE ratio {shown(free['nfe_ratio'], '.3f')}"
+    )
     if (task := free["task"]) is not None:
-        theirs = "was not run freely (--free-runs)" if task["reference"] is None else f"{task['reference']:.1%}"
-        click.echo(f"Answers right: {task['candidate']:.1%} of these {free['prompts']}, the reference {theirs}")
+        theirs = (
+            "was not run freely (--free-runs)"
+            if task["reference"] is None
+            else f"{task['reference']:.1%}"
+        )
+        click.echo(
+            f"Answers right: {task['candidate']:.1%} of these {free['prompts']}, the reference {theirs}"
+        )
     if (floor := judgement.noise_floor) is not None:
         click.echo(
             f"For comparison, bf16: cross-entropy {shown(floor['ce_increase'], '+.2%')}, top-1 agreement {floor['top1']:.1%}"
@@ -306,7 +384,9 @@ def print_judgement(judgement: Judgement) -> None:
     )
     for budget in judgement.budgets:
         verdict = "holds" if budget["passed"] else "MISSED"
-        click.echo(f"Budget {budget['name']} {budget['limit']:g}: {shown(budget['value'], '.4g')}, {verdict}")
+        click.echo(
+            f"Budget {budget['name']} {budget['limit']:g}: {shown(budget['value'], '.4g')}, {verdict}"
+        )
 
 
 def _loss_row(name: str, row: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,11 @@
-"""``optimum-cli export dlm CHECKPOINT OUTPUT``: ``dlm-export build`` where users of optimum look for an exporter.
+"""``optimum-cli export dlm CHECKPOINT OUTPUT``: ``dlm-export build`` where users of optimum look
+for an exporter.
 
-optimum (https://github.com/huggingface/optimum) imports every file of the namespace package ``optimum.commands.register`` and
-takes the commands that it lists; ours is ``optimum/commands/register/register_dlm_export.py`` in this distribution's wheel.
-The options are those of ``dlm-export build``, read from its definition. Nothing heavy is imported before the command runs:
-optimum loads this file at each start.
+optimum (https://github.com/huggingface/optimum) imports every file of the namespace package
+``optimum.commands.register`` and takes the commands that it lists; ours is
+``optimum/commands/register/register_dlm_export.py`` in this distribution's wheel. The options are
+those of ``dlm-export build``, read from its definition. Nothing heavy is imported before the
+command runs: optimum loads this file at each start.
 """
 
 from __future__ import annotations
@@ -23,24 +25,40 @@ _PREFIX = "dlm_"  # of our values in optimum's namespace, which has names of its
 class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
     """The subcommand ``dlm`` of ``optimum-cli export``."""
 
-    COMMAND = CommandInfo(name="dlm", help="Export a diffusion language model to a bundle (dlm-export).")
+    COMMAND = CommandInfo(
+        name="dlm", help="Export a diffusion language model to a bundle (dlm-export)."
+    )
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         """Declare the arguments of ``dlm-export build`` on optimum's parser."""
-        parser.add_argument(f"{_PREFIX}checkpoint", metavar="CHECKPOINT", help="Folder of the checkpoint.")
-        parser.add_argument(f"{_PREFIX}output", metavar="OUTPUT", help="Folder of the bundle to write.")
+        parser.add_argument(
+            f"{_PREFIX}checkpoint", metavar="CHECKPOINT", help="Folder of the checkpoint."
+        )
+        parser.add_argument(
+            f"{_PREFIX}output", metavar="OUTPUT", help="Folder of the bundle to write."
+        )
         context = click.Context(build)
         for option in _options():
             record = option.get_help_record(context)
-            help_text = record[1].replace("%", "%%") if record else None  # argparse formats its help
+            help_text = (
+                record[1].replace("%", "%%") if record else None
+            )  # argparse formats its help
             name = f"{_PREFIX}{option.name}"
             if option.is_flag:
-                action = BooleanOptionalAction if option.secondary_opts else "store_true"  # --x, --no-x
-                parser.add_argument(*option.opts, dest=name, action=action, default=SUPPRESS, help=help_text)
+                action = (
+                    BooleanOptionalAction if option.secondary_opts else "store_true"
+                )  # --x, --no-x
+                parser.add_argument(
+                    *option.opts, dest=name, action=action, default=SUPPRESS, help=help_text
+                )
             else:
                 parser.add_argument(
-                    *option.opts, dest=name, default=SUPPRESS, help=help_text, metavar=option.make_metavar(context)
+                    *option.opts,
+                    dest=name,
+                    default=SUPPRESS,
+                    help=help_text,
+                    metavar=option.make_metavar(context),
                 )
 
     def run(self) -> None:
@@ -49,7 +67,9 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
 
 
 def build_arguments(values: Namespace) -> list[str]:
-    """The arguments of ``dlm-export`` for what optimum's parser read; values stay unchecked, which is the command's work."""
+    """The arguments of ``dlm-export`` for what optimum's parser read; values stay unchecked, which
+    is the command's work.
+    """
     given = vars(values)
     arguments = ["build", f"--output={given[f'{_PREFIX}output']}"]
     for option in _options():

@@ -1,4 +1,5 @@
-"""Options that commands share, and what becomes of them: the option dataclasses of the rooms, or a refusal.
+"""Options that commands share, and what becomes of them: the option dataclasses of the rooms, or a
+refusal.
 
 torch and the rest of the export extra are imported inside the functions that need them.
 """
@@ -45,7 +46,11 @@ FILE = _File(exists=True, dir_okay=False, path_type=Path)
 OUTPUT = click.Path(path_type=Path)
 
 SOURCE_OPTIONS = (
-    click.option("--mask-token-id", type=click.IntRange(0), help="Id of the mask token, where the checkpoint does not say it."),
+    click.option(
+        "--mask-token-id",
+        type=click.IntRange(0),
+        help="Id of the mask token, where the checkpoint does not say it.",
+    ),
     click.option(
         "--max-canvas-length",
         type=click.IntRange(1, 1 << 20),
@@ -96,7 +101,9 @@ def _check_provider(_: click.Context, __: click.Parameter, text: str) -> str:
 def provider_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Who runs the graph in ONNX Runtime, for commands that take an engine."""
     fallback = click.option(
-        "--allow-fallback", is_flag=True, help="Leave to the CPU what the provider does not run, and say so."
+        "--allow-fallback",
+        is_flag=True,
+        help="Leave to the CPU what the provider does not run, and say so.",
     )
     provider = click.option(
         "--provider",
@@ -113,30 +120,73 @@ def opening(values: dict[str, Any]) -> Opening:
     """Takes what ``Opening`` holds out of a command's values."""
     from dlm_export.opening import Opening
 
-    return Opening(**{name: values.pop(name) for name in ("engine", "provider", "allow_fallback", "threads")})
+    return Opening(
+        **{name: values.pop(name) for name in ("engine", "provider", "allow_fallback", "threads")}
+    )
 
 
-effort_option = click.option("--effort", help="Loop fitted to data: instant, low, medium or high; see `dlm-export effort`.")
-preset_option = click.option("--preset", help="Loop of the bundle's manifest.  [default: the bundle's]")
-set_option = click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Any field of the policy; repeatable.")
-threads_option = click.option("--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores.")
+effort_option = click.option(
+    "--effort", help="Loop fitted to data: instant, low, medium or high; see `dlm-export effort`."
+)
+preset_option = click.option(
+    "--preset", help="Loop of the bundle's manifest.  [default: the bundle's]"
+)
+set_option = click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Any field of the policy; repeatable.",
+)
+threads_option = click.option(
+    "--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores."
+)
 
 _SAMPLE_OPTIONS = (
     click.option(
-        "--judged", type=click.IntRange(1, 100000), help="Samples to judge by.  [default: 32, or fewer by --judge default]"
+        "--judged",
+        type=click.IntRange(1, 100000),
+        help="Samples to judge by.  [default: 32, or fewer by --judge default]",
     ),
-    click.option("--free-runs", type=click.IntRange(1), help="Prompts that the reference runs freely too; full: all judged."),
-    click.option("--calib-preset", help="Loop that trajectories and judging follow.  [default: fast-dllm or dream-block]"),
-    click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of masks, states and intervals."),
+    click.option(
+        "--free-runs",
+        type=click.IntRange(1),
+        help="Prompts that the reference runs freely too; full: all judged.",
+    ),
+    click.option(
+        "--calib-preset",
+        help="Loop that trajectories and judging follow.  [default: fast-dllm or dream-block]",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(0),
+        default=0,
+        show_default=True,
+        help="Of masks, states and intervals.",
+    ),
 )
 BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
 _BUDGET_OPTIONS = (
     click.option(
-        "--max-ce-increase", type=click.FloatRange(0), help="Budget: increase of masked cross-entropy; auto's default is 0.01."
+        "--max-ce-increase",
+        type=click.FloatRange(0),
+        help="Budget: increase of masked cross-entropy; auto's default is 0.01.",
     ),
-    click.option("--min-top1", type=click.FloatRange(0, 1), help="Budget: share of masked positions with the same best token."),
-    click.option("--max-nfe-ratio", type=click.FloatRange(0), help="Budget: passes over the full-precision denoiser's."),
-    click.option("--min-task", type=click.FloatRange(0, 1), help="Budget: share of answers right, where the data has answers."),
+    click.option(
+        "--min-top1",
+        type=click.FloatRange(0, 1),
+        help="Budget: share of masked positions with the same best token.",
+    ),
+    click.option(
+        "--max-nfe-ratio",
+        type=click.FloatRange(0),
+        help="Budget: passes over the full-precision denoiser's.",
+    ),
+    click.option(
+        "--min-task",
+        type=click.FloatRange(0, 1),
+        help="Budget: share of answers right, where the data has answers.",
+    ),
 )
 JUDGE_OPTIONS = (
     click.option(
@@ -158,12 +208,32 @@ QUANTISE_OPTIONS = (
         show_default=True,
         help="Effort: about half as long as the rest of the build; all there is, for releases; parity only.",
     ),
-    click.option("--calib", type=FILE, help="JSONL or text to calibrate on; every fourth sample is kept to judge by."),
-    *_SAMPLE_OPTIONS,
-    click.option("--calib-samples", type=click.IntRange(1, 100000), default=128, show_default=True, help="Prompts to run."),
-    click.option("--calib-states", type=click.IntRange(1, 1000), default=8, show_default=True, help="Canvases a prompt."),
     click.option(
-        "--calib-source", type=click.Choice(["denoising", "text"]), default="denoising", show_default=True, help="Of states."
+        "--calib",
+        type=FILE,
+        help="JSONL or text to calibrate on; every fourth sample is kept to judge by.",
+    ),
+    *_SAMPLE_OPTIONS,
+    click.option(
+        "--calib-samples",
+        type=click.IntRange(1, 100000),
+        default=128,
+        show_default=True,
+        help="Prompts to run.",
+    ),
+    click.option(
+        "--calib-states",
+        type=click.IntRange(1, 1000),
+        default=8,
+        show_default=True,
+        help="Canvases a prompt.",
+    ),
+    click.option(
+        "--calib-source",
+        type=click.Choice(["denoising", "text"]),
+        default="denoising",
+        show_default=True,
+        help="Of states.",
     ),
     click.option(
         "--calib-min-tokens-per-expert",
@@ -171,15 +241,31 @@ QUANTISE_OPTIONS = (
         help="Calibration tokens from which an expert's weights are solved by them; below, rounded and told.  [default: 32]",
     ),
     click.option(
-        "--calibrator", type=click.Choice(["own", "modelopt"]), default="own", show_default=True, help="Finds ranges."
+        "--calibrator",
+        type=click.Choice(["own", "modelopt"]),
+        default="own",
+        show_default=True,
+        help="Finds ranges.",
     ),
-    click.option("--observer", help="max, percentile, mse or entropy: range of static activations.  [default: the recipe's]"),
-    click.option("--solver", help="nearest, awq or gptq: rounding of weights.  [default: the recipe's]"),
-    click.option("--smoothing", type=click.FloatRange(0, 1), help="SmoothQuant's alpha, folded into norms."),
-    click.option("--rotate-down/--no-rotate-down", default=None, help="Hadamard rotation of the input of mlp.down."),
+    click.option(
+        "--observer",
+        help="max, percentile, mse or entropy: range of static activations.  [default: the recipe's]",
+    ),
+    click.option(
+        "--solver", help="nearest, awq or gptq: rounding of weights.  [default: the recipe's]"
+    ),
+    click.option(
+        "--smoothing", type=click.FloatRange(0, 1), help="SmoothQuant's alpha, folded into norms."
+    ),
+    click.option(
+        "--rotate-down/--no-rotate-down",
+        default=None,
+        help="Hadamard rotation of the input of mlp.down.",
+    ),
     click.option("--embedding", help="int8 or fp8: the embedding table on disk."),
     click.option(
-        "--auto-formats", help="With --precision auto: formats to choose among, with commas.  [default: the target's]"
+        "--auto-formats",
+        help="With --precision auto: formats to choose among, with commas.  [default: the target's]",
     ),
     click.option(
         "--tune",
@@ -204,33 +290,60 @@ def _to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | 
 
 _MEANS_OPTIONS = (
     click.option(
-        "--device", default="auto", show_default=True, help="Where torch works: auto, cpu, cuda or cuda:0; auto: a GPU if any."
+        "--device",
+        default="auto",
+        show_default=True,
+        help="Where torch works: auto, cpu, cuda or cuda:0; auto: a GPU if any.",
     ),
     click.option(
-        "--memory", metavar="SIZE", callback=_to_bytes, help="Most that torch may hold, such as 8GB.  [default: what is free]"
+        "--memory",
+        metavar="SIZE",
+        callback=_to_bytes,
+        help="Most that torch may hold, such as 8GB.  [default: what is free]",
     ),
     click.option(
-        "--resume", type=click.Path(path_type=Path, file_okay=False), help="Folder to keep finished stages in, and take up."
+        "--resume",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Folder to keep finished stages in, and take up.",
     ),
 )
 ENGINE_OPTIONS = (
-    click.option("--canvas", type=click.IntRange(1), help="Tokens of the longest canvas an engine takes.  [default: all]"),
+    click.option(
+        "--canvas",
+        type=click.IntRange(1),
+        help="Tokens of the longest canvas an engine takes.  [default: all]",
+    ),
     click.option(
         "--block",
         type=click.IntRange(1),
         help="Tokens of the longest cached pass, and most rows scored.  [default: the loop's]",
     ),
-    click.option("--workspace", type=click.IntRange(1), help="MiB that a layer may take as scratch.  [default: 1024]"),
-    click.option("--timing-cache", type=OUTPUT, help="File of TensorRT's timings, read and written: later builds are quicker."),
     click.option(
-        "--builder", type=click.Choice(["tensorrt_rtx", "tensorrt"]), help="Insist on one.  [default: what builds here]"
+        "--workspace",
+        type=click.IntRange(1),
+        help="MiB that a layer may take as scratch.  [default: 1024]",
     ),
     click.option(
-        "--allow-fallback", is_flag=True, default=None, help="Take layers held otherwise than asked; the manifest says so."
+        "--timing-cache",
+        type=OUTPUT,
+        help="File of TensorRT's timings, read and written: later builds are quicker.",
+    ),
+    click.option(
+        "--builder",
+        type=click.Choice(["tensorrt_rtx", "tensorrt"]),
+        help="Insist on one.  [default: what builds here]",
+    ),
+    click.option(
+        "--allow-fallback",
+        is_flag=True,
+        default=None,
+        help="Take layers held otherwise than asked; the manifest says so.",
     ),
 )
 OUTPUT_OPTIONS = (
-    click.option("-o", "--output", required=True, type=OUTPUT, help="Folder of the bundle to write."),
+    click.option(
+        "-o", "--output", required=True, type=OUTPUT, help="Folder of the bundle to write."
+    ),
     click.option(
         "--target",
         help="Device, or GPUs with commas; `dlm-export targets` lists them.  [default: those of a bundle; of a checkpoint cpu]",
@@ -244,10 +357,15 @@ OUTPUT_OPTIONS = (
         help="Elementary operators only, for TensorRT 10.3 to 10.13; Orin's always.",
     ),
     click.option(
-        "--no-engine", is_flag=True, default=None, help="Leave engines to `dlm-export engine`, here or on the device."
+        "--no-engine",
+        is_flag=True,
+        default=None,
+        help="Leave engines to `dlm-export engine`, here or on the device.",
     ),
     click.option(
-        "--activations", type=click.Choice(["fp16", "bf16"]), help="Of quantised bundles for GPUs.  [default: as stored]"
+        "--activations",
+        type=click.Choice(["fp16", "bf16"]),
+        help="Of quantised bundles for GPUs.  [default: as stored]",
     ),
     click.option(
         "--cache-dtype",
@@ -257,7 +375,9 @@ OUTPUT_OPTIONS = (
     *_MEANS_OPTIONS,
     *ENGINE_OPTIONS,
 )
-PRECISION_HELP = "fp32, fp16, bf16, auto, a recipe (int8, int4, fp8, nvfp4, mixed ...) or a recipe's .toml file."
+PRECISION_HELP = (
+    "fp32, fp16, bf16, auto, a recipe (int8, int4, fp8, nvfp4, mixed ...) or a recipe's .toml file."
+)
 
 _QUANTISED_ONLY = (
     *("activations", "resume", "calib", "calib_preset", "calib_min_tokens_per_expert"),
@@ -302,11 +422,17 @@ def read_json_file(path: Path) -> Any:
     try:
         return parse_json(read_text(path, JSON_LIMIT_BYTES, RequestError))
     except ValueError as err:
-        raise err if isinstance(err, RequestError) else RequestError(f"{path}: not readable as JSON ({err})") from err
+        raise (
+            err
+            if isinstance(err, RequestError)
+            else RequestError(f"{path}: not readable as JSON ({err})")
+        ) from err
 
 
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """The fields of a policy that ``set_option`` was given. Raises UsageError, RequestError for what is none."""
+    """The fields of a policy that ``set_option`` was given. Raises UsageError, RequestError for
+    what is none.
+    """
     from dlm_runtime import Policy
 
     fields: dict[str, Any] = {}
@@ -335,24 +461,44 @@ def check_build_options(values: dict[str, Any]) -> None:
     if precision != "auto":
         refuse(values, ("auto_formats", "tune"), "is for --precision auto")
     if precision == "stored":
-        refuse(values, ("observer", "solver", "smoothing", "rotate_down"), "has no effect on stored codes and scales")
+        refuse(
+            values,
+            ("observer", "solver", "smoothing", "rotate_down"),
+            "has no effect on stored codes and scales",
+        )
     if values["no_verify"]:
         asked = values | {"judge": "full" if values["judge"] == "full" else None}
-        refuse(asked, ("judge", "judged", "free_runs", *BUDGETS), "needs judging, which --no-verify skips")
+        refuse(
+            asked,
+            ("judge", "judged", "free_runs", *BUDGETS),
+            "needs judging, which --no-verify skips",
+        )
     if values["no_engine"]:
-        refuse(values, ("workspace", "timing_cache", "builder"), "is for building engines, which --no-engine leaves out")
+        refuse(
+            values,
+            ("workspace", "timing_cache", "builder"),
+            "is for building engines, which --no-engine leaves out",
+        )
     devices = targets.find_all(split(values["target"]))
     recipe = targets.recipe_for(devices, precision)
     if recipe is not None and values["no_verify"]:
         recipe = replace(recipe, **_recipe_changes(values))
         if not recipe.needs_states(dict(recipe.layers)):
-            refuse(values, ("calib",), f"has no effect: {precision} needs no data, and --no-verify skips judging")
+            refuse(
+                values,
+                ("calib",),
+                f"has no effect: {precision} needs no data, and --no-verify skips judging",
+            )
     if devices[0].sm is None:
         what = "engines" if devices[0].is_gpu else "GPUs"
         refuse(values, _ENGINE_ONLY, f"is for {what}; --target is {values['target']}")
     if devices[0].is_gpu:
         refuse(values, ("tune",), f"times this processor; --target is {values['target']}")
-        refuse(values, ("cache_dtype",), "is for CPUs; on a GPU keys and values are in the type of its activations")
+        refuse(
+            values,
+            ("cache_dtype",),
+            "is for CPUs; on a GPU keys and values are in the type of its activations",
+        )
 
 
 def build_options(values: dict[str, Any]) -> BuildOptions:
@@ -376,7 +522,9 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 
 
 def overrides(values: dict[str, Any]) -> Overrides:
-    """``SOURCE_OPTIONS`` and ``TEXT_OPTIONS`` as a source takes them; a command without them overrides nothing."""
+    """``SOURCE_OPTIONS`` and ``TEXT_OPTIONS`` as a source takes them; a command without them
+    overrides nothing.
+    """
     from dlm_export.families.base import Overrides
 
     names = ("mask_token_id", "max_canvas_length", "attention_block", "json_layout", "call_format")
@@ -389,21 +537,32 @@ def budgets(values: dict[str, Any]) -> Budgets:
 
     for name in BUDGETS:
         if values[name] is not None and not math.isfinite(values[name]):
-            raise click.UsageError(f"--{name.replace('_', '-')} {values[name]} is no limit: give a finite number")
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} {values[name]} is no limit: give a finite number"
+            )
     return Budgets(**{name: values[name] for name in BUDGETS})
 
 
 def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
-    """``--judge``, ``--judged`` and ``--free-runs`` as the judge takes them. UsageError for those that have no effect.
+    """``--judge``, ``--judged`` and ``--free-runs`` as the judge takes them. UsageError for those
+    that have no effect.
 
     ``seconds``: that the default effort is worth, where no build says it.
     """
     from dlm_export.judging.rounds import Effort
 
     if values["judge"] == "none":
-        refuse(values, (*BUDGETS, "judged", "free_runs"), "needs judging, which --judge none leaves out")
+        refuse(
+            values,
+            (*BUDGETS, "judged", "free_runs"),
+            "needs judging, which --judge none leaves out",
+        )
     if values["judge"] == "full":
-        refuse(values, ("free_runs",), "has no effect with --judge full, which runs every prompt freely")
+        refuse(
+            values,
+            ("free_runs",),
+            "has no effect with --judge full, which runs every prompt freely",
+        )
     return Effort(values["judge"], values["judged"], values["free_runs"] or 0).lasting(seconds)
 
 
@@ -444,7 +603,9 @@ def engine_options(values: dict[str, Any]) -> EngineOptions:
     return EngineOptions(
         canvas=values["canvas"],
         block=values["block"],
-        workspace_bytes=WORKSPACE_BYTES if values["workspace"] is None else values["workspace"] << 20,
+        workspace_bytes=WORKSPACE_BYTES
+        if values["workspace"] is None
+        else values["workspace"] << 20,
         timing_cache=values["timing_cache"],
         allow_fallback=bool(values["allow_fallback"]),
         builder=values["builder"],

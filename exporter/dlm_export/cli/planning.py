@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options, overrides, refuse, split
+from dlm_export.cli.options import (
+    CHECKPOINT,
+    FILE,
+    OUTPUT,
+    SOURCE_OPTIONS,
+    json_option,
+    options,
+    overrides,
+    refuse,
+    split,
+)
 from dlm_export.cli.printing import format_bytes, one_line, print_caches, print_json, print_table
 
 if TYPE_CHECKING:
@@ -22,21 +32,62 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source", type=CHECKPOINT, required=False)
-@click.option("--targets", "names", required=True, help="Devices, with commas, or all; `dlm-export targets` lists them.")
-@click.option("--sizes", help="Instead of SOURCE: LLaDA's shape at these sizes, with commas, such as 1B,8B,100B.")
+@click.option(
+    "--targets",
+    "names",
+    required=True,
+    help="Devices, with commas, or all; `dlm-export targets` lists them.",
+)
+@click.option(
+    "--sizes",
+    help="Instead of SOURCE: LLaDA's shape at these sizes, with commas, such as 1B,8B,100B.",
+)
 @click.option("--precisions", help="With commas.  [default: all that a target runs]")
-@click.option("--block-length", default="32", show_default=True, help="Tokens decided before the next block; with commas.")
-@click.option("--tokens-per-pass", default="1,2,4,8", show_default=True, help="Tokens committed in a pass; with commas; x>=1.")
-@click.option("--prompt-tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens given.")
-@click.option("--new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
-@click.option("--batch", type=click.IntRange(1, 65536), default=1, show_default=True, help="Canvases in a pass.")
-@click.option("--price-per-hour", help="A number, or TARGET=NUMBER with commas, for cost; in whatever currency.")
-@click.option("--measured", type=FILE, help="What `dlm-export bench --json` printed here: calibrates the cpu.")
-@click.option("--plot", type=OUTPUT, help="File (.png, .svg) for the growth with canvas, batch and size.")
+@click.option(
+    "--block-length",
+    default="32",
+    show_default=True,
+    help="Tokens decided before the next block; with commas.",
+)
+@click.option(
+    "--tokens-per-pass",
+    default="1,2,4,8",
+    show_default=True,
+    help="Tokens committed in a pass; with commas; x>=1.",
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens given."
+)
+@click.option(
+    "--new-tokens",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Tokens to generate.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(1, 65536),
+    default=1,
+    show_default=True,
+    help="Canvases in a pass.",
+)
+@click.option(
+    "--price-per-hour",
+    help="A number, or TARGET=NUMBER with commas, for cost; in whatever currency.",
+)
+@click.option(
+    "--measured", type=FILE, help="What `dlm-export bench --json` printed here: calibrates the cpu."
+)
+@click.option(
+    "--plot", type=OUTPUT, help="File (.png, .svg) for the growth with canvas, batch and size."
+)
 @click.option("--force", is_flag=True, help="Replace the plot that is there.")
 @options(SOURCE_OPTIONS)
 @json_option
-def plan(source: Path | None, names: str, plot: Path | None, force: bool, as_json: bool, **values: Any) -> None:
+def plan(
+    source: Path | None, names: str, plot: Path | None, force: bool, as_json: bool, **values: Any
+) -> None:
     """Predict time, memory and cost on devices, by the roofline: limits, before anything is built.
 
     SOURCE is a checkpoint or a bundle. Needs no torch for a bundle.
@@ -50,7 +101,9 @@ def plan(source: Path | None, names: str, plot: Path | None, force: bool, as_jso
     if (source is None) == (values["sizes"] is None):
         raise click.UsageError("give a checkpoint or bundle, or --sizes")
     if source is None or (source / "manifest.json").is_file():
-        refuse(values, ("mask_token_id", "max_canvas_length", "attention_block"), "is for checkpoints")
+        refuse(
+            values, ("mask_token_id", "max_canvas_length", "attention_block"), "is for checkpoints"
+        )
     targets = planner.find_targets(names)
     request = planner.Request(
         prompt_tokens=values["prompt_tokens"],
@@ -109,7 +162,9 @@ def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
         except ValueError:
             price = math.nan
         if not 0 < price < math.inf or (equals and name not in targets):
-            raise click.UsageError(f"--price-per-hour {part!r}: write a number, or TARGET=NUMBER of {', '.join(targets)}")
+            raise click.UsageError(
+                f"--price-per-hour {part!r}: write a number, or TARGET=NUMBER of {', '.join(targets)}"
+            )
         prices |= {name: price} if equals else dict.fromkeys(targets, price)
     return prices
 
@@ -128,18 +183,31 @@ def targets(as_json: bool) -> None:
     machine, kernels = this_machine(), list_kernels()
     if as_json:
         listed = [
-            target.as_dict() | {"engine_here": here[name][0], "engine_how": here[name][1]} for name, target in TARGETS.items()
+            target.as_dict() | {"engine_here": here[name][0], "engine_how": here[name][1]}
+            for name, target in TARGETS.items()
         ]
-        print_json({"targets": listed, "generic": list(GENERIC), "kernels": kernels, "this_machine": machine})
+        print_json(
+            {
+                "targets": listed,
+                "generic": list(GENERIC),
+                "kernels": kernels,
+                "this_machine": machine,
+            }
+        )
         return
     print_targets(list(TARGETS.values()), list(GENERIC), here, machine)
     print_kernel_sets(kernels)
 
 
 def print_targets(
-    targets: Sequence[Target], generic: Sequence[str], here: Mapping[str, tuple[bool, str]], machine: Mapping[str, Any]
+    targets: Sequence[Target],
+    generic: Sequence[str],
+    here: Mapping[str, tuple[bool, str]],
+    machine: Mapping[str, Any],
 ) -> None:
-    """The devices in 80 columns, how each gets its engine (``here``: by name, ``targets.engine_here``), and this machine."""
+    """The devices in 80 columns, how each gets its engine (``here``: by name,
+    ``targets.engine_here``), and this machine.
+    """
     from dlm_export.targets import GPU_ALIASES, sm_text
 
     shown = ("fp32", "fp16", "bf16", "int8", "int4", "fp8", "nvfp4")
@@ -148,7 +216,9 @@ def print_targets(
             target.name,
             "-" if target.sm is None else sm_text(target.sm),
             "-" if target.memory_bytes is None else f"{target.memory_bytes / 1e9:g}",
-            "-" if target.bandwidth_bytes_per_s is None else f"{target.bandwidth_bytes_per_s / 1e9:g}",
+            "-"
+            if target.bandwidth_bytes_per_s is None
+            else f"{target.bandwidth_bytes_per_s / 1e9:g}",
             " ".join(name for name in shown if name in target.precisions),
             (*target.engine_kinds, target.engine)[0],
             "yes" if here[target.name][0] else "no",
@@ -157,12 +227,16 @@ def print_targets(
     ]
     print_table("Targets", ["target", "SM", "GB", "GB/s", "precisions", "engine", "here"], rows)
     click.echo(f"Any other GPU, by its SM: {' '.join(generic)}")
-    click.echo(f"On GPUs {', '.join(f'{name} is the recipe {recipe}' for name, recipe in GPU_ALIASES.items())}")
+    click.echo(
+        f"On GPUs {', '.join(f'{name} is the recipe {recipe}' for name, recipe in GPU_ALIASES.items())}"
+    )
     click.echo("All recipes, peak rates, versions and sources: --json")
     click.echo("Engines:")
     ways: dict[str, list[str]] = {}
     for target in targets:
-        ways.setdefault(here[target.name][1].replace(f"--target {target.name}", "--target TARGET"), []).append(target.name)
+        ways.setdefault(
+            here[target.name][1].replace(f"--target {target.name}", "--target TARGET"), []
+        ).append(target.name)
     for way, names in ways.items():
         click.echo(f"  {', '.join(names)}: {way}")
     for target in targets:
@@ -175,7 +249,9 @@ def print_targets(
     )
     gpu = "no GPU" if machine["gpu_sm"] is None else f"a GPU of SM {sm_text(machine['gpu_sm'])}"
     memory = format_bytes(machine["memory_bytes"])
-    click.echo(f"This machine: {machine['processor']}, {machine['cores']} cores, {memory}, {gpu}, {engine}")
+    click.echo(
+        f"This machine: {machine['processor']}, {machine['cores']} cores, {memory}, {gpu}, {engine}"
+    )
 
 
 def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
@@ -190,14 +266,18 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
         ]
         for known in kernels
     ]
-    print_table("Kernels of CPUs", ["kernels", "int8, int4", "the rest", "processors", "here"], rows)
+    print_table(
+        "Kernels of CPUs", ["kernels", "int8, int4", "the rest", "processors", "here"], rows
+    )
     for known in kernels:
         if known["refusal"] is not None:
             click.echo(f"No {known['name']} here: {known['refusal']}")
 
 
 def print_plan(plan: Plan) -> None:
-    """Tables in 100 columns: one a denoiser and target, growth, what was left out, and the calibration."""
+    """Tables in 100 columns: one a denoiser and target, growth, what was left out, and the
+    calibration.
+    """
     request = plan.request
     click.echo(
         f"{request.prompt_tokens} prompt and {request.new_tokens} new tokens, batch {request.batch}, dual cache. "
@@ -220,7 +300,10 @@ def print_plan(plan: Plan) -> None:
     for each in plan.predictions:
         if each.same_as:
             same.setdefault(each.target, {})[each.precision] = ", ".join(each.same_as)
-    texts = {target: "; ".join(f"{others} as {name}" for name, others in found.items()) for target, found in same.items()}
+    texts = {
+        target: "; ".join(f"{others} as {name}" for name, others in found.items())
+        for target, found in same.items()
+    }
     for text, names in _by_value(texts).items():
         click.echo(f"Same figures on {', '.join(names)}: {text}")
     for target, reasons in plan.left_out.items():
@@ -230,7 +313,9 @@ def print_plan(plan: Plan) -> None:
         _print_calibration(plan.calibration)
 
 
-def _print_predictions(denoiser: str, target: str, predictions: Sequence[Prediction], plan: Plan) -> None:
+def _print_predictions(
+    denoiser: str, target: str, predictions: Sequence[Prediction], plan: Plan
+) -> None:
     from dlm_export.targets import find
 
     steps = [f"{count:g}" for count in plan.request.tokens_per_pass]
@@ -242,12 +327,31 @@ def _print_predictions(denoiser: str, target: str, predictions: Sequence[Predict
         passes = [_passshown(each.full_pass), _passshown(each.block_pass)]
         rows.append([*name, f"{each.memory_bytes / 1e9:.2f}{verdict}", *passes, *speeds])
         if target in plan.request.prices:
-            costs.append([*name, *([_three(speed.cost_per_million_tokens) for speed in each.speeds] or ["-"] * len(steps))])
+            costs.append(
+                [
+                    *name,
+                    *(
+                        [_three(speed.cost_per_million_tokens) for speed in each.speeds]
+                        or ["-"] * len(steps)
+                    ),
+                ]
+            )
     device = find(target)
     memory = "" if device.memory_bytes is None else f", {device.memory_bytes / 1e9:g} GB"
     shared = ", which the host's programs share" if device.memory_is_shared else ""
     click.echo(f"\n{denoiser} on {target}{memory}{shared}")
-    print_table("", ["precision", "block", "GB", "full ms", "block ms", *(f"tok/s at {step}" for step in steps)], rows)
+    print_table(
+        "",
+        [
+            "precision",
+            "block",
+            "GB",
+            "full ms",
+            "block ms",
+            *(f"tok/s at {step}" for step in steps),
+        ],
+        rows,
+    )
     if any(each.fits is False for each in predictions):
         click.echo(f"!: more than the memory of {target}")
     if any(each.fits is None for each in predictions):
@@ -271,14 +375,20 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
             *(
                 "-"
                 if point is None
-                else _three(point.ms_per_token if point.cost_per_million_tokens is None else point.cost_per_million_tokens)
+                else _three(
+                    point.ms_per_token
+                    if point.cost_per_million_tokens is None
+                    else point.cost_per_million_tokens
+                )
                 for point in points
             ),
         ]
         for target, points in growth.lines.items()
     ]
     block, step = plan.request.block_lengths[0], plan.request.tokens_per_pass[0]
-    what = f"{growth.denoiser}, the fastest precision that fits, block {block}, tokens a pass {step:g}"
+    what = (
+        f"{growth.denoiser}, the fastest precision that fits, block {block}, tokens a pass {step:g}"
+    )
     click.echo(f"\nGrowth with {growth.axis}: {what}")
     print_table("", ["target", "", *map(str, growth.values)], rows)
 
@@ -289,7 +399,11 @@ def _print_calibration(calibration: Mapping[str, Any]) -> None:
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
     click.echo(f"Calibration by {what}, {low:.2f} to {high:.2f} times their limits")
     if not calibration["is_used"]:
-        click.echo(one_line(f"Nothing here is in {calibration['precision']} on the cpu: these ratios are used nowhere"))
+        click.echo(
+            one_line(
+                f"Nothing here is in {calibration['precision']} on the cpu: these ratios are used nowhere"
+            )
+        )
     errors = [abs(error) for error in calibration["leave_one_out_errors"]]
     if errors:
         click.echo(

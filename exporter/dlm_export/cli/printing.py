@@ -16,16 +16,24 @@ import click
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
-WORD_LIMIT, LINE_LIMIT = 400, 5000  # characters: of a path or a name, and of an error with TensorRT's reasons
+WORD_LIMIT, LINE_LIMIT = (
+    400,
+    5000,
+)  # characters: of a path or a name, and of an error with TensorRT's reasons
 
 FEW_SAMPLES = 32  # of effort levels: fewer do not tell a tenth of the quality
 LINE_EVERY_S = 10.0  # of progress where stderr is no terminal
 
 
 def one_line(text: object) -> str:
-    """Text as one line that a terminal can show: names and values in it may come from a hostile file."""
+    """Text as one line that a terminal can show: names and values in it may come from a hostile
+    file.
+    """
     words = " ".join(_cut(word, WORD_LIMIT) for word in str(text).split())
-    return _cut("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words), LINE_LIMIT)
+    return _cut(
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words),
+        LINE_LIMIT,
+    )
 
 
 def _cut(text: str, limit: int) -> str:
@@ -34,7 +42,9 @@ def _cut(text: str, limit: int) -> str:
 
 def for_terminal(text: str) -> str:
     """Text of several lines without what a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def how_it_went(done: Generation, *beside: str) -> str:
@@ -51,11 +61,16 @@ def print_json(value: Any) -> None:
 
 
 def _as_json(value: Any, depth: int = 0) -> str:
-    is_flat = not isinstance(value, (dict, list, tuple)) or not any(isinstance(each, (dict, list, tuple)) for each in value)
+    is_flat = not isinstance(value, (dict, list, tuple)) or not any(
+        isinstance(each, (dict, list, tuple)) for each in value
+    )
     if not value or (is_flat and not isinstance(value, dict)):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
-        lines = [f"{json.dumps(str(name), ensure_ascii=False)}: {_as_json(each, depth + 1)}" for name, each in value.items()]
+        lines = [
+            f"{json.dumps(str(name), ensure_ascii=False)}: {_as_json(each, depth + 1)}"
+            for name, each in value.items()
+        ]
     else:
         lines = [_as_json(each, depth + 1) for each in value]
     opening, closing = "{}" if isinstance(value, dict) else "[]"
@@ -103,7 +118,9 @@ def print_caches(what: str, sizes: Mapping[str, int]) -> None:
 
 
 def print_kernels(kernels: Mapping[str, Any]) -> None:
-    """Which native kernels a graph for a CPU calls, and what keeps plain operators, which are slower, with the reason."""
+    """Which native kernels a graph for a CPU calls, and what keeps plain operators, which are
+    slower, with the reason.
+    """
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
     click.echo(f"Native kernels: {calls or 'none'}")
     plain = Counter((block_left_out(layer), reason) for layer, reason in kernels["plain"].items())
@@ -116,18 +133,27 @@ def warn(text: str) -> None:
 
 
 def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
-    """How far a stage is: part done, rate, estimate of what is left, and what the process holds. Large units are bytes."""
+    """How far a stage is: part done, rate, estimate of what is left, and what the process holds.
+    Large units are bytes.
+    """
     from dlm_export.memory import resident_bytes
 
     is_bytes = total >= 1 << 20
     told = [stage]  # one unit is not there, and then it is: no share of it
     if total > 1:
         told[0] += f" {done / total:.0%}"
-        told.append(f"{format_bytes(done)} of {format_bytes(total)}" if is_bytes else f"{done} of {total}")
+        told.append(
+            f"{format_bytes(done)} of {format_bytes(total)}" if is_bytes else f"{done} of {total}"
+        )
     if total > 1 and 0 < done < total and seconds > 0:
         rate = done / seconds
-        told += [f"{format_bytes(rate)}/s" if is_bytes else f"{rate:.3g}/s", f"{(total - done) / rate:.0f} s left"]
-    return ", ".join([*told, f"{seconds:.0f} s so far", f"{format_bytes(resident_bytes())} in memory"])
+        told += [
+            f"{format_bytes(rate)}/s" if is_bytes else f"{rate:.3g}/s",
+            f"{(total - done) / rate:.0f} s left",
+        ]
+    return ", ".join(
+        [*told, f"{seconds:.0f} s so far", f"{format_bytes(resident_bytes())} in memory"]
+    )
 
 
 class Bars:
@@ -170,7 +196,9 @@ class Bars:
         while not self._ended.wait(LINE_EVERY_S):
             if self._now is not None:
                 stage, total, began = self._now
-                click.echo(told_progress(stage, self._done, total, time.monotonic() - began), err=True)
+                click.echo(
+                    told_progress(stage, self._done, total, time.monotonic() - began), err=True
+                )
 
 
 def _rich_bars() -> Any:
@@ -180,7 +208,11 @@ def _rich_bars() -> Any:
 
     class Told(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(told_progress(task.description, int(task.completed), int(task.total or 0), task.elapsed or 0.0))
+            return Text(
+                told_progress(
+                    task.description, int(task.completed), int(task.total or 0), task.elapsed or 0.0
+                )
+            )
 
     return Progress(BarColumn(), Told(), console=Console(stderr=True))
 
@@ -195,10 +227,13 @@ def print_effort(effort: Mapping[str, Any]) -> None:
             name,
             f"{point['quality']:.1%}",
             f"{point['nfe']:.2f}",
-            ", ".join(f"{field} {value}" for field, value in point["changes"].items()) or "as the preset",
+            ", ".join(f"{field} {value}" for field, value in point["changes"].items())
+            or "as the preset",
         ]
         for name, point in effort["levels"].items()
     ]
     print_table(title, ["", kind, "NFE", "loop"], rows)
     if effort["samples"] < FEW_SAMPLES:
-        click.echo(f"{effort['samples']} samples tell little of levels: `dlm-export effort` fits them on more.")
+        click.echo(
+            f"{effort['samples']} samples tell little of levels: `dlm-export effort` fits them on more."
+        )

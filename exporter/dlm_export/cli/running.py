@@ -12,7 +12,12 @@ from typing import Any
 import click
 
 from dlm_export.cli.constraining import constraint_options, take_constraint
-from dlm_export.cli.conversing import conversation_options, take_conversation, take_tools, warn_of_length
+from dlm_export.cli.conversing import (
+    conversation_options,
+    take_conversation,
+    take_tools,
+    warn_of_length,
+)
 from dlm_export.cli.options import (
     CHECKPOINT,
     FILE,
@@ -33,39 +38,97 @@ from dlm_runtime import Bundle, Generation
 
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option("--prompt", help="Text in front of the canvas; - reads stdin, but for the newline at its end.")
+@click.option(
+    "--prompt", help="Text in front of the canvas; - reads stdin, but for the newline at its end."
+)
 @conversation_options
 @click.option("--tokens", help="Token ids, with commas; mask tokens among them are filled as well.")
-@click.option("--infill", help="Text with holes, each written <mask>, to fill; with --prompt or --chat it is the answer.")
-@click.option("--prefix", default="", metavar="TEXT", help="What the answer starts with, as part of a constrained text.")
 @click.option(
-    "--special-tokens", is_flag=True, help="Recognise special tokens such as <|eos|> in the given text; for trusted text only."
+    "--infill",
+    help="Text with holes, each written <mask>, to fill; with --prompt or --chat it is the answer.",
 )
-@click.option("--hole-tokens", help="With --infill: tokens of a hole, or several numbers with commas to try.  [default: 16]")
-@click.option("--max-new-tokens", type=click.IntRange(0), help="Mask tokens to fill.  [default: as the bundle says, or 128]")
+@click.option(
+    "--prefix",
+    default="",
+    metavar="TEXT",
+    help="What the answer starts with, as part of a constrained text.",
+)
+@click.option(
+    "--special-tokens",
+    is_flag=True,
+    help="Recognise special tokens such as <|eos|> in the given text; for trusted text only.",
+)
+@click.option(
+    "--hole-tokens",
+    help="With --infill: tokens of a hole, or several numbers with commas to try.  [default: 16]",
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(0),
+    help="Mask tokens to fill.  [default: as the bundle says, or 128]",
+)
 @preset_option
 @effort_option
-@click.option("--steps", type=click.IntRange(0), default=0, help="Passes planned for the whole generation; 0: the preset's.")
-@click.option("--block-length", type=click.IntRange(0), help="Tokens decided before the next block; 0: all in one.")
+@click.option(
+    "--steps",
+    type=click.IntRange(0),
+    default=0,
+    help="Passes planned for the whole generation; 0: the preset's.",
+)
+@click.option(
+    "--block-length",
+    type=click.IntRange(0),
+    help="Tokens decided before the next block; 0: all in one.",
+)
 @click.option("--threshold", type=click.FloatRange(0, 1), help="Score from which a token commits.")
 @click.option("--score", help="confidence, margin, entropy or random.")
-@click.option("--commit", help="static, threshold, dynamic, factor, entropy_bound, timestep or sequential.")
+@click.option(
+    "--commit", help="static, threshold, dynamic, factor, entropy_bound, timestep or sequential."
+)
 @click.option("--cache", help="none, prefix, dual, block or block-dual.")
-@click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature; 0 takes the most likely token.")
-@click.option("--top-p", type=click.FloatRange(0, 1), help="Draw from the best tokens that have this probability together.")
-@click.option("--top-k", type=click.IntRange(0), help="Draw from this many of the best tokens; 0: from all.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    help="Sampling temperature; 0 takes the most likely token.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1),
+    help="Draw from the best tokens that have this probability together.",
+)
+@click.option(
+    "--top-k", type=click.IntRange(0), help="Draw from this many of the best tokens; 0: from all."
+)
 @click.option("--seed", type=click.IntRange(0), help="Of draws, and of score random.")
 @set_option
 @click.option(
-    "--max-steps", type=click.IntRange(0), default=0, help="End after this many passes with what there is; 0: do not."
+    "--max-steps",
+    type=click.IntRange(0),
+    default=0,
+    help="End after this many passes with what there is; 0: do not.",
 )
 @click.option(
-    "--deadline-ms", type=click.FloatRange(0), default=0.0, help="End this many milliseconds after the start; 0: do not."
+    "--deadline-ms",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="End this many milliseconds after the start; 0: do not.",
 )
-@click.option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End the text before this one; repeatable.")
+@click.option(
+    "--stop",
+    "stop_strings",
+    multiple=True,
+    metavar="TEXT",
+    help="End the text before this one; repeatable.",
+)
 @constraint_options
 @click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
-@click.option("--delay", type=click.FloatRange(0, 10), default=0.15, show_default=True, help="Seconds a step with --watch.")
+@click.option(
+    "--delay",
+    type=click.FloatRange(0, 10),
+    default=0.15,
+    show_default=True,
+    help="Seconds a step with --watch.",
+)
 @engine_option
 @provider_options
 @threads_option
@@ -92,7 +155,8 @@ def run(
 ) -> None:
     """Generate from a bundle. Ctrl-C ends it within a pass, and prints what there is.
 
-    Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --preset fast-dllm
+    Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --preset
+    fast-dllm
 
     \b
     Fill the holes of an answer:
@@ -104,15 +168,21 @@ def run(
     if given > 1 or (given == 0 and infill is None):
         raise click.UsageError("give one of --prompt, --chat, --messages and --tokens, or --infill")
     if infill is not None and tokens is not None:
-        raise click.UsageError("--infill is text: leave --tokens out, or put mask tokens among them and leave --infill out")
+        raise click.UsageError(
+            "--infill is text: leave --tokens out, or put mask tokens among them and leave --infill out"
+        )
     if hole_tokens is not None and infill is None:
         raise click.UsageError("--hole-tokens is of --infill")
     if max_new_tokens is not None and infill is not None:
-        raise click.UsageError("--max-new-tokens is of text behind a prompt: --hole-tokens says how long a hole is")
+        raise click.UsageError(
+            "--max-new-tokens is of text behind a prompt: --hole-tokens says how long a hole is"
+        )
     if prefix and (infill is not None or (prompt is None and conversation is None)):
         raise click.UsageError("--prefix is of --prompt, --chat and --messages, without --infill")
     if watch and infill is not None:
-        raise click.UsageError("--watch shows one canvas, and --infill may try several: leave one of them out")
+        raise click.UsageError(
+            "--watch shows one canvas, and --infill may try several: leave one of them out"
+        )
     cancel = threading.Event()
     request: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -161,7 +231,9 @@ def run(
 
 
 def _preset_of(bundle: Bundle, preset: str | None, effort: str | None) -> str | None:
-    """The preset that a request runs: the given one, that of the effort levels, or the bundle's default."""
+    """The preset that a request runs: the given one, that of the effort levels, or the bundle's
+    default.
+    """
     loop = bundle.manifest["loop"]
     chosen: str | None = preset or (loop["effort"]["preset"] if effort else loop["default_preset"])
     return chosen
@@ -182,7 +254,9 @@ def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict
         "timings_s": result.timings,
         "cache_bytes": result.cache_bytes,
         "tokens": result.tokens,
-        "undecided": [position for position, is_undecided in enumerate(result.undecided) if is_undecided],
+        "undecided": [
+            position for position, is_undecided in enumerate(result.undecided) if is_undecided
+        ],
         "log_probs": result.log_probs,
     }
 
@@ -190,29 +264,63 @@ def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict
 @click.command()
 @click.argument("bundle", type=CHECKPOINT)
 @click.option(
-    "--passes", help="tokens,cached,rows of passes, with semicolons.  [default: 32,224,32;256,0,256, as far as it fits]"
+    "--passes",
+    help="tokens,cached,rows of passes, with semicolons.  [default: 32,224,32;256,0,256, as far as it fits]",
 )
-@click.option("--prompt-tokens", type=click.IntRange(0), help="Made-up tokens given to the generation.  [default: 128]")
-@click.option("--new-tokens", type=click.IntRange(1), help="Mask tokens that it fills.  [default: 128]")
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(0),
+    help="Made-up tokens given to the generation.  [default: 128]",
+)
+@click.option(
+    "--new-tokens", type=click.IntRange(1), help="Mask tokens that it fills.  [default: 128]"
+)
 @preset_option
 @set_option
 @click.option(
-    "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Of each pass; a fifth as many generations."
+    "--rounds",
+    type=click.IntRange(3, 1000),
+    default=15,
+    show_default=True,
+    help="Of each pass; a fifth as many generations.",
 )
-@click.option("--batch", help="Requests that share passes, with commas, such as 1,4,8.  [default: 1]")
 @click.option(
-    "--data", type=FILE, help="JSONL with prompt and completion, or messages: send its prompts one by one, print p50 and p95."
+    "--batch", help="Requests that share passes, with commas, such as 1,4,8.  [default: 1]"
 )
-@click.option("--samples", type=click.IntRange(1), default=64, show_default=True, help="Most prompts of --data.")
-@click.option("--cost", is_flag=True, help="Fit what a pass, a token, a scored row and attention cost, for schedulers.")
+@click.option(
+    "--data",
+    type=FILE,
+    help="JSONL with prompt and completion, or messages: send its prompts one by one, print p50 and p95.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="Most prompts of --data.",
+)
+@click.option(
+    "--cost",
+    is_flag=True,
+    help="Fit what a pass, a token, a scored row and attention cost, for schedulers.",
+)
 @engine_option
 @provider_options
 @threads_option
 @json_option
-def bench(bundle: Path, passes: str | None, batch: str | None, changes: tuple[str, ...], as_json: bool, **values: Any) -> None:
-    """Measure a bundle on this machine: passes, a generation and its parts, memory, and the distance from the machine's limit.
+def bench(
+    bundle: Path,
+    passes: str | None,
+    batch: str | None,
+    changes: tuple[str, ...],
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Measure a bundle on this machine: passes, a generation and its parts, memory, and the
+    distance from the machine's limit.
 
-    Example: dlm-export bench build/demo --preset fast-dllm --data examples/demo-denoiser/calibration.jsonl
+    Example: dlm-export bench build/demo --preset fast-dllm --data
+    examples/demo-denoiser/calibration.jsonl
     """
     from dlm_export.planning import bench as bencher
 
@@ -220,7 +328,9 @@ def bench(bundle: Path, passes: str | None, batch: str | None, changes: tuple[st
     batches = (1,) if batch is None else bencher.parse_batches(batch)
     policy = policy_changes(changes)
     with Bars() as bars:
-        options = bencher.BenchOptions(opening(values), passes=sizes, batches=batches, policy=policy, **values)
+        options = bencher.BenchOptions(
+            opening(values), passes=sizes, batches=batches, policy=policy, **values
+        )
         result = bencher.bench(bundle, options, bars)
     if as_json:
         print_json(result)
@@ -230,7 +340,12 @@ def bench(bundle: Path, passes: str | None, batch: str | None, changes: tuple[st
 
 def _loop_of(made: Mapping[str, Any]) -> str:
     """The loop of a measured generation: its preset, and what was changed of it."""
-    return ", ".join([f"preset {made['preset']}", *(f"{name} {value}" for name, value in made["changes"].items())])
+    return ", ".join(
+        [
+            f"preset {made['preset']}",
+            *(f"{name} {value}" for name, value in made["changes"].items()),
+        ]
+    )
 
 
 def _integers(option: str, text: str) -> list[int]:
@@ -244,8 +359,12 @@ def print_bench(result: Mapping[str, Any]) -> None:
     """What ``bench`` measured: the machine, passes, a generation by part, memory."""
     bundle, machine, rates = result["bundle"], result["machine"], result["roofline"]
     threads = f"{result['threads']} threads" if result["threads"] else "all cores"
-    click.echo(f"{bundle['path']}: {bundle['precision']}, {bundle['parameters']:,} parameters, {bundle['engine']}, {threads}")
-    click.echo(f"Machine: {machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}")
+    click.echo(
+        f"{bundle['path']}: {bundle['precision']}, {bundle['parameters']:,} parameters, {bundle['engine']}, {threads}"
+    )
+    click.echo(
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}"
+    )
     if rates is not None:
         click.echo(
             f"Its rates: {rates['read_bytes_per_s'] / 1e9:.1f} GB/s of reads; 10^9 multiply-adds/s: "
@@ -262,7 +381,11 @@ def print_bench(result: Mapping[str, Any]) -> None:
         ]
         for row in result["passes"]
     ]
-    print_table("Passes", ["batch", "tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"], rows)
+    print_table(
+        "Passes",
+        ["batch", "tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"],
+        rows,
+    )
     if result["cost"] is not None:
         each = "{pass_ms:.3g} ms a pass, {token_ms:.3g} a token, {row_ms:.3g} a row, {pair_ms:.3g} a token and a position"
         error = "off by {median_error:.0%} in the median, {worst_error:.0%} at worst"
@@ -272,14 +395,24 @@ def print_bench(result: Mapping[str, Any]) -> None:
         f"Generation: {made['prompt_tokens']} given, {made['new_tokens']} new tokens, {_loop_of(made)}: "
         f"{made['nfe']} passes, {made['seconds']:.3f} s, {made['tokens_per_s']:.1f} tokens/s"
     )
-    rows = [[part, f"{seconds * 1e3:.2f}", f"{seconds / made['seconds']:.2%}"] for part, seconds in made["parts"].items()]
+    rows = [
+        [part, f"{seconds * 1e3:.2f}", f"{seconds / made['seconds']:.2%}"]
+        for part, seconds in made["parts"].items()
+    ]
     print_table("Where its time went", ["part", "ms", "share"], rows)
     if len(result["batches"]) > 1:
         rows = [
-            [str(row["batch"]), f"{row['seconds']:.3f}", f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}"]
+            [
+                str(row["batch"]),
+                f"{row['seconds']:.3f}",
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['speedup']:.2f}",
+            ]
             for row in result["batches"]
         ]
-        print_table("Requests at once, of that length each", ["batch", "s", "tokens/s", "times one's"], rows)
+        print_table(
+            "Requests at once, of that length each", ["batch", "s", "tokens/s", "times one's"], rows
+        )
     if (sent := result["requests"]) is not None:
         click.echo(
             f"Requests: {sent['count']} prompts of {sent['data']}, at most {sent['max_new_tokens']} new tokens: "

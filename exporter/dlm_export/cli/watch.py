@@ -1,4 +1,6 @@
-"""The canvas as it denoises, live in a terminal: committed tokens, guesses, and what is still masked."""
+"""The canvas as it denoises, live in a terminal: committed tokens, guesses, and what is still
+masked.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,22 @@ from rich.text import Text
 from dlm_runtime import Bundle, Event, Generation
 
 MASKED, GUESSED, COMMITTED, NEW = "bright_black", "italic yellow", "default", "bold green"
-LEGEND = (("committed", COMMITTED), ("just now", NEW), ("guessed", GUESSED), ("░ masked", MASKED), ("∎ end", COMMITTED))
-ACTIVE = Style(meta={"active": True})  # changes no look, and stays with its text when that is parted into lines
+LEGEND = (
+    ("committed", COMMITTED),
+    ("just now", NEW),
+    ("guessed", GUESSED),
+    ("░ masked", MASKED),
+    ("∎ end", COMMITTED),
+)
+ACTIVE = Style(
+    meta={"active": True}
+)  # changes no look, and stays with its text when that is parted into lines
 
 
 def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation:
-    """Run the request and draw every step on stderr; wait ``delay_s`` after each, since a small denoiser is fast."""
+    """Run the request and draw every step on stderr; wait ``delay_s`` after each, since a small
+    denoiser is fast.
+    """
     console = Console(stderr=True)
     result = denoise(bundle, request, console, delay_s)
     if not console.is_terminal:
@@ -28,9 +40,15 @@ def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation
 
 
 def denoise(
-    bundle: Bundle, request: dict[str, Any], console: Console, delay_s: float = 0.0, shown_from: int | None = None
+    bundle: Bundle,
+    request: dict[str, Any],
+    console: Console,
+    delay_s: float = 0.0,
+    shown_from: int | None = None,
 ) -> Generation:
-    """Run the request and draw every step. With ``shown_from`` the canvas is drawn from there, and goes when it is finished."""
+    """Run the request and draw every step. With ``shown_from`` the canvas is drawn from there, and
+    goes when it is finished.
+    """
     result = None
     before: list[int] | None = None
     with Live(console=console, auto_refresh=False, transient=shown_from is not None) as live:
@@ -45,7 +63,9 @@ def denoise(
 
 @dataclass(frozen=True)
 class View:
-    """A canvas whose ``ACTIVE`` part is on the screen, whatever its size is when it is drawn; ``is_whole`` draws all of it."""
+    """A canvas whose ``ACTIVE`` part is on the screen, whatever its size is when it is drawn;
+    ``is_whole`` draws all of it.
+    """
 
     canvas: Text
     status: Text
@@ -61,7 +81,12 @@ class View:
             active = [i for i, line in enumerate(lines) if _is_active(line)] or [0]
             margin = max(0, room - (active[-1] + 1 - active[0])) // 2
             start = max(0, min(active[0] - margin, len(lines) - room))
-            hidden = Text(f"{start} lines above, {len(lines) - room - start} below", MASKED, no_wrap=True, overflow="crop")
+            hidden = Text(
+                f"{start} lines above, {len(lines) - room - start} below",
+                MASKED,
+                no_wrap=True,
+                overflow="crop",
+            )
             lines, status = lines[start : start + room], [hidden, *status]
         yield from lines
         yield from status
@@ -69,11 +94,14 @@ class View:
 
 def _is_active(line: Text) -> bool:
     # The space that starts a word stands behind the line before.
-    return any(span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans)
+    return any(
+        span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans
+    )
 
 
 def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int = 0) -> View:
-    """An event to draw; ``before`` is the canvas of the one before it. Active is what is left to fill of the block.
+    """An event to draw; ``before`` is the canvas of the one before it. Active is what is left to
+    fill of the block.
 
     Nothing in front of position ``shown_from`` is drawn.
     """
@@ -84,7 +112,9 @@ def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int
             continue
         if event.undecided[position]:
             guess = event.guess[position]
-            canvas.append("░ " if guess < 0 else _text(bundle, guess), MASKED if guess < 0 else GUESSED)
+            canvas.append(
+                "░ " if guess < 0 else _text(bundle, guess), MASKED if guess < 0 else GUESSED
+            )
         elif before is not None and before[position] != token:
             canvas.append(_text(bundle, token), NEW)
         else:
@@ -93,7 +123,9 @@ def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int
     first = next((i for i in range(first, end) if event.undecided[i]), first)
     canvas.stylize(ACTIVE, starts[first], [*starts, len(canvas)][end])
     left = sum(event.undecided)
-    status = Text(f"pass {event.nfe}, {event.committed} committed, {left} masked   ", "bright_black")
+    status = Text(
+        f"pass {event.nfe}, {event.committed} committed, {left} masked   ", "bright_black"
+    )
     for name, style in LEGEND:
         status.append(f"{name}  ", style)
     return View(canvas, status, is_whole=event.done)
@@ -105,4 +137,7 @@ def _text(bundle: Bundle, token: int) -> str:
     if bundle.tokenizer is None:
         return f"{token} "
     # A control character from a vocabulary must not steer the terminal.
-    return "".join(c if c.isprintable() else "⏎" if c == "\n" else "�" for c in bundle.tokenizer.token_text(token))
+    return "".join(
+        c if c.isprintable() else "⏎" if c == "\n" else "�"
+        for c in bundle.tokenizer.token_text(token)
+    )

@@ -1,9 +1,11 @@
-"""The program that loads a foreign library and asks it what it is: a process of its own, started by ``system``, never imported.
+"""The program that loads a foreign library and asks it what it is: a process of its own, started by
+``system``, never imported.
 
     python _ask_library.py KIND LIBRARY...
 
-prints one JSON object: ``failure``, a sentence, or what the kind tells. ``cuda``: the driver and its GPUs. ``tensorrt``,
-``onnxruntime``: version. ``providers``: those of the installed ONNX Runtime. ``loads``: of each library, why it does not load.
+prints one JSON object: ``failure``, a sentence, or what the kind tells. ``cuda``: the driver and
+its GPUs. ``tensorrt``, ``onnxruntime``: version. ``providers``: those of the installed ONNX
+Runtime. ``loads``: of each library, why it does not load.
 """
 
 from __future__ import annotations
@@ -20,35 +22,49 @@ MOST_GPUS = 64
 
 
 def cuda(name: str) -> dict[str, Any]:
-    """The newest CUDA that the driver runs, as it codes it (13000 is 13.0), and the name, SM and bytes of each GPU."""
+    """The newest CUDA that the driver runs, as it codes it (13000 is 13.0), and the name, SM and
+    bytes of each GPU.
+    """
     driver = ctypes.CDLL(name)
     version, count = ctypes.c_int(), ctypes.c_int()
-    told: dict[str, Any] = {"cuda": None if driver.cuDriverGetVersion(ctypes.byref(version)) else version.value, "gpus": []}
+    told: dict[str, Any] = {
+        "cuda": None if driver.cuDriverGetVersion(ctypes.byref(version)) else version.value,
+        "gpus": [],
+    }
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status:
         return told | {"status": status}
     for index in range(min(count.value, MOST_GPUS)):
         device, memory, label = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
         capability = [ctypes.c_int(), ctypes.c_int()]
-        failed = driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(label, len(label), device)
+        failed = driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(
+            label, len(label), device
+        )
         for value, attribute in zip(capability, COMPUTE_CAPABILITY, strict=True):
             failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         if failed or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device):
             continue
         sm = 10 * capability[0].value + capability[1].value
-        told["gpus"].append({"name": label.value.decode("utf-8", "replace"), "sm": sm, "memory_bytes": memory.value})
+        told["gpus"].append(
+            {"name": label.value.decode("utf-8", "replace"), "sm": sm, "memory_bytes": memory.value}
+        )
     return told
 
 
 def tensorrt(name: str) -> dict[str, Any]:
     library = ctypes.CDLL(name)
-    parts = [getattr(library, f"getInferLib{part}Version")() for part in ("Major", "Minor", "Patch", "Build")]
+    parts = [
+        getattr(library, f"getInferLib{part}Version")()
+        for part in ("Major", "Minor", "Patch", "Build")
+    ]
     return {"version": ".".join(map(str, parts))}
 
 
 def onnxruntime(name: str) -> dict[str, Any]:
     base = ctypes.CDLL(name).OrtGetApiBase
-    base.restype = ctypes.POINTER(ctypes.c_void_p)  # of two functions: the table of a version, and the version
+    base.restype = ctypes.POINTER(
+        ctypes.c_void_p
+    )  # of two functions: the table of a version, and the version
     version = ctypes.CFUNCTYPE(ctypes.c_char_p)(base()[1])()
     return {"version": version.decode("utf-8", "replace")}
 

@@ -1,4 +1,6 @@
-"""Whether a bundle, or bundles for a target, can run on a machine: by which engine, in how much memory; if not, what to do."""
+"""Whether a bundle, or bundles for a target, can run on a machine: by which engine, in how much
+memory; if not, what to do.
+"""
 
 from __future__ import annotations
 
@@ -23,35 +25,64 @@ SHARED_SM = (87, 110, 101, 121)  # GPUs that have no memory but the host's
 
 
 def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
-    """Whether bundles for ``target`` run here, which is asked for, and whether their engines are built here."""
+    """Whether bundles for ``target`` run here, which is asked for, and whether their engines are
+    built here.
+    """
     part = f"target {target.name}"
     if target.sm is None:
-        lacking = _lacking_on_cpu(machine) if target.provider == "cpu" else _lacking_for_cuda(machine, bf16=False)
+        lacking = (
+            _lacking_on_cpu(machine)
+            if target.provider == "cpu"
+            else _lacking_for_cuda(machine, bf16=False)
+        )
         yield needed(part, "runs here", lacking, "ONNX Runtime runs the graph, nothing is built")
         return
-    lacking = _lacking_gpu(machine, reported_sms(target.sm), target.name) + _lacking_tensorrt(machine)
+    lacking = _lacking_gpu(machine, reported_sms(target.sm), target.name) + _lacking_tensorrt(
+        machine
+    )
     yield needed(part, "runs here", lacking, f"an engine for SM {sm_text(target.sm)}")
     is_built, how = engine_here(target, builders_of(machine))
-    yield Finding(part, "is built here", OK if is_built else NOTE, "yes, " + how if is_built else "no", "" if is_built else how)
+    yield Finding(
+        part,
+        "is built here",
+        OK if is_built else NOTE,
+        "yes, " + how if is_built else "no",
+        "" if is_built else how,
+    )
 
 
-def examine_bundle(machine: Machine, folder: Path, manifest: Mapping[str, Any]) -> Iterator[Finding]:
+def examine_bundle(
+    machine: Machine, folder: Path, manifest: Mapping[str, Any]
+) -> Iterator[Finding]:
     """Whether a bundle runs here. ``manifest`` is the checked one of ``folder``."""
     loop, precision, targets = manifest["loop"], manifest["precision"]["name"], manifest["targets"]
     part = "bundle"
     yield Finding(
-        part, "what it is", OK, f"{folder}: {manifest['network']['architecture']}, {precision}, for {', '.join(targets)}"
+        part,
+        "what it is",
+        OK,
+        f"{folder}: {manifest['network']['architecture']}, {precision}, for {', '.join(targets)}",
     )
     if "device_file" not in loop["graph"]:
-        lacking, engine = _lacking_on_cpu(machine), f"ONNX Runtime {machine.onnxruntime.version} on the CPU"
+        lacking, engine = (
+            _lacking_on_cpu(machine),
+            f"ONNX Runtime {machine.onnxruntime.version} on the CPU",
+        )
     elif "cuda" in targets:
-        lacking = [(what, f"{remedy}; {ON_CPU}") for what, remedy in _lacking_for_cuda(machine, bf16=precision == "bf16")]
+        lacking = [
+            (what, f"{remedy}; {ON_CPU}")
+            for what, remedy in _lacking_for_cuda(machine, bf16=precision == "bf16")
+        ]
         engine = f"ONNX Runtime {machine.onnxruntime.version}, --provider cuda"
     else:
         lacking = _lacking_gpu(machine, None, "") + _lacking_tensorrt(machine)
         lacking = lacking or _lacking_engine(machine, folder, loop.get("engines", {}))
         lacking = [(what, f"{remedy}; {ON_CPU}") for what, remedy in lacking]
-        engine = "" if lacking else f"{NAMES[machine.native.tensorrt or 'tensorrt']} on {machine.driver.gpus[0].name}"
+        engine = (
+            ""
+            if lacking
+            else f"{NAMES[machine.native.tensorrt or 'tensorrt']} on {machine.driver.gpus[0].name}"
+        )
     yield needed(part, "engine", lacking, engine)
     yield _memory(machine, part, manifest)
 
@@ -71,16 +102,30 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
         lacking.append(("both wheels of ONNX Runtime are installed, in one folder", "see above"))
     elif "CUDAExecutionProvider" not in m.providers:
         least = ".".join(map(str, LEAST_FOR_GPU))
-        remedy = f"pip uninstall -y onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]>={least}'"
+        remedy = (
+            f"pip uninstall -y onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]>={least}'"
+        )
         if m.architecture != "x86_64":  # there are no other wheels of it
             remedy = f"an onnxruntime of {least} or later that was built with it"
         lacking.append(("this ONNX Runtime has no CUDA provider", remedy))
     elif numbers(m.onnxruntime.version) < LEAST_FOR_GPU:
-        lacking.append((f"ONNX Runtime {m.onnxruntime.version} is too old for GPUs", "pip install -U onnxruntime-gpu"))
+        lacking.append(
+            (
+                f"ONNX Runtime {m.onnxruntime.version} is too old for GPUs",
+                "pip install -U onnxruntime-gpu",
+            )
+        )
     if failed := [name for name, why in m.cuda_libraries.items() if why is not None]:
-        lacking.append((f"{', '.join(name.rpartition('/')[2] for name in failed)} do not load", "see above"))
+        lacking.append(
+            (f"{', '.join(name.rpartition('/')[2] for name in failed)} do not load", "see above")
+        )
     if bf16 and m.sm is not None and m.sm < LEAST_SM["bf16"]:
-        lacking.append((f"bf16 needs SM {sm_text(LEAST_SM['bf16'])}, this GPU is SM {sm_text(m.sm)}", "a bundle in fp16"))
+        lacking.append(
+            (
+                f"bf16 needs SM {sm_text(LEAST_SM['bf16'])}, this GPU is SM {sm_text(m.sm)}",
+                "a bundle in fp16",
+            )
+        )
     return lacking
 
 
@@ -90,7 +135,12 @@ def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
         return [(f"no GPU: {m.driver.failure}", "NVIDIA's driver, and a GPU that it shows")]
     if sms is not None and m.sm not in sms:
         gpu = m.driver.gpus[0]
-        return [(f"{gpu.name} is SM {sm_text(gpu.sm)}, {target} is SM {sm_text(sms[0])}", f"build for sm{gpu.sm} instead")]
+        return [
+            (
+                f"{gpu.name} is SM {sm_text(gpu.sm)}, {target} is SM {sm_text(sms[0])}",
+                f"build for sm{gpu.sm} instead",
+            )
+        ]
     return []
 
 
@@ -104,7 +154,12 @@ def _lacking_tensorrt(m: Machine) -> Lacking:
         return [("the native library was compiled without TensorRT's headers", remedy)]
     library = m.tensorrt[kind]
     if library.version is None:
-        return [(f"{NAMES[kind]}'s library does not load: {library.failure}", "install it, or set DLM_TENSORRT to its path")]
+        return [
+            (
+                f"{NAMES[kind]}'s library does not load: {library.failure}",
+                "install it, or set DLM_TENSORRT to its path",
+            )
+        ]
     return []
 
 
@@ -117,22 +172,32 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
         if gpu.sm not in entry["sm"]:
             reasons.append(f"{name} is for SM {', '.join(map(sm_text, entry['sm']))}")
         elif entry["builder"] != kind:
-            reasons.append(f"{name} is of {NAMES[entry['builder']]}, the native library is for {NAMES[kind]}")
+            reasons.append(
+                f"{name} is of {NAMES[entry['builder']]}, the native library is for {NAMES[kind]}"
+            )
         elif entry["version"] != version:
             reasons.append(f"{name} is of {NAMES[kind]} {entry['version']}, {version} is here")
         else:
             return []
     why = "; ".join(reasons) or "the bundle holds none yet"
-    return [(f"no engine for SM {sm_text(gpu.sm)}: {why}", f"dlm-export engine {folder} --target sm{gpu.sm}, here")]
+    return [
+        (
+            f"no engine for SM {sm_text(gpu.sm)}: {why}",
+            f"dlm-export engine {folder} --target sm{gpu.sm}, here",
+        )
+    ]
 
 
 def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
-    """Bytes by formula, of the longest canvas and the default preset's block: ``tensorrt.estimate``; on a CPU ``device`` is the
-    process's: weights as its arithmetic holds them, the cache in its type, passes in fp32.
+    """Bytes by formula, of the longest canvas and the default preset's block:
+    ``tensorrt.estimate``; on a CPU ``device`` is the process's: weights as its arithmetic holds
+    them, the cache in its type, passes in fp32.
     """
     loop, network = manifest["loop"], network_of(manifest)
     graph = loop["graph"]
-    weights = sum(entry["bytes"] for name, entry in manifest["files"].items() if name.endswith(".data"))
+    weights = sum(
+        entry["bytes"] for name, entry in manifest["files"].items() if name.endswith(".data")
+    )
     block = loop["presets"][loop["default_preset"]]["block_length"]
     limits: Limits = limits_of(network.max_canvas_length, block, EngineOptions())
     found = estimate(network, weights, limits)
@@ -156,5 +221,7 @@ def _memory(m: Machine, part: str, manifest: Mapping[str, Any]) -> Finding:
     if room is not None and found.weights > room:
         return needed(part, "memory", [(f"{said}; {where}", remedy)], "")
     if room is not None and found.device > room:
-        return Finding(part, "memory", NOTE, f"{said}; {where}, so that long canvases may not fit", remedy)
+        return Finding(
+            part, "memory", NOTE, f"{said}; {where}, so that long canvases may not fit", remedy
+        )
     return Finding(part, "memory", OK, f"{said}; {where}")

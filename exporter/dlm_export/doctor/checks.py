@@ -28,31 +28,63 @@ EXTRAS = {
 
 def examine(machine: Machine) -> list[Finding]:
     """Every finding about the machine itself, in the order that they are told."""
-    parts = (_python, _native_library, _onnxruntime, _gpu, _tensorrt, _board, _memory, _building, _extras)
+    parts = (
+        _python,
+        _native_library,
+        _onnxruntime,
+        _gpu,
+        _tensorrt,
+        _board,
+        _memory,
+        _building,
+        _extras,
+    )
     return [finding for part in parts for finding in part(machine)]
 
 
 def numbers(version: str | None) -> tuple[int, ...]:
     """The numbers that a version begins with: 1.31.1 as (1, 31, 1)."""
-    return tuple(int(part) for part in re.findall(r"\d+", (re.match(r"[\d.]*", version or "") or [""])[0]))
+    return tuple(
+        int(part) for part in re.findall(r"\d+", (re.match(r"[\d.]*", version or "") or [""])[0])
+    )
 
 
 def size(count: int | None) -> str:
     if count is None:
         return "an unknown amount"
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 or count == 0 else f"{count / (1 << 20):.1f} MiB"
+    return (
+        f"{count / (1 << 30):.1f} GiB"
+        if count >= 1 << 30 or count == 0
+        else f"{count / (1 << 20):.1f} MiB"
+    )
 
 
 def _python(m: Machine) -> Iterator[Finding]:
     text, (least, most) = f"{m.python[0]}.{m.python[1]}", PYTHONS
     wanted = f"{least[0]}.{least[1]} to {most[0]}.{most[1]}"
-    old = [] if least <= m.python <= most else [(f"Python {text}; {wanted} is needed", f"a venv of Python {wanted}")]
+    old = (
+        []
+        if least <= m.python <= most
+        else [(f"Python {text}; {wanted} is needed", f"a venv of Python {wanted}")]
+    )
     yield needed("base", "Python", old, f"{text}, {m.executable}, {m.architecture}")
-    absent = [name for name, version in m.packages.items() if version is None and not _is_replaced(name, m)]
-    lacking = [(f"not installed: {', '.join(absent)}", f"pip install {' '.join(absent)}")] if absent else []
+    absent = [
+        name
+        for name, version in m.packages.items()
+        if version is None and not _is_replaced(name, m)
+    ]
+    lacking = (
+        [(f"not installed: {', '.join(absent)}", f"pip install {' '.join(absent)}")]
+        if absent
+        else []
+    )
     if m.version is None:
-        lacking.append(("dlm-export runs from its source and is not installed", "pip install . in its folder"))
-    there = ", ".join(f"{name} {version}" for name, version in m.packages.items() if version is not None)
+        lacking.append(
+            ("dlm-export runs from its source and is not installed", "pip install . in its folder")
+        )
+    there = ", ".join(
+        f"{name} {version}" for name, version in m.packages.items() if version is not None
+    )
     yield needed("base", "packages", lacking, f"dlm-export {m.version}; {there}")
 
 
@@ -64,51 +96,96 @@ def _native_library(m: Machine) -> Iterator[Finding]:
     from dlm_runtime import _native
 
     native = m.native
-    lacking = [(native.failure, "reinstall dlm-export (pip install --force-reinstall --no-deps)")] if native.failure else []
-    kinds = {None: "without TensorRT", "tensorrt": "with TensorRT", "tensorrt_rtx": "with TensorRT-RTX"}
+    lacking = (
+        [(native.failure, "reinstall dlm-export (pip install --force-reinstall --no-deps)")]
+        if native.failure
+        else []
+    )
+    kinds = {
+        None: "without TensorRT",
+        "tensorrt": "with TensorRT",
+        "tensorrt_rtx": "with TensorRT-RTX",
+    }
     told = f"{native.version}, ABI {_native.ABI_VERSION}, {kinds[native.tensorrt]}, {native.path}"
     yield needed("base", "native library", lacking, told)
     if native.failure:
         return
     runs = [name for name, refusal in native.kernels.items() if refusal is None]
-    not_here = "; ".join(f"{name}: {refusal}" for name, refusal in native.kernels.items() if refusal is not None)
+    not_here = "; ".join(
+        f"{name}: {refusal}" for name, refusal in native.kernels.items() if refusal is not None
+    )
     if runs:
-        yield Finding("base", "kernels", OK, ", ".join(runs) + (f". Not here: {not_here}" if not_here else ""))
+        yield Finding(
+            "base", "kernels", OK, ", ".join(runs) + (f". Not here: {not_here}" if not_here else "")
+        )
     else:
         known = ", ".join(f"{each.name} ({each.processors})" for each in KERNEL_SETS)
         said = f"none runs here ({not_here or f'none is for {m.architecture}'}): ONNX Runtime computes all by itself, slower"
-        yield Finding("base", "kernels", NOTE, said, f"a processor, or a virtual machine that shows one, of {known}")
+        yield Finding(
+            "base",
+            "kernels",
+            NOTE,
+            said,
+            f"a processor, or a virtual machine that shows one, of {known}",
+        )
 
 
 def _onnxruntime(m: Machine) -> Iterator[Finding]:
     found, least = m.onnxruntime, ".".join(map(str, LEAST_ONNXRUNTIME))
     lacking = []
     if found.failure is not None:
-        lacking.append((found.failure, "pip install onnxruntime, or DLM_ONNXRUNTIME set to the path of libonnxruntime.so"))
+        lacking.append(
+            (
+                found.failure,
+                "pip install onnxruntime, or DLM_ONNXRUNTIME set to the path of libonnxruntime.so",
+            )
+        )
     elif numbers(found.version) < LEAST_ONNXRUNTIME:
-        lacking.append((f"{found.version} at {found.path}; {least} is needed", f"pip install 'onnxruntime>={least}'"))
+        lacking.append(
+            (
+                f"{found.version} at {found.path}; {least} is needed",
+                f"pip install 'onnxruntime>={least}'",
+            )
+        )
     yield needed("base", "ONNX Runtime", lacking, f"{found.version}, {found.path}")
     if len(m.onnxruntime_wheels) > 1:
         both = " and ".join(f"{name} {version}" for name, version in m.onnxruntime_wheels.items())
         remedy = f"pip uninstall -y {' '.join(m.onnxruntime_wheels)}, then pip install the one that is wanted"
-        yield Finding("base", "its wheels", NOTE, f"{both} share a folder, where one has overwritten the other", remedy)
+        yield Finding(
+            "base",
+            "its wheels",
+            NOTE,
+            f"{both} share a folder, where one has overwritten the other",
+            remedy,
+        )
     if m.providers:
         shown = ", ".join(name.removesuffix("ExecutionProvider") for name in m.providers)
         yield Finding("base", "its providers", OK, f"{shown} (of the installed wheel)")
     if m.telemetry in (None, "1"):
-        yield Finding("base", "its telemetry", OK, "off: ORT_DISABLE_TELEMETRY=1 is set where a bundle is opened")
+        yield Finding(
+            "base",
+            "its telemetry",
+            OK,
+            "off: ORT_DISABLE_TELEMETRY=1 is set where a bundle is opened",
+        )
     else:
         said = f"ORT_DISABLE_TELEMETRY={m.telemetry} leaves it on: a device id is stored and telemetry sent"
-        yield Finding("base", "its telemetry", NOTE, said, "unset ORT_DISABLE_TELEMETRY, or set it to 1")
+        yield Finding(
+            "base", "its telemetry", NOTE, said, "unset ORT_DISABLE_TELEMETRY, or set it to 1"
+        )
 
 
 def _gpu(m: Machine) -> Iterator[Finding]:
     driver, is_there = m.driver, m.has_nvidia_hardware or m.board is not None
     if driver.gpus:
-        gpus = "; ".join(f"{gpu.name}, SM {sm_text(gpu.sm)}, {size(gpu.memory_bytes)}" for gpu in driver.gpus)
+        gpus = "; ".join(
+            f"{gpu.name}, SM {sm_text(gpu.sm)}, {size(gpu.memory_bytes)}" for gpu in driver.gpus
+        )
         yield Finding("GPU", "driver", OK, f"runs CUDA up to {driver.cuda}: {gpus}")
     elif is_there:
-        what = "this Jetson" if m.board is not None else "an NVIDIA GPU is on the bus, and its driver"
+        what = (
+            "this Jetson" if m.board is not None else "an NVIDIA GPU is on the bus, and its driver"
+        )
         said = f"{what} does not answer: {driver.failure}"
         remedy = (
             "the JetPack that goes with the board (in a container: --runtime nvidia)"
@@ -117,14 +194,31 @@ def _gpu(m: Machine) -> Iterator[Finding]:
         )
         yield Finding("GPU", "driver", MISSING, said, remedy)
     else:
-        yield Finding("GPU", "driver", NOTE, f"none ({driver.failure}). Bundles for the CPU need none")
+        yield Finding(
+            "GPU", "driver", NOTE, f"none ({driver.failure}). Bundles for the CPU need none"
+        )
     if m.cuda_libraries:
-        failures = [f"{name.rpartition('/')[2]} ({why})" for name, why in m.cuda_libraries.items() if why is not None]
+        failures = [
+            f"{name.rpartition('/')[2]} ({why})"
+            for name, why in m.cuda_libraries.items()
+            if why is not None
+        ]
         remedy = "pip install 'onnxruntime-gpu[cuda,cudnn]', or their folders in LD_LIBRARY_PATH"
         if failures:
-            yield Finding("GPU", "CUDA's libraries", NOTE, f"of the CUDA provider's, not loaded: {', '.join(failures)}", remedy)
+            yield Finding(
+                "GPU",
+                "CUDA's libraries",
+                NOTE,
+                f"of the CUDA provider's, not loaded: {', '.join(failures)}",
+                remedy,
+            )
         else:
-            yield Finding("GPU", "CUDA's libraries", OK, f"all {len(m.cuda_libraries)} of the CUDA provider's load")
+            yield Finding(
+                "GPU",
+                "CUDA's libraries",
+                OK,
+                f"all {len(m.cuda_libraries)} of the CUDA provider's load",
+            )
 
 
 def _tensorrt(m: Machine) -> Iterator[Finding]:
@@ -140,9 +234,16 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
     here = builders_of(m)
     built = [name for name in GENERIC if engine_here(find(name), here)[0]]
     if built:
-        yield Finding("GPU", "engines", OK, f"built here for {', '.join(sm_text(GENERIC[name]) for name in built)} (SM)")
+        yield Finding(
+            "GPU",
+            "engines",
+            OK,
+            f"built here for {', '.join(sm_text(GENERIC[name]) for name in built)} (SM)",
+        )
     else:
-        said = "none can be built here; bundles can, with --no-engine, and are finished on the device"
+        said = (
+            "none can be built here; bundles can, with --no-engine, and are finished on the device"
+        )
         remedy = "pip install 'dlm-export[rtx]' builds those of RTX 20 to 50 without a GPU"
         if m.board is not None:
             remedy = "sudo apt-get install python3-libnvinfer, and a venv made with --system-site-packages"
@@ -154,12 +255,29 @@ def _runs_engines(m: Machine, names: dict[str, str]) -> Finding:
     kind = m.native.tensorrt
     if kind is None:
         remedy = f"pip install . -C cmake.define.DLM_TENSORRT_INCLUDE_DIR={m.tensorrt_headers or '...'}, from the source"
-        return Finding("GPU", "running engines", NOTE, "the native library was compiled without TensorRT's headers", remedy)
+        return Finding(
+            "GPU",
+            "running engines",
+            NOTE,
+            "the native library was compiled without TensorRT's headers",
+            remedy,
+        )
     library = m.tensorrt[kind]
     if library.version is None:
         remedy = f"install {names[kind]}, or set DLM_TENSORRT to the path of its library"
-        return Finding("GPU", "running engines", NOTE, f"{names[kind]}'s library does not load: {library.failure}", remedy)
-    return Finding("GPU", "running engines", OK, f"engines of {names[kind]} {library.version}, of exactly this version")
+        return Finding(
+            "GPU",
+            "running engines",
+            NOTE,
+            f"{names[kind]}'s library does not load: {library.failure}",
+            remedy,
+        )
+    return Finding(
+        "GPU",
+        "running engines",
+        OK,
+        f"engines of {names[kind]} {library.version}, of exactly this version",
+    )
 
 
 def builders_of(m: Machine) -> Builders:
@@ -173,22 +291,43 @@ def _board(m: Machine) -> Iterator[Finding]:
     if board is None:
         return
     known = board.sm is not None
-    said = board.model + (f", SM {sm_text(board.sm)}" if board.sm is not None else ", of a kind that is no target")
-    yield Finding("board", "Jetson", OK if known else NOTE, said, "" if known else "bundles for the CPU run here")
+    said = board.model + (
+        f", SM {sm_text(board.sm)}" if board.sm is not None else ", of a kind that is no target"
+    )
+    yield Finding(
+        "board",
+        "Jetson",
+        OK if known else NOTE,
+        said,
+        "" if known else "bundles for the CPU run here",
+    )
     if board.sm is not None and m.sm is not None and m.sm not in reported_sms(board.sm):
-        yield Finding("board", "its GPU", NOTE, f"the driver calls it SM {sm_text(m.sm)}", "engines go by what the driver says")
+        yield Finding(
+            "board",
+            "its GPU",
+            NOTE,
+            f"the driver calls it SM {sm_text(m.sm)}",
+            "engines go by what the driver says",
+        )
     if board.linux is None and board.jetpack is None:
         said = "neither /etc/nv_tegra_release nor the package nvidia-jetpack is there, as in a container without them"
         yield Finding("board", "JetPack", NOTE, said)
     else:
-        yield Finding("board", "JetPack", OK, f"{board.jetpack or 'unknown'}, Jetson Linux {board.linux or 'unknown'}")
+        yield Finding(
+            "board",
+            "JetPack",
+            OK,
+            f"{board.jetpack or 'unknown'}, Jetson Linux {board.linux or 'unknown'}",
+        )
     if board.power_mode is None:
         yield Finding("board", "power mode", NOTE, "nvpmodel does not tell", "sudo nvpmodel -q")
     elif board.power_mode.startswith("MAXN"):
         yield Finding("board", "power mode", OK, board.power_mode)
     else:
         said = f"{board.power_mode}: clocks are capped"
-        yield Finding("board", "power mode", NOTE, said, "for the most speed, the mode MAXN: docs/boards.md")
+        yield Finding(
+            "board", "power mode", NOTE, said, "for the most speed, the mode MAXN: docs/boards.md"
+        )
 
 
 def _memory(m: Machine) -> Iterator[Finding]:
@@ -197,8 +336,14 @@ def _memory(m: Machine) -> Iterator[Finding]:
         said += f"; this container may take {size(m.memory_limit_bytes)} more"
     yield Finding("memory", "memory", OK if m.memory_bytes is not None else NOTE, said)
     is_little = m.free_disk_bytes is not None and m.free_disk_bytes < LITTLE_DISK_BYTES
-    remedy = "a build asks for the room of its bundle before it starts: performance.md says how much" if is_little else ""
-    yield Finding("memory", "disk", NOTE if is_little else OK, f"{size(m.free_disk_bytes)} free", remedy)
+    remedy = (
+        "a build asks for the room of its bundle before it starts: performance.md says how much"
+        if is_little
+        else ""
+    )
+    yield Finding(
+        "memory", "disk", NOTE if is_little else OK, f"{size(m.free_disk_bytes)} free", remedy
+    )
 
 
 def _building(m: Machine) -> Iterator[Finding]:
@@ -211,7 +356,9 @@ def _building(m: Machine) -> Iterator[Finding]:
         yield Finding("source", "TensorRT's headers", OK, m.tensorrt_headers)
     elif m.driver.gpus or m.board is not None:
         said = "NvInferRuntime.h is not in the system's folders: the source builds without TensorRT"
-        yield Finding("source", "TensorRT's headers", NOTE, said, "sudo apt-get install libnvinfer-dev")
+        yield Finding(
+            "source", "TensorRT's headers", NOTE, said, "sudo apt-get install libnvinfer-dev"
+        )
 
 
 def _extras(m: Machine) -> Iterator[Finding]:
@@ -224,4 +371,10 @@ def _extras(m: Machine) -> Iterator[Finding]:
             yield Finding("extras", extra, OK, f"installed: {purpose}")
         else:
             some = f", lacking {', '.join(absent)}" if len(absent) < len(packages) else ""
-            yield Finding("extras", extra, NOTE, f"not installed{some}: {purpose}", f"pip install 'dlm-export[{extra}]'")
+            yield Finding(
+                "extras",
+                extra,
+                NOTE,
+                f"not installed{some}: {purpose}",
+                f"pip install 'dlm-export[{extra}]'",
+            )

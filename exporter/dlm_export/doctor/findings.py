@@ -11,9 +11,11 @@ OK, NOTE, MISSING = "ok", "note", "missing"
 
 @dataclass(frozen=True)
 class Finding:
-    """``state``: ``ok``; ``note``, worth knowing, and nothing stands still for it; ``missing``, something does.
+    """``state``: ``ok``; ``note``, worth knowing, and nothing stands still for it; ``missing``,
+    something does.
 
-    ``is_needed``: by the base install, or by what was asked for. ``remedy``: what to do, empty where nothing need be done.
+    ``is_needed``: by the base install, or by what was asked for. ``remedy``: what to do, empty
+    where nothing need be done.
     """
 
     part: str
@@ -38,7 +40,9 @@ class Report:
 
 
 def needed(part: str, name: str, lacking: Sequence[tuple[str, str]], said: str) -> Finding:
-    """One that is needed: ok with what is ``said``, or missing with the first of what is ``lacking``, and its remedy."""
+    """One that is needed: ok with what is ``said``, or missing with the first of what is
+    ``lacking``, and its remedy.
+    """
     if not lacking:
         return Finding(part, name, OK, said, is_needed=True)
     return Finding(part, name, MISSING, *lacking[0], is_needed=True)

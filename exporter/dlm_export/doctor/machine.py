@@ -1,4 +1,6 @@
-"""The facts that a report rests on: what ``look`` finds on a machine, as plain values that tests make up."""
+"""The facts that a report rests on: what ``look`` finds on a machine, as plain values that tests
+make up.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.providers import cuda_libraries
 
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
-# engine_no_tensorrt.cc refuses with the first; tensorrt_library.cc advises with the second where it is for TensorRT-RTX. No
-# function of the ABI tells, as a program that opens a bundle is told in that sentence.
-NO_TENSORRT, FOR_RTX = b"this build of libdlm_runtime has no TensorRT", b"(pip: tensorrt-rtx-cu13-libs)"
+# no_tensorrt.cc refuses with the first; tensorrt_library.cc advises with the second where it is for
+# TensorRT-RTX. No function of the ABI tells, as a program that opens a bundle is told in that
+# sentence.
+NO_TENSORRT, FOR_RTX = (
+    b"this build of libdlm_runtime has no TensorRT",
+    b"(pip: tensorrt-rtx-cu13-libs)",
+)
 TENSORRT_NAMES = {
     "tensorrt": ("libnvinfer.so.11", "libnvinfer.so.10"),
     "tensorrt_rtx": ("libtensorrt_rtx.so.1",),
@@ -36,7 +42,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver. ``cuda``: the newest CUDA that it runs, 13.0; ``failure``: why it is not there, or shows no GPU."""
+    """NVIDIA's driver. ``cuda``: the newest CUDA that it runs, 13.0; ``failure``: why it is not
+    there, or shows no GPU.
+    """
 
     cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
@@ -45,9 +53,11 @@ class Driver:
 
 @dataclass(frozen=True)
 class Native:
-    """libdlm_runtime. ``failure``: why it does not load. ``tensorrt``: which kind it was compiled for, None: none.
+    """libdlm_runtime. ``failure``: why it does not load. ``tensorrt``: which kind it was compiled
+    for, None: none.
 
-    ``kernels``: every set for this processor, fastest first, and why it does not run here (None: it does).
+    ``kernels``: every set for this processor, fastest first, and why it does not run here (None: it
+    does).
     """
 
     path: str | None = None
@@ -68,11 +78,13 @@ class Library:
 
 @dataclass(frozen=True)
 class Machine:
-    """``packages``: version of each distribution that dlm-export asks for, None: missing; ``extras``: the same by extra.
+    """``packages``: version of each distribution that dlm-export asks for, None: missing;
+    ``extras``: the same by extra.
 
-    ``cuda_libraries``: those of ONNX Runtime's CUDA provider, and why each does not load (None: it does); empty: not looked
-    for. ``tensorrt`` and ``builders`` are by kind: the runtime's library, and the Python module that builds engines.
-    ``memory_limit_bytes`` is the container's. ``has_nvidia_hardware``: a GPU on the PCI bus, whether or not there is a driver.
+    ``cuda_libraries``: those of ONNX Runtime's CUDA provider, and why each does not load (None: it
+    does); empty: not looked for. ``tensorrt`` and ``builders`` are by kind: the runtime's library,
+    and the Python module that builds engines. ``memory_limit_bytes`` is the container's.
+    ``has_nvidia_hardware``: a GPU on the PCI bus, whether or not there is a driver.
     """
 
     python: tuple[int, int]
@@ -107,8 +119,12 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Memory that a new program may take: what Linux has available, and no more than the container's limit."""
-        known = [size for size in (self.available_bytes, self.memory_limit_bytes) if size is not None]
+        """Memory that a new program may take: what Linux has available, and no more than the
+        container's limit.
+        """
+        known = [
+            size for size in (self.available_bytes, self.memory_limit_bytes) if size is not None
+        ]
         return min(known, default=None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -118,7 +134,11 @@ class Machine:
 def look(system: System, folder: Path) -> Machine:
     """The facts of a machine; ``folder``: whose disk is meant."""
     memory = _memory(system)
-    wheels = {name: version for name in ("onnxruntime", "onnxruntime-gpu") if (version := system.version(name))}
+    wheels = {
+        name: version
+        for name in ("onnxruntime", "onnxruntime-gpu")
+        if (version := system.version(name))
+    }
     driver = _driver(system)
     packages, extras = _requirements(system)
     wants_cuda = "onnxruntime-gpu" in wheels
@@ -130,13 +150,19 @@ def look(system: System, folder: Path) -> Machine:
         packages=packages,
         extras=extras,
         native=_native_library(),
-        onnxruntime=_library(system, "onnxruntime", _candidates(system, "DLM_ONNXRUNTIME", _native.onnxruntime_library())),
+        onnxruntime=_library(
+            system,
+            "onnxruntime",
+            _candidates(system, "DLM_ONNXRUNTIME", _native.onnxruntime_library()),
+        ),
         onnxruntime_wheels=wheels,
         providers=system.library("providers").get("providers", []) if wheels else [],
         telemetry=system.variables.get("ORT_DISABLE_TELEMETRY"),
         driver=driver,
         has_nvidia_hardware=_has_nvidia_hardware(system),
-        cuda_libraries=system.library("loads", *cuda_libraries()).get("failures", {}) if wants_cuda else {},
+        cuda_libraries=system.library("loads", *cuda_libraries()).get("failures", {})
+        if wants_cuda
+        else {},
         tensorrt=_tensorrt(system),
         builders={kind: _module_version(system, names) for kind, names in BUILDER_MODULES.items()},
         board=find_board(system),
@@ -151,7 +177,9 @@ def look(system: System, folder: Path) -> Machine:
 
 
 def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:
-    """Versions of what the base needs, and of what each extra does, by distribution; markers of other machines left out."""
+    """Versions of what the base needs, and of what each extra does, by distribution; markers of
+    other machines left out.
+    """
     base: dict[str, str | None] = {}
     extras: dict[str, dict[str, str | None]] = {}
     for text in system.requirements():
@@ -159,12 +187,16 @@ def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict
         if name is None or _is_for_another(text, system) or name[0] == "dlm-export":
             continue
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", text)
-        (base if extra is None else extras.setdefault(extra[1], {}))[name[0]] = system.version(name[0])
+        (base if extra is None else extras.setdefault(extra[1], {}))[name[0]] = system.version(
+            name[0]
+        )
     return base, extras
 
 
 def _is_for_another(text: str, system: System) -> bool:
-    """Whether a requirement's marker, of the few kinds that ours have, is of another machine or Python."""
+    """Whether a requirement's marker, of the few kinds that ours have, is of another machine or
+    Python.
+    """
     machine = re.search(r"platform_machine == ['\"](\w+)['\"]", text)
     older = re.search(r"python_version < ['\"](\d+)\.(\d+)['\"]", text)
     here = (int(system.python[0]), int(system.python[1]))
@@ -187,9 +219,18 @@ def _native_library() -> Native:
 
 
 def _candidates(system: System, variable: str, packaged: str | None, *names: str) -> list[str]:
-    """Where the native library looks: what a variable says alone, else the package's, else the system's."""
+    """Where the native library looks: what a variable says alone, else the package's, else the
+    system's.
+    """
     chosen = system.variables.get(variable)
-    return [chosen] if chosen else [*([packaged] if packaged else []), *(names or ("libonnxruntime.so.1", "libonnxruntime.so"))]
+    return (
+        [chosen]
+        if chosen
+        else [
+            *([packaged] if packaged else []),
+            *(names or ("libonnxruntime.so.1", "libonnxruntime.so")),
+        ]
+    )
 
 
 def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
@@ -251,7 +292,8 @@ def _memory(system: System) -> dict[str, int]:
 def _container_limit(system: System) -> int | None:
     """What the control group of this process leaves it; None: no limit that it can see."""
     limit, used = (
-        (system.text(f"/sys/fs/cgroup/{name}") or "").strip() for name in ("memory.max", "memory.current")
+        (system.text(f"/sys/fs/cgroup/{name}") or "").strip()
+        for name in ("memory.max", "memory.current")
     )  # version 2, seen from within a container
     return max(0, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else None
 

@@ -1,8 +1,9 @@
-"""What the doctor asks of a machine, and nothing beside: files, programs, libraries, packages. Tests hand in another one.
+"""What the doctor asks of a machine, and nothing beside: files, programs, libraries, packages.
+Tests hand in another one.
 
-Whatever answers may be broken, and a broken machine is what a doctor is called to. Files are read up to a limit. Programs and
-libraries run in processes of their own, with a limit of time and output: a driver that hangs or crashes is one line of the
-report.
+Whatever answers may be broken, and a broken machine is what a doctor is called to. Files are read
+up to a limit. Programs and libraries run in processes of their own, with a limit of time and
+output: a driver that hangs or crashes is one line of the report.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 20
 OUTPUT_LIMIT_BYTES = 1 << 16
-PROGRAM_SECONDS, LIBRARY_SECONDS = 5.0, 30.0  # a library of TensorRT's has gigabytes, and a cold disk takes its time
+PROGRAM_SECONDS, LIBRARY_SECONDS = (
+    5.0,
+    30.0,
+)  # a library of TensorRT's has gigabytes, and a cold disk takes its time
 _WORKER = Path(__file__).with_name("_ask_library.py")
 
 
@@ -42,9 +46,13 @@ class System:
         self.executable = sys.executable
 
     def text(self, path: str) -> str | None:
-        """A small file's text, without what is no UTF-8; None where there is no such plain file, or it is too large."""
+        """A small file's text, without what is no UTF-8; None where there is no such plain file, or
+        it is too large.
+        """
         try:
-            return read_bytes(self.root / path.lstrip("/"), FILE_LIMIT_BYTES, DlmError).decode("utf-8", "replace")
+            return read_bytes(self.root / path.lstrip("/"), FILE_LIMIT_BYTES, DlmError).decode(
+                "utf-8", "replace"
+            )
         except DlmError:
             return None
 
@@ -55,12 +63,18 @@ class System:
     def program(self, *command: str, seconds: float = PROGRAM_SECONDS) -> str | None:
         """What a program prints; None if it is not there, fails, or takes longer."""
         found = shutil.which(command[0], path=self.variables.get("PATH"))
-        return None if found is None else run_bounded([found, *command[1:]], self.variables, seconds)
+        return (
+            None if found is None else run_bounded([found, *command[1:]], self.variables, seconds)
+        )
 
     def library(self, kind: str, *names: str) -> dict[str, Any]:
-        """What the functions of libraries say, by ``_ask_library``; its ``failure``, a sentence, where there is no answer."""
+        """What the functions of libraries say, by ``_ask_library``; its ``failure``, a sentence,
+        where there is no answer.
+        """
         variables = {"ORT_DISABLE_TELEMETRY": "1", **self.variables}
-        said = run_bounded([self.executable, str(_WORKER), kind, *names], variables, LIBRARY_SECONDS)
+        said = run_bounded(
+            [self.executable, str(_WORKER), kind, *names], variables, LIBRARY_SECONDS
+        )
         try:
             answer = json.loads(said or "")
         except (ValueError, RecursionError):
@@ -76,7 +90,9 @@ class System:
             return None
 
     def requirements(self) -> list[str]:
-        """What dlm-export's own metadata asks for, as packages write it; nothing where it is not installed."""
+        """What dlm-export's own metadata asks for, as packages write it; nothing where it is not
+        installed.
+        """
         try:
             return metadata.requires("dlm-export") or []
         except metadata.PackageNotFoundError:
@@ -94,7 +110,9 @@ class System:
 
 
 def run_bounded(command: list[str], variables: Mapping[str, str], seconds: float) -> str | None:
-    """Standard output of a process that ends with 0 within ``seconds``, having printed little; None of any other."""
+    """Standard output of a process that ends with 0 within ``seconds``, having printed little; None
+    of any other.
+    """
     try:
         process = subprocess.Popen(
             command,

@@ -1,8 +1,8 @@
 """The families room: a released checkpoint in, a ``NetworkSpec`` and the denoiser's parameters out.
 
-A family is one file with a ``Family`` record and one line in ``FAMILIES``: how its config reads (``reading`` and ``trunks``
-have what several share) and which released tensors are which parameters (``base.Origin``). ``tensors`` checks them, by headers
-alone, and ``weights`` reads them.
+A family is one file with a ``Family`` record and one line in ``FAMILIES``: how its config reads
+(``reading`` and ``trunks`` have what several share) and which released tensors are which parameters
+(``base.Origin``). ``tensors`` checks them, by headers alone, and ``weights`` reads them.
 """
 
 from __future__ import annotations
@@ -31,24 +31,34 @@ FAMILIES: dict[str, Family] = {
 
 
 def find(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint by ``architectures[0]``. Raises CheckpointError that lists the known ones."""
+    """The family of a checkpoint by ``architectures[0]``. Raises CheckpointError that lists the
+    known ones.
+    """
     architectures = checkpoint.config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     for family in FAMILIES.values():
         if name in family.architectures:
             return family
-    known = ", ".join(architecture for family in FAMILIES.values() for architecture in family.architectures)
-    raise CheckpointError(f"{checkpoint.config.path}: unknown architecture {reprlib.repr(name)}. Known: {known}.")
+    known = ", ".join(
+        architecture for family in FAMILIES.values() for architecture in family.architectures
+    )
+    raise CheckpointError(
+        f"{checkpoint.config.path}: unknown architecture {reprlib.repr(name)}. Known: {known}."
+    )
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """What a checkpoint's denoiser is. Raises CheckpointError."""
     block = overrides.attention_block
     if block is not None and block < 1:
-        raise CheckpointError(f"{checkpoint.path}: --attention-block {block}: blocks have at least one token")
+        raise CheckpointError(
+            f"{checkpoint.path}: --attention-block {block}: blocks have at least one token"
+        )
     network = find(checkpoint).read(checkpoint, overrides)
     if block is not None and any(layer.attention.block_length != block for layer in network.layers):
-        raise CheckpointError(f"{checkpoint.path}: --attention-block: the attention of {network.architecture} has no blocks")
+        raise CheckpointError(
+            f"{checkpoint.path}: --attention-block: the attention of {network.architecture} has no blocks"
+        )
     for layer in network.layers:
         table = rotary_table(layer.attention)
         if table is not None and (table.size % 2 or table.size == 0):
@@ -60,7 +70,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
-    """The checkpoint's tensors against the network's parameters, by the files' headers. Raises CheckpointError."""
+    """The checkpoint's tensors against the network's parameters, by the files' headers. Raises
+    CheckpointError.
+    """
     return Tensors(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
 
 
@@ -72,7 +84,9 @@ def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
 
 
 def __getattr__(name: str) -> Any:
-    """What ``weights`` has, which needs torch: imported where it is asked for, so that looking at a checkpoint does not."""
+    """What ``weights`` has, which needs torch: imported where it is asked for, so that looking at a
+    checkpoint does not.
+    """
     if name not in ("Weights", "layered", "load"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("dlm_export.families.weights"), name)

@@ -1,7 +1,9 @@
-"""A2D conversions of Qwen2, Qwen3 and Llama (dLLM's Tiny-A2D, https://github.com/ZHZisZZ/dllm): the trunk's layout, no shift.
+"""A2D conversions of Qwen2, Qwen3 and Llama (dLLM's Tiny-A2D, https://github.com/ZHZisZZ/dllm): the
+trunk's layout, no shift.
 
-Checkpoints of one class were trained over whole canvases (``mdlm``) or by blocks (``bd3lm``), and carry nothing that tells them
-apart: attention is full unless ``--attention-block`` says the length of the blocks.
+Checkpoints of one class were trained over whole canvases (``mdlm``) or by blocks (``bd3lm``), and
+carry nothing that tells them apart: attention is full unless ``--attention-block`` says the length
+of the blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +22,21 @@ def _family(trunk: str, *, qkv_bias: bool = False, qk_norm: bool = False) -> Fam
         if not qkv_bias:
             checkpoint.config.require("attention_bias", False)
         block = overrides.attention_block
-        return trunk_network(checkpoint, overrides, name, qkv_bias=qkv_bias, qk_norm=qk_norm, block_length=block)
+        return trunk_network(
+            checkpoint, overrides, name, qkv_bias=qkv_bias, qk_norm=qk_norm, block_length=block
+        )
 
     architectures, trunk_class = (f"A2D{trunk}LMHeadModel",), f"{trunk}ForCausalLM"
-    return Family(name, architectures, f"Tiny-A2D {trunk}", "llada", read_network, TRUNK.origins, trunk_class, "sdar")
+    return Family(
+        name,
+        architectures,
+        f"Tiny-A2D {trunk}",
+        "llada",
+        read_network,
+        TRUNK.origins,
+        trunk_class,
+        "sdar",
+    )
 
 
 FAMILIES = (_family("Qwen2", qkv_bias=True), _family("Qwen3", qk_norm=True), _family("Llama"))

@@ -1,4 +1,6 @@
-"""What a family file provides: how a released config becomes a ``NetworkSpec``, and its tensors a denoiser's parameters."""
+"""What a family file provides: how a released config becomes a ``NetworkSpec``, and its tensors a
+denoiser's parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,24 @@ class Parameters(Protocol):
     """A denoiser's parameters, one at a time, or a part of one; several threads may read."""
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """One parameter of ``Denoiser``: all of it C-contiguous, a part in whatever order of memory. Raises CheckpointError."""
+        """One parameter of ``Denoiser``: all of it C-contiguous, a part in whatever order of
+        memory. Raises CheckpointError.
+        """
 
     def view(self, parameter: str) -> Tensor | None:
-        """The same as it lies in a mapped file, in its own type and not to be written to; None where it has to be computed."""
+        """The same as it lies in a mapped file, in its own type and not to be written to; None
+        where it has to be computed.
+        """
 
     def stored_type(self, parameter: str) -> np.dtype:
-        """The element type that holds every value of a parameter: fp16 or bf16 if it is stored so unchanged, otherwise fp32."""
+        """The element type that holds every value of a parameter: fp16 or bf16 if it is stored so
+        unchanged, otherwise fp32.
+        """
 
 
-def later(parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32) -> Lazy:
+def later(
+    parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32
+) -> Lazy:
     """A parameter that is read, and checked, where it is indexed."""
     return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
@@ -47,9 +57,9 @@ class Piece:
 class Origin:
     """The released tensors behind a denoiser's parameter.
 
-    Several pieces lie one behind the other along their first axis, or with ``is_stacked`` each is one entry of a new first
-    axis, as experts are. ``transpose``: matrices are stored ``[out, in]``. Several parameters may read one tensor: rows of a
-    fused matrix, or all of one that is tied.
+    Several pieces lie one behind the other along their first axis, or with ``is_stacked`` each is
+    one entry of a new first axis, as experts are. ``transpose``: matrices are stored ``[out, in]``.
+    Several parameters may read one tensor: rows of a fused matrix, or all of one that is tied.
     """
 
     pieces: tuple[Piece, ...]
@@ -102,22 +112,30 @@ class Family:
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
-    """The class of transformers whose layers and tensor names these are, for ``capture``; it sees what the network sees."""
+    """The class of transformers whose layers and tensor names these are, for ``capture``; it sees
+    what the network sees.
+    """
     block_preset: str | None = None
     """The default preset of checkpoints whose attention goes by blocks, where it is another one."""
 
     def preset_for(self, network: NetworkSpec) -> str:
         """The default preset of a network of this family."""
-        return self.default_preset if network.visible_block is None else self.block_preset or self.default_preset
+        return (
+            self.default_preset
+            if network.visible_block is None
+            else self.block_preset or self.default_preset
+        )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensor names that follow one pattern: ``layer`` is formatted with ``i``, ``names`` is by module path inside a layer.
+    """Tensor names that follow one pattern: ``layer`` is formatted with ``i``, ``names`` is by
+    module path inside a layer.
 
-    ``.weight`` and ``.bias`` are left out of all, but of a parameter that has a name of its own. Released matrices are
-    ``[out, in]``, the denoiser's ``[in, out]``. A name with ``{e}`` is of each expert's matrix; without its number, and without
-    ``.weight``, that of one tensor ``[E, out, in]``.
+    ``.weight`` and ``.bias`` are left out of all, but of a parameter that has a name of its own.
+    Released matrices are ``[out, in]``, the denoiser's ``[in, out]``. A name with ``{e}`` is of
+    each expert's matrix; without its number, and without ``.weight``, that of one tensor ``[E, out,
+    in]``.
     """
 
     embed: str
@@ -127,13 +145,27 @@ class Layout:
     head: str
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-        """Denoiser parameter -> released tensors. Raises CheckpointError where experts lie in both forms."""
-        matrices = {linear.weight: linear for linear in network.linear_layers() if not linear.is_tied}
+        """Denoiser parameter -> released tensors. Raises CheckpointError where experts lie in both
+        forms.
+        """
+        matrices = {
+            linear.weight: linear for linear in network.linear_layers() if not linear.is_tied
+        }
         released = {parameter: self.released(parameter) for parameter in network.parameters()}
         stacks = {parameter: name for parameter, name in released.items() if "{e}" in name}
-        merged = {parameter: name.replace(".{e}", "").removesuffix(".weight") for parameter, name in stacks.items()}
+        merged = {
+            parameter: name.replace(".{e}", "").removesuffix(".weight")
+            for parameter, name in stacks.items()
+        }
         together = next((name for name in merged.values() if name in checkpoint.tensors), None)
-        apart = next((first for name in stacks.values() if (first := name.format(e=0)) in checkpoint.tensors), None)
+        apart = next(
+            (
+                first
+                for name in stacks.values()
+                if (first := name.format(e=0)) in checkpoint.tensors
+            ),
+            None,
+        )
         if together is not None and apart is not None:
             raise CheckpointError(
                 f"{checkpoint.path}: {apart} is one expert's and {together} is of all experts: two exports in one folder, or "
@@ -143,7 +175,9 @@ class Layout:
         for parameter, name in released.items():
             linear = matrices.get(parameter)
             if parameter not in stacks or together is not None:
-                origins[parameter] = Origin.of(merged.get(parameter, name), transpose=linear is not None)
+                origins[parameter] = Origin.of(
+                    merged.get(parameter, name), transpose=linear is not None
+                )
             else:
                 assert linear is not None, parameter
                 pieces = tuple(Piece(name.format(e=expert)) for expert in range(linear.count))

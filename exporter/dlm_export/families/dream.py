@@ -1,4 +1,6 @@
-"""Dream 7B (arXiv:2508.15487) and DiffuCoder (arXiv:2506.20639): Qwen2.5's layout, full attention, shift 1."""
+"""Dream 7B (arXiv:2508.15487) and DiffuCoder (arXiv:2506.20639): Qwen2.5's layout, full attention,
+shift 1.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,30 @@ from dlm_export.families.base import Family, Overrides
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
-# Both were trained on canvases of 2048 tokens; max_position_embeddings still says what the Qwen2.5 they started from took.
+# Both were trained on canvases of 2048 tokens; max_position_embeddings still says what the Qwen2.5
+# they started from took.
 TRAINED_LENGTH = 2048
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """The network of a released Dream config.json. Raises CheckpointError."""
-    return trunk_network(checkpoint, overrides, "dream", qkv_bias=True, qk_norm=False, shift=1, longest=TRAINED_LENGTH)
+    return trunk_network(
+        checkpoint,
+        overrides,
+        "dream",
+        qkv_bias=True,
+        qk_norm=False,
+        shift=1,
+        longest=TRAINED_LENGTH,
+    )
 
 
-FAMILY = Family("dream", ("DreamModel",), "Dream 7B, DiffuCoder", "dream", read_network, TRUNK.origins, "Qwen2ForCausalLM")
+FAMILY = Family(
+    "dream",
+    ("DreamModel",),
+    "Dream 7B, DiffuCoder",
+    "dream",
+    read_network,
+    TRUNK.origins,
+    "Qwen2ForCausalLM",
+)

@@ -1,7 +1,8 @@
-"""Fast-dLLM v2 (arXiv:2509.26328): Qwen2.5's layout, block-causal attention, shift 1 inside a block.
+"""Fast-dLLM v2 (arXiv:2509.26328): Qwen2.5's layout, block-causal attention, shift 1 inside a
+block.
 
-The network's logits are those of the tokens that follow, as Qwen2.5's are. Its tokenizer has the mask token among its added
-tokens, under no name.
+The network's logits are those of the tokens that follow, as Qwen2.5's are. Its tokenizer has the
+mask token among its added tokens, under no name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
             f"{block}"
         )
     return trunk_network(
-        checkpoint, overrides, "fast-dllm-v2", qkv_bias=True, qk_norm=False, block_length=block, shift=1, mask_text=MASK
+        checkpoint,
+        overrides,
+        "fast-dllm-v2",
+        qkv_bias=True,
+        qk_norm=False,
+        block_length=block,
+        shift=1,
+        mask_text=MASK,
     )
 
 

@@ -1,4 +1,6 @@
-"""LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223): Llama's layer under OLMo's tensor names, full attention."""
+"""LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223): Llama's layer under OLMo's tensor names,
+full attention.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """The network of a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
-    # Its configuration class stands for OLMo's whole family: where these are not said, it builds another network.
+    # Its configuration class stands for OLMo's whole family: where these are not said, it builds
+    # another network.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)
@@ -25,25 +28,37 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("layer_norm_with_affine", True)
     config.require("input_emb_norm", False)
     config.require("scale_logits", False)
-    for without_effect in ("alibi_bias_max", "attention_layer_norm_with_affine"):  # of what the lines above refuse
+    for without_effect in (
+        "alibi_bias_max",
+        "attention_layer_norm_with_affine",
+    ):  # of what the lines above refuse
         config.get(without_effect)
     hidden_size = config.integer("d_model")
     heads = config.integer("n_heads", high=4096)
-    kv_heads = config.integer("n_kv_heads", default=1 if config.flag("multi_query_attention") else heads, high=4096)
+    kv_heads = config.integer(
+        "n_kv_heads", default=1 if config.flag("multi_query_attention") else heads, high=4096
+    )
     if hidden_size % heads or heads % kv_heads:
-        raise CheckpointError(f"{config.path}: d_model {hidden_size}, n_heads {heads} and n_kv_heads {kv_heads} do not divide")
+        raise CheckpointError(
+            f"{config.path}: d_model {hidden_size}, n_heads {heads} and n_kv_heads {kv_heads} do not divide"
+        )
     vocab_size = config.integer("embedding_size", default=config.integer("vocab_size"))
     tokens = special_tokens(checkpoint, vocab_size, overrides)
     norm_eps = config.number("rms_norm_eps", 1e-5)  # LLaDAConfig's default
-    mlp_size = config.integer("mlp_hidden_size", default=config.integer("mlp_ratio", default=4) * hidden_size)
+    mlp_size = config.integer(
+        "mlp_hidden_size", default=config.integer("mlp_ratio", default=4) * hidden_size
+    )
     qkv_bias = config.flag("include_qkv_bias")
-    attention = AttentionSpec(heads, kv_heads, hidden_size // heads, read_rope(config), qkv_bias=qkv_bias)
+    attention = AttentionSpec(
+        heads, kv_heads, hidden_size // heads, read_rope(config), qkv_bias=qkv_bias
+    )
     return NetworkSpec(
         family="llada",
         architecture="LLaDAModelLM",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        layers=(LayerSpec(attention, MlpSpec(mlp_size), norm_eps),) * config.integer("n_layers", high=1024),
+        layers=(LayerSpec(attention, MlpSpec(mlp_size), norm_eps),)
+        * config.integer("n_layers", high=1024),
         norm_eps=norm_eps,
         tied_head=config.flag("weight_tying"),
         max_canvas_length=overrides.max_canvas_length or config.integer("max_sequence_length"),
@@ -72,4 +87,6 @@ LAYOUT = Layout(
     final_norm="model.transformer.ln_f",
     head="model.transformer.ff_out",
 )
-FAMILY = Family("llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_network, LAYOUT.origins)
+FAMILY = Family(
+    "llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_network, LAYOUT.origins
+)

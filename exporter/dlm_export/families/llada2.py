@@ -1,8 +1,10 @@
-"""LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): Bailing-MoE's layer, seen by blocks of 32 tokens, no shift.
+"""LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): Bailing-MoE's layer, seen by blocks of 32
+tokens, no shift.
 
-Queries, keys and values are one matrix, the heads of each behind those of the other; they are normed, then half of each head
-turns. Experts are chosen by sigmoid scores with a bias, among the best groups of them, and weighed without it. Config keys and
-tensor names are those of the released ``LLaDA2MoeModelLM``.
+Queries, keys and values are one matrix, the heads of each behind those of the other; they are
+normed, then half of each head turns. Experts are chosen by sigmoid scores with a bias, among the
+best groups of them, and weighed without it. Config keys and tensor names are those of the released
+``LLaDA2MoeModelLM``.
 """
 
 from __future__ import annotations
@@ -11,7 +13,14 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Layout, Origin, Overrides, Piece
 from dlm_export.families.reading import read_rope
 from dlm_export.families.trunks import EXPERT_NAMES, expert_counts, network_of
-from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RouterSpec
+from dlm_export.network.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+    RouterSpec,
+)
 
 BLOCK_LENGTH = 32  # that all releases were trained by; their config.json does not say it
 
@@ -26,12 +35,19 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("score_function", "sigmoid")
     config.require("norm_topk_prob", True)
     config.require("router_dtype", "fp32")
-    for without_effect in ("sliding_window", "use_qk_norm", "output_router_logits", "router_aux_loss_coef"):
+    for without_effect in (
+        "sliding_window",
+        "use_qk_norm",
+        "output_router_logits",
+        "router_aux_loss_coef",
+    ):
         config.get(without_effect)
     heads = config.integer("num_attention_heads", high=4096)
     kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
     if heads % kv_heads:
-        raise CheckpointError(f"{config.path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise CheckpointError(
+            f"{config.path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        )
     hidden_size = config.integer("hidden_size")
     attention = AttentionSpec(
         heads,
@@ -40,7 +56,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         read_rope(config),
         qk_norm=_has(checkpoint, "attention.query_layernorm.weight"),
         visibility="block",
-        block_length=overrides.attention_block or config.integer("block_length", default=BLOCK_LENGTH),
+        block_length=overrides.attention_block
+        or config.integer("block_length", default=BLOCK_LENGTH),
     )
     norm_eps = config.number("rms_norm_eps")
     count = config.integer("num_hidden_layers", high=1024)
@@ -54,7 +71,10 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
     """Whether a layer has a tensor of this name: config.json says of neither."""
-    return any(name.startswith("model.layers.") and name.endswith(f".{tensor}") for name in checkpoint.tensors)
+    return any(
+        name.startswith("model.layers.") and name.endswith(f".{tensor}")
+        for name in checkpoint.tensors
+    )
 
 
 def _experts(config: Config, *, has_bias: bool) -> ExpertsSpec:
@@ -69,9 +89,13 @@ def _experts(config: Config, *, has_bias: bool) -> ExpertsSpec:
         )
     size = config.integer("moe_intermediate_size")
     shared = config.integer("num_shared_experts", default=0, low=0, high=1 << 10)
-    shared_size = config.integer("moe_shared_expert_intermediate_size", default=size * shared, low=0)
+    shared_size = config.integer(
+        "moe_shared_expert_intermediate_size", default=size * shared, low=0
+    )
     scale = config.number("routed_scaling_factor", 1.0)
-    router = RouterSpec("sigmoid", "choice" if has_bias else None, scale=scale, groups=groups, active_groups=kept)
+    router = RouterSpec(
+        "sigmoid", "choice" if has_bias else None, scale=scale, groups=groups, active_groups=kept
+    )
     return ExpertsSpec(count, active, size, shared_size, router=router)
 
 
@@ -102,16 +126,27 @@ LAYOUT = Layout(
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Denoiser parameter -> released tensors; queries, keys and values are rows of one, in this order."""
+    """Denoiser parameter -> released tensors; queries, keys and values are rows of one, in this
+    order.
+    """
     found = LAYOUT.origins(network, checkpoint)
     for i, layer in enumerate(network.layers):
         a, first = layer.attention, 0
         for role, heads in (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads)):
             last = first + heads * a.head_size
             fused = f"model.layers.{i}.attention.query_key_value.weight"
-            found[f"blocks.{i}.attention.{role}.weight"] = Origin((Piece(fused, (first, last)),), transpose=True)
+            found[f"blocks.{i}.attention.{role}.weight"] = Origin(
+                (Piece(fused, (first, last)),), transpose=True
+            )
             first = last
     return found
 
 
-FAMILY = Family("llada2", ("LLaDA2MoeModelLM",), "LLaDA2.0 and 2.1, mini and flash", "llada2", read_network, origins)
+FAMILY = Family(
+    "llada2",
+    ("LLaDA2MoeModelLM",),
+    "LLaDA2.0 and 2.1, mini and flash",
+    "llada2",
+    read_network,
+    origins,
+)

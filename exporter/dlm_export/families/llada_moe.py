@@ -1,7 +1,9 @@
-"""LLaDA-MoE 7B-A1B (arXiv:2509.24389): OLMoE's layer with q/k norms, 8 of 64 experts, full attention, no shift.
+"""LLaDA-MoE 7B-A1B (arXiv:2509.24389): OLMoE's layer with q/k norms, 8 of 64 experts, full
+attention, no shift.
 
-A token's weights are its best scores as they are, which do not add up to 1; a bias, where a checkpoint has one, is added to
-scores and so to weights. Config keys and tensor names are those of the released ``LLaDAMoEModelLM``.
+A token's weights are its best scores as they are, which do not add up to 1; a bias, where a
+checkpoint has one, is added to scores and so to weights. Config keys and tensor names are those of
+the released ``LLaDAMoEModelLM``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.reading import read_rope
 from dlm_export.families.trunks import MIXTURE, expert_counts, network_of
-from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RouterSpec
+from dlm_export.network.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+    RouterSpec,
+)
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
@@ -36,7 +45,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
             "divide"
         )
     qk_norm = config.flag("qk_layernorm")
-    attention = AttentionSpec(heads, kv_heads, hidden_size // heads, read_rope(config), qk_norm=qk_norm)
+    attention = AttentionSpec(
+        heads, kv_heads, hidden_size // heads, read_rope(config), qk_norm=qk_norm
+    )
     norm_eps = config.number("rms_norm_eps")
     layers = tuple(LayerSpec(attention, mlp, norm_eps) for mlp in _mlps(config))
     return network_of(checkpoint, overrides, "llada-moe", layers, norm_eps)
@@ -48,14 +59,24 @@ def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
     bias = "weights" if config.flag("moe_router_enable_expert_bias") else None
     shared = config.integer("shared_expert_intermediate_size", default=0, low=0)
     router = RouterSpec(bias=bias, renormalise=False)
-    experts = ExpertsSpec(count, active, config.integer("expert_intermediate_size"), shared, router=router)
+    experts = ExpertsSpec(
+        count, active, config.integer("expert_intermediate_size"), shared, router=router
+    )
     layers = config.integer("num_hidden_layers", high=1024)
     frequency = config.get("moe_layer_freq")
     if frequency is None:
         frequency = [1] * layers
-    if not isinstance(frequency, list) or len(frequency) != layers or any(each not in (0, 1) for each in frequency):
-        raise CheckpointError(f"{config.path}: moe_layer_freq must be a list of {layers} numbers, 1 for a layer with experts")
-    dense_size = config.integer("dense_intermediate_size", default=0 if all(frequency) else None, low=0)
+    if (
+        not isinstance(frequency, list)
+        or len(frequency) != layers
+        or any(each not in (0, 1) for each in frequency)
+    ):
+        raise CheckpointError(
+            f"{config.path}: moe_layer_freq must be a list of {layers} numbers, 1 for a layer with experts"
+        )
+    dense_size = config.integer(
+        "dense_intermediate_size", default=0 if all(frequency) else None, low=0
+    )
     return [experts if has_experts else MlpSpec(dense_size) for has_experts in frequency]
 
 
@@ -69,4 +90,6 @@ LAYOUT = replace(
         "mlp.shared.down": "shared_expert.down_proj",
     },
 )
-FAMILY = Family("llada-moe", ("LLaDAMoEModelLM",), "LLaDA-MoE 7B-A1B", "llada", read_network, LAYOUT.origins)
+FAMILY = Family(
+    "llada-moe", ("LLaDAMoEModelLM",), "LLaDA-MoE 7B-A1B", "llada", read_network, LAYOUT.origins
+)

@@ -1,6 +1,7 @@
 """What families of every layout read the same way from a config: special ids and rotary positions.
 
-Values that change what the network computes are read in every spelling that releases use, or refused; none is guessed.
+Values that change what the network computes are read in every spelling that releases use, or
+refused; none is guessed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from dlm_export.network.spec import Rope
 
 
 def read_rope(config: Config) -> Rope:
-    """Rotary positions, in the spelling of transformers 4 or of 5. Raises CheckpointError for a missing or unknown one.
+    """Rotary positions, in the spelling of transformers 4 or of 5. Raises CheckpointError for a
+    missing or unknown one.
 
-    4.x writes ``rope_theta``, ``rope_scaling`` (``type`` or ``rope_type``) and ``partial_rotary_factor`` beside each other; 5.x
-    puts all into ``rope_parameters``, which may be an object of objects, one a layer type
+    4.x writes ``rope_theta``, ``rope_scaling`` (``type`` or ``rope_type``) and
+    ``partial_rotary_factor`` beside each other; 5.x puts all into ``rope_parameters``, which may be
+    an object of objects, one a layer type
     (https://huggingface.co/docs/transformers/internal/rope_utils).
     """
     said: dict[str, Any] = {}
@@ -31,11 +34,15 @@ def read_rope(config: Config) -> Rope:
         if values is None or values is False:  # RND1 is released with rope_scaling false
             continue
         if not isinstance(values, dict):
-            raise CheckpointError(f"{config.path}: {key} must be an object, found {reprlib.repr(values)}")
+            raise CheckpointError(
+                f"{config.path}: {key} must be an object, found {reprlib.repr(values)}"
+            )
         if values and all(isinstance(value, dict) for value in values.values()):
             if values.keys() != {"full_attention"}:
                 kinds = ", ".join(map(reprlib.repr, values))
-                raise CheckpointError(f"{config.path}: {key} is by layer type, {kinds}; only full_attention is supported")
+                raise CheckpointError(
+                    f"{config.path}: {key} is by layer type, {kinds}; only full_attention is supported"
+                )
             values = values["full_attention"]
         for name, value in values.items():
             name = "rope_type" if name == "type" else name
@@ -43,12 +50,20 @@ def read_rope(config: Config) -> Rope:
                 continue
             if name in said and said[name] != value:
                 both = f"{reprlib.repr(said[name])} and, in {key}, {reprlib.repr(value)}"
-                raise CheckpointError(f"{config.path}: {name} is {both}: leave the one that was trained with")
+                raise CheckpointError(
+                    f"{config.path}: {name} is {both}: leave the one that was trained with"
+                )
             said[name] = value
     kind = said.pop("rope_type", "default")
     if kind not in ("default", "linear"):
-        raise CheckpointError(f"{config.path}: rope_type {reprlib.repr(kind)} is not supported, only default and linear")
-    scaling = config.positive("the factor of rope_scaling", said.pop("factor", None)) if kind == "linear" else 1.0
+        raise CheckpointError(
+            f"{config.path}: rope_type {reprlib.repr(kind)} is not supported, only default and linear"
+        )
+    scaling = (
+        config.positive("the factor of rope_scaling", said.pop("factor", None))
+        if kind == "linear"
+        else 1.0
+    )
     rope = Rope(
         config.positive("rope_theta", said.pop("rope_theta", None)),
         config.positive("partial_rotary_factor", said.pop("partial_rotary_factor", 1.0)),
@@ -56,9 +71,13 @@ def read_rope(config: Config) -> Rope:
     )
     if said:
         unknown = ", ".join(map(reprlib.repr, said))
-        raise CheckpointError(f"{config.path}: {unknown} of rope_scaling or rope_parameters is not known")
+        raise CheckpointError(
+            f"{config.path}: {unknown} of rope_scaling or rope_parameters is not known"
+        )
     if rope.fraction > 1:
-        raise CheckpointError(f"{config.path}: partial_rotary_factor {rope.fraction} is more than the whole head")
+        raise CheckpointError(
+            f"{config.path}: partial_rotary_factor {rope.fraction} is more than the whole head"
+        )
     return rope
 
 
@@ -74,13 +93,18 @@ class SpecialTokens:
 def special_tokens(
     checkpoint: Checkpoint, vocab_size: int, overrides: Overrides, mask_text: str | None = None
 ) -> SpecialTokens:
-    """Find the special ids; never guess the mask token. ``mask_text``: the mask token of releases that give it no name.
+    """Find the special ids; never guess the mask token. ``mask_text``: the mask token of releases
+    that give it no name.
 
     Raises CheckpointError.
     """
     config = checkpoint.config
     mask = overrides.mask_token_id
-    for found in (config.get("mask_token_id"), _named_id(checkpoint, "mask_token"), _id_of(checkpoint, mask_text)):
+    for found in (
+        config.get("mask_token_id"),
+        _named_id(checkpoint, "mask_token"),
+        _id_of(checkpoint, mask_text),
+    ):
         mask = found if mask is None else mask
     if mask is None:
         other = "" if mask_text is None else f", nor {mask_text} among the added tokens"
@@ -95,7 +119,11 @@ def special_tokens(
             if token is not None and token not in eos:
                 eos.append(token)
     pad = config.get("pad_token_id")
-    for name, token in [("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", token) for token in eos)]:
+    for name, token in [
+        ("mask_token_id", mask),
+        ("pad_token_id", pad),
+        *(("eos_token_id", token) for token in eos),
+    ]:
         if token is None and name == "pad_token_id":
             continue
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
@@ -104,13 +132,15 @@ def special_tokens(
                 "Pass --mask-token-id, or correct the file."
             )
     if mask in eos:
-        raise CheckpointError(f"{checkpoint.config.path}: mask_token_id {mask} is also an eos_token_id")
+        raise CheckpointError(
+            f"{checkpoint.config.path}: mask_token_id {mask} is also an eos_token_id"
+        )
     return SpecialTokens(mask, tuple(eos), pad)
 
 
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
-    """The length of an answer, as generation_config.json has it in max_new_tokens; None where it says none, or one that leaves
-    a canvas of the ``longest`` length no room for a prompt.
+    """The length of an answer, as generation_config.json has it in max_new_tokens; None where it
+    says none, or one that leaves a canvas of the ``longest`` length no room for a prompt.
 
     Raises CheckpointError for what is no number of tokens.
     """
@@ -126,7 +156,8 @@ def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
 
 
 def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str | None:
-    """A name that generation_config.json gives under ``key``, such as the layout of JSON text; None if it has none.
+    """A name that generation_config.json gives under ``key``, such as the layout of JSON text; None
+    if it has none.
 
     Raises CheckpointError for a name that is not ``known``.
     """
@@ -141,7 +172,8 @@ def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str
 
 
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
-    """The tokens of a block that sees itself and those before it: as the user says, else as config.json has it under ``key``.
+    """The tokens of a block that sees itself and those before it: as the user says, else as
+    config.json has it under ``key``.
 
     Raises CheckpointError where neither says it, and for a length below 1.
     """
@@ -152,7 +184,9 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
             f"{config.path}: {key} is missing, and a guess would change what the network computes. Pass --attention-block with "
             "the length of the blocks that it was trained by."
         )
-    return overrides.attention_block if overrides.attention_block is not None else config.integer(key)
+    return (
+        overrides.attention_block if overrides.attention_block is not None else config.integer(key)
+    )
 
 
 def _named_id(checkpoint: Checkpoint, name: str) -> int | None:

@@ -1,4 +1,5 @@
-"""SDAR (arXiv:2510.06303): Qwen3's layout, or Qwen3-MoE's, block-causal attention in blocks of 4 to 64 tokens, no shift.
+"""SDAR (arXiv:2510.06303): Qwen3's layout, or Qwen3-MoE's, block-causal attention in blocks of 4 to
+64 tokens, no shift.
 
 Some releases leave the block's length out of config.json; ``--attention-block`` says it then.
 """
@@ -17,16 +18,36 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     checkpoint.config.require("attention_bias", False)
     checkpoint.config.get("fuse_cross_entropy")  # of training
     block = block_length(checkpoint, "block_size", overrides)
-    return trunk_network(checkpoint, overrides, "sdar", qkv_bias=False, qk_norm=True, block_length=block)
+    return trunk_network(
+        checkpoint, overrides, "sdar", qkv_bias=False, qk_norm=True, block_length=block
+    )
 
 
 def read_mixture(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """The network of a released SDAR-MoE config.json. Raises CheckpointError."""
     checkpoint.config.get("fuse_cross_entropy")  # of training
-    return mixture_network(checkpoint, overrides, "sdar-moe", block_length=block_length(checkpoint, "block_size", overrides))
+    return mixture_network(
+        checkpoint,
+        overrides,
+        "sdar-moe",
+        block_length=block_length(checkpoint, "block_size", overrides),
+    )
 
 
-FAMILY = Family("sdar", ("SDARForCausalLM",), "SDAR 1.7B to 8B", "sdar", read_network, TRUNK.origins, "Qwen3ForCausalLM")
+FAMILY = Family(
+    "sdar",
+    ("SDARForCausalLM",),
+    "SDAR 1.7B to 8B",
+    "sdar",
+    read_network,
+    TRUNK.origins,
+    "Qwen3ForCausalLM",
+)
 MIXTURE_FAMILY = Family(
-    "sdar-moe", ("SDARMoeForCausalLM",), "SDAR 30B-A3B", FAMILY.default_preset, read_mixture, MIXTURE.origins
+    "sdar-moe",
+    ("SDARMoeForCausalLM",),
+    "SDAR 30B-A3B",
+    FAMILY.default_preset,
+    read_mixture,
+    MIXTURE.origins,
 )

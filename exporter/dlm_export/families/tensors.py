@@ -1,4 +1,6 @@
-"""The tensors of a checkpoint against those that a denoiser reads, by the headers of its files: needs no torch."""
+"""The tensors of a checkpoint against those that a denoiser reads, by the headers of its files:
+needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,26 @@ _LISTED = 8  # names shown of each kind of tensor error
 class Tensors:
     """A checkpoint's tensors under the denoiser's parameter names, checked by name, type and shape.
 
-    ``quantised``: parameter -> modelopt's algorithm, for the matrices that are stored quantised. ``notes`` says in sentences
-    what the checkpoint holds and is not used as it stands.
+    ``quantised``: parameter -> modelopt's algorithm, for the matrices that are stored quantised.
+    ``notes`` says in sentences what the checkpoint holds and is not used as it stands.
     """
 
-    def __init__(self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
+    ) -> None:
         """``origins``: of each of the network's parameters.
 
-        Raises CheckpointError that names every missing, extra, wrongly typed and wrongly shaped tensor.
+        Raises CheckpointError that names every missing, extra, wrongly typed and wrongly shaped
+        tensor.
         """
         self.checkpoint = checkpoint
         self.shapes = network.parameters()
         self.origins = dict(origins)
         assert self.origins.keys() == self.shapes.keys(), self.origins.keys() ^ self.shapes.keys()
         self.quantised: dict[str, str] = {}
-        for parameter, origin in self.origins.items() if checkpoint.quantisation is not None else ():
+        for parameter, origin in (
+            self.origins.items() if checkpoint.quantisation is not None else ()
+        ):
             for piece in origin.pieces if origin.transpose else ():
                 algorithm = prequantised.algorithm_of(checkpoint, piece.tensor)
                 if algorithm is not None and origin.whole is None:
@@ -52,30 +59,51 @@ class Tensors:
             if parameter in self.quantised:
                 assert origin.whole is not None
                 inputs, outputs = self.shapes[parameter]
-                expected |= prequantised.expected_tensors(origin.whole, self.quantised[parameter], inputs, outputs)
+                expected |= prequantised.expected_tensors(
+                    origin.whole, self.quantised[parameter], inputs, outputs
+                )
                 continue
             if origin.is_stacked:  # thousands of experts, all alike
                 (shape, *_) = origin.shapes(self.shapes[parameter])
-                expected |= dict.fromkeys((piece.tensor for piece in origin.pieces), Expected(tuple(WEIGHT_DTYPES), (shape,)))
+                expected |= dict.fromkeys(
+                    (piece.tensor for piece in origin.pieces),
+                    Expected(tuple(WEIGHT_DTYPES), (shape,)),
+                )
                 continue
-            for piece, shape in zip(origin.pieces, origin.shapes(self.shapes[parameter]), strict=True):
+            for piece, shape in zip(
+                origin.pieces, origin.shapes(self.shapes[parameter]), strict=True
+            ):
                 if piece.rows is not None:
                     read.setdefault(piece.tensor, []).append(piece.rows)
                     shape = (max(last for _, last in read[piece.tensor]), *shape[1:])
                 expected[piece.tensor] = Expected(tuple(WEIGHT_DTYPES), (shape,))
         for tensor, rows in read.items():
             ends = [0, *(last for _, last in sorted(set(rows)))]
-            assert [first for first, _ in sorted(set(rows))] == ends[:-1], f"{tensor}: rows {rows} are not read once each"
+            assert [first for first, _ in sorted(set(rows))] == ends[:-1], (
+                f"{tensor}: rows {rows} are not read once each"
+            )
         return expected
 
     def _check(self) -> None:
         tensors, expected = self.checkpoint.tensors, self._expected()
-        missing = [name for name, wanted in expected.items() if wanted.is_required and name not in tensors]
-        cache = [name for name in tensors if name not in expected and name.endswith(prequantised.CACHE_SUFFIXES)]
-        extra = [
-            name for name in tensors if name not in expected and name not in cache and not name.endswith("rotary_emb.inv_freq")
+        missing = [
+            name for name, wanted in expected.items() if wanted.is_required and name not in tensors
         ]
-        present = {name: (tensors[name], wanted) for name, wanted in expected.items() if name in tensors}
+        cache = [
+            name
+            for name in tensors
+            if name not in expected and name.endswith(prequantised.CACHE_SUFFIXES)
+        ]
+        extra = [
+            name
+            for name in tensors
+            if name not in expected
+            and name not in cache
+            and not name.endswith("rotary_emb.inv_freq")
+        ]
+        present = {
+            name: (tensors[name], wanted) for name, wanted in expected.items() if name in tensors
+        }
         mistyped = [
             f"{name} is {found.dtype}, expected {' or '.join(wanted.dtypes)}"
             for name, (found, wanted) in present.items()
@@ -117,9 +145,13 @@ class Tensors:
                 f"{len(cache)} scales of a quantised {kind}cache are not used, keys and values stay in full precision: "
                 f"{_some(cache)}"
             )
-        kept = prequantised.not_excluded(self.checkpoint, (s.whole for s in self.origins.values() if s.transpose and s.whole))
+        kept = prequantised.not_excluded(
+            self.checkpoint, (s.whole for s in self.origins.values() if s.transpose and s.whole)
+        )
         if said is not None and kept:
-            self.notes.append(f"{len(kept)} matrices are in full precision, which {said.path.name} does not say: {_some(kept)}")
+            self.notes.append(
+                f"{len(kept)} matrices are in full precision, which {said.path.name} does not say: {_some(kept)}"
+            )
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,6 @@
-"""The trunk that Llama, Qwen2 and Qwen3 share: tensor names and config keys, which most conversions to denoisers keep."""
+"""The trunk that Llama, Qwen2 and Qwen3 share: tensor names and config keys, which most conversions
+to denoisers keep.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from dataclasses import replace
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
 from dlm_export.families.base import Layout, Overrides
 from dlm_export.families.reading import read_rope, special_tokens
-from dlm_export.network.spec import AttentionSpec, ExpertsSpec, LayerSpec, MlpSpec, NetworkSpec, RouterSpec
+from dlm_export.network.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+    RouterSpec,
+)
 
 TRUNK = Layout(
     embed="model.embed_tokens",
@@ -55,10 +64,11 @@ def trunk_network(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """The network of a config.json under the keys of transformers' Llama, Qwen2 or Qwen3. Raises CheckpointError.
+    """The network of a config.json under the keys of transformers' Llama, Qwen2 or Qwen3. Raises
+    CheckpointError.
 
-    ``block_length`` None: full attention. ``longest``: tokens of the canvases that it was trained on, if fewer than its
-    positions. ``mask_text``: see ``special_tokens``.
+    ``block_length`` None: full attention. ``longest``: tokens of the canvases that it was trained
+    on, if fewer than its positions. ``mask_text``: see ``special_tokens``.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three classes
@@ -68,7 +78,16 @@ def trunk_network(
         norm_eps,
     )
     layers = (layer,) * config.integer("num_hidden_layers", high=1024)
-    return network_of(checkpoint, overrides, family, layers, norm_eps, shift=shift, longest=longest, mask_text=mask_text)
+    return network_of(
+        checkpoint,
+        overrides,
+        family,
+        layers,
+        norm_eps,
+        shift=shift,
+        longest=longest,
+        mask_text=mask_text,
+    )
 
 
 def network_of(
@@ -82,14 +101,17 @@ def network_of(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """``layers`` between what stands around them under the keys that most releases share. Raises CheckpointError.
+    """``layers`` between what stands around them under the keys that most releases share. Raises
+    CheckpointError.
 
     ``longest`` and ``mask_text``: see ``trunk_network``.
     """
     config = checkpoint.config
     vocab_size = config.integer("vocab_size")
     tokens = special_tokens(checkpoint, vocab_size, overrides, mask_text)
-    positions = config.integer("max_position_embeddings", default=longest or overrides.max_canvas_length)
+    positions = config.integer(
+        "max_position_embeddings", default=longest or overrides.max_canvas_length
+    )
     return NetworkSpec(
         family=family,
         architecture=config.get("architectures")[0],
@@ -107,40 +129,71 @@ def network_of(
 
 
 def mixture_network(
-    checkpoint: Checkpoint, overrides: Overrides, family: str, *, block_length: int | None = None, shift: int = 0
+    checkpoint: Checkpoint,
+    overrides: Overrides,
+    family: str,
+    *,
+    block_length: int | None = None,
+    shift: int = 0,
 ) -> NetworkSpec:
-    """The network of a config.json under the keys of transformers' Qwen3-MoE. Raises CheckpointError."""
+    """The network of a config.json under the keys of transformers' Qwen3-MoE. Raises
+    CheckpointError.
+    """
     config = checkpoint.config
     config.require("attention_bias", False)
     for of_training in ("router_aux_loss_coef", "output_router_logits"):
         config.get(of_training)
-    network = trunk_network(checkpoint, overrides, family, qkv_bias=False, qk_norm=True, block_length=block_length, shift=shift)
+    network = trunk_network(
+        checkpoint,
+        overrides,
+        family,
+        qkv_bias=False,
+        qk_norm=True,
+        block_length=block_length,
+        shift=shift,
+    )
     count, active = expert_counts(config)
     router = RouterSpec(renormalise=config.flag("norm_topk_prob"))  # false is the class's default
     experts = ExpertsSpec(count, active, config.integer("moe_intermediate_size"), router=router)
-    step, dense = config.integer("decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    step, dense = (
+        config.integer("decoder_sparse_step", default=1),
+        config.get("mlp_only_layers") or [],
+    )
     if not isinstance(dense, list):
-        raise CheckpointError(f"{config.path}: mlp_only_layers must be a list of layers, found {reprlib.repr(dense)}")
-    layers = (layer if i in dense or (i + 1) % step else replace(layer, mlp=experts) for i, layer in enumerate(network.layers))
+        raise CheckpointError(
+            f"{config.path}: mlp_only_layers must be a list of layers, found {reprlib.repr(dense)}"
+        )
+    layers = (
+        layer if i in dense or (i + 1) % step else replace(layer, mlp=experts)
+        for i, layer in enumerate(network.layers)
+    )
     return replace(network, layers=tuple(layers))
 
 
 def expert_counts(config: Config) -> tuple[int, int]:
-    """How many experts there are, and how many of them a token is routed to. Raises CheckpointError."""
+    """How many experts there are, and how many of them a token is routed to. Raises
+    CheckpointError.
+    """
     count = config.integer("num_experts", low=2, high=1 << 16)
     return count, config.integer("num_experts_per_tok", high=count)
 
 
-def _attention(config: Config, *, qkv_bias: bool, qk_norm: bool, block_length: int | None) -> AttentionSpec:
+def _attention(
+    config: Config, *, qkv_bias: bool, qk_norm: bool, block_length: int | None
+) -> AttentionSpec:
     config.require("hidden_act", "silu")
     config.require("use_sliding_window", False)
     config.get("sliding_window")  # read, and without effect where use_sliding_window is false
     config.require("use_mrope", False)
     config.require("mlp_bias", False)
     kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+    if kinds is not None and (
+        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    ):
         found = reprlib.repr(kinds)
-        raise CheckpointError(f"{config.path}: layer_types other than full_attention are not supported: {found}")
+        raise CheckpointError(
+            f"{config.path}: layer_types other than full_attention are not supported: {found}"
+        )
     hidden_size = config.integer("hidden_size")
     heads = config.integer("num_attention_heads", high=4096)
     kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
@@ -152,4 +205,13 @@ def _attention(config: Config, *, qkv_bias: bool, qk_norm: bool, block_length: i
         )
     visibility = "full" if block_length is None else "block"
     rope = read_rope(config)
-    return AttentionSpec(heads, kv_heads, head_size, rope, qk_norm, qkv_bias, visibility=visibility, block_length=block_length)
+    return AttentionSpec(
+        heads,
+        kv_heads,
+        head_size,
+        rope,
+        qk_norm,
+        qkv_bias,
+        visibility=visibility,
+        block_length=block_length,
+    )

@@ -24,36 +24,52 @@ from dlm_export.network.spec import NetworkSpec
 
 LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)  # bits; above infinity are the NaNs
+_BF16_MAGNITUDE, _BF16_INFINITY = (
+    np.uint16(0x7FFF),
+    np.uint16(0x7F80),
+)  # bits; above infinity are the NaNs
 
 
 class Weights(Tensors):
-    """A checkpoint's tensors under the denoiser's parameter names, checked once, read one at a time."""
+    """A checkpoint's tensors under the denoiser's parameter names, checked once, read one at a
+    time.
+    """
 
-    def __init__(self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
+    ) -> None:
         """See ``Tensors``."""
         super().__init__(checkpoint, network, origins)
         self._opened: tuple[str, torch.Tensor] | None = None
         self._viewed: set[str] = set()  # parameters whose values were found to be numbers
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """One parameter as an array of ``dtype``; a quantised matrix as the values that its codes stand for.
+        """One parameter as an array of ``dtype``; a quantised matrix as the values that its codes
+        stand for.
 
-        All of it is C-contiguous, and put together from parts, beside which nothing large is held. Raises CheckpointError if a
-        weight is NaN or infinite, or leaves the range of ``dtype``.
+        All of it is C-contiguous, and put together from parts, beside which nothing large is held.
+        Raises CheckpointError if a weight is NaN or infinite, or leaves the range of ``dtype``.
         """
         if at:
             return self._part(parameter, dtype, at)
         whole = np.empty(self.shapes[parameter], dtype)
         parts = row_slices(whole.shape)
-        for rows, part in zip(parts, ahead(lambda rows: self._part(parameter, dtype, (rows,)), parts), strict=True):
+        for rows, part in zip(
+            parts, ahead(lambda rows: self._part(parameter, dtype, (rows,)), parts), strict=True
+        ):
             whole[rows] = part
         self._opened = None
         return whole
 
     def _part(self, parameter: str, dtype: np.dtype, at: Index) -> np.ndarray:
-        tensor = self._stack(parameter, at) if self.origins[parameter].is_stacked else self._tensor(parameter)[at]
-        if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:  # as it lies in the file, without fp32 between
+        tensor = (
+            self._stack(parameter, at)
+            if self.origins[parameter].is_stacked
+            else self._tensor(parameter)[at]
+        )
+        if (
+            dtype == BFLOAT16 and tensor.dtype == torch.bfloat16
+        ):  # as it lies in the file, without fp32 between
             bits = _bits(tensor)
             if (bits & _BF16_MAGNITUDE).max(initial=0) >= _BF16_INFINITY:
                 self._refuse(parameter, dtype)
@@ -80,7 +96,9 @@ class Weights(Tensors):
         """See ``Parameters.stored_type``."""
         if parameter in self.quantised:
             return FP32
-        types = {self.checkpoint.tensors[piece.tensor].dtype for piece in self.origins[parameter].pieces}
+        types = {
+            self.checkpoint.tensors[piece.tensor].dtype for piece in self.origins[parameter].pieces
+        }
         return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _refuse(self, parameter: str, dtype: np.dtype) -> NoReturn:
@@ -98,7 +116,8 @@ class Weights(Tensors):
         )
 
     def stored(self, parameter: str) -> StoredQuantised | None:
-        """A quantised matrix's codes and scales as they lie in the checkpoint, ``[in, out]``; None in full precision.
+        """A quantised matrix's codes and scales as they lie in the checkpoint, ``[in, out]``; None
+        in full precision.
 
         Raises CheckpointError for scales and codes that are no numbers.
         """
@@ -110,7 +129,9 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """A parameter as it is stored, mapped where it is one whole tensor; the last one stays at hand for its parts."""
+        """A parameter as it is stored, mapped where it is one whole tensor; the last one stays at
+        hand for its parts.
+        """
         opened = self._opened
         if opened is not None and opened[0] == parameter:
             return opened[1]
@@ -125,7 +146,9 @@ class Weights(Tensors):
         return tensor
 
     def _stack(self, parameter: str, at: Index) -> torch.Tensor:
-        """A part of a parameter whose entries are tensors of their own: those outside of it are not opened."""
+        """A part of a parameter whose entries are tensors of their own: those outside of it are not
+        opened.
+        """
         origin = self.origins[parameter]
         pieces = [self._piece(piece) for piece in origin.pieces[at[0]]]
         return torch.stack([(piece.mT if origin.transpose else piece)[at[1:]] for piece in pieces])
@@ -154,10 +177,14 @@ def _largest(dtype: np.dtype) -> float:
     return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
-def tensor(weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """A parameter, or ``rows`` of its first axis, in ``dtype`` on the CPU; where it lies like that in a file, that itself.
+def tensor(
+    weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A parameter, or ``rows`` of its first axis, in ``dtype`` on the CPU; where it lies like that
+    in a file, that itself.
 
-    ``dtype`` None: as it is stored, fp32 where it has to be computed. Not to be written to. Raises CheckpointError.
+    ``dtype`` None: as it is stored, fp32 where it has to be computed. Not to be written to. Raises
+    CheckpointError.
     """
     found = weights.view(parameter)
     if found is not None and rows is not None:
@@ -165,20 +192,26 @@ def tensor(weights: Parameters, parameter: str, dtype: torch.dtype | None, rows:
         return found if dtype is None else found.to(dtype)
     if rows is not None and len(rows) == 1:  # an expert, of whose stack nothing else is read
         row = int(rows[0])
-        part = torch.from_numpy(np.ascontiguousarray(weights.read(parameter, FP32, (slice(row, row + 1),))))
+        part = torch.from_numpy(
+            np.ascontiguousarray(weights.read(parameter, FP32, (slice(row, row + 1),)))
+        )
         return part if dtype is None else part.to(dtype)
     if found is not None and dtype == torch.float32:
         found = found.to(dtype)  # in its order of memory
     elif found is None or dtype not in (None, found.dtype):
         if dtype == torch.bfloat16:
-            found = torch.from_numpy(weights.read(parameter, BFLOAT16).view(np.int16)).view(torch.bfloat16)
+            found = torch.from_numpy(weights.read(parameter, BFLOAT16).view(np.int16)).view(
+                torch.bfloat16
+            )
         else:
             found = torch.from_numpy(weights.read(parameter, FP32))
     return found if rows is None else found[rows]
 
 
 def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
-    """A denoiser's parameters as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of its parameters."""
+    """A denoiser's parameters as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of
+    its parameters.
+    """
     with torch.device("meta"):
         denoiser = Denoiser(network)
     state = {}
@@ -188,12 +221,17 @@ def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.f
             give_back()
     denoiser.load_state_dict(state, assign=True)
     for rotary, table in zip(denoiser.rotary, network.rotary_tables(), strict=True):
-        rotary.cos, rotary.sin = (values.to(dtype) for values in cosines_and_sines(table, network.max_canvas_length))
+        rotary.cos, rotary.sin = (
+            values.to(dtype) for values in cosines_and_sines(table, network.max_canvas_length)
+        )
     return denoiser.eval().requires_grad_(False)
 
 
 def layered(
-    weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    weights: Parameters,
+    network: NetworkSpec,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
 ) -> Layered:
     """A denoiser's parameters to be read a layer at a time; see ``Layered``."""
     return Layered(functools.partial(tensor, weights), network, dtype, device)

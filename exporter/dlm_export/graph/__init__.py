@@ -1,13 +1,14 @@
 """The graph room: a network description in, ONNX files out.
 
-``trace`` makes one graph for every pass of a denoiser, of which ``repeat`` makes all layers of a kind out of one, ``experts``
-lays mixtures out, ``quantise`` replaces layers' operands, ``fuse`` puts operators of ours (``functions``) in, ``caches`` stores
-keys and values in fewer bytes, ``widen`` gives bf16 graphs arithmetic that a CPU has, ``cuda`` knows what ONNX Runtime runs on
-a GPU, and ``write`` streams the weights behind it.
-Importing the room itself imports neither torch nor onnx: what is here, a board that builds its own engine reads too.
+``trace`` makes one graph for every pass of a denoiser, of which ``repeat`` makes all layers of a
+kind out of one, ``experts`` lays mixtures out, ``quantise`` replaces layers' operands, ``fuse``
+puts operators of ours (``functions``) in, ``caches`` stores keys and values in fewer bytes,
+``widen`` gives bf16 graphs arithmetic that a CPU has, ``cuda`` knows what ONNX Runtime runs on a
+GPU, and ``write`` streams the weights behind it. Importing the room itself imports neither torch
+nor onnx: what is here, a board that builds its own engine reads too.
 
-Inputs and outputs of a graph, with ``B`` rows, ``T`` tokens of this pass, ``S`` cached tokens, ``R`` scored rows, ``K``
-candidates, ``Hkv`` and ``D`` those of layer ``i``:
+Inputs and outputs of a graph, with ``B`` rows, ``T`` tokens of this pass, ``S`` cached tokens,
+``R`` scored rows, ``K`` candidates, ``Hkv`` and ``D`` those of layer ``i``:
 
 =====================================  ==========================  =================================================
 ``input_ids``, ``position_ids``        int64 ``[B, T]``            a slice of the canvas, absolute positions
@@ -22,8 +23,8 @@ candidates, ``Hkv`` and ``D`` those of layer ``i``:
 ``present_key.i``, ``present_value.i`` ``[B, Hkv, T, D]``          the T new rows
 =====================================  ==========================  =================================================
 
-ONNX operators at opset 23 (Attention, RotaryEmbedding, RMSNormalization are whole nodes there), or in elementary ones at
-opset 21 for TensorRT before 10.14, whose parser does not know those three.
+ONNX operators at opset 23 (Attention, RotaryEmbedding, RMSNormalization are whole nodes there), or
+in elementary ones at opset 21 for TensorRT before 10.14, whose parser does not know those three.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ class Body:
         self.inputs = [ir.Value(name=given) for given in inputs.split()]
         self.nodes: list[ir.Node] = []
 
-    def op(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, **attributes: Any) -> Any:
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, **attributes: Any
+    ) -> Any:
         node = ir.node(op_type, list(inputs), attributes, num_outputs=outputs)
         self.nodes.append(node)
         return node.outputs[0] if outputs == 1 else tuple(node.outputs)
@@ -39,23 +41,38 @@ class Body:
         return node.outputs[0]
 
     def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
-        """A function of ours; ``attributes`` are this function's own, by their names there, those that are not empty."""
+        """A function of ours; ``attributes`` are this function's own, by their names there, those
+        that are not empty.
+        """
         types = {"columns": ir.AttributeType.INTS, "group_size": ir.AttributeType.INT}
-        given = [ir.Attr(name, types[name], None, ref_attr_name=own) for name, own in attributes.items() if own]
+        given = [
+            ir.Attr(name, types[name], None, ref_attr_name=own)
+            for name, own in attributes.items()
+            if own
+        ]
         node = ir.Node(DOMAIN, function, inputs, given)
         self.nodes.append(node)
         return node.outputs[0]
 
-    def function(self, outputs: dict[str, ir.Value], attributes: dict[str, ir.AttributeType] | None = None) -> ir.Function:
+    def function(
+        self, outputs: dict[str, ir.Value], attributes: dict[str, ir.AttributeType] | None = None
+    ) -> ir.Function:
         for name, value in outputs.items():
             value.name = name
-        graph = ir.Graph(self.inputs, list(outputs.values()), nodes=self.nodes, opset_imports={"": _OPSET, DOMAIN: 1})
+        graph = ir.Graph(
+            self.inputs,
+            list(outputs.values()),
+            nodes=self.nodes,
+            opset_imports={"": _OPSET, DOMAIN: 1},
+        )
         declared = [ir.Attr(name, kind, None) for name, kind in (attributes or {}).items()]
         return ir.Function(DOMAIN, self.name, graph=graph, attributes=declared)
 
 
 class LoopBody(Body):
-    """What a loop does once: it has its turn's number and a value that it carries on, and reads what stands outside."""
+    """What a loop does once: it has its turn's number and a value that it carries on, and reads
+    what stands outside.
+    """
 
     def __init__(self) -> None:
         super().__init__("loop", "turn goes_on carried")

@@ -1,4 +1,6 @@
-"""The cache of a graph for a CPU in fewer bytes: attention whose cached rows are stored in fp16 or INT8 (``functions``)."""
+"""The cache of a graph for a CPU in fewer bytes: attention whose cached rows are stored in fp16 or
+INT8 (``functions``).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def row_of(cache_dtype: str, head_size: int) -> tuple[ir.DataType, int]:
 
 
 def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
-    """Rewrite a fused graph in place: its attention, and the ports of its cache. ``plain``: see ``Fused``.
+    """Rewrite a fused graph in place: its attention, and the ports of its cache. ``plain``: see
+    ``Fused``.
 
     Raises CacheError for attention that was not fused.
     """

@@ -1,7 +1,7 @@
 """What ONNX Runtime's CUDA provider runs, of what device graphs are written in.
 
-By ``docs/OperatorKernels.md`` of ONNX Runtime, and the kernels in ``libonnxruntime_providers_cuda.so`` of
-onnxruntime-gpu 1.31.1.
+By ``docs/OperatorKernels.md`` of ONNX Runtime, and the kernels in
+``libonnxruntime_providers_cuda.so`` of onnxruntime-gpu 1.31.1.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dlm_export.targets import TargetError
 QUANTISED = ("com.microsoft", "MatMulNBits")
 """INT8 and INT4 weights by fp16, bf16 and fp32, in blocks of 16 to 128."""
 
-# Operators of opset 23 with kernels for fp16, bf16 and fp32, or here for integers alone; TopK and Log have none for bf16, and
-# are of fp32 in every graph.
+# Operators of opset 23 with kernels for fp16, bf16 and fp32, or here for integers alone; TopK and
+# Log have none for bf16, and are of fp32 in every graph.
 KERNELS = frozenset(
     [
         "Add",
@@ -50,11 +50,17 @@ KERNELS = frozenset(
 
 
 def check_operators(graph: Graph) -> None:
-    """TargetError that names the operators for which the provider has no kernel: it would leave them to the CPU."""
+    """TargetError that names the operators for which the provider has no kernel: it would leave
+    them to the CPU.
+    """
     lacking: Counter[str] = Counter()
     for node in graph.model.graph:
-        if (node.domain, node.op_type) != QUANTISED and (node.domain != "" or node.op_type not in KERNELS):
+        if (node.domain, node.op_type) != QUANTISED and (
+            node.domain != "" or node.op_type not in KERNELS
+        ):
             lacking[f"{node.domain}.{node.op_type}".lstrip(".")] += 1
     if lacking:
         listed = ", ".join(f"{count} {name}" for name, count in sorted(lacking.items()))
-        raise TargetError(f"target cuda: ONNX Runtime's CUDA provider has no kernel for {listed} of this denoiser's graph")
+        raise TargetError(
+            f"target cuda: ONNX Runtime's CUDA provider has no kernel for {listed} of this denoiser's graph"
+        )

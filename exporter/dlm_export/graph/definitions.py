@@ -1,8 +1,8 @@
 """The definitions of torch's operators in ONNX's that a denoiser's trace needs, and no others.
 
-For every trace torch.onnx parses the Python source of some 500 of them, which takes a fifth of the time; a denoiser is made of
-a few dozen. A new operator in ``network.denoiser`` that has a definition belongs on the list: without it torch takes the
-operator apart, or refuses it by name.
+For every trace torch.onnx parses the Python source of some 500 of them, which takes a fifth of the
+time; a denoiser is made of a few dozen. A new operator in ``network.denoiser`` that has a
+definition belongs on the list: without it torch takes the operator apart, or refuses it by name.
 """
 
 from __future__ import annotations
@@ -16,10 +16,48 @@ from onnxscript.function_libs.torch_lib import registration
 OPERATORS = frozenset(
     f"aten::{name}"
     for name in (
-        *("_to_copy", "_unsafe_view", "add.Tensor", "amax", "any.dim", "arange", "cat", "clone", "div.Tensor", "embedding"),
-        *("eq.Tensor", "expand", "full", "gather", "gt.Tensor", "log", "matmul", "mean.dim", "mul.Tensor", "permute"),
-        *("pow.Tensor_Scalar", "remainder.Scalar", "rsqrt", "scalar_tensor", "scaled_dot_product_attention", "select.int"),
-        *("sigmoid", "silu", "slice.Tensor", "softmax.int", "sub.Tensor", "sum.dim_IntList", "sym_size.int", "topk"),
+        *(
+            "_to_copy",
+            "_unsafe_view",
+            "add.Tensor",
+            "amax",
+            "any.dim",
+            "arange",
+            "cat",
+            "clone",
+            "div.Tensor",
+            "embedding",
+        ),
+        *(
+            "eq.Tensor",
+            "expand",
+            "full",
+            "gather",
+            "gt.Tensor",
+            "log",
+            "matmul",
+            "mean.dim",
+            "mul.Tensor",
+            "permute",
+        ),
+        *(
+            "pow.Tensor_Scalar",
+            "remainder.Scalar",
+            "rsqrt",
+            "scalar_tensor",
+            "scaled_dot_product_attention",
+            "select.int",
+        ),
+        *(
+            "sigmoid",
+            "silu",
+            "slice.Tensor",
+            "softmax.int",
+            "sub.Tensor",
+            "sum.dim_IntList",
+            "sym_size.int",
+            "topk",
+        ),
         *("transpose.int", "unsqueeze", "view", "where.ScalarOther"),
     )
 )
@@ -42,7 +80,9 @@ class _Chosen(registration.Registry):
 @contextlib.contextmanager
 def few() -> Iterator[None]:
     """While open, torch.onnx sees these definitions alone."""
-    importlib.import_module("onnxscript.function_libs.torch_lib.ops")  # they register where the registry lies
+    importlib.import_module(
+        "onnxscript.function_libs.torch_lib.ops"
+    )  # they register where the registry lies
     whole = registration.default_registry
     registration.default_registry = _Chosen(whole)
     try:

@@ -1,8 +1,9 @@
 """Mixtures of experts in a traced graph: each is one node, whose weights are laid out here.
 
-A traced node has stacks ``[E, K, N]`` as they are. On a CPU (``lay_out``) only the chosen experts are computed, and all three
-stacks of a mixture are in one format, which a function takes in its own order: fp32, INT8 or INT4, which have kernels; FP8 or
-NVFP4, which are simulated. On a GPU (``spread``) all experts are computed, as one gated MLP of all their features.
+A traced node has stacks ``[E, K, N]`` as they are. On a CPU (``lay_out``) only the chosen experts
+are computed, and all three stacks of a mixture are in one format, which a function takes in its own
+order: fp32, INT8 or INT4, which have kernels; FP8 or NVFP4, which are simulated. On a GPU
+(``spread``) all experts are computed, as one gated MLP of all their features.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _Mixture = tuple[LinearSpec, LinearSpec, LinearSpec]
 
 @dataclass(frozen=True)
 class StackPart:
-    """What an initialiser holds of the experts of a layer: ``panels``, ``panel_scales``, ``codes``, ``scales``,
-    ``global_scale``, or ``wide``: all matrices as one (``join``).
+    """What an initialiser holds of the experts of a layer: ``panels``, ``panel_scales``, ``codes``,
+    ``scales``, ``global_scale``, or ``wide``: all matrices as one (``join``).
     """
 
     layer: str
@@ -43,12 +44,20 @@ def function_of(name: str) -> str | None:
         return {None: "Fp32Experts", "fp8": "FP8Experts"}[chosen.weights]
     if chosen.weights == "nvfp4":
         return "NVFP4WeightExperts" if chosen.activations is None else "NVFP4Experts"
-    return {"int8": "Int8Experts", "int4": "Int4Experts"}[str(chosen.weights)] if chosen.is_dynamic else None
+    return (
+        {"int8": "Int8Experts", "int4": "Int4Experts"}[str(chosen.weights)]
+        if chosen.is_dynamic
+        else None
+    )
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """The mixtures of a traced graph; whoever takes them puts something in their place, and their function goes with them."""
-    by_path = {gate.path.removesuffix(".gate"): (gate, up, down) for gate, up, down in network.mixtures()}
+    """The mixtures of a traced graph; whoever takes them puts something in their place, and their
+    function goes with them.
+    """
+    by_path = {
+        gate.path.removesuffix(".gate"): (gate, up, down) for gate, up, down in network.mixtures()
+    }
     for node in list(model.graph):
         if node.op_type == MIXTURE and node.domain == DOMAIN:
             stacks = by_path[node.metadata_props[LAYER_KEY]]
@@ -68,10 +77,11 @@ def _replace(model: ir.Model, node: ir.Node, new: ir.Value) -> None:
 def lay_out(
     model: ir.Model, network: NetworkSpec, formats: Mapping[str, str], amax: Mapping[str, float]
 ) -> dict[str, StackPart]:
-    """Give every mixture of an fp32 graph weights in the format of its layers, in place; what its new initialisers hold.
+    """Give every mixture of an fp32 graph weights in the format of its layers, in place; what its
+    new initialisers hold.
 
-    ``formats``: layer -> format, the same for the three stacks of a mixture; those left out are in fp32. ``amax``: ranges of
-    their inputs, where the format rounds these by one.
+    ``formats``: layer -> format, the same for the three stacks of a mixture; those left out are in
+    fp32. ``amax``: ranges of their inputs, where the format rounds these by one.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -89,13 +99,20 @@ def lay_out(
         if FUNCTIONS[name].has_ranges:
             for layer, scale in zip((gate, down), RANGES, strict=True):
                 number = activation_scale(str(chosen.activations), amax[layer.path])
-                inputs.append(_constant(model, f"{gate.path.removesuffix('.gate')}.{scale}", number))
+                inputs.append(
+                    _constant(model, f"{gate.path.removesuffix('.gate')}.{scale}", number)
+                )
         attributes: dict[str, list[int] | int] = {}
         if name != "FP8Experts":
-            attributes = {"columns": [gate.outputs] * (1 if chosen.weights == "nvfp4" else 2), "out_columns": [down.outputs]}
+            attributes = {
+                "columns": [gate.outputs] * (1 if chosen.weights == "nvfp4" else 2),
+                "out_columns": [down.outputs],
+            }
         if chosen.weights == "int4" and chosen.group_size is not None:
             attributes["group_size"] = chosen.group_size
-        call = ir.node(name, inputs, attributes, domain=DOMAIN, metadata_props=dict(node.metadata_props))
+        call = ir.node(
+            name, inputs, attributes, domain=DOMAIN, metadata_props=dict(node.metadata_props)
+        )
         model.graph.insert_before(node, call)
         _replace(model, node, call.outputs[0])
         for stack in stacks:
@@ -104,10 +121,12 @@ def lay_out(
 
 
 def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
-    """Replace every mixture by operators that compute all its experts for every token, in place; what its initialisers hold.
+    """Replace every mixture by operators that compute all its experts for every token, in place;
+    what its initialisers hold.
 
-    A stack is one matrix in one product: gate and up of all experts side by side, ``[K, E * N]``, and down one below the other,
-    ``[E * N, K]``, which adds their results up. Features are weighed in front of it, by 0 where a token goes elsewhere.
+    A stack is one matrix in one product: gate and up of all experts side by side, ``[K, E * N]``,
+    and down one below the other, ``[E * N, K]``, which adds their results up. Features are weighed
+    in front of it, by 0 where a token goes elsewhere.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -123,13 +142,21 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
     return parts
 
 
-def _all_experts(model: ir.Model, before: ir.Node, stacks: _Mixture, dtype: ir.DataType) -> ir.Value:
+def _all_experts(
+    model: ir.Model, before: ir.Node, stacks: _Mixture, dtype: ir.DataType
+) -> ir.Value:
     """``[B, T, K]``, what a mixture's node gives."""
     gate, up, down = stacks
     x, chosen, weights = before.inputs[:3]
     own = before.metadata_props[LAYER_KEY]
 
-    def op(op_type: str, *inputs: ir.Value | None, layer: str = own, gives: ir.DataType = dtype, **attributes: Any) -> ir.Value:
+    def op(
+        op_type: str,
+        *inputs: ir.Value | None,
+        layer: str = own,
+        gives: ir.DataType = dtype,
+        **attributes: Any,
+    ) -> ir.Value:
         made = ir.node(op_type, list(inputs), attributes, metadata_props={LAYER_KEY: layer})
         model.graph.insert_before(before, made)
         made.outputs[0].type = ir.TensorType(gives)
@@ -143,7 +170,12 @@ def _all_experts(model: ir.Model, before: ir.Node, stacks: _Mixture, dtype: ir.D
 
     fp32 = ir.DataType.FLOAT
     numbers = _constant(model, f"experts.{gate.count}", np.arange(gate.count, dtype=np.int64))
-    is_mine = op("Equal", op("Unsqueeze", chosen, ints(-1), gives=ir.DataType.INT64), numbers, gives=ir.DataType.BOOL)
+    is_mine = op(
+        "Equal",
+        op("Unsqueeze", chosen, ints(-1), gives=ir.DataType.INT64),
+        numbers,
+        gives=ir.DataType.BOOL,
+    )
     chosen_weights = op("Unsqueeze", weights, ints(-1), gives=fp32)
     by_choice = op("Mul", op("Cast", is_mine, to=fp32, gives=fp32), chosen_weights, gives=fp32)
     shares = op("ReduceSum", by_choice, ints(-2), gives=fp32, keepdims=0)  # [B, T, E]
@@ -156,7 +188,9 @@ def _all_experts(model: ir.Model, before: ir.Node, stacks: _Mixture, dtype: ir.D
     return product(op("Reshape", weighed, ints(0, 0, gate.count * gate.outputs)), down)
 
 
-def _initialiser(model: ir.Model, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
+def _initialiser(
+    model: ir.Model, name: str, shape: tuple[int, ...], dtype: ir.DataType
+) -> ir.Value:
     """One that is still to be written."""
     value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
     model.graph.initializers[name] = value
@@ -167,7 +201,12 @@ def _constant(model: ir.Model, name: str, array: Any) -> ir.Value:
     """A small initialiser inside the graph's own file, one a name."""
     if name not in model.graph.initializers:
         tensor = ir.tensor(np.asarray(array), name=name)
-        value = ir.Value(name=name, shape=ir.Shape(np.shape(array)), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        value = ir.Value(
+            name=name,
+            shape=ir.Shape(np.shape(array)),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
         model.graph.initializers[name] = value
     return model.graph.initializers[name]
 
@@ -180,10 +219,16 @@ def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ..
     if chosen.weights is None:
         return {"panels": ((*in_front, stack.inputs, functions.PANEL), ir.DataType.FLOAT)}
     if chosen.weights == "fp8":
-        return {"codes": (stack.shape, ir.DataType.UINT8), "scales": ((stack.count, stack.outputs), ir.DataType.FLOAT)}
+        return {
+            "codes": (stack.shape, ir.DataType.UINT8),
+            "scales": ((stack.count, stack.outputs), ir.DataType.FLOAT),
+        }
     if chosen.group_size is None:
         codes = (*in_front, stack.inputs // functions.DOT, *lines)
-        return {"panels": (codes, ir.DataType.UINT8), "panel_scales": (by_column, ir.DataType.FLOAT)}
+        return {
+            "panels": (codes, ir.DataType.UINT8),
+            "panel_scales": (by_column, ir.DataType.FLOAT),
+        }
     groups = (*in_front, -(-stack.inputs // chosen.group_size), functions.PANEL)
     if chosen.weights == "nvfp4":
         return {
@@ -205,7 +250,9 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 
 
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
-    """All experts' matrices of a stack as the one that ``spread`` multiplies by; ``read`` gives parts of ``[E, K, N]``."""
+    """All experts' matrices of a stack as the one that ``spread`` multiplies by; ``read`` gives
+    parts of ``[E, K, N]``.
+    """
 
     def rows(at: Index) -> np.ndarray:
         first, last, _ = at[0].indices(_wide_shape(stack)[0])
@@ -245,6 +292,10 @@ def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
 
 def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
     """What ``from_panels`` gives; None for an array that no such stack lies in."""
-    if len(panels) != 4 or panels[3] != functions.PANEL or panels[1] * functions.PANEL != functions.padded(columns):
+    if (
+        len(panels) != 4
+        or panels[3] != functions.PANEL
+        or panels[1] * functions.PANEL != functions.padded(columns)
+    ):
         return None
     return panels[0], panels[2], columns

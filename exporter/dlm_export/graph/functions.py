@@ -1,8 +1,8 @@
 """Operators of our own, each defined in ONNX's: what a graph calls in domain ``dlm_export``.
 
-A graph carries the definition of every function that it calls, so any engine runs it. The native runtime has kernels for
-all but NVFP4's rounding and registers them under the same names, which ONNX Runtime then prefers to the definition: the
-definitions are what those kernels must compute.
+A graph carries the definition of every function that it calls, so any engine runs it. The native
+runtime has kernels for all but NVFP4's rounding and registers them under the same names, which ONNX
+Runtime then prefers to the definition: the definitions are what those kernels must compute.
 
 ==========================  ===========================================================================================
 ``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``, x quantised by rows to -127..127;
@@ -31,25 +31,27 @@ definitions are what those kernels must compute.
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
 ==========================  ===========================================================================================
 
-INT8 weights lie in panels ``[N / 32, K / 4, 32, 4]`` of codes + 128, the order in which processors multiply them (``panels``);
-columns are filled up to a whole panel with zeros, and ``columns`` says how many are meant. INT4 weights lie in panels
-``[N / 32, K / 8, 32, 4]`` of codes + 8: a byte has the code of an input in its low nibble, of the fourth behind it in its
-high one. Their scales are fp16 ``[N / 32, groups, 32]``; a group has ``group_size`` inputs, the last one what is left. NVFP4
-weights lie in panels ``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the sixteenth behind it in its
-high one. Their group scales are ``[N / 32, K / 16, 32]``. Weights of experts have these axes behind one of experts; those in
-fp32 lie in panels ``[N / 32, K, 32]``.
+INT8 weights lie in panels ``[N / 32, K / 4, 32, 4]`` of codes + 128, the order in which processors
+multiply them (``panels``); columns are filled up to a whole panel with zeros, and ``columns`` says
+how many are meant. INT4 weights lie in panels ``[N / 32, K / 8, 32, 4]`` of codes + 8: a byte has
+the code of an input in its low nibble, of the fourth behind it in its high one. Their scales are
+fp16 ``[N / 32, groups, 32]``; a group has ``group_size`` inputs, the last one what is left. NVFP4
+weights lie in panels ``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the
+sixteenth behind it in its high one. Their group scales are ``[N / 32, K / 16, 32]``. Weights of
+experts have these axes behind one of experts; those in fp32 lie in panels ``[N / 32, K, 32]``.
 
-The first features of a head turn, as many as the tables have: ``rotary_size``, 0 for all. Attention by blocks has names of its
-own, so that a runtime that does not know it goes by the definition.
+The first features of a head turn, as many as the tables have: ``rotary_size``, 0 for all. Attention
+by blocks has names of its own, so that a runtime that does not know it goes by the definition.
 
-``segments`` int64 ``[N, 4]`` are N requests in one row of tokens, B being 1: where in past the rows of one start and how many
-they are, where its tokens start in T and how many they are. A request sees its own rows alone. Where N is 0, each of B is one
-request with all of S and T.
+``segments`` int64 ``[N, 4]`` are N requests in one row of tokens, B being 1: where in past the rows
+of one start and how many they are, where its tokens start in T and how many they are. A request
+sees its own rows alone. Where N is 0, each of B is one request with all of S and T.
 
-A cached row is one position's and head's. New rows are attended to as they are computed, in fp32, and stored rounded: later
-passes read them rounded. An INT8 row is ``D`` codes from -127 to 127, m and e, all int8: its numbers are ``code * scale``, its
-scale is ``(128 + m) * 2 ** (e + 1)``, m from 0 on, the least such number that is not below ``amax / 127``. A row with NaN or
-infinity has codes of 0 and e = 127, which stands for infinity: read back it is NaN, whole.
+A cached row is one position's and head's. New rows are attended to as they are computed, in fp32,
+and stored rounded: later passes read them rounded. An INT8 row is ``D`` codes from -127 to 127, m
+and e, all int8: its numbers are ``code * scale``, its scale is ``(128 + m) * 2 ** (e + 1)``, m from
+0 on, the least such number that is not below ``amax / 127``. A row with NaN or infinity has codes
+of 0 and e = 127, which stands for infinity: read back it is NaN, whole.
 """
 
 from __future__ import annotations
@@ -91,13 +93,19 @@ _F8 = ir.DataType.FLOAT8E4M3FN
 
 
 def panels(codes: np.ndarray) -> np.ndarray:
-    """INT8 codes ``[K, N]`` as uint8 ``[ceil(N / 32), K / 4, 32, 4]``, 128 too large; K is a multiple of 4."""
+    """INT8 codes ``[K, N]`` as uint8 ``[ceil(N / 32), K / 4, 32, 4]``, 128 too large; K is a
+    multiple of 4.
+    """
     inputs, columns = codes.shape
     # Rows of a power of two would share a few lines of the cache where they are turned around.
     rows = np.full((padded(columns), inputs + 64), 128, np.uint8)[:, :inputs]
     np.bitwise_xor(codes.view(np.uint8).T, np.uint8(128), out=rows[:columns])
     dots = rows.view(np.uint32).reshape(-1, PANEL, inputs // DOT)
-    return np.ascontiguousarray(dots.transpose(0, 2, 1)).view(np.uint8).reshape(-1, inputs // DOT, PANEL, DOT)
+    return (
+        np.ascontiguousarray(dots.transpose(0, 2, 1))
+        .view(np.uint8)
+        .reshape(-1, inputs // DOT, PANEL, DOT)
+    )
 
 
 def lazy_panels(codes: np.ndarray) -> Lazy:
@@ -108,7 +116,9 @@ def lazy_panels(codes: np.ndarray) -> Lazy:
 
 
 def int4_panels(codes: np.ndarray) -> np.ndarray:
-    """INT4 codes ``[K, N]``, one a byte, as uint8 ``[ceil(N / 32), K / 8, 32, 4]``; K is a multiple of 8."""
+    """INT4 codes ``[K, N]``, one a byte, as uint8 ``[ceil(N / 32), K / 8, 32, 4]``; K is a multiple
+    of 8.
+    """
     inputs, columns = codes.shape
     rows = np.full((padded(columns), inputs + 64), 8, np.uint8)[:, :inputs]
     # What stands above the four bits of a code is not said.
@@ -126,13 +136,16 @@ def lazy_int4_panels(codes: np.ndarray) -> Lazy:
 
 
 def block_size(inputs: int) -> int:
-    """Of MatMulNBits' blocks where a column has one scale: the largest that leaves none short, where one does."""
+    """Of MatMulNBits' blocks where a column has one scale: the largest that leaves none short,
+    where one does.
+    """
     return next((size for size in _BLOCK_SIZES if inputs % size == 0), _BLOCK_SIZES[0])
 
 
 def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
-    """Codes ``[K, N]``, one a byte, as MatMulNBits takes them: uint8 ``[N, ceil(K / size), size * bits / 8]``, 8 or 128 too
-    large, the earlier of two INT4 codes in the low nibble; what fills up the last block stands for 0.
+    """Codes ``[K, N]``, one a byte, as MatMulNBits takes them: uint8 ``[N, ceil(K / size), size *
+    bits / 8]``, 8 or 128 too large, the earlier of two INT4 codes in the low nibble; what fills up
+    the last block stands for 0.
     """
     inputs, columns = codes.shape
     count, middle = -(-inputs // size), np.uint8(1 << (bits - 1))
@@ -149,7 +162,9 @@ def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
 
 
 def panel_scales(scales: np.ndarray) -> np.ndarray:
-    """Scales by group ``[N, groups]`` as ``[ceil(N / 32), groups, 32]``, zero for columns that fill up."""
+    """Scales by group ``[N, groups]`` as ``[ceil(N / 32), groups, 32]``, zero for columns that fill
+    up.
+    """
     columns, groups = scales.shape
     whole = np.zeros((padded(columns), groups), scales.dtype)
     whole[:columns] = scales
@@ -187,46 +202,73 @@ def declare(model: ir.Model, name: str) -> None:
             declare(model, called)
 
 
-def _linear(name: str, weights: int, *, is_int4: bool = False, is_gated: bool = False) -> ir.Function:
-    """Codes are ``round(x * (127 / amax))`` half to even, amax the row's. INT8: a result is its sum times ``amax / 127``, then
-    times the column's scale. INT4: it is the sum of the codes' products with weights, times ``amax / 127``.
+def _linear(
+    name: str, weights: int, *, is_int4: bool = False, is_gated: bool = False
+) -> ir.Function:
+    """Codes are ``round(x * (127 / amax))`` half to even, amax the row's. INT8: a result is its sum
+    times ``amax / 127``, then times the column's scale. INT4: it is the sum of the codes' products
+    with weights, times ``amax / 127``.
     """
     body = Body(name, "x " + " ".join(f"panels_{i} scales_{i}" for i in range(weights)))
     op, ints = body.op, body.ints
     x = body.inputs[0]
     one = body.constant(np.float32(127))
-    amax = op("Max", op("ReduceMax", op("Abs", x), ints(-1), keepdims=1), body.constant(SMALLEST_ROW))
+    amax = op(
+        "Max", op("ReduceMax", op("Abs", x), ints(-1), keepdims=1), body.constant(SMALLEST_ROW)
+    )
     codes = op("Round", op("Mul", x, op("Div", one, amax)))
     row_scale = op("Div", amax, one)
-    attributes = {"columns": ir.AttributeType.INTS} | ({"group_size": ir.AttributeType.INT} if is_int4 else {})
+    attributes = {"columns": ir.AttributeType.INTS} | (
+        {"group_size": ir.AttributeType.INT} if is_int4 else {}
+    )
     columns = body.attribute("columns", ir.AttributeType.INTS)
     multiply = _by_int4 if is_int4 else _by_int8
     products = []
     for i in range(weights):
         count = op("Slice", columns, ints(i), ints(i + 1))
-        products.append(multiply(body, codes, row_scale, body.inputs[1 + 2 * i], body.inputs[2 + 2 * i], count))
+        products.append(
+            multiply(body, codes, row_scale, body.inputs[1 + 2 * i], body.inputs[2 + 2 * i], count)
+        )
     if is_gated:
         gate, up = products
         products = [op("Mul", op("Mul", gate, op("Sigmoid", gate)), up)]
     return body.function({f"y_{i}": y for i, y in enumerate(products)}, attributes)
 
 
-def _by_int8(body: Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value, scales: ir.Value, count: ir.Value) -> ir.Value:
+def _by_int8(
+    body: Body,
+    codes: ir.Value,
+    row_scale: ir.Value,
+    stored: ir.Value,
+    scales: ir.Value,
+    count: ir.Value,
+) -> ir.Value:
     op, ints = body.op, body.ints
-    # Unsigned both: ONNX Runtime's product of unsigned by signed saturates on processors without VNNI.
+    # Unsigned both: ONNX Runtime's product of unsigned by signed saturates on processors without
+    # VNNI.
     middle = body.constant(np.uint8(128))
     unsigned = op("Cast", op("Add", codes, body.constant(np.float32(128))), to=ir.DataType.UINT8)
     # [N / 32, K / 4, 32, 4] -> [N / 32, 32, K] -> [K, N]
     rows = op("Reshape", op("Transpose", stored, perm=[0, 2, 1, 3]), ints(0, 0, -1))
     matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
     weight = op("Slice", matrix, ints(0), count, ints(1))
-    product = op("Cast", op("MatMulInteger", unsigned, weight, middle, middle), to=ir.DataType.FLOAT)
-    # One scale after the other: where both are multiplied first, ONNX Runtime 1.31 fuses it all as if rows had one scale.
+    product = op(
+        "Cast", op("MatMulInteger", unsigned, weight, middle, middle), to=ir.DataType.FLOAT
+    )
+    # One scale after the other: where both are multiplied first, ONNX Runtime 1.31 fuses it all as
+    # if rows had one scale.
     y: ir.Value = op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
     return y
 
 
-def _by_int4(body: Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value, scales: ir.Value, count: ir.Value) -> ir.Value:
+def _by_int4(
+    body: Body,
+    codes: ir.Value,
+    row_scale: ir.Value,
+    stored: ir.Value,
+    scales: ir.Value,
+    count: ir.Value,
+) -> ir.Value:
     op, ints = body.op, body.ints
     low = op("BitwiseAnd", stored, body.constant(np.uint8(15)))
     high = op("BitShift", stored, body.constant(np.uint8(4)), direction="RIGHT")
@@ -234,18 +276,28 @@ def _by_int4(body: Body, codes: ir.Value, row_scale: ir.Value, stored: ir.Value,
     # [N / 32, K / 8, 2, 32, 4] -> [K / 8, 2, 4, N / 32, 32] -> [K, N]
     whole = op("Transpose", op("Cast", both, to=ir.DataType.FLOAT), perm=[1, 2, 4, 0, 3])
     inputs = op("Mul", op("Shape", whole, start=0, end=1), ints(PAIRS))
-    matrix = op("Reshape", op("Sub", whole, body.constant(np.float32(8))), op("Concat", inputs, ints(-1), axis=0))
+    matrix = op(
+        "Reshape",
+        op("Sub", whole, body.constant(np.float32(8))),
+        op("Concat", inputs, ints(-1), axis=0),
+    )
     by_group = op("Transpose", op("Cast", scales, to=ir.DataType.FLOAT), perm=[1, 0, 2])
     steps = op("Reshape", by_group, ints(0, -1))
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
-    group = op("Div", op("Range", zero, op("Squeeze", inputs), one), body.attribute("group_size", ir.AttributeType.INT))
+    group = op(
+        "Div",
+        op("Range", zero, op("Squeeze", inputs), one),
+        body.attribute("group_size", ir.AttributeType.INT),
+    )
     weight = op("Slice", op("Mul", matrix, op("Gather", steps, group)), ints(0), count, ints(1))
     y: ir.Value = op("Mul", op("MatMul", codes, weight), row_scale)
     return y
 
 
 def _embedding(name: str, *, is_int4: bool) -> ir.Function:
-    """A row's codes times its scales; the row is one column of each group of 32 that its panel holds."""
+    """A row's codes times its scales; the row is one column of each group of 32 that its panel
+    holds.
+    """
     body = Body(name, "ids panels scales")
     op, ints = body.op, body.ints
     ids, stored, scales = body.inputs
@@ -253,21 +305,41 @@ def _embedding(name: str, *, is_int4: bool) -> ir.Function:
     column = op("Sub", ids, op("Mul", panel, ints(PANEL)))
     together = op("Gather", stored, panel)  # [B, T, K / 4, 32, 4], INT4 [B, T, K / 8, 32, 4]
     shape = op("Concat", op("Shape", together, start=0, end=3), ints(1, DOT), axis=0)
-    codes = op("GatherElements", together, op("Expand", op("Unsqueeze", column, ints(2, 3, 4)), shape), axis=3)
+    codes = op(
+        "GatherElements",
+        together,
+        op("Expand", op("Unsqueeze", column, ints(2, 3, 4)), shape),
+        axis=3,
+    )
     if not is_int4:
-        row = op("Sub", op("Cast", op("Reshape", codes, ints(0, 0, -1)), to=ir.DataType.FLOAT), body.constant(np.float32(128)))
-        return body.function({"y": op("Mul", row, op("Unsqueeze", op("Gather", scales, ids), ints(2)))})
+        row = op(
+            "Sub",
+            op("Cast", op("Reshape", codes, ints(0, 0, -1)), to=ir.DataType.FLOAT),
+            body.constant(np.float32(128)),
+        )
+        return body.function(
+            {"y": op("Mul", row, op("Unsqueeze", op("Gather", scales, ids), ints(2)))}
+        )
     low = op("BitwiseAnd", codes, body.constant(np.uint8(15)))
     high = op("BitShift", codes, body.constant(np.uint8(4)), direction="RIGHT")
     both = op("Reshape", op("Concat", low, high, axis=3), ints(0, 0, -1))
     row = op("Sub", op("Cast", both, to=ir.DataType.FLOAT), body.constant(np.float32(8)))
     of_panel = op("Gather", scales, panel)  # [B, T, groups, 32]
     groups = op("Concat", op("Shape", of_panel, start=0, end=3), ints(1), axis=0)
-    steps = op("GatherElements", of_panel, op("Expand", op("Unsqueeze", column, ints(2, 3)), groups), axis=3)
+    steps = op(
+        "GatherElements",
+        of_panel,
+        op("Expand", op("Unsqueeze", column, ints(2, 3)), groups),
+        axis=3,
+    )
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     inputs = op("Squeeze", op("Shape", row, start=2, end=3))
-    group = op("Div", op("Range", zero, inputs, one), body.attribute("group_size", ir.AttributeType.INT))
-    by_input = op("Gather", op("Cast", op("Squeeze", steps, ints(3)), to=ir.DataType.FLOAT), group, axis=2)
+    group = op(
+        "Div", op("Range", zero, inputs, one), body.attribute("group_size", ir.AttributeType.INT)
+    )
+    by_input = op(
+        "Gather", op("Cast", op("Squeeze", steps, ints(3)), to=ir.DataType.FLOAT), group, axis=2
+    )
     return body.function({"y": op("Mul", row, by_input)}, {"group_size": ir.AttributeType.INT})
 
 
@@ -288,7 +360,9 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         return split
 
     def turn(heads: ir.Value) -> Any:
-        size = ir.Attr("rotary_embedding_dim", ir.AttributeType.INT, None, ref_attr_name="rotary_size")
+        size = ir.Attr(
+            "rotary_embedding_dim", ir.AttributeType.INT, None, ref_attr_name="rotary_size"
+        )
         return op("RotaryEmbedding", heads, cos, sin, positions, rotary_embedding_dim=size)
 
     turned, key = turn(by_head(q, "heads")), turn(by_head(k, "kv_heads"))
@@ -305,27 +379,54 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     if BLOCK in name:
         attributes.append("visible_block")
         blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
-        rows = op("Concat", op("Shape", positions, start=0, end=1), op("Shape", past_key, start=2, end=3), axis=0)
-        of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)  # the first block is seen by all
-        seen = op("And", seen, op("LessOrEqual", op("Unsqueeze", of_keys, ints(1, 2)), op("Unsqueeze", blocks, ints(1, 3))))
+        rows = op(
+            "Concat",
+            op("Shape", positions, start=0, end=1),
+            op("Shape", past_key, start=2, end=3),
+            axis=0,
+        )
+        of_keys = op(
+            "Concat", op("Expand", ints(0), rows), blocks, axis=1
+        )  # the first block is seen by all
+        seen = op(
+            "And",
+            seen,
+            op(
+                "LessOrEqual",
+                op("Unsqueeze", of_keys, ints(1, 2)),
+                op("Unsqueeze", blocks, ints(1, 3)),
+            ),
+        )
     y = op("Transpose", op("Attention", turned, keys, values, seen), perm=[0, 2, 1, 3])
     return body.function(
-        {"y": op("Reshape", y, ints(0, 0, -1)), "present_key": store(body, key), "present_value": store(body, value)},
+        {
+            "y": op("Reshape", y, ints(0, 0, -1)),
+            "present_key": store(body, key),
+            "present_value": store(body, value),
+        },
         dict.fromkeys(attributes, ir.AttributeType.INT),
     )
 
 
-def _own(body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Which rows are those of each token's request, bool: of past ``[T, S]``, and of the new ones ``[T, T]``."""
+def _own(
+    body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Which rows are those of each token's request, bool: of past ``[T, S]``, and of the new ones
+    ``[T, T]``.
+    """
     op, ints = body.op, body.ints
     tokens, cached = op("Shape", positions, start=1, end=2), op("Shape", past_key, start=2, end=3)
     # In front of all, for where there are none, one that has everything.
     everything = op("Unsqueeze", op("Concat", ints(0), cached, ints(0), tokens, axis=0), ints(0))
-    start, count, first, _ = op("Split", op("Concat", everything, segments, axis=0), outputs=4, axis=1, num_outputs=4)
+    start, count, first, _ = op(
+        "Split", op("Concat", everything, segments, axis=0), outputs=4, axis=1, num_outputs=4
+    )
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     token, row = (op("Range", zero, op("Squeeze", size), one) for size in (tokens, cached))
     is_begun = op("Cast", op("LessOrEqual", first, token), to=ir.DataType.INT64)
-    number = op("Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1))  # [T], the last that has begun
+    number = op(
+        "Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1)
+    )  # [T], the last that has begun
     begin, end = op("Gather", start, number), op("Gather", op("Add", start, count), number)
     of_past = op("And", op("LessOrEqual", begin, row), op("Less", row, end))
     return of_past, op("Equal", op("Unsqueeze", number, ints(1)), number)
@@ -350,7 +451,8 @@ def _store_int8(body: Body, rows: ir.Value) -> ir.Value:
     finite = op("Where", is_bad, body.constant(np.float32(0)), rows)
     amax = op("Max", op("ReduceMax", op("Abs", finite), ints(-1)), body.constant(SMALLEST_ROW))
     wanted = op("Div", amax, body.constant(np.float32(127)))
-    # The first power of two of which 255 are enough: as many as are before it are not. 255 of the last eight are infinite.
+    # The first power of two of which 255 are enough: as many as are before it are not. 255 of the
+    # last eight are infinite.
     is_short = op("Greater", wanted, body.constant(np.float32(255) * POWERS[:-8]))
     field = op("ReduceSum", op("Cast", is_short, to=ir.DataType.INT64), ints(-1))
     mantissa = op("Ceil", op("Mul", wanted, op("Gather", powers, op("Sub", ints(254), field))))
@@ -366,7 +468,11 @@ def _read_int8(body: Body, rows: ir.Value) -> ir.Value:
     op, ints = body.op, body.ints
     codes = op("Slice", rows, ints(0), ints(-2), ints(-1))
     m = op("Cast", op("Slice", rows, ints(-2), ints(-1), ints(-1)), to=ir.DataType.FLOAT)
-    e = op("Cast", op("Slice", rows, ints(-1), ints(np.iinfo(np.int64).max), ints(-1)), to=ir.DataType.INT64)
+    e = op(
+        "Cast",
+        op("Slice", rows, ints(-1), ints(np.iinfo(np.int64).max), ints(-1)),
+        to=ir.DataType.INT64,
+    )
     power = op("Gather", body.constant(POWERS), op("Add", e, ints(128)))
     scale = op("Mul", op("Add", m, body.constant(np.float32(128))), power)
     found: ir.Value = op("Mul", op("Cast", codes, to=ir.DataType.FLOAT), scale)
@@ -382,7 +488,9 @@ _CACHES: dict[str, tuple[_Code, _Code]] = {
 
 
 def _candidates() -> ir.Function:
-    """The two best tokens, their probabilities, and entropy: ln p is a logit's distance from the best's, plus its ln p."""
+    """The two best tokens, their probabilities, and entropy: ln p is a logit's distance from the
+    best's, plus its ln p.
+    """
     body = Body("Candidates", "logits mask_token_bias")
     op, ints = body.op, body.ints
     logits, bias = body.inputs
@@ -391,8 +499,16 @@ def _candidates() -> ir.Function:
     top_prob, top_token = op("TopK", probs, ints(2), outputs=2, axis=-1)
     behind = op("Sub", logits, op("ReduceMax", masked, ints(-1), keepdims=1))
     best = op("Squeeze", op("Slice", top_prob, ints(0), ints(1), ints(2)), ints(2))
-    entropy = op("Add", op("ReduceSum", op("Mul", probs, behind), ints(-1), keepdims=0), op("Log", best))
-    return body.function({"top_token": op("Cast", top_token, to=ir.DataType.INT32), "top_prob": top_prob, "entropy": entropy})
+    entropy = op(
+        "Add", op("ReduceSum", op("Mul", probs, behind), ints(-1), keepdims=0), op("Log", best)
+    )
+    return body.function(
+        {
+            "top_token": op("Cast", top_token, to=ir.DataType.INT32),
+            "top_prob": top_prob,
+            "entropy": entropy,
+        }
+    )
 
 
 def _nvfp4_linear() -> ir.Function:
@@ -403,7 +519,11 @@ def _nvfp4_linear() -> ir.Function:
     low = op("BitwiseAnd", stored, body.constant(np.uint8(15)))
     high = op("BitShift", stored, body.constant(np.uint8(4)), direction="RIGHT")
     codes = op("Cast", op("Concat", low, high, axis=-1), to=ir.DataType.INT32)
-    values = op("Reshape", op("Gather", body.constant(E2M1_VALUES), codes), ints(0, -1, NVFP4_GROUP_SIZE, PANEL))
+    values = op(
+        "Reshape",
+        op("Gather", body.constant(E2M1_VALUES), codes),
+        ints(0, -1, NVFP4_GROUP_SIZE, PANEL),
+    )
     steps = op("Mul", op("Cast", scales, to=ir.DataType.FLOAT), global_scale)
     weights = op("Mul", values, op("Unsqueeze", steps, ints(2)))
     # [N / 32, K / 16, 16, 32] -> [K / 16, 16, N / 32, 32] -> [K, N]
@@ -417,8 +537,8 @@ def _nvfp4_linear() -> ir.Function:
 def _nvfp4() -> ir.Function:
     """E2M1 in groups of 16 along K, E4M3 group scales, one fp32 scale.
 
-    Rounding to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6) is rounding to multiples of .5 below 2, of 1 below 4, of 2 above: Round
-    goes to the even multiple, which is the even E2M1 code.
+    Rounding to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6) is rounding to multiples of .5 below 2, of 1 below
+    4, of 2 above: Round goes to the even multiple, which is the even E2M1 code.
     """
     body = Body("NVFP4QuantizeDequantize", "x scale")
     op, constant = body.op, body.constant
@@ -430,9 +550,16 @@ def _nvfp4() -> ir.Function:
     wanted = op("Where", is_zero, constant(np.float32(1)), wanted)
     clipped = op("Clip", wanted, constant(np.float32(2.0**-9)), constant(np.float32(448)))
     group_scale = op("Mul", op("Cast", op("Cast", clipped, to=_F8), to=ir.DataType.FLOAT), scale)
-    scaled = op("Clip", op("Div", groups, group_scale), constant(np.float32(-6)), constant(np.float32(6)))
+    scaled = op(
+        "Clip", op("Div", groups, group_scale), constant(np.float32(-6)), constant(np.float32(6))
+    )
     size = op("Abs", scaled)
-    above = op("Where", op("Less", size, constant(np.float32(4))), constant(np.float32(1)), constant(np.float32(2)))
+    above = op(
+        "Where",
+        op("Less", size, constant(np.float32(4))),
+        constant(np.float32(1)),
+        constant(np.float32(2)),
+    )
     step = op("Where", op("Less", size, constant(np.float32(2))), constant(np.float32(0.5)), above)
     rounded = op("Mul", op("Round", op("Div", scaled, step)), step)
     return body.function({"y": op("Reshape", op("Mul", rounded, group_scale), op("Shape", x))})
@@ -451,7 +578,9 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     "Int4Embedding": lambda: _embedding("Int4Embedding", is_int4=True),
     **{name: functools.partial(experts, name) for name in FUNCTIONS},
     **{
-        f"{stored}{kind}CachedAttention": functools.partial(_cached_attention, f"{stored}{kind}CachedAttention", *codes)
+        f"{stored}{kind}CachedAttention": functools.partial(
+            _cached_attention, f"{stored}{kind}CachedAttention", *codes
+        )
         for kind in ("", BLOCK)
         for stored, codes in _CACHES.items()
     },

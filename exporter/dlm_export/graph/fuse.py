@@ -1,7 +1,9 @@
-"""Operators of a traced graph that the native runtime has one kernel for, put together into calls of ``functions``.
+"""Operators of a traced graph that the native runtime has one kernel for, put together into calls
+of ``functions``.
 
-Only graphs that ONNX Runtime runs on a CPU are fused; TensorRT does this by itself. What does not look as expected is left
-as it is, and named with the reason: a graph means the same before and after.
+Only graphs that ONNX Runtime runs on a CPU are fused; TensorRT does this by itself. What does not
+look as expected is left as it is, and named with the reason: a graph means the same before and
+after.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ _MOST_WEIGHTS = 3  # of layers over one input
 
 @dataclass(frozen=True)
 class Fused:
-    """What ``fuse`` made of a graph. ``calls``: native kernel -> nodes that call it. ``plain``: module path -> why it keeps
-    plain operators, of every module for which there is a kernel. ``has_segments``: all attention knows the input of that name.
+    """What ``fuse`` made of a graph. ``calls``: native kernel -> nodes that call it. ``plain``:
+    module path -> why it keeps plain operators, of every module for which there is a kernel.
+    ``has_segments``: all attention knows the input of that name.
     """
 
     calls: Mapping[str, int]
@@ -47,10 +50,11 @@ class _Unlike(Exception):
 
 
 def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
-    """Rewrite a traced graph in place: INT8 and INT4 layers over one input, attention over the cache, a row's candidates.
+    """Rewrite a traced graph in place: INT8 and INT4 layers over one input, attention over the
+    cache, a row's candidates.
 
-    ``cache_dtype``: of keys and values between passes, as the manifest has it, None: as they are computed. Raises CacheError
-    where attention does not take it.
+    ``cache_dtype``: of keys and values between passes, as the manifest has it, None: as they are
+    computed. Raises CacheError where attention does not take it.
     """
     model = traced.model
     plain = _merge_linear_layers(model)
@@ -68,12 +72,21 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     if cache_dtype is not None and caches.row_of(cache_dtype, 0)[0] != traced.element_type:
         caches.store_as(traced, plain, cache_dtype)
     calls = Counter(node.op_type for node in model.graph if node.domain == DOMAIN)
-    has_segments = SEGMENTS in model.graph.initializers and all(node.op_type != "Attention" for node in model.graph)
-    return Fused({name: calls[name] for name in functions.KERNELS if calls[name]}, plain, has_segments)
+    has_segments = SEGMENTS in model.graph.initializers and all(
+        node.op_type != "Attention" for node in model.graph
+    )
+    return Fused(
+        {name: calls[name] for name in functions.KERNELS if calls[name]}, plain, has_segments
+    )
 
 
 def _call(
-    model: ir.Model, before: ir.Node, name: str, inputs: Sequence[ir.Value], old: Sequence[ir.Value], **attributes: Any
+    model: ir.Model,
+    before: ir.Node,
+    name: str,
+    inputs: Sequence[ir.Value],
+    old: Sequence[ir.Value],
+    **attributes: Any,
 ) -> None:
     """Insert a call whose outputs take the place of ``old``."""
     functions.declare(model, name)
@@ -99,11 +112,17 @@ def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
     users = [node for node, _ in value.uses()]
-    return users[0] if len(users) == 1 and users[0].op_type == op_type and not value.is_graph_output() else None
+    return (
+        users[0]
+        if len(users) == 1 and users[0].op_type == op_type and not value.is_graph_output()
+        else None
+    )
 
 
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
-    """Put layers of one format over one input together; returns the layers that are not, with the reason."""
+    """Put layers of one format over one input together; returns the layers that are not, with the
+    reason.
+    """
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         if node.op_type in functions.LINEAR and node.domain == DOMAIN:
@@ -115,7 +134,9 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
         product = _gated_product(nodes)
         is_gated = len(nodes) == 2 and paths[0].endswith(GATE)
         if is_gated and product is None:
-            plain[paths[0].removesuffix(GATE)] = "what becomes of gate and up is not silu(gate) * up alone"
+            plain[paths[0].removesuffix(GATE)] = (
+                "what becomes of gate and up is not silu(gate) * up alone"
+            )
         if product is not None:
             _merge(model, nodes, f"{kind}GatedLinear", [product])
         elif len(nodes) > _MOST_WEIGHTS:
@@ -142,7 +163,15 @@ def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[i
     columns = [count for node in nodes for count in node.attributes["columns"].as_ints()]
     size = _group_size(nodes[0])
     group = {"group_size": size} if size else {}
-    _call(model, nodes[0], name, [value for value in inputs if value is not None], old, columns=columns, **group)
+    _call(
+        model,
+        nodes[0],
+        name,
+        [value for value in inputs if value is not None],
+        old,
+        columns=columns,
+        **group,
+    )
 
 
 def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
@@ -155,28 +184,44 @@ def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
         return None
     silu = _only_user(users["Sigmoid"].outputs[0], "Mul")
     product = _only_user(up, "Mul")
-    if silu is None or silu is not users["Mul"] or product is None or silu.outputs[0] not in product.inputs:
+    if (
+        silu is None
+        or silu is not users["Mul"]
+        or product is None
+        or silu.outputs[0] not in product.inputs
+    ):
         return None
     return product.outputs[0] if _only_user(silu.outputs[0], "Mul") is product else None
 
 
 def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
-    """From the products q, k, v to the merged heads: views, rotations, the cache's rows in front, and back.
+    """From the products q, k, v to the merged heads: views, rotations, the cache's rows in front,
+    and back.
 
     Raises _Unlike.
     """
     if traced.dtype.itemsize != 4:
         raise _Unlike("the kernel computes in fp32")
-    _refuse_settings(attention, ("is_causal", "scale", "softcap", "q_num_heads", "kv_num_heads", "softmax_precision"))
+    _refuse_settings(
+        attention,
+        ("is_causal", "scale", "softcap", "q_num_heads", "kv_num_heads", "softmax_precision"),
+    )
     if len(attention.inputs) > 4:
         raise _Unlike("Attention with more inputs than a mask")
     hidden = attention.inputs[3] if len(attention.inputs) == 4 else None
-    turned = _expect(attention.inputs[0], "RotaryEmbedding", "queries that are not turned by their positions")
-    keys, values = (_expect(value, "Concat", "no cached rows in front of the pass's own") for value in attention.inputs[1:3])
+    turned = _expect(
+        attention.inputs[0], "RotaryEmbedding", "queries that are not turned by their positions"
+    )
+    keys, values = (
+        _expect(value, "Concat", "no cached rows in front of the pass's own")
+        for value in attention.inputs[1:3]
+    )
     past_key, present_key = _both(keys)
     past_value, present_value = _both(values)
     rotated = _expect(present_key, "RotaryEmbedding", "keys that are not turned by their positions")
-    rotary_sizes = {node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)}
+    rotary_sizes = {
+        node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)
+    }
     for node in (turned, rotated):
         _refuse_settings(node, ("interleaved",))  # the kernel turns half against half
     tables = _all(turned.inputs[1:], 3)
@@ -200,20 +245,33 @@ def _segments(model: ir.Model) -> ir.Value:
     """The input of that name, none of which a pass has to say."""
     if SEGMENTS not in model.graph.initializers:
         none = ir.tensor(np.zeros((0, 4), np.int64), name=SEGMENTS)
-        value = ir.Value(name=SEGMENTS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["N", 4]), const_value=none)
+        value = ir.Value(
+            name=SEGMENTS,
+            type=ir.TensorType(ir.DataType.INT64),
+            shape=ir.Shape(["N", 4]),
+            const_value=none,
+        )
         model.graph.inputs.append(value)
         model.graph.register_initializer(value)
     return model.graph.initializers[SEGMENTS]
 
 
 _STARTS = ("Sub", "positions", ("Mod", "positions", "length"))
-_HIDDEN = ("Greater", ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), _STARTS), 1), ("Unsqueeze", _STARTS, 2))
+_HIDDEN = (
+    "Greater",
+    ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), _STARTS), 1),
+    ("Unsqueeze", _STARTS, 2),
+)
 _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
-"""What ``hiding`` of the denoiser is traced to: operators with their inputs, numbers, and names of what may be anything."""
+"""What ``hiding`` of the denoiser is traced to: operators with their inputs, numbers, and names of
+what may be anything.
+"""
 
 
 def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
-    """The length of the blocks by which keys are hidden. Raises _Unlike for a mask of anything else."""
+    """The length of the blocks by which keys are hidden. Raises _Unlike for a mask of anything
+    else.
+    """
     found = {"positions": positions}
     length = _number(found["length"]) if _looks_like(hidden, _HIDING, found) else None
     if length is None:
@@ -222,7 +280,9 @@ def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:
-    """Whether a value is made as wanted; a name stands for the same value everywhere, which goes into ``found``."""
+    """Whether a value is made as wanted; a name stands for the same value everywhere, which goes
+    into ``found``.
+    """
     if value is None:
         return False
     if isinstance(wanted, str):
@@ -230,7 +290,9 @@ def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Va
     if not isinstance(wanted, tuple):
         return _number(value) == wanted
     node = _producer(value, wanted[0])
-    return node is not None and all(map(_looks_like, node.inputs, wanted[1:], [found] * len(node.inputs)))
+    return node is not None and all(
+        map(_looks_like, node.inputs, wanted[1:], [found] * len(node.inputs))
+    )
 
 
 def _number(value: ir.Value) -> float | None:
@@ -271,7 +333,9 @@ def _both(node: ir.Node) -> tuple[ir.Value, ir.Value]:
 
 @dataclass(frozen=True)
 class _Heads:
-    """``count`` heads ``[B, T, count, D]``: ``split`` as they were cut, ``ready`` as attention takes them, a norm between."""
+    """``count`` heads ``[B, T, count, D]``: ``split`` as they were cut, ``ready`` as attention
+    takes them, a norm between.
+    """
 
     count: int
     split: ir.Node
@@ -291,11 +355,18 @@ def _heads_of(value: ir.Value | None) -> _Heads:
 
 
 def _merged(model: ir.Model, before: ir.Node, heads: _Heads) -> ir.Value:
-    """``[B, T, count * D]``: what was cut into heads or, behind a norm of each, the heads put side by side again."""
+    """``[B, T, count * D]``: what was cut into heads or, behind a norm of each, the heads put side
+    by side again.
+    """
     if heads.ready is heads.split.outputs[0]:
         return _both(heads.split)[0]
     metadata = {LAYER_KEY: before.metadata_props[LAYER_KEY]}
-    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, -1], np.int64))}, metadata_props=metadata)
+    shape = ir.node(
+        "Constant",
+        [],
+        {"value": ir.tensor(np.array([0, 0, -1], np.int64))},
+        metadata_props=metadata,
+    )
     whole = ir.node("Reshape", [heads.ready, shape.outputs[0]], metadata_props=metadata)
     model.graph.insert_before(before, [shape, whole])
     return whole.outputs[0]
@@ -312,4 +383,10 @@ def _fuse_candidates(model: ir.Model) -> None:
     logits, bias = _both(masked)
     if logits is not outputs["logits"]:
         raise _Unlike("probabilities that are not those of the logits returned")
-    _call(model, masked, "Candidates", [logits, bias], [outputs[name] for name in ("top_token", "top_prob", "entropy")])
+    _call(
+        model,
+        masked,
+        "Candidates",
+        [logits, bias],
+        [outputs[name] for name in ("top_token", "top_prob", "entropy")],
+    )

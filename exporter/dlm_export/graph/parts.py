@@ -1,8 +1,10 @@
-"""A written graph cut along its layers: each part is a model of its own, over the weights where they lie.
+"""A written graph cut along its layers: each part is a model of its own, over the weights where
+they lie.
 
-``embed`` comes first, then every ``blocks.I``, then ``end``: the final norm, the head and the candidates. A part takes and
-gives values of the whole graph under their own names, so that the parts, run one after the other, are the graph's own wiring.
-What depends on constants alone is no value that is handed on: each part that reads it has its own copy.
+``embed`` comes first, then every ``blocks.I``, then ``end``: the final norm, the head and the
+candidates. A part takes and gives values of the whole graph under their own names, so that the
+parts, run one after the other, are the graph's own wiring. What depends on constants alone is no
+value that is handed on: each part that reads it has its own copy.
 """
 
 from __future__ import annotations
@@ -49,15 +51,21 @@ class Part:
         """Raises PartError that says which of its inputs are not among ``names``."""
         lacking = [name for name in self.inputs if name not in names]
         if lacking:
-            raise PartError(f"{self.name} reads {', '.join(lacking)}, which neither the pass nor a part before it gives")
+            raise PartError(
+                f"{self.name} reads {', '.join(lacking)}, which neither the pass nor a part before it gives"
+            )
 
 
 def cut(model: ir.Model) -> list[Part]:
-    """The parts of a graph in their order. A node without a layer's path lies where its inputs are complete."""
+    """The parts of a graph in their order. A node without a layer's path lies where its inputs are
+    complete.
+    """
     graph = model.graph
     layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
-    made_in = {value: 0 for value in graph.inputs if not value.is_initializer()}  # what may be left out is constant
+    made_in = {
+        value: 0 for value in graph.inputs if not value.is_initializer()
+    }  # what may be left out is constant
     crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it reads of others
     given: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it gives
     for node, layer in zip(graph, layers, strict=True):
@@ -76,7 +84,10 @@ def cut(model: ir.Model) -> list[Part]:
     for value in graph.outputs:
         given[made_in[value]][value] = None
     names = [EMBED, *(f"{BLOCKS}{i}" for i in range(end - 1)), END]
-    return [Part(name, _extract(model, list(crossing[i]), list(given[i]))) for i, name in enumerate(names)]
+    return [
+        Part(name, _extract(model, list(crossing[i]), list(given[i])))
+        for i, name in enumerate(names)
+    ]
 
 
 def block_of(node: ir.Node) -> int | None:

@@ -1,10 +1,11 @@
 """Quantised layers in the graph: a MatMul's operands are replaced, everything around it stays.
 
-Layers are found by their module path in the node's metadata (``graph.LAYER_KEY``), never by a weight's name. Weights are
-declared here with shape and type only; ``write_graph`` asks for them one at a time. A graph is written in one of two forms,
-over the same initialisers byte for byte: for ONNX Runtime on a CPU, where it is judged, and for TensorRT's parser. For ONNX
-Runtime's CUDA provider both forms are one: weights in INT8 and INT4 go into ``com.microsoft::MatMulNBits``, for which its CPU
-and CUDA providers have kernels; what other layers are written in is as here.
+Layers are found by their module path in the node's metadata (``graph.LAYER_KEY``), never by a
+weight's name. Weights are declared here with shape and type only; ``write_graph`` asks for them one
+at a time. A graph is written in one of two forms, over the same initialisers byte for byte: for
+ONNX Runtime on a CPU, where it is judged, and for TensorRT's parser. For ONNX Runtime's CUDA
+provider both forms are one: weights in INT8 and INT4 go into ``com.microsoft::MatMulNBits``, for
+which its CPU and CUDA providers have kernels; what other layers are written in is as here.
 
 ==============  ========================================================================================================
 int8-dynamic    ``dlm_export::Int8Linear``: one scale a column and, in each pass, one a row of the input: integer arithmetic, on
@@ -19,11 +20,12 @@ nvfp4           on a CPU the exactly equal image: E2M1 codes looked up in a tabl
                 tensor's scale, in ``dlm_export::NVFP4Linear`` or, where TensorRT shares the initialisers, spelled out; the
                 input through ``dlm_export::NVFP4QuantizeDequantize``, standard operators that round to E2M1 by steps. For
                 TensorRT two DequantizeLinear, and TRT_FP4DynamicQuantize on the input
-==============  ========================================================================================================
+==============
+========================================================================================================
 
-The engine folds what depends on constants only, so an image costs its size on disk but no time in a pass. Scales are in the
-graph's dtype. Forms follow ONNX 1.23's QuantizeLinear and DequantizeLinear (opset 23), and for NVFP4 TensorRT's documented
-two-level scheme.
+The engine folds what depends on constants only, so an image costs its size on disk but no time in a
+pass. Scales are in the graph's dtype. Forms follow ONNX 1.23's QuantizeLinear and DequantizeLinear
+(opset 23), and for NVFP4 TensorRT's documented two-level scheme.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ Form = Literal["cpu", "tensorrt", "cuda"]
 class Part:
     """What an initialiser of a quantised graph holds of a layer's weight.
 
-    ``codes``, ``scales``, ``global_scale``; codes and scales as ``functions`` want them, ``panels`` and ``panel_scales``, or as
-    MatMulNBits does, ``blocks`` and ``block_scales``.
+    ``codes``, ``scales``, ``global_scale``; codes and scales as ``functions`` want them, ``panels``
+    and ``panel_scales``, or as MatMulNBits does, ``blocks`` and ``block_scales``.
     """
 
     layer: str
@@ -67,7 +69,9 @@ class Part:
 
 
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
-    """Why a layer's shape does not suit a format, None where it does; a GPU's graph has no group that is short."""
+    """Why a layer's shape does not suit a format, None where it does; a GPU's graph has no group
+    that is short.
+    """
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
     if layer.is_stacked and not on_gpu and experts.function_of(name) is None:
@@ -92,15 +96,20 @@ def rewrite(
     form: Form = "cpu",
     is_shared: bool = False,
 ) -> dict[str, Part]:
-    """Quantise the layers of a traced graph in place; returns what its new initialisers hold, by name.
+    """Quantise the layers of a traced graph in place; returns what its new initialisers hold, by
+    name.
 
-    ``formats`` names a key of ``FORMATS`` a layer, ``amax`` the clipping range of static inputs, ``rotated`` the size of
-    the Hadamard matrix that turns a layer's input. Ranges of each pass need a graph in fp32. ``is_shared``: both
-    forms are written over the same initialisers.
+    ``formats`` names a key of ``FORMATS`` a layer, ``amax`` the clipping range of static inputs,
+    ``rotated`` the size of the Hadamard matrix that turns a layer's input. Ranges of each pass need
+    a graph in fp32. ``is_shared``: both forms are written over the same initialisers.
     """
-    writer = _Writer(traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT)
+    writer = _Writer(
+        traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT
+    )
     wanted = {layer for layer, name in formats.items() if name != HIGH}
-    if any(node.op_type == MIXTURE for node in traced.model.graph):  # their weights are laid out by ``experts``
+    if any(
+        node.op_type == MIXTURE for node in traced.model.graph
+    ):  # their weights are laid out by ``experts``
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
     head = traced.network.quantisable()[HEAD]
     for node in list(traced.model.graph):
@@ -118,7 +127,13 @@ def rewrite(
             writer.rotate(node, turned)
         chosen = FORMATS[formats.get(layer, HIGH)]
         if chosen.weights is not None:
-            writer.layer(node, layer, chosen, amax.get(layer), head if head.is_tied and layer == HEAD else None)
+            writer.layer(
+                node,
+                layer,
+                chosen,
+                amax.get(layer),
+                head if head.is_tied and layer == HEAD else None,
+            )
             wanted.remove(layer)
             transpose = weight.producer()
             if transpose is not None and not weight.uses():
@@ -140,19 +155,38 @@ class _Writer:
         self.parts: dict[str, Part] = {}
         self._inputs: dict[tuple[int, Any, float | None], tuple[ir.Value, ...]] = {}
 
-    def nodes(self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]) -> ir.Value:
-        """Insert operators before a node, each taking its inputs from ``specs``; a None first input is the one before."""
+    def nodes(
+        self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]
+    ) -> ir.Value:
+        """Insert operators before a node, each taking its inputs from ``specs``; a None first input
+        is the one before.
+        """
         out: ir.Value | None = None
         for op, inputs, attributes in specs:
-            out = self.node(before, layer, op, [out if value is None else value for value in inputs], attributes)[0]
+            out = self.node(
+                before, layer, op, [out if value is None else value for value in inputs], attributes
+            )[0]
         assert out is not None
         return out
 
     def node(
-        self, before: ir.Node, layer: str, op: str, inputs: list[ir.Value | None], attributes: dict[str, Any], outputs: int = 1
+        self,
+        before: ir.Node,
+        layer: str,
+        op: str,
+        inputs: list[ir.Value | None],
+        attributes: dict[str, Any],
+        outputs: int = 1,
     ) -> tuple[ir.Value, ...]:
         domain, _, op_type = op.rpartition("::")
-        made = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, metadata_props={LAYER_KEY: layer})
+        made = ir.node(
+            op_type,
+            inputs,
+            attributes,
+            domain=domain,
+            num_outputs=outputs,
+            metadata_props={LAYER_KEY: layer},
+        )
         self.graph.insert_before(before, made)
         if op_type == "Cast":
             made.outputs[0].type = ir.TensorType(attributes["to"])
@@ -180,12 +214,26 @@ class _Writer:
         """A small initialiser inside the graph's own file, one a name."""
         if name not in self.graph.initializers:
             tensor = ir.tensor(np.asarray(array), name=name)
-            value = ir.Value(name=name, shape=ir.Shape(np.shape(array)), type=ir.TensorType(tensor.dtype), const_value=tensor)
+            value = ir.Value(
+                name=name,
+                shape=ir.Shape(np.shape(array)),
+                type=ir.TensorType(tensor.dtype),
+                const_value=tensor,
+            )
             self.graph.initializers[name] = value
         return self.graph.initializers[name]
 
-    def layer(self, node: ir.Node, layer: str, chosen: LayerFormat, amax: float | None, tied: LinearSpec | None = None) -> None:
-        """Quantise a MatMul. ``tied``: its description if its weight is the transposed embedding table."""
+    def layer(
+        self,
+        node: ir.Node,
+        layer: str,
+        chosen: LayerFormat,
+        amax: float | None,
+        tied: LinearSpec | None = None,
+    ) -> None:
+        """Quantise a MatMul. ``tied``: its description if its weight is the transposed embedding
+        table.
+        """
         x, w = node.inputs
         assert x is not None
         assert w is not None
@@ -200,7 +248,9 @@ class _Writer:
                 self.linear(node, layer, "Int8Linear", [x, *self.int8_panels(layer, K, N)], N)
             else:
                 stored = self.int4_panels(layer, K, N, chosen.group_size)
-                self.linear(node, layer, "Int4Linear", [x, *stored], N, group_size=chosen.group_size)
+                self.linear(
+                    node, layer, "Int4Linear", [x, *stored], N, group_size=chosen.group_size
+                )
             return
         if self.form == "cuda":
             self.blocks(node, layer, x, chosen, K, N)
@@ -251,14 +301,29 @@ class _Writer:
         global_scale = self.weight(layer, "global_scale", (), self.dtype)
         self.linear(node, layer, "NVFP4Linear", [x, panels, scales, global_scale], N)
 
-    def linear(self, node: ir.Node, layer: str, name: str, inputs: list[ir.Value | None], N: int, **attributes: int) -> None:
+    def linear(
+        self,
+        node: ir.Node,
+        layer: str,
+        name: str,
+        inputs: list[ir.Value | None],
+        N: int,
+        **attributes: int,
+    ) -> None:
         """A call in the place of a MatMul."""
         functions.declare(self.model, name)
         self.put(node, layer, f"{DOMAIN}::{name}", inputs, {"columns": [N]} | attributes)
 
-    def blocks(self, node: ir.Node, layer: str, x: ir.Value, chosen: LayerFormat, K: int, N: int) -> None:
-        """MatMulNBits in the place of a MatMul; the blocks of a column in INT8 have its scale, each."""
-        bits, size = functions.BITS[str(chosen.weights)], chosen.group_size or functions.block_size(K)
+    def blocks(
+        self, node: ir.Node, layer: str, x: ir.Value, chosen: LayerFormat, K: int, N: int
+    ) -> None:
+        """MatMulNBits in the place of a MatMul; the blocks of a column in INT8 have its scale,
+        each.
+        """
+        bits, size = (
+            functions.BITS[str(chosen.weights)],
+            chosen.group_size or functions.block_size(K),
+        )
         count = -(-K // size)
         codes = self.weight(layer, "blocks", (N, count, size * bits // 8), ir.DataType.UINT8)
         scales = self.weight(layer, "block_scales", (N, count), self.dtype)
@@ -266,7 +331,14 @@ class _Writer:
         attributes = {"K": K, "N": N, "bits": bits, "block_size": size}
         self.put(node, layer, f"{MICROSOFT_DOMAIN}::MatMulNBits", [x, codes, scales], attributes)
 
-    def put(self, node: ir.Node, layer: str, op: str, inputs: list[ir.Value | None], attributes: dict[str, Any]) -> None:
+    def put(
+        self,
+        node: ir.Node,
+        layer: str,
+        op: str,
+        inputs: list[ir.Value | None],
+        attributes: dict[str, Any],
+    ) -> None:
         """An operator in the place of a MatMul or a lookup."""
         result = self.nodes(node, layer, (op, inputs, attributes))
         old = node.outputs[0]
@@ -275,27 +347,37 @@ class _Writer:
         result.name, old.name = kept, None
         self.graph.remove(node, safe=True)
 
-    def activation(self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float) -> ir.Value:
-        """The input, quantised and dequantised; layers that share an input and its range share the nodes."""
+    def activation(
+        self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float
+    ) -> ir.Value:
+        """The input, quantised and dequantised; layers that share an input and its range share the
+        nodes.
+        """
         key = (id(x), number_format, amax)
         if key not in self._inputs:
             self._inputs[key] = (self._activation(node, layer, x, number_format, amax),)
         return self._inputs[key][0]
 
-    def _activation(self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float) -> ir.Value:
+    def _activation(
+        self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float
+    ) -> ir.Value:
         scale_value = activation_scale(number_format, amax, self.dtype.numpy())
         if number_format == "nvfp4" and not self.for_tensorrt:
             functions.declare(self.model, "NVFP4QuantizeDequantize")
             scale = self.constant(f"{layer}.input_scale", scale_value)
             wide = self._cast(node, layer, x, ir.DataType.FLOAT)
-            rounded = self.nodes(node, layer, (f"{DOMAIN}::NVFP4QuantizeDequantize", [wide, scale], {}))
+            rounded = self.nodes(
+                node, layer, (f"{DOMAIN}::NVFP4QuantizeDequantize", [wide, scale], {})
+            )
             return self._cast(node, layer, rounded, self.dtype)
         scale = self.number(f"{layer}.input_scale", scale_value)
         if number_format == "nvfp4":
             self.graph.opset_imports[TRT_DOMAIN] = 1
             groups = {"axis": -1, "block_size": 16}
             quantise = f"{TRT_DOMAIN}::TRT_FP4DynamicQuantize"
-            codes, scales = self.node(node, layer, quantise, [x, scale], groups | {"scale_type": F8.value}, outputs=2)
+            codes, scales = self.node(
+                node, layer, quantise, [x, scale], groups | {"scale_type": F8.value}, outputs=2
+            )
             return self.nodes(
                 node,
                 layer,
@@ -307,7 +389,8 @@ class _Writer:
         elif self.for_tensorrt:
             zero = self.constant("zero.int8", np.int8(0))
         else:
-            # ONNX Runtime multiplies uint8 by int8 in one instruction, int8 by int8 in more; the values are the same.
+            # ONNX Runtime multiplies uint8 by int8 in one instruction, int8 by int8 in more; the
+            # values are the same.
             zero = self.constant("zero.uint8", np.uint8(128))
         return self.nodes(
             node,
@@ -316,7 +399,9 @@ class _Writer:
             ("DequantizeLinear", [None, scale, zero], {}),
         )
 
-    def dequantised(self, node: ir.Node, layer: str, chosen: LayerFormat, K: int, N: int) -> ir.Value:
+    def dequantised(
+        self, node: ir.Node, layer: str, chosen: LayerFormat, K: int, N: int
+    ) -> ir.Value:
         if chosen.weights == "int4":
             assert chosen.group_size is not None
             codes = self.weight(layer, "codes", (K, N), ir.DataType.INT4)
@@ -324,15 +409,27 @@ class _Writer:
             options = {"axis": 0, "block_size": chosen.group_size}
             return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], options))
         if chosen.weights in ("int8", "fp8"):
-            codes = self.weight(layer, "codes", (K, N), ir.DataType.INT8 if chosen.weights == "int8" else F8)
+            codes = self.weight(
+                layer, "codes", (K, N), ir.DataType.INT8 if chosen.weights == "int8" else F8
+            )
             scales = self.weight(layer, "scales", (N,), self.dtype)
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
-                # ONNX Runtime would put one of its own in, of another shape, where it makes the codes unsigned.
-                zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]  # of each layer its own: it is replaced
-            return self.nodes(node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1}))
+                # ONNX Runtime would put one of its own in, of another shape, where it makes the
+                # codes unsigned.
+                zeros = [
+                    self.constant(f"{layer}.zeros", np.zeros(N, np.int8))
+                ]  # of each layer its own: it is replaced
+            return self.nodes(
+                node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})
+            )
         assert chosen.weights == "nvfp4"
-        codes = self.weight(layer, "codes", (N, K), ir.DataType.FLOAT4E2M1 if self.for_tensorrt else ir.DataType.UINT4)
+        codes = self.weight(
+            layer,
+            "codes",
+            (N, K),
+            ir.DataType.FLOAT4E2M1 if self.for_tensorrt else ir.DataType.UINT4,
+        )
         scales = self.weight(layer, "scales", (N, K // 16), F8)
         global_scale = self.weight(layer, "global_scale", (), self.dtype)
         if self.for_tensorrt:
@@ -363,7 +460,11 @@ class _Writer:
         return self._cast(node, layer, matrix, self.dtype)
 
     def _cast(self, node: ir.Node, layer: str, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        return value if value.dtype == dtype else self.nodes(node, layer, ("Cast", [value], {"to": dtype}))
+        return (
+            value
+            if value.dtype == dtype
+            else self.nodes(node, layer, ("Cast", [value], {"to": dtype}))
+        )
 
     def rotate(self, node: ir.Node, size: int) -> None:
         layer, x = node.metadata_props[LAYER_KEY], node.inputs[0]
@@ -386,14 +487,21 @@ class _Writer:
         assert table.shape is not None
         V, hidden = (int(size) for size in table.shape)  # type: ignore[arg-type]
         is_int8 = number_format == "int8"
-        codes = self.weight("embed", "codes", (V, hidden), ir.DataType.INT8 if is_int8 else ir.DataType.UINT8)
+        codes = self.weight(
+            "embed", "codes", (V, hidden), ir.DataType.INT8 if is_int8 else ir.DataType.UINT8
+        )
         scales = self.weight("embed", "scales", (V, 1), self.dtype)
         (wide,) = self.node(node, "embed", "Gather", [codes, ids], {"axis": 0})
         (steps,) = self.node(node, "embed", "Gather", [scales, ids], {"axis": 0})
-        if not is_int8:  # ONNX's Gather has no float8: the codes are looked up as bytes, then their values by code
+        # ONNX's Gather has no float8: the codes are looked up as bytes, then their values by code
+        if not is_int8:
             values = self.constant("e4m3", E4M3_VALUES)
             (wide,) = self.node(
-                node, "embed", "Gather", [values, self._cast(node, "embed", wide, ir.DataType.INT32)], {"axis": 0}
+                node,
+                "embed",
+                "Gather",
+                [values, self._cast(node, "embed", wide, ir.DataType.INT32)],
+                {"axis": 0},
             )
         wide = self._cast(node, "embed", wide, self.dtype)
         self.put(node, "embed", "Mul", [wide, steps], {})

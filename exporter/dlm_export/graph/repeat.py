@@ -1,7 +1,8 @@
 """A graph traced with one layer of each kind, made into the graph of all layers.
 
-Layers meet in the residual stream and in what all of them read: positions, rotary tables, visibility, constants. So the nodes
-of a traced layer, over another layer's parameters and cache and behind the layer before that one, are that other layer.
+Layers meet in the residual stream and in what all of them read: positions, rotary tables,
+visibility, constants. So the nodes of a traced layer, over another layer's parameters and cache and
+behind the layer before that one, are that other layer.
 """
 
 from __future__ import annotations
@@ -20,20 +21,27 @@ _NUMBERED = re.compile(r"(blocks\.|(?:past|present)_(?:key|value)\.)(\d+)")
 
 
 def kinds(network: NetworkSpec) -> list[int]:
-    """The kind of each layer, counted in order of appearance: layers described alike are of one kind."""
+    """The kind of each layer, counted in order of appearance: layers described alike are of one
+    kind.
+    """
     described = list(dict.fromkeys(network.layers))
     return [described.index(layer) for layer in network.layers]
 
 
 def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
-    """The graph whose layer ``i`` is block ``layers[i]`` of ``traced``, which has a block of each kind.
+    """The graph whose layer ``i`` is block ``layers[i]`` of ``traced``, which has a block of each
+    kind.
 
-    Every node needs its module path (``LAYER_KEY``), and none may be unused. Blocks that meet in anything else than the stream
-    and shared values are an error of ours: AssertionError.
+    Every node needs its module path (``LAYER_KEY``), and none may be unused. Blocks that meet in
+    anything else than the stream and shared values are an error of ours: AssertionError.
     """
     front, blocks, behind = _cut(traced)
-    streams = [_handed([node for node in front if node.metadata_props[LAYER_KEY] == EMBED], blocks[0])]
-    streams += [_handed(block, reader) for block, reader in zip(blocks, [*blocks[1:], behind], strict=True)]
+    streams = [
+        _handed([node for node in front if node.metadata_props[LAYER_KEY] == EMBED], blocks[0])
+    ]
+    streams += [
+        _handed(block, reader) for block, reader in zip(blocks, [*blocks[1:], behind], strict=True)
+    ]
     copies = _Copies(layers)
     inputs = copies.of_values(traced.inputs)
     initializers = copies.of_values(traced.initializers.values())
@@ -47,7 +55,12 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
     nodes += copies.of_nodes(behind)
     outputs = [copies.find(value, layer) for value, layer in _placed(traced.outputs, layers)]
     return ir.Graph(
-        inputs, outputs, nodes=nodes, initializers=initializers, opset_imports=traced.opset_imports, name=traced.name
+        inputs,
+        outputs,
+        nodes=nodes,
+        initializers=initializers,
+        opset_imports=traced.opset_imports,
+        name=traced.name,
     )
 
 
@@ -74,11 +87,18 @@ class _Copies:
             scopes += self.own  # how many rows are cached is read of some layer's cache
         found = next((scope[value] for scope in scopes if value in scope), None)
         where = "what is no layer" if layer is None else f"layer {layer}"
-        assert found is not None, f"{where} reads {value.name}, which is neither its own, nor the stream, nor shared"
+        assert found is not None, (
+            f"{where} reads {value.name}, which is neither its own, nor the stream, nor shared"
+        )
         return found
 
     def _copy(self, value: ir.Value, layer: int | None, is_shared: bool = False) -> ir.Value:
-        made = ir.Value(name=_named(value.name, layer), type=value.type, shape=value.shape, const_value=value.const_value)
+        made = ir.Value(
+            name=_named(value.name, layer),
+            type=value.type,
+            shape=value.shape,
+            const_value=value.const_value,
+        )
         if layer is not None:
             self.own[layer][value] = made
         if layer is None or is_shared:
@@ -105,21 +125,34 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
     numbers = [number for number in blocks if number is not None]
     start = blocks.index(numbers[0])
     end = start + len(numbers)
-    assert blocks[start:end] == sorted(numbers), "nodes of another part stand between those of a block"
-    inside = [[node for node, number in zip(nodes, blocks, strict=True) if number == i] for i in range(max(numbers) + 1)]
+    assert blocks[start:end] == sorted(numbers), (
+        "nodes of another part stand between those of a block"
+    )
+    inside = [
+        [node for node, number in zip(nodes, blocks, strict=True) if number == i]
+        for i in range(max(numbers) + 1)
+    ]
     return nodes[:start], inside, nodes[end:]
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """The one value, constants aside, that a part of the graph hands on to the next one: the residual stream."""
+    """The one value, constants aside, that a part of the graph hands on to the next one: the
+    residual stream.
+    """
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
-    handed = list(dict.fromkeys(value for node in readers for value in node.inputs if value in made))
-    assert len(handed) == 1, f"{[value.name for value in handed]} where the residual stream alone is handed on"
+    handed = list(
+        dict.fromkeys(value for node in readers for value in node.inputs if value in made)
+    )
+    assert len(handed) == 1, (
+        f"{[value.name for value in handed]} where the residual stream alone is handed on"
+    )
     return handed[0]
 
 
 def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.Value, int | None]]:
-    """Inputs, outputs or initialisers in their order, those of a block once for every layer of its kind, which stands by."""
+    """Inputs, outputs or initialisers in their order, those of a block once for every layer of its
+    kind, which stands by.
+    """
     front: list[tuple[ir.Value, int | None]] = []
     behind: list[tuple[ir.Value, int | None]] = []
     of_blocks: dict[int, list[ir.Value]] = {}
@@ -129,7 +162,11 @@ def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.
             (behind if of_blocks else front).append((value, None))
         else:
             of_blocks.setdefault(int(numbered[2]), []).append(value)
-    return [*front, *((value, i) for i, kind in enumerate(layers) for value in of_blocks[kind]), *behind]
+    return [
+        *front,
+        *((value, i) for i, kind in enumerate(layers) for value in of_blocks[kind]),
+        *behind,
+    ]
 
 
 def _named(name: str | None, layer: int | None) -> str:
@@ -138,4 +175,8 @@ def _named(name: str | None, layer: int | None) -> str:
     if layer is None:
         return name
     numbered = _NUMBERED.match(name)
-    return f"blocks.{layer}.{name}" if numbered is None else f"{numbered[1]}{layer}{name[numbered.end() :]}"
+    return (
+        f"blocks.{layer}.{name}"
+        if numbered is None
+        else f"{numbered[1]}{layer}{name[numbered.end() :]}"
+    )

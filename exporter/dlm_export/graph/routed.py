@@ -1,8 +1,10 @@
-"""Mixtures of experts as functions of standard operators: a loop over the experts that are chosen, each for its tokens.
+"""Mixtures of experts as functions of standard operators: a loop over the experts that are chosen,
+each for its tokens.
 
-Of INT8 and INT4 weights an expert is a call of the gated layer and one of the layer behind it (``functions``), so that inputs
-are quantised by rows, twice. Formats that a CPU has no arithmetic for are computed in fp32 on the values that they stand for:
-their inputs are rounded in one range, which the weighed features have behind the gate.
+Of INT8 and INT4 weights an expert is a call of the gated layer and one of the layer behind it
+(``functions``), so that inputs are quantised by rows, twice. Formats that a CPU has no arithmetic
+for are computed in fp32 on the values that they stand for: their inputs are rounded in one range,
+which the weighed features have behind the gate.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from dlm_export.graph.body import Body, LoopBody
 from dlm_export.network.spec import STACKS
 
 MIXTURE = "Experts"
-"""The function that a trace calls; the others of ``FUNCTIONS`` take its place when weights are laid out."""
+"""The function that a trace calls; the others of ``FUNCTIONS`` take its place when weights are laid
+out.
+"""
 RANGES = ("x_scale", "hidden_scale")
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Held:
-    """How a function takes experts: ``parts`` of each stack, behind its name; ``calls``: functions of ours; and whether the
-    scales of ``RANGES`` come behind the stacks.
+    """How a function takes experts: ``parts`` of each stack, behind its name; ``calls``: functions
+    of ours; and whether the scales of ``RANGES`` come behind the stacks.
     """
 
     parts: tuple[str, ...] = ("",)
@@ -46,11 +50,17 @@ FUNCTIONS: dict[str, Held] = {
 
 
 def experts(name: str) -> ir.Function:
-    """Results are weighed and added up in fp32. ``Experts`` has weights ``[E, K, N]``, ``FP8Experts`` codes like that, a byte
-    each; the others have panels, and attributes: ``columns`` of gate and up, and ``out_columns`` of down.
+    """Results are weighed and added up in fp32. ``Experts`` has weights ``[E, K, N]``,
+    ``FP8Experts`` codes like that, a byte each; the others have panels, and attributes: ``columns``
+    of gate and up, and ``out_columns`` of down.
     """
     held = FUNCTIONS[name]
-    ports = ["x", "chosen", "weights", *(f"{stack}{part}" for stack in STACKS for part in held.parts)]
+    ports = [
+        "x",
+        "chosen",
+        "weights",
+        *(f"{stack}{part}" for stack in STACKS for part in held.parts),
+    ]
     body = Body(name, " ".join(ports + list(RANGES) * held.has_ranges))
     op, ints = body.op, body.ints
     x, chosen, weights, *stored = body.inputs
@@ -61,20 +71,27 @@ def experts(name: str) -> ir.Function:
     attributes = _attributes(name)
     counts = []
     if name == "Fp32Experts":
-        counts = [op("Slice", body.attribute(each, ir.AttributeType.INTS), ints(0), ints(1)) for each in attributes]
+        counts = [
+            op("Slice", body.attribute(each, ir.AttributeType.INTS), ints(0), ints(1))
+            for each in attributes
+        ]
     nothing, reached = op("Expand", zero, op("Shape", rows)), op("Unique", slots, sorted=1)
     loop = LoopBody()
     expert = loop.op("Gather", reached, loop.turn)
     is_mine = loop.op("Equal", slots, expert)
     share = loop.op("ReduceSum", loop.op("Where", is_mine, shares, zero), last, keepdims=0)
-    has_chosen = loop.op("ReduceMax", loop.op("Cast", is_mine, to=ir.DataType.INT64), last, keepdims=0)
+    has_chosen = loop.op(
+        "ReduceMax", loop.op("Cast", is_mine, to=ir.DataType.INT64), last, keepdims=0
+    )
     mine = loop.op("Transpose", loop.op("NonZero", has_chosen), perm=[1, 0])
     inputs = loop.op("Gather", rows, loop.op("Squeeze", mine, last))
     own_share = loop.op("Gather", share, mine)
     if name.startswith(("FP8", "NVFP4")):
         weighed = _rounded_expert(name, loop, inputs, own_share, stored, expert)
     else:
-        result = _one(name, loop, inputs, [loop.op("Gather", value, expert) for value in stored], counts)
+        result = _one(
+            name, loop, inputs, [loop.op("Gather", value, expert) for value in stored], counts
+        )
         weighed = loop.op("Mul", loop.op("Cast", result, to=ir.DataType.FLOAT), own_share)
     added = loop.op("ScatterND", loop.carried, mine, weighed, reduction="add")
     y = loop.run(body, op("Squeeze", op("Shape", reached)), nothing, added)
@@ -88,15 +105,33 @@ def _attributes(name: str) -> dict[str, ir.AttributeType]:
     return {"columns": ir.AttributeType.INTS, "out_columns": ir.AttributeType.INTS} | group_size
 
 
-def _one(name: str, loop: LoopBody, x: ir.Value, stored: list[ir.Value], counts: list[ir.Value]) -> ir.Value:
-    """What an expert makes of its rows ``x`` ``[n, K]``; ``stored`` are its own weights, and scales."""
+def _one(
+    name: str, loop: LoopBody, x: ir.Value, stored: list[ir.Value], counts: list[ir.Value]
+) -> ir.Value:
+    """What an expert makes of its rows ``x`` ``[n, K]``; ``stored`` are its own weights, and
+    scales.
+    """
     if calls := FUNCTIONS[name].calls:
         gated, behind = calls
-        hidden: ir.Value = loop.call(gated, x, *stored[:4], columns="columns", group_size="group_size" * ("4" in name))
-        y: ir.Value = loop.call(behind, hidden, *stored[4:], columns="out_columns", group_size="group_size" * ("4" in name))
+        hidden: ir.Value = loop.call(
+            gated, x, *stored[:4], columns="columns", group_size="group_size" * ("4" in name)
+        )
+        y: ir.Value = loop.call(
+            behind,
+            hidden,
+            *stored[4:],
+            columns="out_columns",
+            group_size="group_size" * ("4" in name),
+        )
         return y
-    gate, up, down = stored if not counts else (_matrix(loop, panels, counts[i > 1]) for i, panels in enumerate(stored))
-    found: ir.Value = loop.op("MatMul", _gated(loop, loop.op("MatMul", x, gate), loop.op("MatMul", x, up)), down)
+    gate, up, down = (
+        stored
+        if not counts
+        else (_matrix(loop, panels, counts[i > 1]) for i, panels in enumerate(stored))
+    )
+    found: ir.Value = loop.op(
+        "MatMul", _gated(loop, loop.op("MatMul", x, gate), loop.op("MatMul", x, up)), down
+    )
     return found
 
 
@@ -113,7 +148,12 @@ def _matrix(loop: LoopBody, panels: ir.Value, columns: ir.Value) -> ir.Value:
 
 
 def _rounded_expert(
-    name: str, loop: LoopBody, x: ir.Value, share: ir.Value, stored: list[ir.Value], expert: ir.Value
+    name: str,
+    loop: LoopBody,
+    x: ir.Value,
+    share: ir.Value,
+    stored: list[ir.Value],
+    expert: ir.Value,
 ) -> ir.Value:
     """What an expert makes of its rows ``x`` ``[n, K]``, which count ``share`` ``[n, 1]``."""
     held = FUNCTIONS[name]
@@ -123,7 +163,11 @@ def _rounded_expert(
     gate, up, down = (stored[i * size : (i + 1) * size] for i in range(3))
     if held.has_ranges:
         seen = rounded(loop, seen, scales[0])
-    hidden = _gated(loop, multiply(loop, seen, gate, expert, "columns"), multiply(loop, seen, up, expert, "columns"))
+    hidden = _gated(
+        loop,
+        multiply(loop, seen, gate, expert, "columns"),
+        multiply(loop, seen, up, expert, "columns"),
+    )
     hidden = loop.op("Mul", hidden, share)
     if held.has_ranges:
         hidden = rounded(loop, hidden, scales[1])
@@ -131,13 +175,17 @@ def _rounded_expert(
 
 
 def _e4m3(loop: LoopBody, stored: ir.Value) -> ir.Value:
-    """Bytes as the numbers that they are in E4M3: ONNX Runtime picks no entries of a tensor of these."""
+    """Bytes as the numbers that they are in E4M3: ONNX Runtime picks no entries of a tensor of
+    these.
+    """
     codes = loop.op("Cast", stored, to=ir.DataType.INT32)
     found: ir.Value = loop.op("Gather", loop.constant(E4M3_VALUES), codes)
     return found
 
 
-def _by_fp8(loop: LoopBody, x: ir.Value, stack: list[ir.Value], expert: ir.Value, _: str) -> ir.Value:
+def _by_fp8(
+    loop: LoopBody, x: ir.Value, stack: list[ir.Value], expert: ir.Value, _: str
+) -> ir.Value:
     codes, scales = (loop.op("Gather", value, expert) for value in stack)
     found: ir.Value = loop.op("MatMul", x, loop.op("Mul", _e4m3(loop, codes), scales))
     return found
@@ -145,11 +193,15 @@ def _by_fp8(loop: LoopBody, x: ir.Value, stack: list[ir.Value], expert: ir.Value
 
 def _to_fp8(loop: LoopBody, x: ir.Value, scale: ir.Value) -> ir.Value:
     zero = loop.constant(np.zeros((), ml_dtypes.float8_e4m3fn))
-    found: ir.Value = loop.op("DequantizeLinear", loop.op("QuantizeLinear", x, scale, zero), scale, zero)
+    found: ir.Value = loop.op(
+        "DequantizeLinear", loop.op("QuantizeLinear", x, scale, zero), scale, zero
+    )
     return found
 
 
-def _by_nvfp4(loop: LoopBody, x: ir.Value, stack: list[ir.Value], expert: ir.Value, columns: str) -> ir.Value:
+def _by_nvfp4(
+    loop: LoopBody, x: ir.Value, stack: list[ir.Value], expert: ir.Value, columns: str
+) -> ir.Value:
     codes, scales = (loop.op("Gather", value, expert) for value in stack[:2])
     group_scales = loop.op("Cast", _e4m3(loop, scales), to=ir.DataType.FLOAT8E4M3FN)
     found: ir.Value = loop.call("NVFP4Linear", x, codes, group_scales, stack[2], columns=columns)

@@ -1,4 +1,6 @@
-"""Where the inputs and outputs of layers stand in a graph, and how a graph shows them while it runs."""
+"""Where the inputs and outputs of layers stand in a graph, and how a graph shows them while it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
-"""How the name of a second tap of a mixture of experts ends: the chosen experts as its input, their weights as its output."""
+"""How the name of a second tap of a mixture of experts ends: the chosen experts as its input, their
+weights as its output.
+"""
 SHOWN = "tap:"
 """What the name of a shown value begins with."""
 
@@ -27,7 +31,9 @@ class Tap:
 
 
 def weight_of(node: ir.Node) -> ir.Value | None:
-    """The weight of a MatMul: an initialiser, or a tied head's transposed one. None for other nodes and other products."""
+    """The weight of a MatMul: an initialiser, or a tied head's transposed one. None for other nodes
+    and other products.
+    """
     weight = node.inputs[1] if node.op_type == "MatMul" else None
     if weight is None or weight.is_initializer():
         return weight
@@ -39,13 +45,22 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
-    """The taps of all layers of a traced graph by path. Rewriting keeps the names, where it keeps the values."""
+    """The taps of all layers of a traced graph by path. Rewriting keeps the names, where it keeps
+    the values.
+    """
     found: dict[str, Tap] = {}
     for node in traced.model.graph:
         layer = node.metadata_props.get(LAYER_KEY, "")
-        if node.domain == DOMAIN and node.op_type == MIXTURE:  # a mixture of experts, and who goes where in it
-            tokens, chosen, weights = (str(value.name) for value in node.inputs[:3] if value is not None)
-            found |= {layer: Tap(tokens, str(node.outputs[0].name)), f"{layer}{ROUTES}": Tap(chosen, weights)}
+        if (
+            node.domain == DOMAIN and node.op_type == MIXTURE
+        ):  # a mixture of experts, and who goes where in it
+            tokens, chosen, weights = (
+                str(value.name) for value in node.inputs[:3] if value is not None
+            )
+            found |= {
+                layer: Tap(tokens, str(node.outputs[0].name)),
+                f"{layer}{ROUTES}": Tap(chosen, weights),
+            }
             continue
         if weight_of(node) is None:
             continue
@@ -59,15 +74,22 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
 
 
 def show(model: ir.Model, taps: Mapping[str, Tap]) -> None:
-    """Give a graph, or a part of one, fp32 outputs for the tapped values that it has: their own names with ``SHOWN`` before.
+    """Give a graph, or a part of one, fp32 outputs for the tapped values that it has: their own
+    names with ``SHOWN`` before.
 
     An output that a fused operator keeps to itself is not there any more.
     """
     graph = model.graph
     wanted = {name for tap in taps.values() for name in (tap.input, tap.output)}
-    there = [value for value in (*graph.inputs, *(out for node in graph for out in node.outputs)) if value.name in wanted]
+    there = [
+        value
+        for value in (*graph.inputs, *(out for node in graph for out in node.outputs))
+        if value.name in wanted
+    ]
     for value in there:
-        cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT}, metadata_props={LAYER_KEY: "tap"})
+        cast = ir.node(
+            "Cast", [value], {"to": ir.DataType.FLOAT}, metadata_props={LAYER_KEY: "tap"}
+        )
         shown = cast.outputs[0]
         shown.name, shown.type = f"{SHOWN}{value.name}", ir.TensorType(ir.DataType.FLOAT)
         graph.append(cast)

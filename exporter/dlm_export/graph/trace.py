@@ -1,4 +1,5 @@
-"""Torch to ONNX: one graph for every pass of a denoiser, traced once from torch's meta device, so that no weight exists.
+"""Torch to ONNX: one graph for every pass of a denoiser, traced once from torch's meta device, so
+that no weight exists.
 
 Ports and opsets: see the room's text.
 """
@@ -40,7 +41,11 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import Router
 from dlm_export.network.spec import NetworkSpec
 
-_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 _ELEMENT_TYPES = {
     torch.float32: ir.DataType.FLOAT,
     torch.float16: ir.DataType.FLOAT16,
@@ -50,7 +55,9 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced pass whose weights are still to be written; its initialisers are named like ``Denoiser``'s parameters."""
+    """A traced pass whose weights are still to be written; its initialisers are named like
+    ``Denoiser``'s parameters.
+    """
 
     model: ir.Model
     network: NetworkSpec
@@ -84,7 +91,11 @@ class Pass(nn.Module):
         self.register_buffer("mask_token_bias", bias, persistent=False)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, score_rows: Tensor, past: list[tuple[Tensor, Tensor]]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        score_rows: Tensor,
+        past: list[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, ...]:
         features, presents = self.denoiser.hidden(input_ids, position_ids, past)
         rows = score_rows.unsqueeze(-1).expand(-1, -1, features.shape[-1])
@@ -92,7 +103,8 @@ class Pass(nn.Module):
         masked = logits + self.mask_token_bias
         probs = masked.softmax(-1)
         top_prob, top_token = probs.topk(TOP_K)
-        # sum p ln p without a logarithm a token: ln p is a logit's distance from the best one's, plus the best one's ln p.
+        # sum p ln p without a logarithm a token: ln p is a logit's distance from the best one's,
+        # plus the best one's ln p.
         behind = logits - masked.amax(-1, keepdim=True)
         entropy = (probs * behind).sum(-1) + top_prob[..., 0].log()
         flat = [tensor for present in presents for tensor in present]
@@ -110,13 +122,23 @@ def _quiet_logger(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # what torch.export calls the scope of a dynamic axis's size
-_INPUTS, _OUTPUTS = ("input_ids", "position_ids", "score_rows"), ("top_token", "top_prob", "entropy", "logits")
+# what torch.export calls the scope of a dynamic axis's size
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
+_INPUTS, _OUTPUTS = (
+    ("input_ids", "position_ids", "score_rows"),
+    ("top_token", "top_prob", "entropy", "logits"),
+)
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
-    """Name -> ``(kv_heads, head_size)`` of what a pass reads (``past``) or writes (``present``), in order."""
-    return {f"{prefix}_{kind}.{i}": shape for i, shape in enumerate(network.cache_shapes()) for kind in ("key", "value")}
+    """Name -> ``(kv_heads, head_size)`` of what a pass reads (``past``) or writes (``present``), in
+    order.
+    """
+    return {
+        f"{prefix}_{kind}.{i}": shape
+        for i, shape in enumerate(network.cache_shapes())
+        for kind in ("key", "value")
+    }
 
 
 def input_names(network: NetworkSpec) -> list[str]:
@@ -130,9 +152,15 @@ def output_names(network: NetworkSpec) -> list[str]:
 
 
 def describe(
-    network: NetworkSpec, cache_dtype: str, *, is_simulated: bool, for_device: bool = False, has_segments: bool = False
+    network: NetworkSpec,
+    cache_dtype: str,
+    *,
+    is_simulated: bool,
+    for_device: bool = False,
+    has_segments: bool = False,
 ) -> dict[str, Any]:
-    """What the native reader must know of the graph (``loop.graph``); ``for_device``: there is a device graph too.
+    """What the native reader must know of the graph (``loop.graph``); ``for_device``: there is a
+    device graph too.
 
     ``has_segments``: see ``Fused``.
     """
@@ -147,19 +175,24 @@ def describe(
         "simulated": is_simulated,
         "top_k": TOP_K,
         "cache_dtype": cache_dtype,
-        "ports": {name: name for name in (*_INPUTS, *_OUTPUTS, *([SEGMENTS] if has_segments else []))} | {"layers": layers},
+        "ports": {
+            name: name for name in (*_INPUTS, *_OUTPUTS, *([SEGMENTS] if has_segments else []))
+        }
+        | {"layers": layers},
     }
 
 
 def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> Graph:
     """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``graph.PRECISIONS``.
 
-    One layer of each kind is traced, and repeated. ``is_plain``: in operators of opset 21. A mixture of experts is one node,
-    which is still to be laid out (``graph.experts``).
+    One layer of each kind is traced, and repeated. ``is_plain``: in operators of opset 21. A
+    mixture of experts is one node, which is still to be laid out (``graph.experts``).
     """
     dtype = _DTYPES[precision]
     layers = repeat.kinds(network)
-    c = replace(network, layers=tuple(network.layers[layers.index(kind)] for kind in range(max(layers) + 1)))
+    c = replace(
+        network, layers=tuple(network.layers[layers.index(kind)] for kind in range(max(layers) + 1))
+    )
     with torch.device("meta"):
         module = Pass(Denoiser(c, is_plain)).eval()
     module.denoiser.to(dtype)
@@ -171,10 +204,13 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         ids = torch.zeros(B, T, dtype=torch.int64)
         rows = torch.zeros(B, R, dtype=torch.int64)
         shapes = [(B, kv_heads, S, head_size) for kv_heads, head_size in c.cache_shapes()]
-        past = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for shape in shapes]
+        past = [
+            (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for shape in shapes
+        ]
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
-    # The exporter reports on itself through warnings and logging (torchvision is absent, and so on): nothing for a user.
+    # The exporter reports on itself through warnings and logging (torchvision is absent, and so
+    # on): nothing for a user.
     with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad(), definitions.few():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -184,7 +220,12 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
             opset_version=OPSET,
             input_names=input_names(c),
             output_names=output_names(c),
-            dynamic_shapes=(rows_and_tokens, rows_and_tokens, rows_and_tokens, [(cached, cached)] * len(past)),
+            dynamic_shapes=(
+                rows_and_tokens,
+                rows_and_tokens,
+                rows_and_tokens,
+                [(cached, cached)] * len(past),
+            ),
             custom_translation_table={torch.ops.dlm_export.experts.default: _experts},
             optimize=False,
             verbose=False,
@@ -197,9 +238,14 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     _name_layers(model)
     _simplify_reshapes(model)
     passes.RemoveUnusedNodesPass()(passes.IdentityEliminationPass()(model).model)
-    held = {name.removeprefix("denoiser.") for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    held = {
+        name.removeprefix("denoiser.")
+        for name, _ in (*module.named_parameters(), *module.named_buffers())
+    }
     for name in held & model.graph.initializers.keys():
-        model.graph.initializers[name].const_value = None  # torch's meta tensor; ``write`` gives the real one
+        model.graph.initializers[
+            name
+        ].const_value = None  # torch's meta tensor; ``write`` gives the real one
     model.graph = repeat.repeat(model.graph, layers)
     if any(node.domain == DOMAIN for node in model.graph):
         functions.declare(model, MIXTURE)
@@ -211,12 +257,23 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
 
 
 def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
-    """How torch's exporter writes the operator of ``network.experts``: it takes no operator without a schema."""
+    """How torch's exporter writes the operator of ``network.experts``: it takes no operator without
+    a schema.
+    """
     real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
-    kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)", "gate": "T", "up": "T", "down": "T"}
+    kinds = {
+        "x": "T",
+        "chosen": "tensor(int64)",
+        "weights": "tensor(float)",
+        "gate": "T",
+        "up": "T",
+        "down": "T",
+    }
     inputs = [onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in kinds.items()]
     outputs = [onnx.defs.OpSchema.FormalParameter("y", "T")]
-    schema = onnx.defs.OpSchema(MIXTURE, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real])
+    schema = onnx.defs.OpSchema(
+        MIXTURE, DOMAIN, 1, inputs=inputs, outputs=outputs, type_constraints=[real]
+    )
     operator = onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, 1), MIXTURE, schema)
     return operator(x, chosen, weights, *stacks)
 
@@ -227,7 +284,9 @@ def _name_layers(model: ir.Model) -> None:
         scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
         path = ""
         if scopes is not None:
-            modules = [scope for scope in ast.literal_eval(scopes)[:-1] if scope and scope != _NO_MODULE]
+            modules = [
+                scope for scope in ast.literal_eval(scopes)[:-1] if scope and scope != _NO_MODULE
+            ]
             path = modules[-1].removeprefix("denoiser.").removeprefix("denoiser") if modules else ""
         node.metadata_props.clear()
         node.metadata_props[LAYER_KEY] = path or "pass"
@@ -241,7 +300,9 @@ def _name_layers(model: ir.Model) -> None:
 
 
 def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
-    """The type of a node's output, for operators that keep their first input's and a few that do not."""
+    """The type of a node's output, for operators that keep their first input's and a few that do
+    not.
+    """
     if node.op_type == "Cast":
         return ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
     if node.op_type == "Constant":
@@ -255,17 +316,25 @@ def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
 
 
 def _simplify_reshapes(model: ir.Model) -> None:
-    """Reshape with a constant ``[0, 0, ...]`` (0 copies a dimension) where only B and T are dynamic.
+    """Reshape with a constant ``[0, 0, ...]`` (0 copies a dimension) where only B and T are
+    dynamic.
 
-    The trace computes every shape from Shape, Squeeze and Concat nodes: 14 nodes a layer for nothing.
+    The trace computes every shape from Shape, Squeeze and Concat nodes: 14 nodes a layer for
+    nothing.
     """
     for node in model.graph:
         if node.op_type != "Reshape":
             continue
-        number, wanted = (ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None)
+        number, wanted = (
+            ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
+        )
         if number is not None and wanted is not None:  # which torch makes a list of
-            folded = ir.tensor(number.numpy().reshape(wanted.numpy()), name=f"{node.outputs[0].name}.value")
-            constant = ir.node("Constant", [], {"value": folded}, metadata_props=dict(node.metadata_props))
+            folded = ir.tensor(
+                number.numpy().reshape(wanted.numpy()), name=f"{node.outputs[0].name}.value"
+            )
+            constant = ir.node(
+                "Constant", [], {"value": folded}, metadata_props=dict(node.metadata_props)
+            )
             model.graph.insert_before(node, constant)
             node.outputs[0].replace_all_uses_with(constant.outputs[0])
             continue
@@ -275,15 +344,23 @@ def _simplify_reshapes(model: ir.Model) -> None:
         if len(dims) < 3 or any(isinstance(dim, int) for dim in dims[:2]):
             continue
         assert all(isinstance(dim, int) for dim in dims[2:]), (node.name, dims)
-        shape = ir.tensor(np.array([0, 0, *dims[2:]], np.int64), name=f"{node.outputs[0].name}.shape")
-        constant = ir.node("Constant", [], {"value": shape}, metadata_props=dict(node.metadata_props))
+        shape = ir.tensor(
+            np.array([0, 0, *dims[2:]], np.int64), name=f"{node.outputs[0].name}.shape"
+        )
+        constant = ir.node(
+            "Constant", [], {"value": shape}, metadata_props=dict(node.metadata_props)
+        )
         model.graph.insert_before(node, constant)
         node.replace_input_with(1, constant.outputs[0])
-        node.attributes.pop("allowzero", None)  # torch sets it, and then 0 would mean an empty dimension
+        node.attributes.pop(
+            "allowzero", None
+        )  # torch sets it, and then 0 would mean an empty dimension
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
-    """Call the dynamic axes B, T, S, R everywhere they are promised; torch gives each input symbols of its own."""
+    """Call the dynamic axes B, T, S, R everywhere they are promised; torch gives each input symbols
+    of its own.
+    """
     for node in model.graph:
         for value in node.outputs:
             value.shape = None

@@ -7,11 +7,23 @@ import onnx_ir as ir
 from dlm_export.graph import LAYER_KEY
 from dlm_export.graph.trace import Graph
 
-_MOVES = ("Cast", "Concat", "Constant", "Expand", "Gather", "GatherElements", "Reshape", "Shape", "Transpose", "Unsqueeze")
+_MOVES = (
+    "Cast",
+    "Concat",
+    "Constant",
+    "Expand",
+    "Gather",
+    "GatherElements",
+    "Reshape",
+    "Shape",
+    "Transpose",
+    "Unsqueeze",
+)
 
 
 def compute_in_fp32(graph: Graph) -> None:
-    """Give a bf16 graph fp32 arithmetic whose every result is rounded to bf16, in place: ONNX Runtime's CPU kernels have none.
+    """Give a bf16 graph fp32 arithmetic whose every result is rounded to bf16, in place: ONNX
+    Runtime's CPU kernels have none.
 
     Parameters, inputs and outputs keep their type; operators that only move values do too.
     """

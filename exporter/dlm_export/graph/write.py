@@ -1,7 +1,7 @@
 """Weights into a traced graph's external data, piece by piece from wherever they lie.
 
-Peak memory is that of the largest matrix's codes, not a multiple of the model. A second form of the graph points into the
-same data.
+Peak memory is that of the largest matrix's codes, not a multiple of the model. A second form of the
+graph points into the same data.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _MOST_PARTS = 3  # initialisers of a weight: codes, scales and a scale of these
 DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
 
 
-def data_bytes(network: NetworkSpec, precision: str, formats: Mapping[str, str] | None = None) -> int:
-    """What ``write_graph`` puts into the data file at most: parameters, rotary tables, the mask token's bias, page padding.
+def data_bytes(
+    network: NetworkSpec, precision: str, formats: Mapping[str, str] | None = None
+) -> int:
+    """What ``write_graph`` puts into the data file at most: parameters, rotary tables, the mask
+    token's bias, page padding.
 
     ``formats``: layer -> the format that it is held in, where it is not ``precision``.
     """
@@ -36,7 +39,9 @@ def data_bytes(network: NetworkSpec, precision: str, formats: Mapping[str, str] 
     tables = c.rotary_tables()
     elements = c.parameter_count() + c.max_canvas_length * sum(table.size for table in tables)
     padding = (_MOST_PARTS * len(c.parameters()) + 2 * len(tables) + 1) * DATA_ALIGNMENT
-    routers = sum(layer.inputs * layer.outputs for layer in c.linear_layers() if layer.role == "router")  # in fp32
+    routers = sum(
+        layer.inputs * layer.outputs for layer in c.linear_layers() if layer.role == "router"
+    )  # in fp32
     saved = -routers * (4 - PRECISIONS[precision])
     for path, layer in c.quantisable().items():
         chosen = FORMATS[(formats or {}).get(path, HIGH)]
@@ -44,17 +49,23 @@ def data_bytes(network: NetworkSpec, precision: str, formats: Mapping[str, str] 
             columns = functions.padded(layer.outputs)
             plain = layer.inputs * layer.outputs * PRECISIONS[precision]
             saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
-            if chosen.weights == "int8" and precision != "fp32":  # whole blocks with a scale each, where MatMulNBits has it
+            if (
+                chosen.weights == "int8" and precision != "fp32"
+            ):  # whole blocks with a scale each, where MatMulNBits has it
                 size = functions.block_size(layer.inputs)
                 blocks = -(-layer.inputs // size)
-                saved -= layer.count * columns * (blocks * (size + PRECISIONS[precision]) - layer.inputs)
+                saved -= (
+                    layer.count * columns * (blocks * (size + PRECISIONS[precision]) - layer.inputs)
+                )
     return elements * PRECISIONS[precision] - saved + 4 * c.vocab_size + padding
 
 
 def narrow_embedding(graph: Graph, dtype: ir.DataType) -> None:
-    """Hold the embedding table of an fp32 graph in the type of the checkpoint, fp16 or bf16, in place.
+    """Hold the embedding table of an fp32 graph in the type of the checkpoint, fp16 or bf16, in
+    place.
 
-    The rows that are looked up are widened, and the whole table for a tied head. A quantised table stays as it is.
+    The rows that are looked up are widened, and the whole table for a tied head. A quantised table
+    stays as it is.
     """
     table = graph.model.graph.initializers.get(EMBEDDING)
     if table is None or table.dtype == dtype:
@@ -63,7 +74,12 @@ def narrow_embedding(graph: Graph, dtype: ir.DataType) -> None:
     wide = table.type
     table.type = ir.TensorType(dtype)
     for node in users:
-        cast = ir.node("Cast", [node.outputs[0]], {"to": ir.DataType.FLOAT}, metadata_props=dict(node.metadata_props))
+        cast = ir.node(
+            "Cast",
+            [node.outputs[0]],
+            {"to": ir.DataType.FLOAT},
+            metadata_props=dict(node.metadata_props),
+        )
         old, new = node.outputs[0], cast.outputs[0]
         new.shape, new.type, old.type = old.shape, wide, ir.TensorType(dtype)
         old.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -79,18 +95,22 @@ def write_graph(
     on_bytes: Callable[[int], None],
     device: Graph | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``; size and SHA-256 of the data, by the file's name.
+    """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``; size and SHA-256 of the
+    data, by the file's name.
 
-    ``parameter(name, dtype)`` gives an initialiser, 4-bit ones an element a byte: on all cores pieces of it are read and
-    packed, while others are hashed and written. ``on_bytes`` is told what has been written since it was told last. ``device``
-    is written as ``device.onnx`` over the same data. Raises what ``parameter`` raises, and OSError when the disk is full.
+    ``parameter(name, dtype)`` gives an initialiser, 4-bit ones an element a byte: on all cores
+    pieces of it are read and packed, while others are hashed and written. ``on_bytes`` is told what
+    has been written since it was told last. ``device`` is written as ``device.onnx`` over the same
+    data. Raises what ``parameter`` raises, and OSError when the disk is full.
     """
     c, dtype = graph.network, graph.element_type.numpy()
     mask_token_bias = np.zeros(c.vocab_size, np.float32)
     mask_token_bias[c.mask_token_id] = -np.inf
     buffers = {"mask_token_bias": mask_token_bias}
     for i, table in enumerate(c.rotary_tables()):
-        for name, values in zip(("cos", "sin"), cosines_and_sines(table, c.max_canvas_length), strict=True):
+        for name, values in zip(
+            ("cos", "sin"), cosines_and_sines(table, c.max_canvas_length), strict=True
+        ):
             buffers[f"rotary.{i}.{name}"] = values.numpy().astype(dtype)
     digest = hashlib.sha256()
     with open(folder / DATA_FILE, "wb") as data:
@@ -112,7 +132,13 @@ def write_graph(
                 write(payload)
                 on_bytes(payload.nbytes)
             value.const_value = ir.ExternalTensor(
-                DATA_FILE, offset, data.tell() - offset, value.dtype, shape=ir.Shape(expected), name=name, base_dir=folder
+                DATA_FILE,
+                offset,
+                data.tell() - offset,
+                value.dtype,
+                shape=ir.Shape(expected),
+                name=name,
+                base_dir=folder,
             )
         written = {DATA_FILE: {"bytes": data.tell(), "sha256": digest.hexdigest()}}
     ir.save(graph.model, folder / GRAPH_FILE)
@@ -139,7 +165,9 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 
 
 def _name_nodes(graph: Graph) -> None:
-    """Call every node by its module path and operator: TensorRT's layers, and so the audit, go by nodes' names."""
+    """Call every node by its module path and operator: TensorRT's layers, and so the audit, go by
+    nodes' names.
+    """
     used: Counter[str] = Counter()
     for node in graph.model.graph:
         name = f"{node.metadata_props[LAYER_KEY]}/{node.op_type}"
@@ -159,11 +187,19 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
         assert value.dtype.bitwidth == tensor.dtype.bitwidth, name
         shape = ir.Shape(tuple(tensor.shape))
         value.const_value = ir.ExternalTensor(
-            DATA_FILE, tensor.offset, tensor.length, value.dtype, shape=shape, name=name, base_dir=folder
+            DATA_FILE,
+            tensor.offset,
+            tensor.length,
+            value.dtype,
+            shape=shape,
+            name=name,
+            base_dir=folder,
         )
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes, a byte each, as ONNX stores them: two a byte in order of memory, the earlier in the low nibble."""
+    """4-bit codes, a byte each, as ONNX stores them: two a byte in order of memory, the earlier in
+    the low nibble.
+    """
     nibbles = codes & np.uint8(15)
     return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

@@ -1,6 +1,7 @@
 """What a quantised bundle costs: the judge's figures, against its source or against another bundle.
 
-Two bundles are compared where there is no torch: what a source in torch needs is imported where it is opened.
+Two bundles are compared where there is no torch: what a source in torch needs is imported where it
+is opened.
 """
 
 from __future__ import annotations
@@ -20,11 +21,24 @@ from dlm_export.judging.evidence import Evidence
 from dlm_export.judging.judge import Budgets, Judgement
 from dlm_export.judging.levels import Levels, fit_levels
 from dlm_export.judging.masked import compare_masked, masked_canvases
-from dlm_export.judging.predictors import BundlePredictor, Generator, JudgeError, Predictor, Scorer, Seer
+from dlm_export.judging.predictors import (
+    BundlePredictor,
+    Generator,
+    JudgeError,
+    Predictor,
+    Scorer,
+    Seer,
+)
 from dlm_export.judging.replay import Recording, record
 from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, require_matplotlib, write_report
 from dlm_export.judging.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
-from dlm_export.judging.threshold import Refit, check_policy, refit_by_replay, refit_steps, refit_threshold
+from dlm_export.judging.threshold import (
+    Refit,
+    check_policy,
+    refit_by_replay,
+    refit_steps,
+    refit_threshold,
+)
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.outputs import TakenError, claimed_file
@@ -48,7 +62,9 @@ _MOST_BYTES = 12 << 20  # of accuracy.json: four hundred times the demo's
 
 
 def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) -> int:
-    """Mask tokens for a free run: the longest response in whole blocks, as far as every prompt leaves room."""
+    """Mask tokens for a free run: the longest response in whole blocks, as far as every prompt
+    leaves room.
+    """
     block_length = policy.block_length or 32
     starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
     longest = max(len(sample.tokens) - start for sample, start in zip(samples, starts, strict=True))
@@ -68,10 +84,11 @@ def judge_source(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Judgement:
-    """A bundle against its source in torch fp32, with bf16 as the noise floor where the denoiser is small.
+    """A bundle against its source in torch fp32, with bf16 as the noise floor where the denoiser is
+    small.
 
-    The source is held whole only where it runs freely; otherwise it is read a layer at a time, in a ``workplace`` (None: the
-    CPU, and all of its memory).
+    The source is held whole only where it runs freely; otherwise it is read a layer at a time, in a
+    ``workplace`` (None: the CPU, and all of its memory).
     """
     import torch
 
@@ -85,7 +102,10 @@ def judge_source(
 
     def runs_freely(name: str, dtype: torch.dtype) -> TorchPredictor:
         return TorchPredictor(
-            families.load(source.parameters, c, dtype).to(None if workplace is None else workplace.device), name
+            families.load(source.parameters, c, dtype).to(
+                None if workplace is None else workplace.device
+            ),
+            name,
         )
 
     def is_shown(name: str, dtype: torch.dtype) -> SweptPredictor:
@@ -93,7 +113,11 @@ def judge_source(
 
     with threads_for(c.largest_matrix()):
         make = runs_freely if effort.name == "full" else is_shown
-        free = runs_freely("fp32", torch.float32) if effort.name == "full" or effort.free_runs else None
+        free = (
+            runs_freely("fp32", torch.float32)
+            if effort.name == "full" or effort.free_runs
+            else None
+        )
         return _judge(
             free if free is not None and effort.name == "full" else is_shown("fp32", torch.float32),
             free,
@@ -110,7 +134,9 @@ def judge_source(
         )
 
 
-def shown_source(source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None) -> SweptPredictor:
+def shown_source(
+    source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None
+) -> SweptPredictor:
     """A source in torch that is shown its canvases, and is read a layer at a time."""
     from dlm_export import families
     from dlm_export.judging.swept import SweptPredictor
@@ -184,7 +210,9 @@ def judge_bundle(
 ) -> Judgement:
     """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
     with options.opening.open(folder) as bundle:
-        data = load_data(source.network, source.path, bundle.tokenizer, options.data, is_calibrating=False)
+        data = load_data(
+            source.network, source.path, bundle.tokenizer, options.data, is_calibrating=False
+        )
         for doubt in data.doubts(option="--data"):
             warn(doubt)
         samples = data.judging[: options.effort.most]
@@ -211,7 +239,9 @@ def compare_bundles(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge one bundle by another. Raises DlmError, and JudgeError if they do not predict the same tokens."""
+    """Judge one bundle by another. Raises DlmError, and JudgeError if they do not predict the same
+    tokens.
+    """
     with (
         options.opening.open(reference) as first,
         options.opening.open(candidate) as second,
@@ -220,7 +250,10 @@ def compare_bundles(
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
         _check_one_source(reference, first.manifest, candidate, second.manifest, warn)
-        theirs, ours = BundlePredictor(first, _title(reference, first)), BundlePredictor(second, _title(candidate, second))
+        theirs, ours = (
+            BundlePredictor(first, _title(reference, first)),
+            BundlePredictor(second, _title(candidate, second)),
+        )
         data = load_data(c, reference, first.tokenizer, options.data, is_calibrating=False)
         for doubt in data.doubts(option="--data"):
             warn(doubt)
@@ -230,18 +263,37 @@ def compare_bundles(
         progress.start("judge", judge_units(samples))
         seed, effort = options.data.seed, options.effort
         result = _judge(
-            theirs, theirs, ours, samples, c, policy, seed, effort, options.budgets, None, PILOT_SAMPLES, progress.advance
+            theirs,
+            theirs,
+            ours,
+            samples,
+            c,
+            policy,
+            seed,
+            effort,
+            options.budgets,
+            None,
+            PILOT_SAMPLES,
+            progress.advance,
         )
     return replace(result, **_known_layers(candidate)).with_budgets(options.budgets)
 
 
 def _check_one_source(
-    reference: Path, first: Mapping[str, Any], candidate: Path, second: Mapping[str, Any], warn: Callable[[str], None]
+    reference: Path,
+    first: Mapping[str, Any],
+    candidate: Path,
+    second: Mapping[str, Any],
+    warn: Callable[[str], None],
 ) -> None:
-    """JudgeError if two bundles describe two networks; a warning if they were built from one under two configurations."""
+    """JudgeError if two bundles describe two networks; a warning if they were built from one under
+    two configurations.
+    """
     found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
     if found is not None:
-        raise JudgeError(f"{candidate} is another denoiser than {reference}: {found}. Compare bundles of one checkpoint.")
+        raise JudgeError(
+            f"{candidate} is another denoiser than {reference}: {found}. Compare bundles of one checkpoint."
+        )
     configs = [manifest.get("source", {}).get("config_sha256") for manifest in (first, second)]
     if None not in configs and configs[0] != configs[1]:
         warn(
@@ -255,16 +307,35 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 
 def _known_layers(folder: Path) -> dict[str, Any]:
-    """The sensitivity sweep that the bundle's build recorded, if it did: ``layers`` and ``layers_method`` of a judgement."""
+    """The sensitivity sweep that the bundle's build recorded, if it did: ``layers`` and
+    ``layers_method`` of a judgement.
+    """
     judgement = recorded(folder).get("judgement")
-    layers, method = (judgement.get("layers"), judgement.get("layers_method")) if isinstance(judgement, dict) else ([], None)
-    kinds = {"layer": (str,), "format": (str,), "kl": (float, type(None)), "frontier_kl": (float, type(None))}
+    layers, method = (
+        (judgement.get("layers"), judgement.get("layers_method"))
+        if isinstance(judgement, dict)
+        else ([], None)
+    )
+    kinds = {
+        "layer": (str,),
+        "format": (str,),
+        "kl": (float, type(None)),
+        "frontier_kl": (float, type(None)),
+    }
 
     def is_loss(row: Any) -> bool:
-        return isinstance(row, dict) and all(type(row.get(key, row)) in kind for key, kind in kinds.items())
+        return isinstance(row, dict) and all(
+            type(row.get(key, row)) in kind for key, kind in kinds.items()
+        )
 
-    if not isinstance(layers, list) or not all(map(is_loss, layers)) or method not in (None, "fisher", "exact"):
-        raise BundleError(f"{folder / ACCURACY_FILE}: judgement.layers is not what a build writes. Build the bundle again.")
+    if (
+        not isinstance(layers, list)
+        or not all(map(is_loss, layers))
+        or method not in (None, "fisher", "exact")
+    ):
+        raise BundleError(
+            f"{folder / ACCURACY_FILE}: judgement.layers is not what a build writes. Build the bundle again."
+        )
     return {"layers": layers, "layers_method": method}
 
 
@@ -276,12 +347,16 @@ def recorded(bundle: Path) -> dict[str, Any]:
 
 @contextmanager
 def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
-    """Where to ``write_files`` what is to become accuracy.json and report.html of ``folder``: see ``outputs.claimed``.
+    """Where to ``write_files`` what is to become accuracy.json and report.html of ``folder``: see
+    ``outputs.claimed``.
 
-    Raises TakenError for a bundle's folder, whose own files these are; ReportError without matplotlib.
+    Raises TakenError for a bundle's folder, whose own files these are; ReportError without
+    matplotlib.
     """
     if (folder / MANIFEST_FILE).exists():
-        raise TakenError(f"{folder} is a bundle, and its files stay as they were built. Choose another folder for the report.")
+        raise TakenError(
+            f"{folder} is a bundle, and its files stay as they were built. Choose another folder for the report."
+        )
     require_matplotlib()
     with (
         claimed_file(folder / ACCURACY_FILE, force=force) as accuracy,
@@ -291,7 +366,9 @@ def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
 
 
 def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
-    """accuracy.json and report.html of a judgement, to paths of ``claimed_files``; what its build recorded goes along."""
+    """accuracy.json and report.html of a judgement, to paths of ``claimed_files``; what its build
+    recorded goes along.
+    """
     manifest = read_manifest(bundle, check_hashes=False)
     accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}
     paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")
@@ -300,9 +377,14 @@ def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) ->
 
 
 def record_runs(
-    source: Source, bundle: dlm_runtime.Bundle, samples: Sequence[Sample], preset: str, on_done: Callable[[], None]
+    source: Source,
+    bundle: dlm_runtime.Bundle,
+    samples: Sequence[Sample],
+    preset: str,
+    on_done: Callable[[], None],
 ) -> Recording:
-    """The bundle's runs under a preset of its source, for thresholds and effort levels to be fitted by a replay of them.
+    """The bundle's runs under a preset of its source, for thresholds and effort levels to be fitted
+    by a replay of them.
 
     ``on_done`` is called once a run, of which there are as many as samples at most.
     """
@@ -323,7 +405,8 @@ def fit_threshold(
     recording: Recording | None,
     workplace: Workplace | None = None,
 ) -> Refit:
-    """Whether the bundle wants another threshold than its source; on samples that are not judged by. See ``judge_source``.
+    """Whether the bundle wants another threshold than its source; on samples that are not judged
+    by. See ``judge_source``.
 
     Thresholds are tried by a replay of ``recording``; None: by generations of both.
     """
@@ -332,13 +415,29 @@ def fit_threshold(
     from dlm_export import families
     from dlm_export.judging.torch_predictor import TorchPredictor
 
-    c, policy, candidate = source.network, source.presets[preset].greedy(), BundlePredictor(bundle, "candidate")
+    c, policy, candidate = (
+        source.network,
+        source.presets[preset].greedy(),
+        BundlePredictor(bundle, "candidate"),
+    )
     length, decode = new_tokens(samples, policy, c), decoder(bundle)
     if recording is not None:
         seer = shown_source(source, "fp32", torch.float32, workplace)
-        return refit_by_replay(seer, candidate, recording, length, decode, preset=preset, seed=seed, on_done=on_done)
+        return refit_by_replay(
+            seer, candidate, recording, length, decode, preset=preset, seed=seed, on_done=on_done
+        )
     reference = TorchPredictor(families.load(source.parameters, c), "fp32")
-    return refit_threshold(reference, candidate, samples, policy, length, decode, preset=preset, seed=seed, on_done=on_done)
+    return refit_threshold(
+        reference,
+        candidate,
+        samples,
+        policy,
+        length,
+        decode,
+        preset=preset,
+        seed=seed,
+        on_done=on_done,
+    )
 
 
 def fit_effort(
@@ -350,9 +449,15 @@ def fit_effort(
     *,
     recording: Recording | None,
 ) -> Levels:
-    """Effort levels of the preset that ``threshold`` was fitted for, with what came of that. See ``fit_threshold``."""
+    """Effort levels of the preset that ``threshold`` was fitted for, with what came of that. See
+    ``fit_threshold``.
+    """
     assert threshold.preset is not None
-    policy = source.presets[threshold.preset].greedy().with_fields({"threshold": threshold.refitted.threshold})
+    policy = (
+        source.presets[threshold.preset]
+        .greedy()
+        .with_fields({"threshold": threshold.refitted.threshold})
+    )
     length, decode = new_tokens(samples, policy, source.network), decoder(bundle)
     side: Generator = BundlePredictor(bundle, "candidate") if recording is None else recording.side
     return fit_levels(
@@ -378,15 +483,21 @@ def fit_units(samples: Sequence[Sample], policy: Policy) -> int:
 
 
 class MaskedLoss:
-    """The relative increase of masked cross-entropy alone, over all mask ratios, of one candidate after another."""
+    """The relative increase of masked cross-entropy alone, over all mask ratios, of one candidate
+    after another.
+    """
 
-    def __init__(self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int) -> None:
+    def __init__(
+        self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
+    ) -> None:
         """A reference that has to be shown the canvases is shown them once."""
         limit = reference.max_canvas_length
         self._canvases = [
             seen
             for number, sample in enumerate(samples)
-            for seen in masked_canvases(sample, number, reference, block_length=policy.block_length, limit=limit, seed=seed)
+            for seen in masked_canvases(
+                sample, number, reference, block_length=policy.block_length, limit=limit, seed=seed
+            )
         ]
         self._reference, self._samples, self._seed = reference, len(samples), seed
         self._show(reference)
@@ -404,7 +515,9 @@ class MaskedLoss:
 
 
 def statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The calibration record of accuracy.json: provenance, and the ranges of every layer that was observed."""
+    """The calibration record of accuracy.json: provenance, and the ranges of every layer that was
+    observed.
+    """
     if provenance is None or done.observers is None:
         return None
     layers = [observer.summary() for observer in done.observers.values()]

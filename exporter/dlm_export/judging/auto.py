@@ -1,9 +1,11 @@
-"""``--precision auto``: the smallest assignment of formats to layers that keeps the loss within a budget, or the fastest.
+"""``--precision auto``: the smallest assignment of formats to layers that keeps the loss within a
+budget, or the fastest.
 
-``judging.sensitivity`` says what every layer alone costs at the frontier in every format; ``trade_off`` orders the moves from
-full precision to the cheapest assignment, in bytes or in time as it was measured here; the loss is then measured, with common
-random masks, where a bisection of that path asks for it. Everything runs in torch on simulated values, so the target need not
-be at hand.
+``judging.sensitivity`` says what every layer alone costs at the frontier in every format;
+``trade_off`` orders the moves from full precision to the cheapest assignment, in bytes or in time
+as it was measured here; the loss is then measured, with common random masks, where a bisection of
+that path asks for it. Everything runs in torch on simulated values, so the target need not be at
+hand.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ PROBES = 8  # measurements of a bisection: enough for 2**7 moves between neighbo
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """``formats`` to choose among besides full precision; None takes the target's. ``tune``: by time as measured here."""
+    """``formats`` to choose among besides full precision; None takes the target's. ``tune``: by
+    time as measured here.
+    """
 
     formats: tuple[str, ...] | None = None
     tune: bool = False
@@ -54,8 +58,8 @@ class AutoOptions:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One assignment of the trade-off curve; ``ce_increase`` is relative, None where it was not measured. ``seconds``: what the
-    layers of a pass take, None where formats were not timed.
+    """One assignment of the trade-off curve; ``ce_increase`` is relative, None where it was not
+    measured. ``seconds``: what the layers of a pass take, None where formats were not timed.
     """
 
     weight_bytes: int
@@ -78,7 +82,9 @@ class Found:
 
 
 def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
-    """The formats to try. Raises RecipeError for one that does not exist or that a target does not take."""
+    """The formats to try. Raises RecipeError for one that does not exist or that a target does not
+    take.
+    """
     shared = [name for name in targets[0].auto if all(name in target.formats for target in targets)]
     for target in targets:
         for name in options.formats or ():
@@ -90,33 +96,51 @@ def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, .
 
 
 def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
-    """What ``search`` chooses a format for, by path: all but the head, which keeps full precision; experts as one."""
+    """What ``search`` chooses a format for, by path: all but the head, which keeps full precision;
+    experts as one.
+    """
     return {path: layers for path, layers in network.units().items() if path != "head"}
 
 
 def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
     """How often ``search`` calls ``on_done``, at most."""
     layers = len(formats) * len(searched(network))
-    return len(formats) * (len(network.layers) + 1) + sensitivity.units(network, layers, exact=exact) + PROBES
+    return (
+        len(formats) * (len(network.layers) + 1)
+        + sensitivity.units(network, layers, exact=exact)
+        + PROBES
+    )
 
 
 def _bytes(layer: LinearSpec, format: str) -> int:
     return layer.count * FORMATS[format].weight_bytes(layer.inputs, layer.outputs)
 
 
-def _by_layer(units: Mapping[str, Sequence[LinearSpec]], formats: Mapping[str, str]) -> dict[str, str]:
+def _by_layer(
+    units: Mapping[str, Sequence[LinearSpec]], formats: Mapping[str, str]
+) -> dict[str, str]:
     """Layer -> the format of its unit."""
     return {layer.path: name for unit, name in formats.items() for layer in units[unit]}
 
 
 class _Assigned(Layered):
-    """A source whose layers compute with the quantised values of the formats that are assigned to them."""
+    """A source whose layers compute with the quantised values of the formats that are assigned to
+    them.
+    """
 
     def __init__(
-        self, source: Source, ready: Mapping[str, Quantisation], formats: Mapping[str, str], device: torch.device
+        self,
+        source: Source,
+        ready: Mapping[str, Quantisation],
+        formats: Mapping[str, str],
+        device: torch.device,
     ) -> None:
-        """``ready``: format -> its numbers for all layers; ``formats``: layer -> the one that it is assigned."""
-        super().__init__(functools.partial(weights.tensor, source.parameters), source.network, device=device)
+        """``ready``: format -> its numbers for all layers; ``formats``: layer -> the one that it is
+        assigned.
+        """
+        super().__init__(
+            functools.partial(weights.tensor, source.parameters), source.network, device=device
+        )
         self._ready, self._formats = ready, formats
 
     def block(self, i: int) -> Block:
@@ -124,7 +148,9 @@ class _Assigned(Layered):
         block = super().block(i)
         modules = named(i, block)
         for name, done in self._ready.items():
-            calibrate.simulate(modules, done, [layer for layer in modules if self._formats.get(layer) == name])
+            calibrate.simulate(
+                modules, done, [layer for layer in modules if self._formats.get(layer) == name]
+            )
         return block
 
 
@@ -144,11 +170,13 @@ def search(
     workplace: Workplace | None = None,
     fewest_tokens: int = FEWEST_TOKENS,
 ) -> Found:
-    """Find the smallest assignment whose masked cross-entropy rises by at most ``budget`` (relative) on ``samples``.
+    """Find the smallest assignment whose masked cross-entropy rises by at most ``budget``
+    (relative) on ``samples``.
 
-    ``tuning``: the fastest by that instead. A layer whose shape does not suit a format goes without it; ``on_gpu``: fewer do.
-    ``exact``: what a layer loses is measured, not estimated. ``fewest_tokens``: see ``calibrate``.
-    Deterministic for the same arguments. Raises AccuracyError if not even the first move keeps the budget.
+    ``tuning``: the fastest by that instead. A layer whose shape does not suit a format goes without
+    it; ``on_gpu``: fewer do. ``exact``: what a layer loses is measured, not estimated.
+    ``fewest_tokens``: see ``calibrate``. Deterministic for the same arguments. Raises AccuracyError
+    if not even the first move keeps the budget.
     """
     budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
     layers = searched(source.network)
@@ -174,7 +202,13 @@ def search(
             is_dense=on_gpu,
         )
     found = sensitivity.losses(
-        source.parameters, source.network, list(ready.values()), states, on_done, exact=exact, workplace=place
+        source.parameters,
+        source.network,
+        list(ready.values()),
+        states,
+        on_done,
+        exact=exact,
+        workplace=place,
     )
     cost = _bytes if tuning is None else tuning.cost
     choices: dict[str, list[Choice]] = {}
@@ -182,14 +216,20 @@ def search(
         choices[unit] = [Choice(HIGH, 0.0, sum(cost(layer, HIGH) for layer in members))]
         for name, lost in zip(ready, found, strict=True):
             if unit in lost:
-                choices[unit].append(Choice(name, lost[unit][1], sum(cost(layer, name) for layer in members)))
+                choices[unit].append(
+                    Choice(name, lost[unit][1], sum(cost(layer, name) for layer in members))
+                )
     path = trade_off(choices)
     reference = shown_source(source, "fp32", torch.float32, place)
     loss = MaskedLoss(reference, samples, policy, seed)
 
     def measure(point: Point) -> float:
         layered = _Assigned(source, ready, _by_layer(layers, point.formats), place.device)
-        increase = loss.of(SweptPredictor(layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder))
+        increase = loss.of(
+            SweptPredictor(
+                layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder
+            )
+        )
         on_done()
         return increase
 
@@ -209,7 +249,11 @@ def search(
         )
     curve = [
         CurvePoint(
-            sum(_bytes(layer, name) for unit, name in point.formats.items() for layer in layers[unit]),
+            sum(
+                _bytes(layer, name)
+                for unit, name in point.formats.items()
+                for layer in layers[unit]
+            ),
             None if tuning is None else point.cost,
             point.loss,
             measured.get(i),
@@ -219,5 +263,7 @@ def search(
         for i, point in enumerate(path)
     ]
     held = _by_layer(layers, path[low].formats)
-    recipe = Recipe("auto", tuple((layer, name) for layer, name in held.items() if name != HIGH), solver=SOLVER)
+    recipe = Recipe(
+        "auto", tuple((layer, name) for layer, name in held.items() if name != HIGH), solver=SOLVER
+    )
     return Found(recipe, curve)

@@ -1,7 +1,9 @@
-"""One page that compares bundles of one checkpoint: "int8 or int4?", answered by size, loss, answers and time.
+"""One page that compares bundles of one checkpoint: "int8 or int4?", answered by size, loss,
+answers and time.
 
-Losses are those that each build judged and wrote to its accuracy.json, taken together only where the same data judged the same
-denoiser; times are measured by the caller, in one run (``bench.side_by_side``). Needs no torch.
+Losses are those that each build judged and wrote to its accuracy.json, taken together only where
+the same data judged the same denoiser; times are measured by the caller, in one run
+(``bench.side_by_side``). Needs no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from dlm_export.judging.report import ACCURACY_FILE, write_page
 from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
-SAME_LOSS = 1e-3  # of the reference's, relative: what one machine's arithmetic and another's may differ by
+SAME_LOSS = (
+    1e-3  # of the reference's, relative: what one machine's arithmetic and another's may differ by
+)
 
 
 class ComparisonError(DlmError):
@@ -73,14 +77,22 @@ class Entry:
 
 
 def read_entries(folders: Sequence[Path]) -> list[Entry]:
-    """Open bundles that may stand side by side. Raises BundleError, and ComparisonError that says which two differ in what."""
+    """Open bundles that may stand side by side. Raises BundleError, and ComparisonError that says
+    which two differ in what.
+    """
     if len(folders) < 2:
-        raise ComparisonError("one bundle alone has its own report.html: name two or more of one checkpoint")
+        raise ComparisonError(
+            "one bundle alone has its own report.html: name two or more of one checkpoint"
+        )
     entries = [_read(folder) for folder in folders]
     first = entries[0]
     for entry in entries[1:]:
         for what, ours, theirs in (
-            ("SHA-256 of the checkpoint's config.json", _config_sha256(entry), _config_sha256(first)),
+            (
+                "SHA-256 of the checkpoint's config.json",
+                _config_sha256(entry),
+                _config_sha256(first),
+            ),
             ("description of the network", network_of(entry.manifest), network_of(first.manifest)),
         ):
             if ours != theirs:
@@ -99,7 +111,11 @@ def _read(folder: Path) -> Entry:
     if ACCURACY_FILE not in manifest["files"]:
         return Entry(folder, manifest, None)
     try:
-        entry = Entry(folder, manifest, json.loads((folder / ACCURACY_FILE).read_text("utf-8")).get("judgement"))
+        entry = Entry(
+            folder,
+            manifest,
+            json.loads((folder / ACCURACY_FILE).read_text("utf-8")).get("judgement"),
+        )
         if entry.judgement is not None:
             _check_figures(entry)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
@@ -110,10 +126,16 @@ def _read(folder: Path) -> Entry:
 
 
 def _check_figures(entry: Entry) -> None:
-    """Raises KeyError, TypeError, ValueError or AttributeError unless all that the page shows of a judgement is there."""
+    """Raises KeyError, TypeError, ValueError or AttributeError unless all that the page shows of a
+    judgement is there.
+    """
     j, row = entry.judgement, entry.as_dict()
     assert j is not None
-    figures_of = {name: value for name, value in row.items() if name not in ("bundle", "precision", "is_simulated", "bytes")}
+    figures_of = {
+        name: value
+        for name, value in row.items()
+        if name not in ("bundle", "precision", "is_simulated", "bytes")
+    }
     for name, value in (figures_of | {"reference_ce": j["overall"]["reference_ce"]}).items():
         pair = value if name.endswith("_interval") and value is not None else [value] * 2
         low, high = (0 if number is None else number for number in pair)
@@ -131,8 +153,16 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
     ours, theirs = entry.judgement, other.judgement
     assert ours is not None
     assert theirs is not None
-    for name, may_differ in (("data", {"samples"}), ("policy", set()), ("effort", {"judge", "stopped", "free_runs"})):
-        differing = [key for key in ours[name] if key not in may_differ and ours[name][key] != theirs[name].get(key)]
+    for name, may_differ in (
+        ("data", {"samples"}),
+        ("policy", set()),
+        ("effort", {"judge", "stopped", "free_runs"}),
+    ):
+        differing = [
+            key
+            for key in ours[name]
+            if key not in may_differ and ours[name][key] != theirs[name].get(key)
+        ]
         if differing:
             raise ComparisonError(
                 f"{entry.folder}: judged otherwise than {other.folder} ({name}: {', '.join(differing)}). Build both with the "
@@ -148,9 +178,14 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
         )
 
 
-def rows_of(entries: Sequence[Entry], speeds: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+def rows_of(
+    entries: Sequence[Entry], speeds: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
     """The table: a row a bundle, ``speed`` being what was measured of it, None where nothing was."""
-    return [entry.as_dict() | {"speed": speeds[i] if speeds else None} for i, entry in enumerate(entries)]
+    return [
+        entry.as_dict() | {"speed": speeds[i] if speeds else None}
+        for i, entry in enumerate(entries)
+    ]
 
 
 def write_comparison(
@@ -159,7 +194,9 @@ def write_comparison(
     speeds: Sequence[Mapping[str, Any]] | None = None,
     machine: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the page; ``speeds`` (of ``bench.side_by_side``, one a bundle) were measured on ``machine``. Raises ReportError."""
+    """Write the page; ``speeds`` (of ``bench.side_by_side``, one a bundle) were measured on
+    ``machine``. Raises ReportError.
+    """
 
     def make_context() -> dict[str, Any]:
         rows = rows_of(entries, speeds)
@@ -173,11 +210,18 @@ def write_comparison(
             "samples": sorted({row["samples"] for row in rows if row["samples"] is not None}),
             "machine": machine,
             "is_simulated": any(row["is_simulated"] for row in rows),
-            "is_unjudged": any(row["ce_increase"] is None and row["precision"] != "fp32" for row in rows),
+            "is_unjudged": any(
+                row["ce_increase"] is None and row["precision"] != "fp32" for row in rows
+            ),
             "least_bytes": min(row["bytes"] for row in rows),
             "least_ms": min(speed["ms_per_pass"] for speed in speeds) if speeds else None,
             "size_figure": _trade("Loss against size", "MiB, all files", entries, mebibytes),
-            "time_figure": _trade("Loss against time", "ms a pass", entries, [speed["ms_per_pass"] for speed in speeds])
+            "time_figure": _trade(
+                "Loss against time",
+                "ms a pass",
+                entries,
+                [speed["ms_per_pass"] for speed in speeds],
+            )
             if speeds
             else None,
         }
@@ -185,7 +229,9 @@ def write_comparison(
     write_page(path, TEMPLATE, make_context)
 
 
-def _trade(title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]) -> figures.Figure | None:
+def _trade(
+    title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]
+) -> figures.Figure | None:
     """None where fewer than two bundles have a loss."""
     points: list[TradePoint] = []
     for entry, where in zip(entries, at, strict=True):
@@ -193,5 +239,7 @@ def _trade(title: str, quantity: str, entries: Sequence[Entry], at: Sequence[flo
         if entry.is_reference:
             points.insert(0, TradePoint(entry.precision, where, 0.0, None, is_reference=True))
         elif row["ce_increase"] is not None and math.isfinite(row["ce_increase"]):
-            points.append(TradePoint(entry.precision, where, row["ce_increase"], row["ce_increase_interval"]))
+            points.append(
+                TradePoint(entry.precision, where, row["ce_increase"], row["ce_increase_interval"])
+            )
     return figures.draw_trade(title, quantity, points) if len(points) > 1 else None

@@ -28,9 +28,13 @@ class EffortOptions:
 
 
 def fit_bundle(
-    folder: Path, options: EffortOptions, progress: Progress, warn: Callable[[str], None] = lambda _: None
+    folder: Path,
+    options: EffortOptions,
+    progress: Progress,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Levels:
-    """Fit the levels of a bundle, and write them into its manifest, and its report where it has one.
+    """Fit the levels of a bundle, and write them into its manifest, and its report where it has
+    one.
 
     The bundle is as it was until they are known. Raises DlmError.
     """
@@ -66,6 +70,8 @@ def fit_bundle(
             with replaced(folder / REPORT_FILE) as new:
                 write_report(new, made, recorded(folder), sizes, side.speed())
                 files = others | {REPORT_FILE: {"bytes": new.stat().st_size, "sha256": sha256(new)}}
-                write_manifest(folder, manifest, others)  # a kill between the two moves leaves a bundle that opens
+                write_manifest(
+                    folder, manifest, others
+                )  # a kill between the two moves leaves a bundle that opens
         write_manifest(folder, made, files)
     return levels

@@ -1,7 +1,9 @@
-"""The figures of report.html: matplotlib to inline SVG that takes its colours, font and size from the page. And a plan's.
+"""The figures of report.html: matplotlib to inline SVG that takes its colours, font and size from
+the page. And a plan's.
 
-matplotlib draws in placeholder colours, which become the style sheet's variables, so that a figure follows light and dark
-mode; text stays text. Every figure is ``WIDTH`` units wide and carries its numbers in words, for those who hear the page.
+matplotlib draws in placeholder colours, which become the style sheet's variables, so that a figure
+follows light and dark mode; text stays text. Every figure is ``WIDTH`` units wide and carries its
+numbers in words, for those who hear the page.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 LONG_AXIS = 4  # times high's passes from which a plot of effort is logarithmic
-WIDTH = 360  # units of every figure: about as many pixels on a telephone, so that text of 9 units stays legible
+# units of every figure: about as many pixels on a telephone, so that text of 9 units stays legible
+WIDTH = 360
 MISSING, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 # What matplotlib draws in -> what the page shows.
 INK, MUTED, RULE, REFERENCE, CANDIDATE = "#010101", "#020202", "#030303", "#040404", "#050505"
@@ -61,7 +64,9 @@ _STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawing: inline SVG, its title, how to read it, and its legend as (style sheet class, words)."""
+    """One drawing: inline SVG, its title, how to read it, and its legend as (style sheet class,
+    words).
+    """
 
     title: str
     reading: str
@@ -70,9 +75,12 @@ class Figure:
 
 
 def printable(text: str) -> str:
-    """``text`` without what a page must not hold: controls become their pictures, or U+FFFD with the other unfit ones."""
+    """``text`` without what a page must not hold: controls become their pictures, or U+FFFD with
+    the other unfit ones.
+    """
     text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
-    # C1 controls, bidirectional overrides (they reorder their surroundings), lone surrogates (UTF-8 has none).
+    # C1 controls, bidirectional overrides (they reorder their surroundings), lone surrogates (UTF-8
+    # has none).
     return re.sub(r"[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
 
 
@@ -87,7 +95,9 @@ def formatted(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def as_number(value: float | None, digits: int = 4) -> str:
-    """``value`` to ``digits`` significant digits; an exponent only where the plain form would be long. Integers are exact."""
+    """``value`` to ``digits`` significant digits; an exponent only where the plain form would be
+    long. Integers are exact.
+    """
 
     def form(number: float) -> str:
         if isinstance(number, int):
@@ -124,25 +134,40 @@ def as_points(value: float | None) -> str:
     return formatted(value, lambda difference: f"{100 * difference:+.1f}")
 
 
-def _draw(title: str, description: str, height: float, paint: Callable[[Canvas], None], **words: Any) -> Figure:
-    """``paint`` on a canvas ``WIDTH`` x ``height``, as SVG without identifiers, colours or fonts of its own."""
+def _draw(
+    title: str, description: str, height: float, paint: Callable[[Canvas], None], **words: Any
+) -> Figure:
+    """``paint`` on a canvas ``WIDTH`` x ``height``, as SVG without identifiers, colours or fonts of
+    its own.
+    """
     import matplotlib.style
     from matplotlib.figure import Figure as Canvas
 
     buffer = io.StringIO()
-    # Marker and clip paths are named by a hash with this salt: two figures on one page must not share a name.
+    # Marker and clip paths are named by a hash with this salt: two figures on one page must not
+    # share a name.
     with matplotlib.style.context(["default", _STYLE | {"svg.hashsalt": title}]):
         canvas = Canvas(figsize=(WIDTH / 72, height / 72), layout="constrained")
         paint(canvas)
-        canvas.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        canvas.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
+        )
     svg = buffer.getvalue()
     body = svg[svg.index(">", svg.index("<svg")) + 1 :]
     body = re.sub(
-        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->|<title>.*?</title>", "", body, flags=re.DOTALL
+        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->|<title>.*?</title>",
+        "",
+        body,
+        flags=re.DOTALL,
     )
     # figure_1, axes_1, line2d_1: the same in every figure, and nothing refers to them.
     body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
-    body = re.sub(r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body)  # before matplotlib 3.10
+    body = re.sub(
+        r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body
+    )  # before matplotlib 3.10
     body = re.sub(r"font-family: [^;\"]*(; )?| transform=\"rotate\(-?0 [^\"]*\"", "", body)
     body = re.sub(r"(?<=: )#0\d0\d0\d", lambda match: _COLOURS.get(match[0], match[0]), body)
     body = re.sub(r"\s*\n\s*", "\n", body)
@@ -174,10 +199,14 @@ def sensitivity(row: Mapping[str, Any]) -> float:
 
 
 def draw_loss(judgement: Mapping[str, Any]) -> Figure:
-    """Masked cross-entropy of both by mask ratio, and beneath it the increase with its 95% interval."""
+    """Masked cross-entropy of both by mask ratio, and beneath it the increase with its 95%
+    interval.
+    """
     rows, floor = judgement["buckets"], judgement["noise_floor"]
     ratios = [row["mask_ratio"] for row in rows]
-    ours, theirs = (_numbers(row[f"{who}_ce"] for row in rows) for who in ("candidate", "reference"))
+    ours, theirs = (
+        _numbers(row[f"{who}_ce"] for row in rows) for who in ("candidate", "reference")
+    )
     increase = 100 * _numbers(row["ce_increase"] for row in rows)
     bounds = 100 * np.array([_numbers(row["ce_increase_interval"] or (None, None)) for row in rows])
 
@@ -186,11 +215,23 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
         top.set_title("Masked cross-entropy, nats a position")
         top.plot(ratios, ours, "o-", color=CANDIDATE)
         # On top and larger: the two mostly coincide, and a ring around a dot shows both.
-        top.plot(ratios, theirs, "o--", color=REFERENCE, markerfacecolor="none", markersize=8, linewidth=1)
+        top.plot(
+            ratios,
+            theirs,
+            "o--",
+            color=REFERENCE,
+            markerfacecolor="none",
+            markersize=8,
+            linewidth=1,
+        )
         top.set_ylim(0, 1.12 * max(finite(loss, 0.0) for loss in (*ours, *theirs)) or 1.0)
         bottom.set_title("Increase, %")
         bottom.axhline(0, color=MUTED, linewidth=0.8)
-        if floor is not None and floor["ce_increase"] is not None and math.isfinite(floor["ce_increase"]):
+        if (
+            floor is not None
+            and floor["ce_increase"] is not None
+            and math.isfinite(floor["ce_increase"])
+        ):
             bottom.axhline(100 * floor["ce_increase"], color=REFERENCE, linewidth=1, linestyle=":")
         bottom.vlines(ratios, bounds[:, 0], bounds[:, 1], color=CANDIDATE, linewidth=1.4)
         bottom.plot(ratios, increase, "o", color=CANDIDATE)
@@ -207,7 +248,9 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
 
 
 def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
-    """Largest input per mask-ratio bucket, over the layer's smallest bucket: a row a layer, darker is larger."""
+    """Largest input per mask-ratio bucket, over the layer's smallest bucket: a row a layer, darker
+    is larger.
+    """
     ranges = np.array([_numbers(row["by_bucket"]) for row in layers])
     ranges[ranges <= 0] = math.nan
     smallest = np.array([np.min(row[np.isfinite(row)], initial=math.inf) for row in ranges])
@@ -220,11 +263,19 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
             seen = math.isfinite(value)
             alpha = 0.07 + 0.9 * math.log(value) / math.log(strongest) if seen else 1.0
             cell: dict[str, Any] = (
-                {"facecolor": CANDIDATE, "alpha": alpha} if seen else {"fill": False, "edgecolor": RULE, "linewidth": 0.7}
+                {"facecolor": CANDIDATE, "alpha": alpha}
+                if seen
+                else {"fill": False, "edgecolor": RULE, "linewidth": 0.7}
             )
             axes.bar(bucket + 0.5, 0.86, 0.94, row - 0.43, **cell)
         for row, layer in enumerate(layers):
-            axes.text(10.2, row, formatted(layer["drift"], lambda drift: f"{drift:.3g} {TIMES}"), va="center", fontsize=9.5)
+            axes.text(
+                10.2,
+                row,
+                formatted(layer["drift"], lambda drift: f"{drift:.3g} {TIMES}"),
+                va="center",
+                fontsize=9.5,
+            )
         axes.grid(False)
         axes.set_xlim(0, 11.6)
         axes.set_xticks((0, 5, 10), ("0", "mask ratio", "1"))
@@ -238,12 +289,22 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
     )
     values = ", ".join(f"{row['layer']} {as_number(row['drift'], 3)} times" for row in layers[:5])
     description = f"Range drift of the layers' inputs over the mask ratio, largest first: {values}."
-    return _draw("Range drift by layer", description, 40 + 18 * len(layers), paint, reading=reading, legend=[])
+    return _draw(
+        "Range drift by layer",
+        description,
+        40 + 18 * len(layers),
+        paint,
+        reading=reading,
+        legend=[],
+    )
 
 
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """KL that quantising one layer alone costs, at the frontier and on all masked positions."""
-    frontier, everywhere = _numbers(row["frontier_kl"] for row in layers), _numbers(row["kl"] for row in layers)
+    frontier, everywhere = (
+        _numbers(row["frontier_kl"] for row in layers),
+        _numbers(row["kl"] for row in layers),
+    )
     known = np.concatenate([frontier, everywhere])
     is_log = bool(np.all(known[np.isfinite(known)] > 0))
 
@@ -267,7 +328,14 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
     reading = "Divergence from the reference when this layer alone is quantised; the costliest at the frontier come first."
     values = ", ".join(f"{row['layer']} {as_number(sensitivity(row), 3)}" for row in layers[:5])
     description = f"KL of each layer quantised alone, largest first: {values}."
-    return _draw("Sensitivity by layer", description, 48 + 18 * len(layers), paint, reading=reading, legend=legend)
+    return _draw(
+        "Sensitivity by layer",
+        description,
+        48 + 18 * len(layers),
+        paint,
+        reading=reading,
+        legend=legend,
+    )
 
 
 def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
@@ -275,7 +343,10 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
     # Passes that were estimated are no whole numbers.
-    first, last = math.floor(min(theirs.min(), ours.min())), math.ceil(max(theirs.max(), ours.max()))
+    first, last = (
+        math.floor(min(theirs.min(), ours.min())),
+        math.ceil(max(theirs.max(), ours.max())),
+    )
     edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
     edges = np.append(edges, edges[-1] + 1) if edges[-1] <= last else edges
 
@@ -294,10 +365,13 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
         axes.set_xlabel("passes (NFE) a prompt")
 
     means = [
-        f"{name}, mean {as_number(float(nfe.mean()), 3)}" for name, nfe in zip(_names(judgement), (theirs, ours), strict=True)
+        f"{name}, mean {as_number(float(nfe.mean()), 3)}"
+        for name, nfe in zip(_names(judgement), (theirs, ours), strict=True)
     ]
     legend = [("reference", means[0]), ("candidate", means[1])]
-    reading = "How many passes each prompt took at the same policy; the vertical lines are the means."
+    reading = (
+        "How many passes each prompt took at the same policy; the vertical lines are the means."
+    )
     description = f"Histogram of passes a prompt: {means[0]}; {means[1]}."
     return _draw("Passes a prompt", description, 190, paint, reading=reading, legend=legend)
 
@@ -312,21 +386,51 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
 
     def paint(canvas: Canvas) -> None:
         axes = canvas.subplots()
-        axes.set_title("Quality" + (": task score" if refit["quality"] == "task" else ": agreement with one token a pass"))
-        axes.plot([p["nfe"] for p in curve], [p["quality"] for p in curve], ".-", color=CANDIDATE, linewidth=1, alpha=0.7)
+        axes.set_title(
+            "Quality"
+            + (
+                ": task score"
+                if refit["quality"] == "task"
+                else ": agreement with one token a pass"
+            )
+        )
+        axes.plot(
+            [p["nfe"] for p in curve],
+            [p["quality"] for p in curve],
+            ".-",
+            color=CANDIDATE,
+            linewidth=1,
+            alpha=0.7,
+        )
         axes.axhline(refit["reference"]["quality"], color=REFERENCE, linestyle=":", linewidth=1)
         for name, marker, colour, fill in (
             ("reference", "s", REFERENCE, "none"),
             ("original", "o", CANDIDATE, "none"),
             ("refitted", "D", CANDIDATE, CANDIDATE),
         ):
-            axes.plot(refit[name]["nfe"], refit[name]["quality"], marker, color=colour, markerfacecolor=fill, markersize=7.5)
+            axes.plot(
+                refit[name]["nfe"],
+                refit[name]["quality"],
+                marker,
+                color=colour,
+                markerfacecolor=fill,
+                markersize=7.5,
+            )
         named = refit["refitted"]
         reach = max(abs(point["nfe"] - named["nfe"]) for point in curve)
         # The curve's ends are named too where their words do not fall on the re-fitted point's.
-        for point in (named, *(end for end in (curve[0], curve[-1]) if abs(end["nfe"] - named["nfe"]) > 0.15 * reach)):
+        for point in (
+            named,
+            *(
+                end
+                for end in (curve[0], curve[-1])
+                if abs(end["nfe"] - named["nfe"]) > 0.15 * reach
+            ),
+        ):
             at = (point["nfe"], point["quality"])
-            axes.annotate(f"{point['threshold']:g}", at, (5, -12), textcoords="offset points", fontsize=9.5)
+            axes.annotate(
+                f"{point['threshold']:g}", at, (5, -12), textcoords="offset points", fontsize=9.5
+            )
         axes.margins(x=0.08, y=0.12)
         axes.set_xlabel("passes (NFE) a prompt")
 
@@ -349,8 +453,21 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
 
     def paint(canvas: Canvas) -> None:
         axes = canvas.subplots()
-        axes.set_title("Quality" + (": task score" if effort["quality"] == "task" else ": agreement with one token a pass"))
-        axes.plot([p["nfe"] for p in curve], [p["quality"] for p in curve], "o", color=CANDIDATE, markerfacecolor="none")
+        axes.set_title(
+            "Quality"
+            + (
+                ": task score"
+                if effort["quality"] == "task"
+                else ": agreement with one token a pass"
+            )
+        )
+        axes.plot(
+            [p["nfe"] for p in curve],
+            [p["quality"] for p in curve],
+            "o",
+            color=CANDIDATE,
+            markerfacecolor="none",
+        )
         # Levels may share a loop: their names then stand together.
         names: dict[tuple[float, float], str] = {}
         for name, point in levels.items():
@@ -368,14 +485,24 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
 
     legend = [("candidate diamond", "levels"), ("candidate hollow", "other loops")]
     description = "; ".join(
-        f"{name}: quality {as_percent(p['quality'])}, {as_number(p['nfe'], 3)} passes" for name, p in levels.items()
+        f"{name}: quality {as_percent(p['quality'])}, {as_number(p['nfe'], 3)} passes"
+        for name, p in levels.items()
     )
-    return _draw("Effort levels", description, 210, paint, reading="Up and to the left is better.", legend=legend)
+    return _draw(
+        "Effort levels",
+        description,
+        210,
+        paint,
+        reading="Up and to the left is better.",
+        legend=legend,
+    )
 
 
 @dataclass(frozen=True)
 class TradePoint:
-    """A bundle on a plot of what its loss buys: ``increase`` as a share, with its interval where one is known."""
+    """A bundle on a plot of what its loss buys: ``increase`` as a share, with its interval where
+    one is known.
+    """
 
     name: str
     at: float
@@ -395,25 +522,43 @@ def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figur
             colour, fill = (REFERENCE, "none") if point.is_reference else (CANDIDATE, CANDIDATE)
             low, high = _numbers(point.interval or (None, None))
             axes.vlines(point.at, 100 * low, 100 * high, color=colour, linewidth=1.4)
-            axes.plot(point.at, 100 * point.increase, "o", color=colour, markerfacecolor=fill, markersize=6)
+            axes.plot(
+                point.at,
+                100 * point.increase,
+                "o",
+                color=colour,
+                markerfacecolor=fill,
+                markersize=6,
+            )
             axes.annotate(
-                _label(point.name), (point.at, 100 * point.increase), (6, 4), textcoords="offset points", fontsize=9.5
+                _label(point.name),
+                (point.at, 100 * point.increase),
+                (6, 4),
+                textcoords="offset points",
+                fontsize=9.5,
             )
         axes.set_xlim(0, 1.25 * max(point.at for point in points))
         axes.margins(y=0.15)
         axes.set_xlabel(quantity)
 
     reading = "Down and to the left is better; the lines are 95% intervals, and what they share is not told apart."
-    legend = [("candidate", "judged")] + ([("reference hollow", "full precision")] if points[0].is_reference else [])
-    values = ", ".join(f"{point.name}: {as_number(point.at, 3)}, {as_change(point.increase)}" for point in points)
-    return _draw(title, f"{title}, {quantity}: {values}.", 210, paint, reading=reading, legend=legend)
+    legend = [("candidate", "judged")] + (
+        [("reference hollow", "full precision")] if points[0].is_reference else []
+    )
+    values = ", ".join(
+        f"{point.name}: {as_number(point.at, 3)}, {as_change(point.increase)}" for point in points
+    )
+    return _draw(
+        title, f"{title}, {quantity}: {values}.", 210, paint, reading=reading, legend=legend
+    )
 
 
 def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
-    """Write what a token takes along each axis of a plan (``plan.Growth`` as plain values) to a PNG or SVG of its own.
+    """Write what a token takes along each axis of a plan (``plan.Growth`` as plain values) to a PNG
+    or SVG of its own.
 
-    ``quantity`` is the field of the points to draw, one line a target; points that are None are left out, and so are
-    targets without another.
+    ``quantity`` is the field of the points to draw, one line a target; points that are None are
+    left out, and so are targets without another.
     """
     import matplotlib.style
     from matplotlib import colormaps
@@ -421,17 +566,37 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
 
     # No page colours these: placeholders become greys.
     greys = {INK: "#222222", MUTED: "#666666", RULE: "#dddddd"}
-    style = {key: greys.get(value, value) if isinstance(value, str) else value for key, value in _STYLE.items()}
+    style = {
+        key: greys.get(value, value) if isinstance(value, str) else value
+        for key, value in _STYLE.items()
+    }
     with matplotlib.style.context(["default", style | {"svg.hashsalt": title}]):
         canvas = Canvas(figsize=(3 * WIDTH / 72, WIDTH / 72), layout="constrained")
         canvas.suptitle(printable(title), x=0.01, ha="left")
-        drawn = [target for target in growth[0]["lines"] if any(any(each["lines"][target]) for each in growth)]
-        for axes, each in zip(np.atleast_1d(canvas.subplots(1, len(growth), sharey=True)), growth, strict=True):
+        drawn = [
+            target
+            for target in growth[0]["lines"]
+            if any(any(each["lines"][target]) for each in growth)
+        ]
+        for axes, each in zip(
+            np.atleast_1d(canvas.subplots(1, len(growth), sharey=True)), growth, strict=True
+        ):
             places = range(len(each["values"]))
             for number, target in enumerate(drawn):
-                values = _numbers(None if point is None else point[quantity] for point in each["lines"][target])
-                marker, line = "osD^v<>ph*"[number // 10 % 10], ("-", "--", ":", "-.")[number // 10 % 4]
-                axes.plot(places, values, marker + line, color=colormaps["tab10"](number % 10), label=target)
+                values = _numbers(
+                    None if point is None else point[quantity] for point in each["lines"][target]
+                )
+                marker, line = (
+                    "osD^v<>ph*"[number // 10 % 10],
+                    ("-", "--", ":", "-.")[number // 10 % 4],
+                )
+                axes.plot(
+                    places,
+                    values,
+                    marker + line,
+                    color=colormaps["tab10"](number % 10),
+                    label=target,
+                )
             axes.set_title(f"{each['axis']}, {each['denoiser']}")
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

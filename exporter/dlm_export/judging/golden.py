@@ -1,8 +1,10 @@
-"""Golden files: logits that code from outside computed on parity's canvases, and what computed them, in one .npz.
+"""Golden files: logits that code from outside computed on parity's canvases, and what computed
+them, in one .npz.
 
-``capture`` records them in the environment of the checkpoint's own code; ``check`` compares a bundle with them anywhere: it
-needs neither torch nor the checkpoint. A golden file is data from another machine: it is read without pickle, from entries that
-are stored uncompressed, so that nothing is larger in memory than on disk.
+``capture`` records them in the environment of the checkpoint's own code; ``check`` compares a
+bundle with them anywhere: it needs neither torch nor the checkpoint. A golden file is data from
+another machine: it is read without pickle, from entries that are stored uncompressed, so that
+nothing is larger in memory than on disk.
 
 =================  ====================  ====================================================
 ``provenance``     uint8 ``[bytes]``     ``Provenance`` as JSON in UTF-8, with ``FORMAT``
@@ -56,7 +58,9 @@ _ARRAYS = {
 
 
 class GoldenError(DlmError):
-    """A golden file is missing, damaged, of another version, or not of the bundle that it should judge."""
+    """A golden file is missing, damaged, of another version, or not of the bundle that it should
+    judge.
+    """
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -65,10 +69,11 @@ class GoldenError(DlmError):
 class Provenance:
     """What computed the logits.
 
-    ``kind`` is one of ``KINDS``: the code that came with the checkpoint, transformers' class of that architecture, or
-    transformers' class of the same layers, with a mask of ours. ``module`` is where the class lies; ``code`` maps
-    the checkpoint's files that ran to their SHA-256, ``weights`` those that were read. ``attention`` says in words who decided
-    what is visible. ``checkpoint`` is the folder's name, ``prompts`` "random" or the text file's name.
+    ``kind`` is one of ``KINDS``: the code that came with the checkpoint, transformers' class of
+    that architecture, or transformers' class of the same layers, with a mask of ours. ``module`` is
+    where the class lies; ``code`` maps the checkpoint's files that ran to their SHA-256,
+    ``weights`` those that were read. ``attention`` says in words who decided what is visible.
+    ``checkpoint`` is the folder's name, ``prompts`` "random" or the text file's name.
     """
 
     kind: str
@@ -124,7 +129,14 @@ class Golden:
 # ---- Comparing ----
 
 
-def check(folder: Path, path: Path, golden: Golden, *, opening: Opening = ON_CPU, progress: Progress | None = None) -> Parity:
+def check(
+    folder: Path,
+    path: Path,
+    golden: Golden,
+    *,
+    opening: Opening = ON_CPU,
+    progress: Progress | None = None,
+) -> Parity:
     """Compare a bundle in full precision with the golden file that was read from ``path``.
 
     Raises GoldenError if they are of two checkpoints, or if the bundle is quantised.
@@ -149,11 +161,15 @@ def _check_same(folder: Path, manifest: Mapping[str, Any], path: Path, golden: G
     name, theirs = golden.provenance.checkpoint, golden.provenance.config_sha256
     found = None
     if loop["vocab_size"] != golden.vocab_size:
-        found = f"its vocabulary has {golden.vocab_size} tokens, that of {folder} {loop['vocab_size']}"
+        found = (
+            f"its vocabulary has {golden.vocab_size} tokens, that of {folder} {loop['vocab_size']}"
+        )
     elif config is not None and config != theirs:
         found = f"its config.json has the SHA-256 {theirs}, that of {folder} {config}"
     if found is not None:
-        raise GoldenError(f"{path}: captured from another checkpoint ({name}): {found}. Capture the one that was built.")
+        raise GoldenError(
+            f"{path}: captured from another checkpoint ({name}): {found}. Capture the one that was built."
+        )
     if golden.max_length > loop["max_canvas_length"]:
         raise GoldenError(
             f"{path}: has canvases of {golden.max_length} tokens, {folder} takes {loop['max_canvas_length']}: build it "
@@ -165,7 +181,9 @@ def _check_same(folder: Path, manifest: Mapping[str, Any], path: Path, golden: G
 
 
 def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Where to ``save`` what is to become ``path``: see ``outputs.claimed``. GoldenError for a name without ``SUFFIX``."""
+    """Where to ``save`` what is to become ``path``: see ``outputs.claimed``. GoldenError for a name
+    without ``SUFFIX``.
+    """
     if path.suffix != SUFFIX:
         raise GoldenError(f"{path}: end its name in {SUFFIX}")
     return outputs.claimed_file(path, force=force)
@@ -173,7 +191,9 @@ def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
 
 def save(path: Path, golden: Golden) -> None:
     """Write a golden file, to a path of ``claimed``. Raises OSError."""
-    provenance = json.dumps({"format": FORMAT, **golden.provenance.as_dict()}, indent=1, ensure_ascii=False)
+    provenance = json.dumps(
+        {"format": FORMAT, **golden.provenance.as_dict()}, indent=1, ensure_ascii=False
+    )
     arrays = {
         "provenance": np.frombuffer(provenance.encode(), np.uint8),
         "mask_ratios": np.array([canvas.mask_ratio for canvas in golden.canvases], np.float64),
@@ -203,14 +223,20 @@ def load(path: Path) -> Golden:
         canvases, logits = _canvases(arrays)
     except GoldenError:
         raise
-    except Exception as err:  # a dozen kinds: zipfile's, and of numpy's header those of Python's tokenizer
+    except (
+        Exception
+    ) as err:  # a dozen kinds: zipfile's, and of numpy's header those of Python's tokenizer
         reason = " ".join(str(err).split())[:TEXT_LIMIT]
-        raise GoldenError(f"{path}: not a golden file, or a damaged one ({reason}). Capture it again.") from err
+        raise GoldenError(
+            f"{path}: not a golden file, or a damaged one ({reason}). Capture it again."
+        ) from err
     return Golden(provenance, canvases, logits)
 
 
 def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.ndarray:
-    """One array, its header checked against the entry's size before anything is allocated. Raises ValueError, KeyError."""
+    """One array, its header checked against the entry's size before anything is allocated. Raises
+    ValueError, KeyError.
+    """
     kind, dimensions = _ARRAYS[name]
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
@@ -221,9 +247,13 @@ def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.n
         shape, is_fortran, dtype = _read_header(file)
         wanted = math.prod(shape) * np.dtype(kind).itemsize
         if dtype != kind or len(shape) != dimensions or (is_fortran and dimensions > 1):
-            raise ValueError(f"{name} is {dtype} {list(shape)}, expected {np.dtype(kind)} with {dimensions} dimensions")
+            raise ValueError(
+                f"{name} is {dtype} {list(shape)}, expected {np.dtype(kind)} with {dimensions} dimensions"
+            )
         if info.file_size - file.tell() != wanted:
-            raise ValueError(f"{name} says {list(shape)}, but has {info.file_size - file.tell()} bytes")
+            raise ValueError(
+                f"{name} says {list(shape)}, but has {info.file_size - file.tell()} bytes"
+            )
         # zipfile compares the entry's checksum as its last byte is read.
         return np.frombuffer(file.read(), kind).reshape(shape)
 
@@ -272,17 +302,28 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_text(key) and _is_text(text) for key, text in value.items())
+    return isinstance(value, dict) and all(
+        _is_text(key) and _is_text(text) for key, text in value.items()
+    )
 
 
 def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.ndarray]]:
-    """Raises ValueError unless all arrays are of the same canvases, with ids of the vocabulary and finite logits."""
-    ratios, lengths, counts, logits = (arrays[name] for name in ("mask_ratios", "lengths", "row_counts", "logits"))
+    """Raises ValueError unless all arrays are of the same canvases, with ids of the vocabulary and
+    finite logits.
+    """
+    ratios, lengths, counts, logits = (
+        arrays[name] for name in ("mask_ratios", "lengths", "row_counts", "logits")
+    )
     if not len(ratios) == len(lengths) == len(counts) or not len(ratios):
-        raise ValueError(f"{len(ratios)} mask ratios, {len(lengths)} canvases and {len(counts)} counts of rows")
+        raise ValueError(
+            f"{len(ratios)} mask ratios, {len(lengths)} canvases and {len(counts)} counts of rows"
+        )
     if not ((ratios > 0) & (ratios <= 1)).all():
         raise ValueError("a mask ratio is outside (0, 1]")
-    for name, sizes, total in (("tokens", lengths, len(arrays["tokens"])), ("rows", counts, len(arrays["rows"]))):
+    for name, sizes, total in (
+        ("tokens", lengths, len(arrays["tokens"])),
+        ("rows", counts, len(arrays["rows"])),
+    ):
         if sizes.min() < 1 or sizes.max() > total or int(sizes.sum()) != total:
             raise ValueError(f"{name} has {total} entries, which its canvases do not share out")
     if len(logits) != len(arrays["rows"]) or logits.shape[1] < 2:
@@ -296,5 +337,8 @@ def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.n
     for canvas, kept in zip(tokens, rows, strict=True):
         if kept.min() < 0 or kept.max() >= len(canvas) or (np.diff(kept) < 1).any():
             raise ValueError("rows of a canvas are not ascending positions on it")
-    canvases = [Canvas(float(ratio), canvas, kept) for ratio, canvas, kept in zip(ratios, tokens, rows, strict=True)]
+    canvases = [
+        Canvas(float(ratio), canvas, kept)
+        for ratio, canvas, kept in zip(ratios, tokens, rows, strict=True)
+    ]
     return canvases, np.split(logits, np.cumsum(counts)[:-1])

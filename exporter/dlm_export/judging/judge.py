@@ -1,9 +1,10 @@
-"""A candidate denoiser judged against its reference: what it predicts, what it would commit, what it writes.
+"""A candidate denoiser judged against its reference: what it predicts, what it would commit, what
+it writes.
 
-Three views, from near to far. Masked positions of held-out text, with the same random masks for both (``masked``). The
-frontier: on every canvas that a loop met, what each of the two would commit under the policy. Runs: both loops from the same
-prompts, canvases and passes compared. ``evidence`` gathers them; here is what comes of it. Intervals are paired bootstraps
-over samples.
+Three views, from near to far. Masked positions of held-out text, with the same random masks for
+both (``masked``). The frontier: on every canvas that a loop met, what each of the two would commit
+under the policy. Runs: both loops from the same prompts, canvases and passes compared. ``evidence``
+gathers them; here is what comes of it. Intervals are paired bootstraps over samples.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class AccuracyError(DlmError):
 class Budgets:
     """Limits that a candidate has to keep, None where not asked.
 
-    ``max_ce_increase`` is relative (0.01: one per cent) and over all mask ratios, ``min_top1`` and ``min_task`` are shares,
-    ``min_task`` of the candidate's own right answers.
+    ``max_ce_increase`` is relative (0.01: one per cent) and over all mask ratios, ``min_top1`` and
+    ``min_task`` are shares, ``min_task`` of the candidate's own right answers.
     """
 
     max_ce_increase: float | None = None
@@ -42,18 +43,23 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raise JudgeError if a limit cannot be judged on this data; for asking before an evaluation."""
+        """Raise JudgeError if a limit cannot be judged on this data; for asking before an
+        evaluation.
+        """
         if self.min_task is not None and all(sample.answer is None for sample in samples):
-            raise JudgeError("a lowest task score is asked for, but the data carries no answers: give prompts with completions")
+            raise JudgeError(
+                "a lowest task score is asked for, but the data carries no answers: give prompts with completions"
+            )
 
 
 @dataclass(frozen=True)
 class Judgement:
     """What a candidate costs against its reference, in the sections of accuracy.json.
 
-    ``effort`` says how much was run, and whose canvases the frontier's are: see ``evidence`` and ``rounds``. ``layers``
-    (``{"layer", "format", "kl", "frontier_kl"}`` each, found by ``layers_method``: ``fisher`` or ``exact``) and ``threshold``
-    (``Refit.as_dict``) come from elsewhere: see ``dataclasses.replace``. ``speed`` (``BundlePredictor.speed``) is of one run on
+    ``effort`` says how much was run, and whose canvases the frontier's are: see ``evidence`` and
+    ``rounds``. ``layers`` (``{"layer", "format", "kl", "frontier_kl"}`` each, found by
+    ``layers_method``: ``fisher`` or ``exact``) and ``threshold`` (``Refit.as_dict``) come from
+    elsewhere: see ``dataclasses.replace``. ``speed`` (``BundlePredictor.speed``) is of one run on
     one machine, so that it stands in the report and not in accuracy.json.
     """
 
@@ -77,7 +83,9 @@ class Judgement:
         """This judgement measured by some limits. Raises JudgeError if the data cannot tell."""
         task = self.free_running["task"]
         if budgets.min_task is not None and task is None:
-            raise JudgeError("a lowest task score is asked for, but the data carries no answers: give prompts with completions")
+            raise JudgeError(
+                "a lowest task score is asked for, but the data carries no answers: give prompts with completions"
+            )
         values = {
             "max_ce_increase": self.overall["ce_increase"],
             "min_top1": self.overall["top1"],
@@ -88,8 +96,11 @@ class Judgement:
         for name, value in values.items():
             limit = getattr(budgets, name)
             if limit is not None:
-                # No value: the reference loses nothing and the candidate something, an increase beyond any limit.
-                passed = value is not None and (value <= limit if name.startswith("max") else value >= limit)
+                # No value: the reference loses nothing and the candidate something, an increase
+                # beyond any limit.
+                passed = value is not None and (
+                    value <= limit if name.startswith("max") else value >= limit
+                )
                 rows.append({"name": name, "limit": limit, "value": value, "passed": bool(passed)})
         return replace(self, budgets=rows)
 
@@ -100,7 +111,9 @@ class Judgement:
 
     @property
     def misses(self) -> list[str]:
-        """One sentence for every limit that is not kept, and where the loss is: worst bucket, worst layers."""
+        """One sentence for every limit that is not kept, and where the loss is: worst bucket, worst
+        layers.
+        """
         words = {
             "max_ce_increase": "masked cross-entropy rises by {value:.2%}, at most {limit:.2%} is allowed",
             "min_top1": "top-1 agreement is {value:.2%}, at least {limit:.2%} is asked for",
@@ -109,12 +122,15 @@ class Judgement:
         }
         missed = [row for row in self.budgets if not row["passed"]]
         found = [
-            words[row["name"]].format(value=np.inf if row["value"] is None else row["value"], limit=row["limit"])
+            words[row["name"]].format(
+                value=np.inf if row["value"] is None else row["value"], limit=row["limit"]
+            )
             for row in missed
         ]
         told = [row for row in self.buckets if metrics.is_told_from_zero(row)]
         if missed and told:
-            # In nats: where few positions are masked there is next to no loss, and its relative change is noise.
+            # In nats: where few positions are masked there is next to no loss, and its relative
+            # change is noise.
             worst = max(told, key=lambda row: row["candidate_ce"] - row["reference_ce"])
             rise = worst["candidate_ce"] - worst["reference_ce"]
             found.append(
@@ -123,13 +139,19 @@ class Judgement:
         ranked = sorted(self.layers, key=_sensitivity, reverse=True)[:WORST_LAYERS]
         if missed and ranked:
             found.append(
-                "worst layers: " + ", ".join(f"{row['layer']} ({row['format']}, KL {_sensitivity(row):.2e})" for row in ranked)
+                "worst layers: "
+                + ", ".join(
+                    f"{row['layer']} ({row['format']}, KL {_sensitivity(row):.2e})"
+                    for row in ranked
+                )
             )
         return found
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as accuracy.json and ``--json`` show them."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "speed"} | {
+        return {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name != "speed"
+        } | {
             "passed": self.passed,
             "misses": self.misses,
         }

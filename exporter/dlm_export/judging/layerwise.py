@@ -1,14 +1,15 @@
 """Parity of a quantised graph, layer by layer from equal inputs, with one part of it in memory.
 
-A value near a rounding boundary takes one code here and the next one there, and every later layer carries that on: two right
-computations of a whole pass may end far apart. So the graph runs part by part, a part handing its values on by name to the
-next, and shows what goes into every quantised layer and what comes out. Torch runs beside it, a block at a time. At each layer
-its own input is compared, which proves what lies between two layers; it goes on with the graph's input, and its output is
-compared, which proves the layer; and it goes on with the graph's output. By induction the whole graph is proven, and no
-difference is carried on.
+A value near a rounding boundary takes one code here and the next one there, and every later layer
+carries that on: two right computations of a whole pass may end far apart. So the graph runs part by
+part, a part handing its values on by name to the next, and shows what goes into every quantised
+layer and what comes out. Torch runs beside it, a block at a time. At each layer its own input is
+compared, which proves what lies between two layers; it goes on with the graph's input, and its
+output is compared, which proves the layer; and it goes on with the graph's output. By induction the
+whole graph is proven, and no difference is carried on.
 
-Beside that torch carries the same canvases on by itself: how far the logits of two whole passes end apart is shown, and held to
-nothing.
+Beside that torch carries the same canvases on by itself: how far the logits of two whole passes end
+apart is shown, and held to nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Folded, Quantisation
 from dlm_export.workplace import Workplace
 
-# How far an input may be from a boundary for either code to be right: a few roundings of fp32, in which codes are found.
+# How far an input may be from a boundary for either code to be right: a few roundings of fp32, in
+# which codes are found.
 _BOUNDARY = 2.0**-20
 _STEEPEST_SILU = 1.1
 
@@ -65,7 +67,9 @@ def units(network: NetworkSpec) -> int:
 
 
 def largest_bytes(network: NetworkSpec) -> int:
-    """What ``check_layers`` holds of a denoiser at most: its largest part in fp32, twice while it is quantised."""
+    """What ``check_layers`` holds of a denoiser at most: its largest part in fp32, twice while it
+    is quantised.
+    """
     sizes: dict[str, int] = defaultdict(int)
     for name, shape in network.parameters().items():
         sizes[".".join(name.split(".")[:2])] += math.prod(shape)
@@ -86,10 +90,12 @@ def check_layers(
     seed: int = 0,
     workplace: Workplace | None = None,
 ) -> Parity:
-    """Compare the graph of the bundle in ``folder`` with torch on random canvases, one a mask ratio.
+    """Compare the graph of the bundle in ``folder`` with torch on random canvases, one a mask
+    ratio.
 
-    ``done``: the numbers it was made of; ``base``: its full precision; ``taps``: where layers stand in the graph;
-    ``cache_dtype`` and ``is_simulated`` are the manifest's. ``on_done`` is called ``units`` times, once a part.
+    ``done``: the numbers it was made of; ``base``: its full precision; ``taps``: where layers stand
+    in the graph; ``cache_dtype`` and ``is_simulated`` are the manifest's. ``on_done`` is called
+    ``units`` times, once a part.
 
     Raises DlmError.
     """
@@ -100,7 +106,12 @@ def check_layers(
     wanted = {name for part in parts for name in part.outputs if name.startswith(SHOWN)} | {LOGITS}
     beside = _Beside(done, taps, canvases, workplace or Workplace())
     passes = [
-        full_pass(network, cache_dtype, batch.ids.numpy(), np.stack([canvases[number].rows for number in batch.numbers]))
+        full_pass(
+            network,
+            cache_dtype,
+            batch.ids.numpy(),
+            np.stack([canvases[number].rows for number in batch.numbers]),
+        )
         for batch in beside.equal.batches
     ]
     for part, shown in run_parts(folder, parts, passes, wanted, is_simulated=is_simulated):
@@ -108,7 +119,11 @@ def check_layers(
         on_done()
     graph = graph_rows(canvases, beside.found, beside.expected)
     return Parity(
-        f"quantised, {base}" if done.formats else base, PART_TOLERANCES[base], graph, [], layers=list(beside.rows.values())
+        f"quantised, {base}" if done.formats else base,
+        PART_TOLERANCES[base],
+        graph,
+        [],
+        layers=list(beside.rows.values()),
     )
 
 
@@ -124,10 +139,11 @@ def instead_of_passes(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Parity:
-    """What decides where whole passes of a bundle in full precision differ, and its network has experts: its layers.
+    """What decides where whole passes of a bundle in full precision differ, and its network has
+    experts: its layers.
 
-    A token that one side sends to another of two experts that are as good ends elsewhere, and neither side is wrong. What
-    passes gave stays in the result, to be shown. See ``check_layers``.
+    A token that one side sends to another of two experts that are as good ends elsewhere, and
+    neither side is wrong. What passes gave stays in the result, to be shown. See ``check_layers``.
     """
     nothing = Quantisation(Recipe(parity.precision, ()), {}, Folded(parameters, network))
     found = check_layers(
@@ -145,15 +161,25 @@ def instead_of_passes(
 
 
 class _Beside:
-    """Torch beside a graph, part by part: ``equal`` goes on with the graph's values, ``alone`` with its own.
+    """Torch beside a graph, part by part: ``equal`` goes on with the graph's values, ``alone`` with
+    its own.
 
-    ``rows`` are found as parts go by, one a quantised layer and one for the logits where the head is none; ``found`` and
-    ``expected`` are the logits ``[R, V]`` of the graph's whole pass and of torch's, once the last part has run.
+    ``rows`` are found as parts go by, one a quantised layer and one for the logits where the head
+    is none; ``found`` and ``expected`` are the logits ``[R, V]`` of the graph's whole pass and of
+    torch's, once the last part has run.
     """
 
-    def __init__(self, done: Quantisation, taps: Mapping[str, Tap], canvases: Sequence[Canvas], workplace: Workplace) -> None:
+    def __init__(
+        self,
+        done: Quantisation,
+        taps: Mapping[str, Tap],
+        canvases: Sequence[Canvas],
+        workplace: Workplace,
+    ) -> None:
         self.done, self.taps, self.canvases = done, taps, canvases
-        self.layered = families.layered(done.parameters, done.parameters.network, device=workplace.device)
+        self.layered = families.layered(
+            done.parameters, done.parameters.network, device=workplace.device
+        )
         if done.recipe.embedding is not None or done.has_tied_table:
             self.layered.read = functools.partial(_read_rounded, done, self.layered.read)
         tokens = [canvas.tokens for canvas in canvases]
@@ -165,8 +191,11 @@ class _Beside:
 
     def run(self, part: Part, shown: Sequence[Values]) -> None:
         """Torch's side of a part. ``shown``: what the graph showed of it, a batch of canvases each."""
-        # A value that crosses is shown by the part that makes it and again by the one that reads it.
-        values = [{name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown]
+        # A value that crosses is shown by the part that makes it and again by the one that reads
+        # it.
+        values = [
+            {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
+        ]
         if part.block is not None:
             self._block(part.block, values)
         elif part.name == END:
@@ -187,21 +216,29 @@ class _Beside:
                 layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
             router = modules[f"{path.removesuffix('.experts')}.router"]
             assert isinstance(router, Router)
-            module.register_forward_pre_hook(functools.partial(self._before_experts, path, router, shown))
+            module.register_forward_pre_hook(
+                functools.partial(self._before_experts, path, router, shown)
+            )
             module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
                 # Before the quantisation that ``simulate`` put there.
-                modules[layer].register_forward_pre_hook(functools.partial(self._before, layer, shown), prepend=True)
+                modules[layer].register_forward_pre_hook(
+                    functools.partial(self._before, layer, shown), prepend=True
+                )
                 modules[layer].register_forward_hook(functools.partial(self._after, layer, shown))
         self.equal.through(i, block)
 
-    def _before(self, layer: str, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]) -> Tensor | None:
+    def _before(
+        self, layer: str, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
+    ) -> Tensor | None:
         theirs = self._shown_now(shown)[self.taps[layer].input]
         self._note_input(layer, inputs[0].cpu().numpy(), theirs)
         return torch.from_numpy(theirs).to(inputs[0].device) if np.isfinite(theirs).all() else None
 
-    def _after(self, layer: str, shown: Sequence[Values], module: Any, _: Any, output: Tensor) -> Tensor | None:
+    def _after(
+        self, layer: str, shown: Sequence[Values], module: Any, _: Any, output: Tensor
+    ) -> Tensor | None:
         values, tap = self._shown_now(shown), self.taps[layer]
         if tap.output not in values:
             return None
@@ -217,20 +254,33 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Who goes where is compared by score, from the graph's own tokens: of two experts as good either may be chosen."""
+        """Who goes where is compared by score, from the graph's own tokens: of two experts as good
+        either may be chosen.
+        """
         values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
         x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
         chosen = torch.from_numpy(values[routes.input]).to(x.device, torch.int64)
         scores, judged = router.scores(x)
-        weights, theirs = router.weights_of(scores, judged, chosen), torch.from_numpy(values[routes.output]).to(x.device)
-        for wrong, right in ((router.shortfall(judged, chosen), judged), ((weights - theirs).abs(), weights)):
+        weights, theirs = (
+            router.weights_of(scores, judged, chosen),
+            torch.from_numpy(values[routes.output]).to(x.device),
+        )
+        for wrong, right in (
+            (router.shortfall(judged, chosen), judged),
+            ((weights - theirs).abs(), weights),
+        ):
             relative = float(wrong.amax() / right.abs().amax().clamp(min=1e-30))
             self._note_router(path, relative if math.isfinite(relative) else math.inf)
         return x, chosen, theirs
 
     def _after_experts(
-        self, path: str, shown: Sequence[Values], module: RoutedMLPs, inputs: tuple[Tensor, ...], output: Tensor
+        self,
+        path: str,
+        shown: Sequence[Values],
+        module: RoutedMLPs,
+        inputs: tuple[Tensor, ...],
+        output: Tensor,
     ) -> Tensor:
         theirs = self._shown_now(shown)[self.taps[path].output]
         slack = np.zeros(theirs.shape, np.float32)
@@ -248,8 +298,15 @@ class _Beside:
 
     def _end(self, shown: Sequence[Values]) -> None:
         rows = [canvas.rows for canvas in self.canvases]
-        places = {number: (i, row) for i, batch in enumerate(self.equal.batches) for row, number in enumerate(batch.numbers)}
-        values = [{name: value[row] for name, value in shown[i].items()} for _, (i, row) in sorted(places.items())]
+        places = {
+            number: (i, row)
+            for i, batch in enumerate(self.equal.batches)
+            for row, number in enumerate(batch.numbers)
+        }
+        values = [
+            {name: value[row] for name, value in shown[i].items()}
+            for _, (i, row) in sorted(places.items())
+        ]
         self.found = [each[LOGITS] for each in values]
         equal, alone = self.equal.features(rows), self.alone.features(rows)
         if self.done.formats.get("head", HIGH) == HIGH:
@@ -276,33 +333,53 @@ class _Beside:
     def _note_router(self, path: str, relative: float) -> None:
         self._note(f"{path.removesuffix('.experts')}.router", relative, None)
 
-    def _note_output(self, layer: str, ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray) -> None:
+    def _note_output(
+        self, layer: str, ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray
+    ) -> None:
         self._note(layer, 0.0, max(map(_relative, ours, theirs, slack)))
 
     def _note(self, layer: str, input_relative: float, output_relative: float | None) -> None:
-        row = self.rows.get(layer, LayerRow(layer, ROUTER if layer.endswith(".router") else self._format_of(layer), 0.0, None))
+        row = self.rows.get(
+            layer,
+            LayerRow(
+                layer, ROUTER if layer.endswith(".router") else self._format_of(layer), 0.0, None
+            ),
+        )
         outputs = [each for each in (row.output_relative, output_relative) if each is not None]
-        self.rows[layer] = LayerRow(layer, row.format, max(row.input_relative, input_relative), max(outputs, default=None))
+        self.rows[layer] = LayerRow(
+            layer, row.format, max(row.input_relative, input_relative), max(outputs, default=None)
+        )
 
 
 def _read_rounded(
-    done: Quantisation, read: ReadTensor, name: str, dtype: torch.dtype | None, rows: Tensor | None = None
+    done: Quantisation,
+    read: ReadTensor,
+    name: str,
+    dtype: torch.dtype | None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """``Layered.read`` with the rows of a quantised embedding table as the graph looks them up."""
     if name != EMBEDDING:
         return read(name, dtype, rows)
     table = read(name, torch.float32, rows).numpy()
-    return torch.from_numpy(done.embedding_rows(table, np.arange(len(table)) if rows is None else rows.numpy()))
+    return torch.from_numpy(
+        done.embedding_rows(table, np.arange(len(table)) if rows is None else rows.numpy())
+    )
 
 
-def _project(done: Quantisation, x: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A quantised head's results ``[R, V]`` for ``x`` ``[R, hidden]``, their slack, and its results for ``others``.
+def _project(
+    done: Quantisation, x: np.ndarray, others: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A quantised head's results ``[R, V]`` for ``x`` ``[R, hidden]``, their slack, and its results
+    for ``others``.
 
     Its matrix is dequantised a few columns at a time.
     """
     stored = done.weight("head")
     seen, others_seen = (calibrate.as_seen(done, "head", each) for each in (x, others))
-    found, slack, whole = (np.zeros((len(each), stored.shape[1]), np.float32) for each in (x, x, others))
+    found, slack, whole = (
+        np.zeros((len(each), stored.shape[1]), np.float32) for each in (x, x, others)
+    )
     apart = _apart(done, "head", x)
     for start in range(0, stored.shape[1], HEAD_COLUMNS):
         columns = slice(start, start + HEAD_COLUMNS)
@@ -314,19 +391,35 @@ def _project(done: Quantisation, x: np.ndarray, others: np.ndarray) -> tuple[np.
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
-    """The worst difference, less what ``slack`` allows each element, over the range of values; infinite for NaN."""
+    """The worst difference, less what ``slack`` allows each element, over the range of values;
+    infinite for NaN.
+    """
     worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
-    return worst / max(float(theirs.max() - theirs.min()), 1e-30) if np.isfinite(worst) else float("inf")
+    return (
+        worst / max(float(theirs.max() - theirs.min()), 1e-30)
+        if np.isfinite(worst)
+        else float("inf")
+    )
 
 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """By how much each output may differ because inputs lie on a boundary between codes: those take one code or the next."""
+    """By how much each output may differ because inputs lie on a boundary between codes: those take
+    one code or the next.
+    """
     apart = _apart(done, layer, x)
-    return np.zeros((*x.shape[:-1], weight.shape[1]), np.float32) if apart is None else apart @ np.abs(weight)
+    return (
+        np.zeros((*x.shape[:-1], weight.shape[1]), np.float32)
+        if apart is None
+        else apart @ np.abs(weight)
+    )
 
 
-def _experts_slack(done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """``_slack`` of a mixture's result ``[.., hidden]``, through both codes on the way: of tokens, and of what goes down."""
+def _experts_slack(
+    done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """``_slack`` of a mixture's result ``[.., hidden]``, through both codes on the way: of tokens,
+    and of what goes down.
+    """
     gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
     room = torch.zeros_like(tokens)
     slots, shares = chosen.flatten(0, -2), weights.flatten(0, -2)
@@ -338,23 +431,34 @@ def _experts_slack(done: Quantisation, path: str, module: RoutedMLPs, x: Tensor,
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY  # sums in another order, of the largest
+        moved = (
+            hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
+        )  # sums in another order, of the largest
         if apart is not None:
-            by_gate, by_up = (torch.from_numpy(apart).to(x) @ each.matrix(expert).abs() for each in (module.gate, module.up))
+            by_gate, by_up = (
+                torch.from_numpy(apart).to(x) @ each.matrix(expert).abs()
+                for each in (module.gate, module.up)
+            )
             silu = torch.nn.functional.silu(gated).abs()
-            moved = moved + share.abs() * (_STEEPEST_SILU * by_gate * (wide.abs() + by_up) + silu * by_up)
+            moved = moved + share.abs() * (
+                _STEEPEST_SILU * by_gate * (wide.abs() + by_up) + silu * by_up
+            )
         seen, low, high = (
             torch.from_numpy(calibrate.as_seen(done, down, each.cpu().numpy())).to(x)
             for each in (hidden, hidden - moved, hidden + moved)
         )
-        room[rows] += torch.maximum((high - seen).abs(), (low - seen).abs()) @ module.down.matrix(expert).abs()
+        room[rows] += (
+            torch.maximum((high - seen).abs(), (low - seen).abs())
+            @ module.down.matrix(expert).abs()
+        )
     return room.view(x.shape)
 
 
 def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     """How far the codes are apart that each input may take; None where none has a choice.
 
-    Inputs are moved by a few roundings, all of them and all but the largest of a row, whose range they would move as well.
+    Inputs are moved by a few roundings, all of them and all but the largest of a row, whose range
+    they would move as well.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:
@@ -365,7 +469,9 @@ def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     inner = np.where(size < size.max(-1, keepdims=True), _BOUNDARY, 0.0).astype(np.float32)
 
     def rounded(moved: np.ndarray) -> np.ndarray:
-        return quantise_activation(moved, chosen.activations or "", done.amax.get(layer), done.scale_dtype)
+        return quantise_activation(
+            moved, chosen.activations or "", done.amax.get(layer), done.scale_dtype
+        )
 
     apart = np.zeros_like(x)
     for step in (inner, np.full_like(x, _BOUNDARY)):

@@ -1,4 +1,6 @@
-"""Masked positions of held-out text: the same random masks for two denoisers, and what each predicts there."""
+"""Masked positions of held-out text: the same random masks for two denoisers, and what each
+predicts there.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from dlm_export.judging.predictors import JudgeError, Scorer, View, finite_logit
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """Comparison of masked positions: per row its sample, its mask ratio's index, and its share of the likelihood bound."""
+    """Comparison of masked positions: per row its sample, its mask ratio's index, and its share of
+    the likelihood bound.
+    """
 
     rows: metrics.Rows
     sample: np.ndarray
@@ -24,13 +28,17 @@ class Masked:
     @classmethod
     def join(cls, parts: Sequence[Masked]) -> Masked:
         """All rows of ``parts``."""
-        columns = [np.concatenate([getattr(part, name) for part in parts]) for name in ("sample", "ratio", "weight")]
+        columns = [
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("sample", "ratio", "weight")
+        ]
         return cls(metrics.Rows.join([part.rows for part in parts]), *columns)
 
 
 @dataclass(frozen=True, eq=False)
 class MaskedCanvas:
-    """A sample at one of ``MASK_RATIOS``: what a denoiser sees, the positions that are scored and their true tokens.
+    """A sample at one of ``MASK_RATIOS``: what a denoiser sees, the positions that are scored and
+    their true tokens.
 
     ``weight``: a row's share of the likelihood bound.
     """
@@ -48,7 +56,8 @@ class MaskedCanvas:
 
 
 def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tuple[int, int]:
-    """First position that is masked, and the end of those that are scored: behind the first end token of a completion.
+    """First position that is masked, and the end of those that are scored: behind the first end
+    token of a completion.
 
     A shifted denoiser has no row that predicts position 0, so that it is never masked.
     """
@@ -61,11 +70,12 @@ def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tup
 def masked_canvases(
     sample: Sample, number: int, side: Scorer, *, block_length: int, limit: int, seed: int
 ) -> Iterator[MaskedCanvas]:
-    """A sample once at each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens; ratios that mask nothing are left out.
+    """A sample once at each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens; ratios
+    that mask nothing are left out.
 
-    Completions are padded with the end token, where there is one, to whole blocks, as denoisers are trained and decoded; what
-    lies behind their first end token is masked with the rest and not scored. Masks depend on the sample's ``number`` and the
-    seed alone. Raises JudgeError.
+    Completions are padded with the end token, where there is one, to whole blocks, as denoisers are
+    trained and decoded; what lies behind their first end token is masked with the rest and not
+    scored. Masks depend on the sample's ``number`` and the seed alone. Raises JudgeError.
     """
     start, end = scored_span(sample, side.shift, side.eos_token_ids)
     if start >= end:
@@ -82,9 +92,14 @@ def masked_canvases(
 
 
 def compare_masked(
-    reference: Scorer, others: Sequence[Scorer], canvases: Sequence[MaskedCanvas], on_done: Callable[[], None] = lambda: None
+    reference: Scorer,
+    others: Sequence[Scorer],
+    canvases: Sequence[MaskedCanvas],
+    on_done: Callable[[], None] = lambda: None,
 ) -> list[Masked]:
-    """Compare each of ``others`` with the reference on the same canvases. ``on_done`` is called once a sample of theirs."""
+    """Compare each of ``others`` with the reference on the same canvases. ``on_done`` is called
+    once a sample of theirs.
+    """
     found: list[list[metrics.Rows]] = [[] for _ in others]
     for number, seen in enumerate(canvases):
         theirs = finite_logits(reference, *seen.view)
@@ -94,5 +109,8 @@ def compare_masked(
         if number + 1 == len(canvases) or canvases[number + 1].sample != seen.sample:
             on_done()
     counts = [len(seen.positions) for seen in canvases]
-    columns = [np.repeat([getattr(seen, name) for seen in canvases], counts) for name in ("sample", "ratio", "weight")]
+    columns = [
+        np.repeat([getattr(seen, name) for seen in canvases], counts)
+        for name in ("sample", "ratio", "weight")
+    ]
     return [Masked(metrics.Rows.join(parts), *columns) for parts in found]

@@ -1,4 +1,5 @@
-"""A bundle's graph run part by part in ONNX Runtime, by the kernels that the native runtime takes: one part's weights are held.
+"""A bundle's graph run part by part in ONNX Runtime, by the kernels that the native runtime takes:
+one part's weights are held.
 
 Values cross from part to part by name and as they are, so that the run is the whole graph's.
 """
@@ -34,7 +35,9 @@ _BITS: dict[ir.DataType, type[np.generic]] = {
 }
 
 
-def full_pass(network: NetworkSpec, cache_dtype: str, ids: np.ndarray, rows: np.ndarray) -> dict[str, onnxruntime.OrtValue]:
+def full_pass(
+    network: NetworkSpec, cache_dtype: str, ids: np.ndarray, rows: np.ndarray
+) -> dict[str, onnxruntime.OrtValue]:
     """What a graph reads in a pass over whole canvases ``[B, L]`` that scores ``rows`` ``[B, R]``."""
     from onnxruntime import OrtValue
 
@@ -43,12 +46,17 @@ def full_pass(network: NetworkSpec, cache_dtype: str, ids: np.ndarray, rows: np.
         "position_ids": np.broadcast_to(np.arange(ids.shape[1]), ids.shape),
         "score_rows": rows,
     }
-    given = {name: OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, np.int64)) for name, array in integers.items()}
+    given = {
+        name: OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, np.int64))
+        for name, array in integers.items()
+    }
     for i, (kv_heads, head_size) in enumerate(network.cache_shapes()):
         element, width = caches.row_of(cache_dtype, head_size)
         nothing = np.zeros((len(ids), kv_heads, 0, width), _BITS[element])
         for kind in ("key", "value"):
-            given[f"past_{kind}.{i}"] = OrtValue.ortvalue_from_numpy_with_onnx_type(nothing, element.value)
+            given[f"past_{kind}.{i}"] = OrtValue.ortvalue_from_numpy_with_onnx_type(
+                nothing, element.value
+            )
     return given
 
 
@@ -60,7 +68,8 @@ def run_parts(
     *,
     is_simulated: bool,
 ) -> Iterator[tuple[Part, list[Values]]]:
-    """Run every pass through each part before the next part is opened; gives a part and, a pass, its outputs in ``wanted``.
+    """Run every pass through each part before the next part is opened; gives a part and, a pass,
+    its outputs in ``wanted``.
 
     ``folder`` has the graph's data file, ``is_simulated`` is the manifest's. Raises PartError.
     """
@@ -74,7 +83,9 @@ def run_parts(
         for values in held:
             inputs = {name: values[name] for name in part.inputs}
             outputs = dict(zip(names, session.run_with_ort_values(names, inputs), strict=True))
-            found.append({name: output.numpy() for name, output in outputs.items() if name in wanted})
+            found.append(
+                {name: output.numpy() for name, output in outputs.items() if name in wanted}
+            )
             values |= outputs
             for name in values.keys() - behind:
                 del values[name]
@@ -84,11 +95,17 @@ def run_parts(
 
 
 def open_graph(
-    model: ir.Model, folder: Path | None = None, *, is_simulated: bool = False, is_packed: bool = True
+    model: ir.Model,
+    folder: Path | None = None,
+    *,
+    is_simulated: bool = False,
+    is_packed: bool = True,
 ) -> onnxruntime.InferenceSession:
-    """A session over a graph, or a part of one, as the native runtime sets it up; its weights are in ``folder``, if in any.
+    """A session over a graph, or a part of one, as the native runtime sets it up; its weights are
+    in ``folder``, if in any.
 
-    ``is_packed``: matrices in full precision are copied into an order of ONNX Runtime's own, for many passes.
+    ``is_packed``: matrices in full precision are copied into an order of ONNX Runtime's own, for
+    many passes.
     """
     import onnxruntime
 
@@ -100,8 +117,14 @@ def open_graph(
         "session.qdq_matmulnbits_accuracy_level": "1",
         "session.x64quantprecision": "1",
         "session.disable_quant_qdq": str(int(is_simulated)),
-        **({} if folder is None else {"session.model_external_initializers_file_folder_path": str(folder)}),
+        **(
+            {}
+            if folder is None
+            else {"session.model_external_initializers_file_folder_path": str(folder)}
+        ),
     }.items():
         options.add_session_config_entry(key, value)
     options.register_custom_ops_library(_native.library()._name)
-    return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )

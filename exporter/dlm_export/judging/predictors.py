@@ -1,6 +1,8 @@
-"""The sides of a comparison, and a bundle under the native loop as one; ``torch_predictor`` and ``swept`` are the other kinds.
+"""The sides of a comparison, and a bundle under the native loop as one; ``torch_predictor`` and
+``swept`` are the other kinds.
 
-A bundle sees one canvas a pass here, as on the device: dynamic activation ranges must not depend on what else is in a batch.
+A bundle sees one canvas a pass here, as on the device: dynamic activation ranges must not depend on
+what else is in a batch.
 """
 
 from __future__ import annotations
@@ -42,19 +44,24 @@ class Scorer(Side, Protocol):
     """A side that says what it predicts on a canvas."""
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Raw logits fp32 ``[R, V]`` of one full pass over a canvas ``[L]``, of its ``rows`` ``[R]``.
+        """Raw logits fp32 ``[R, V]`` of one full pass over a canvas ``[L]``, of its ``rows``
+        ``[R]``.
 
         Row ``i`` predicts position ``i + shift``; masked positions stay masked.
         """
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-        """How sure this side's loop is of a turn's positions, float64 ``[M]``, from their logits fp32 ``[M, V]``."""
+        """How sure this side's loop is of a turn's positions, float64 ``[M]``, from their logits
+        fp32 ``[M, V]``.
+        """
 
 
 class Generator(Side, Protocol):
     """A side that writes."""
 
-    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+    def generate(
+        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
+    ) -> tuple[list[int], int]:
         """The finished canvas and the passes it took."""
 
 
@@ -70,17 +77,23 @@ class Seer(Scorer, Protocol):
     """A side that answers for what it was shown, all of it together, and runs no loop."""
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """Forget what was shown before, and take in canvases, and the passes of loops that were run elsewhere."""
+        """Forget what was shown before, and take in canvases, and the passes of loops that were run
+        elsewhere.
+        """
 
     def walked(self, walk: int, step: int) -> np.ndarray:
-        """Raw logits fp32 ``[R, V]`` of a pass that was shown, with the keys and values that this side would have cached."""
+        """Raw logits fp32 ``[R, V]`` of a pass that was shown, with the keys and values that this
+        side would have cached.
+        """
 
 
 class BundlePredictor:
     """A bundle under the native loop."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        """The bundle must have been opened from a folder: its manifest says how its rows are shifted."""
+        """The bundle must have been opened from a folder: its manifest says how its rows are
+        shifted.
+        """
         self.bundle, self.name = bundle, name
         self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])
@@ -92,17 +105,25 @@ class BundlePredictor:
         """See ``Predictor``."""
         return self.bundle.logits(canvas.tolist(), None if rows is None else rows.tolist())
 
-    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+    def generate(
+        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
+    ) -> tuple[list[int], int]:
         """See ``Predictor``."""
-        done = self.bundle.generate(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
+        done = self.bundle.generate(
+            tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict()
+        )
         self._spent.append(done)
         return done.tokens, done.nfe
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         """See ``Predictor``."""
-        events = list(self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict()))
+        events = list(
+            self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
+        )
         self._spent += [event.result for event in events if event.result is not None]
-        after = [Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events]
+        after = [
+            Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events
+        ]
         return [start_canvas(tokens, max_new_tokens, self.mask_token_id), *after]
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
@@ -110,18 +131,38 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def speed(self) -> dict[str, Any] | None:
-        """What its loops took so far, and on what; None where nothing ran, or where a CPU simulated the formats."""
-        seconds, passes = sum(done.timings["total"] for done in self._spent), sum(done.nfe for done in self._spent)
+        """What its loops took so far, and on what; None where nothing ran, or where a CPU simulated
+        the formats.
+        """
+        seconds, passes = (
+            sum(done.timings["total"] for done in self._spent),
+            sum(done.nfe for done in self._spent),
+        )
         is_simulated = self.bundle.manifest["loop"]["graph"]["simulated"] and self.bundle.is_on_cpu
         if is_simulated or not passes:
             return None
-        machine = {name: value for name, value in this_machine().items() if name in ("processor", "cores", "gpu_sm")}
-        times = {"ms_per_pass": 1e3 * seconds / passes, "ms_per_prompt": 1e3 * seconds / len(self._spent)}
-        return {"prompts": len(self._spent), "passes": passes, **times, "engine": self.bundle.engine, **machine}
+        machine = {
+            name: value
+            for name, value in this_machine().items()
+            if name in ("processor", "cores", "gpu_sm")
+        }
+        times = {
+            "ms_per_pass": 1e3 * seconds / passes,
+            "ms_per_prompt": 1e3 * seconds / len(self._spent),
+        }
+        return {
+            "prompts": len(self._spent),
+            "passes": passes,
+            **times,
+            "engine": self.bundle.engine,
+            **machine,
+        }
 
 
 def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-    """``reference.scores`` in numpy, for machines without torch: float64 ``[M]`` from logits fp32 ``[M, V]``."""
+    """``reference.scores`` in numpy, for machines without torch: float64 ``[M]`` from logits fp32
+    ``[M, V]``.
+    """
     by = scored_by(turn, policy)
     if by == "random":
         return random_scores(turn, policy)
@@ -148,7 +189,8 @@ def check_comparable(reference: Side, candidate: Side) -> None:
 
 
 def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Logits fp32 ``[P, V]`` that predict ``positions`` ``[P]``, the mask token's -inf: it is never predicted.
+    """Logits fp32 ``[P, V]`` that predict ``positions`` ``[P]``, the mask token's -inf: it is never
+    predicted.
 
     Raises JudgeError for NaN and infinite values.
     """
@@ -156,13 +198,17 @@ def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) 
 
 
 def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
-    """The rows ``[P]`` that predict ``positions`` ``[P]``; position 0 of a shifted denoiser takes row 0, as in the loop."""
+    """The rows ``[P]`` that predict ``positions`` ``[P]``; position 0 of a shifted denoiser takes
+    row 0, as in the loop.
+    """
     rows: np.ndarray = np.maximum(positions - shift, 0)
     return rows
 
 
 def finite(predictor: Scorer, found: np.ndarray) -> np.ndarray:
-    """A copy of logits fp32 ``[P, V]``, the mask token's -inf. Raises JudgeError for NaN and infinite values."""
+    """A copy of logits fp32 ``[P, V]``, the mask token's -inf. Raises JudgeError for NaN and
+    infinite values.
+    """
     logits = np.array(found, np.float32)
     logits[:, predictor.mask_token_id] = 0
     bad = int((~np.isfinite(logits)).any(-1).sum())

@@ -1,7 +1,8 @@
 """report.html: what a quantised bundle costs, on one page that needs nothing from outside.
 
-Fills ``report.html.jinja`` with the manifest, accuracy.json and their figures (``figures.py``). The page loads nothing and runs
-nothing, takes the reader's light or dark mode, and comes out byte for byte the same from the same results.
+Fills ``report.html.jinja`` with the manifest, accuracy.json and their figures (``figures.py``). The
+page loads nothing and runs nothing, takes the reader's light or dark mode, and comes out byte for
+byte the same from the same results.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from dlm_runtime.errors import DlmError
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
 TEMPLATE = "report.html.jinja"
 FIGURE_LAYERS = 14  # rows of a figure with one row a layer
-TABLE_LAYERS = 400  # rows of a table with one row a layer; a mixture of experts has thousands, and the page has its limit
+# rows of a table with one row a layer; a mixture of experts has thousands, and the page has its
+# limit
+TABLE_LAYERS = 400
 MAP_ROWS = 40  # kinds of layer in the map of formats
 SAMPLE_CHARACTERS = 1500  # shown of one generation
 
@@ -35,11 +38,15 @@ class ReportError(DlmError):
 
 
 def require_matplotlib() -> None:
-    """Raise ReportError if the figures cannot be drawn; for asking before an evaluation, not after it."""
+    """Raise ReportError if the figures cannot be drawn; for asking before an evaluation, not after
+    it.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as err:
-        raise ReportError("report.html needs matplotlib: pip install 'dlm-export[report]', or leave the report out.") from err
+        raise ReportError(
+            "report.html needs matplotlib: pip install 'dlm-export[report]', or leave the report out."
+        ) from err
 
 
 def write_report(
@@ -51,21 +58,30 @@ def write_report(
 ) -> None:
     """Write the report of one bundle to ``path``, in place of what is there.
 
-    ``accuracy`` holds ``judgement``, ``calibration`` and ``parity``, each of them as accuracy.json has it, missing or None;
-    ``files`` maps the bundle's file names to bytes; ``speed`` is ``Judgement.speed``, None where none was measured. Raises
-    ReportError without matplotlib, if a section lacks a key, or if the file cannot be written.
+    ``accuracy`` holds ``judgement``, ``calibration`` and ``parity``, each of them as accuracy.json
+    has it, missing or None; ``files`` maps the bundle's file names to bytes; ``speed`` is
+    ``Judgement.speed``, None where none was measured. Raises ReportError without matplotlib, if a
+    section lacks a key, or if the file cannot be written.
     """
     write_page(path, TEMPLATE, lambda: _context(manifest, accuracy, files) | {"speed": speed})
 
 
 def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str, Any]]) -> None:
-    """Write one of this package's pages to ``path``, in place of what is there; raises as ``write_report``."""
+    """Write one of this package's pages to ``path``, in place of what is there; raises as
+    ``write_report``.
+    """
     from jinja2 import UndefinedError
 
     require_matplotlib()
     try:
         html = _render(template, make_context())
-    except (AttributeError, KeyError, TypeError, ValueError, UndefinedError) as err:  # accuracy.json may be from elsewhere
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        UndefinedError,
+    ) as err:  # accuracy.json may be from elsewhere
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
         ) from err
@@ -76,16 +92,24 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
         raise ReportError(f"{path}: cannot write the report ({err.strerror})") from err
 
 
-def _context(manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]) -> dict[str, Any]:
+def _context(
+    manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]
+) -> dict[str, Any]:
     """What the template shows, section by section; None where there is nothing."""
     judgement, calibration = accuracy.get("judgement"), accuracy.get("calibration")
     precision = manifest["precision"]
     layers = precision.get("layers") or {}
-    kept = [layer for layer, name in layers.items() if name == HIGH] + (precision.get("high_precision") or [])
+    kept = [layer for layer, name in layers.items() if name == HIGH] + (
+        precision.get("high_precision") or []
+    )
     threshold = (judgement or {}).get("threshold") or precision.get("threshold")
     told = [row for row in judgement["buckets"] if is_told_from_zero(row)] if judgement else []
     sensitive = sorted((judgement or {}).get("layers") or [], key=figures.sensitivity, reverse=True)
-    drifting = sorted((calibration or {}).get("layers") or [], key=lambda row: finite(row["drift"], 0.0), reverse=True)
+    drifting = sorted(
+        (calibration or {}).get("layers") or [],
+        key=lambda row: finite(row["drift"], 0.0),
+        reverse=True,
+    )
     return {
         "manifest": manifest,
         "precision": precision,
@@ -99,7 +123,9 @@ def _context(manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Ma
         "recipe": flatten(precision.get("recipe") or {}),
         "layer_map": layer_map({layer: name for layer, name in layers.items() if name != HIGH}),
         "high_precision": grouped(kept),
-        "worst_bucket": max(told, key=lambda row: finite(row["ce_increase"], math.inf), default=None),
+        "worst_bucket": max(
+            told, key=lambda row: finite(row["ce_increase"], math.inf), default=None
+        ),
         "worst_flip_rate": max(_flip_rates(judgement), default=0.0),
         "sensitive": sensitive,
         "drifting": drifting,
@@ -109,11 +135,19 @@ def _context(manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Ma
         "figure_layers": FIGURE_LAYERS,
         "loss_figure": figures.draw_loss(judgement) if judgement and judgement["buckets"] else None,
         "drift_figure": figures.draw_drift(drifting[:FIGURE_LAYERS]) if drifting else None,
-        "sensitivity_figure": figures.draw_sensitivity(sensitive[:FIGURE_LAYERS]) if sensitive else None,
-        "nfe_figure": figures.draw_nfe(judgement) if judgement and judgement["free_running"] else None,
+        "sensitivity_figure": figures.draw_sensitivity(sensitive[:FIGURE_LAYERS])
+        if sensitive
+        else None,
+        "nfe_figure": figures.draw_nfe(judgement)
+        if judgement and judgement["free_running"]
+        else None,
         "effort": manifest.get("effort"),
-        "effort_figure": figures.draw_effort(manifest["effort"]) if manifest.get("effort") else None,
-        "threshold_figure": figures.draw_threshold(threshold) if threshold and threshold["curve"] else None,
+        "effort_figure": figures.draw_effort(manifest["effort"])
+        if manifest.get("effort")
+        else None,
+        "threshold_figure": figures.draw_threshold(threshold)
+        if threshold and threshold["curve"]
+        else None,
     }
 
 
@@ -122,7 +156,10 @@ EXPERTS_NAMED = 12  # of a mixture, by number
 
 def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
     """A line on what tokens the experts of a mixture met in calibration."""
-    counts, few = sorted(row["tokens"]), [expert for expert in row["few"] if expert not in row["never"]]
+    counts, few = (
+        sorted(row["tokens"]),
+        [expert for expert in row["few"] if expert not in row["never"]],
+    )
     median = counts[len(counts) // 2]
     return {"layer": row["layer"], "count": len(counts), "least": counts[0], "median": median} | {
         name: ", ".join(map(str, experts[:EXPERTS_NAMED]))
@@ -156,20 +193,29 @@ def _render(template: str, context: Mapping[str, Any]) -> str:
     return environment.get_template(template).render(context).lstrip()
 
 
-# --- words and numbers -------------------------------------------------------------------------------------------------
+# --- words and numbers
+# -------------------------------------------------------------------------------------------------
 
 
 def _shown(value: object) -> object:
-    """What the page writes for ``value``: a dash for None, text without characters that a page must not hold."""
+    """What the page writes for ``value``: a dash for None, text without characters that a page must
+    not hold.
+    """
     if value is None:
         return figures.MISSING
-    return printable(value) if type(value) is str else value  # Markup is a str too, and stays as it is
+    return (
+        printable(value) if type(value) is str else value
+    )  # Markup is a str too, and stays as it is
 
 
 def as_bytes(count: int) -> str:
     """``count`` bytes in the largest binary unit that leaves at least 1."""
     power = min(3, max(0, (int(count).bit_length() - 1) // 10))
-    return f"{count:,} B" if power == 0 else f"{count / 1024**power:.4g} {('', 'KiB', 'MiB', 'GiB')[power]}"
+    return (
+        f"{count:,} B"
+        if power == 0
+        else f"{count / 1024**power:.4g} {('', 'KiB', 'MiB', 'GiB')[power]}"
+    )
 
 
 def as_points(value: float | None) -> str:
@@ -183,7 +229,8 @@ def as_ratio(value: float | None) -> str:
 
 
 FORMS: dict[str, Callable[..., str]] = {
-    form.__name__: form for form in (as_bytes, as_change, as_number, as_percent, as_points, as_ratio)
+    form.__name__: form
+    for form in (as_bytes, as_change, as_number, as_percent, as_points, as_ratio)
 }
 
 
@@ -215,10 +262,12 @@ def grouped(layers: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
-    """Which format each layer has: ``formats`` as (format, count), ``blocks`` (count), and ``rows``, one a role.
+    """Which format each layer has: ``formats`` as (format, count), ``blocks`` (count), and
+    ``rows``, one a role.
 
-    A row has a cell a block, (block, index of the format), the index None where the block's layer is not quantised; a role
-    outside the blocks has a single cell. ``summary`` counts the row's formats.
+    A row has a cell a block, (block, index of the format), the index None where the block's layer
+    is not quantised; a role outside the blocks has a single cell. ``summary`` counts the row's
+    formats.
     """
     formats = Counter(layers.values()).most_common()
     index = {name: i for i, (name, _) in enumerate(formats)}
@@ -231,20 +280,31 @@ def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
     for role, cells in roles.items():
         columns = [None] if None in cells else blocks
         shown = [(block, index.get(cells.get(block, ""))) for block in columns]
-        rows.append({"role": role, "cells": shown, "summary": Counter(cells.values()).most_common()})
+        rows.append(
+            {"role": role, "cells": shown, "summary": Counter(cells.values()).most_common()}
+        )
     return {"formats": formats, "blocks": len(blocks), "rows": rows}
 
 
 def clipped(text: str | None) -> str | None:
     """``text`` as far as the page shows it."""
-    return text if text is None or len(text) <= SAMPLE_CHARACTERS else f"{text[:SAMPLE_CHARACTERS]} […]"
+    return (
+        text
+        if text is None or len(text) <= SAMPLE_CHARACTERS
+        else f"{text[:SAMPLE_CHARACTERS]} […]"
+    )
 
 
 def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
     """``ours`` in pieces, each with whether ``theirs`` lacks it; None where there is no text."""
     if ours is None:
         return None
-    pieces, others = (re.findall(r"\s+|\w+|[^\w\s]", clipped(text) or "") for text in (ours, theirs or ours))
-    # Its heuristic for frequent words stays on: without it, a denoiser that repeats itself takes minutes to compare.
+    pieces, others = (
+        re.findall(r"\s+|\w+|[^\w\s]", clipped(text) or "") for text in (ours, theirs or ours)
+    )
+    # Its heuristic for frequent words stays on: without it, a denoiser that repeats itself takes
+    # minutes to compare.
     matcher = difflib.SequenceMatcher(None, pieces, others)
-    return [(tag != "equal", "".join(pieces[i:j])) for tag, i, j, _, _ in matcher.get_opcodes() if i < j]
+    return [
+        (tag != "equal", "".join(pieces[i:j])) for tag, i, j, _, _ in matcher.get_opcodes() if i < j
+    ]

@@ -1,9 +1,11 @@
-"""What rounding keys and values in a cache costs by itself: a source in torch beside the same source over a rounded cache.
+"""What rounding keys and values in a cache costs by itself: a source in torch beside the same
+source over a rounded cache.
 
-A full pass reads no cache, so that a bundle's masked loss does not see it. Here a canvas's full pass fills a cache, and its
-masked positions are predicted block by block, in passes that take all other rows from it (``dual``) or those before the block
-(``prefix``, and ``block`` of a block-causal network). Both sides meet equal canvases: what differs is rounding. That a bundle's
-rows are torch's, parity proves.
+A full pass reads no cache, so that a bundle's masked loss does not see it. Here a canvas's full
+pass fills a cache, and its masked positions are predicted block by block, in passes that take all
+other rows from it (``dual``) or those before the block (``prefix``, and ``block`` of a block-causal
+network). Both sides meet equal canvases: what differs is rounding. That a bundle's rows are
+torch's, parity proves.
 """
 
 from __future__ import annotations
@@ -38,14 +40,22 @@ class CachedPredictor(SweptPredictor):
         """``policy`` says which rows are cached (``cache``) and how long blocks are."""
         super().__init__(layered, f"{policy.cache} cache in {cache_dtype}", cache_dtype=cache_dtype)
         self._policy = policy
-        self._passes: dict[tuple[bytes, bytes], tuple[int, int]] = {}  # a view's walk, and its steps
+        self._passes: dict[
+            tuple[bytes, bytes], tuple[int, int]
+        ] = {}  # a view's walk, and its steps
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
         """See ``Seer``; it takes no loops."""
         assert not walks
-        wanted = {view_key(canvas, rows): (canvas, rows) for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)}
+        wanted = {
+            view_key(canvas, rows): (canvas, rows)
+            for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)
+        }
         made = [self._walk(canvas, rows) for canvas, rows in wanted.values()]
-        self._passes = {key: (number, len(walk)) for number, (key, walk) in enumerate(zip(wanted, made, strict=True))}
+        self._passes = {
+            key: (number, len(walk))
+            for number, (key, walk) in enumerate(zip(wanted, made, strict=True))
+        }
         super().see([], made)
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -54,7 +64,9 @@ class CachedPredictor(SweptPredictor):
         return np.concatenate([self.walked(walk, step) for step in range(1, steps)])
 
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
-        """A pass that fills the cache, and one for every block that has ``rows`` ``[R]``, counted from the first of them."""
+        """A pass that fills the cache, and one for every block that has ``rows`` ``[R]``, counted
+        from the first of them.
+        """
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
         origin = int(rows[0]) if self.visible_block is None else 0
         numbers = (rows - origin) // size
@@ -81,10 +93,11 @@ def judge_cache(
     on_done: Callable[[], None],
     workplace: Workplace,
 ) -> dict[str, Any]:
-    """What a cache of this type costs, as accuracy.json has it; the frontier's canvases are those that ``bundle`` meets.
+    """What a cache of this type costs, as accuracy.json has it; the frontier's canvases are those
+    that ``bundle`` meets.
 
-    By ``caches_of``: ``masked`` as ``overall`` of a judgement, and ``frontier``. ``on_done`` is called once a sample and cache.
-    Raises DlmError.
+    By ``caches_of``: ``masked`` as ``overall`` of a judgement, and ``frontier``. ``on_done`` is
+    called once a sample and cache. Raises DlmError.
     """
     network, found = source.network, {}
     reference = shown_source(source, "fp32", torch.float32, workplace)
@@ -93,7 +106,9 @@ def judge_cache(
     masked = [
         seen
         for number, sample in enumerate(samples)
-        for seen in masked_canvases(sample, number, reference, block_length=size, limit=limit, seed=seed)
+        for seen in masked_canvases(
+            sample, number, reference, block_length=size, limit=limit, seed=seed
+        )
     ]
     for cache in caches_of(network):
         loop = policy.with_fields({"cache": cache})
@@ -101,14 +116,20 @@ def judge_cache(
         room = new_tokens(samples, loop, network)
         runs = meet_within(side, list(enumerate(samples)), loop, room, limit, passes=len(masked))
         states = [state for run in runs for state in run.deciding]
-        views = [*(seen.view for seen in masked), *((state.canvas, state.turn.positions) for state in states)]
+        views = [
+            *(seen.view for seen in masked),
+            *((state.canvas, state.turn.positions) for state in states),
+        ]
         candidate = CachedPredictor(layered, cache_dtype, loop)
         reference.see(views)
         candidate.see(views)
         (rows,) = compare_masked(reference, [candidate], masked, on_done)
         frontier = Frontier(network.mask_token_id)
         for state in states:
-            theirs, ours = (predict_commitment(each, state, loop, reference.scores) for each in (reference, candidate))
+            theirs, ours = (
+                predict_commitment(each, state, loop, reference.scores)
+                for each in (reference, candidate)
+            )
             frontier.add(state.mask_ratio, theirs, ours)
         overall = summarise(rows.rows, rows.sample, len(samples), seed)
         found[cache] = {"masked": overall, "frontier": frontier.as_dict()}

@@ -1,4 +1,6 @@
-"""How much judging is worth: the efforts that may be asked for, and when the default one has seen enough."""
+"""How much judging is worth: the efforts that may be asked for, and when the default one has seen
+enough.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ EffortName = Literal["default", "full", "none"]
 class Effort:
     """How thoroughly to judge.
 
-    ``default``: on the canvases that the candidate meets, on as many samples as take about ``seconds``, until every budget is
-    decided, 32 at most. ``full``: both loops run freely on every sample, whatever it takes. ``none``: not at all. ``judged``
-    asks for exactly that many samples; ``free_runs`` lets the reference run freely on as many of the default effort's
-    prompts.
+    ``default``: on the canvases that the candidate meets, on as many samples as take about
+    ``seconds``, until every budget is decided, 32 at most. ``full``: both loops run freely on every
+    sample, whatever it takes. ``none``: not at all. ``judged`` asks for exactly that many samples;
+    ``free_runs`` lets the reference run freely on as many of the default effort's prompts.
     """
 
     name: EffortName = "default"
@@ -53,13 +55,18 @@ class Effort:
 
 
 def judge_in_rounds(
-    evidence: Evidence, effort: Effort, budgets: Budgets, pilot: int, on_done: Callable[[], None] = lambda: None
+    evidence: Evidence,
+    effort: Effort,
+    budgets: Budgets,
+    pilot: int,
+    on_done: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """Judge as an effort says: the default one by a ``pilot`` of samples, then by as many as fit the time.
+    """Judge as an effort says: the default one by a ``pilot`` of samples, then by as many as fit
+    the time.
 
-    With a budget to decide, rounds double, and the first that decides every one ends it. Why it stopped is in
-    ``Judgement.effort``: ``asked`` (as many as were asked for are judged), ``all`` (there are no more), ``most`` (no more are
-    judged unless asked for), ``decided`` or ``time``.
+    With a budget to decide, rounds double, and the first that decides every one ends it. Why it
+    stopped is in ``Judgement.effort``: ``asked`` (as many as were asked for are judged), ``all``
+    (there are no more), ``most`` (no more are judged unless asked for), ``decided`` or ``time``.
     Raises JudgeError.
     """
     began = time.perf_counter()
@@ -81,4 +88,6 @@ def judge_in_rounds(
         else:
             evidence.add(count, on_done)
             continue
-        return replace(judgement, effort={"judge": effort.name, "stopped": stopped} | judgement.effort)
+        return replace(
+            judgement, effort={"judge": effort.name, "stopped": stopped} | judgement.effort
+        )

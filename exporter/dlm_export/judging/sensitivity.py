@@ -1,11 +1,13 @@
-"""What single layers lose when they alone are quantised: mean KL on masked positions, and on those about to commit.
+"""What single layers lose when they alone are quantised: mean KL on masked positions, and on those
+about to commit.
 
 All experts of a layer are one of them, for they are held in one format.
 
-The estimate finds all of them in one sweep forward and one back, a layer at a time. To second order a layer's KL is half the
-mean of ``(g . e)**2``: ``e`` is what quantising changes in its output, from the unquantised input, and ``g`` a random gradient
-whose covariance is the Fisher information of the predictions, carried back to that output (as in K-FAC, arXiv:1503.05671).
-The exact sweep runs the whole denoiser once for every layer.
+The estimate finds all of them in one sweep forward and one back, a layer at a time. To second order
+a layer's KL is half the mean of ``(g . e)**2``: ``e`` is what quantising changes in its output,
+from the unquantised input, and ``g`` a random gradient whose covariance is the Fisher information
+of the predictions, carried back to that output (as in K-FAC, arXiv:1503.05671). The exact sweep
+runs the whole denoiser once for every layer.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ SWEPT_STATES = 16
 LARGE_SWEPT = 2  # of a denoiser whose passes take seconds
 FRONTIER = 0.9  # probability from which a masked position counts as about to commit
 DRAWS = 4
-"""Gradients carried back for each of the frontier and the other masked positions. BENCHMARKS.md has what more would bring."""
+"""Gradients carried back for each of the frontier and the other masked positions. BENCHMARKS.md has
+what more would bring.
+"""
 Losses = dict[str, tuple[float, float]]
 """Layer or mixture of experts -> ``(kl, frontier_kl)`` in nats a position, quantised alone."""
 _Modules = dict[str, Linear | RoutedMLPs]
@@ -50,11 +54,15 @@ def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
 
 def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
     """The rows ``[R]`` whose features predict a canvas's masked positions."""
-    return (torch.from_numpy(np.flatnonzero(canvas == network.mask_token_id)) - network.shift).clamp(min=0)
+    return (
+        torch.from_numpy(np.flatnonzero(canvas == network.mask_token_id)) - network.shift
+    ).clamp(min=0)
 
 
 def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
-    """Raw logits ``[R, V]``, changed in place, as log-probabilities of the tokens that a position can take."""
+    """Raw logits ``[R, V]``, changed in place, as log-probabilities of the tokens that a position
+    can take.
+    """
     logits[:, network.mask_token_id] = -torch.inf
     return logits.float().log_softmax(-1)
 
@@ -83,10 +91,12 @@ def estimate(
     memory_bytes: int | None = None,
     folder: Path | None = None,
 ) -> list[Losses]:
-    """For each of ``choices`` the losses of the layers that it quantises. ``layered`` is the folded denoiser, in fp32.
+    """For each of ``choices`` the losses of the layers that it quantises. ``layered`` is the folded
+    denoiser, in fp32.
 
-    Held are a block, its quantised form in each of ``choices``, and the states' activations before every layer (those beyond
-    ``memory_bytes`` in a file of ``folder``). ``on_done`` is called twice a layer. Raises MemoryLimitError.
+    Held are a block, its quantised form in each of ``choices``, and the states' activations before
+    every layer (those beyond ``memory_bytes`` in a file of ``folder``). ``on_done`` is called twice
+    a layer. Raises MemoryLimitError.
     """
     c, canvases = layered.network, [state.canvas for state in states]
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)
@@ -99,7 +109,9 @@ def estimate(
     gradients = room_for((2 * DRAWS, *shape), dtype, memory_bytes, folder)
     counts, found = _at_the_head(carried, canvases, choices, gradients)
     for i in reversed(range(len(c.layers))):
-        for losses, squares in zip(found, _through(i, carried, entered[i], gradients, choices), strict=True):
+        for losses, squares in zip(
+            found, _through(i, carried, entered[i], gradients, choices), strict=True
+        ):
             for layer, square in squares.items():
                 at_frontier, elsewhere = (float(square[part].sum()) / 2 for part in _PARTS)
                 losses[layer] = (at_frontier + elsewhere) / sum(counts), at_frontier / counts[0]
@@ -107,15 +119,20 @@ def estimate(
     return found
 
 
-_PARTS = slice(0, DRAWS), slice(DRAWS, 2 * DRAWS)  # of the gradients: of positions at the frontier, of the others
+_PARTS = (
+    slice(0, DRAWS),
+    slice(DRAWS, 2 * DRAWS),
+)  # of the gradients: of positions at the frontier, of the others
 
 
 def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Gradients of logits ``[R, V]``, ``draws`` of them; their outer products add up to the Fisher information on average.
+    """Gradients of logits ``[R, V]``, ``draws`` of them; their outer products add up to the Fisher
+    information on average.
 
-    That of a prediction p is ``diag(p) - p p^T``: the sum over tokens j of ``b_j b_j^T``, where ``b_j = sqrt(p_j) (e_j - p)``.
-    Every token goes to one draw, with a random sign, so that only products of two tokens in one draw are left to chance. Labels
-    drawn from p instead would need hundreds of draws where p is sure.
+    That of a prediction p is ``diag(p) - p p^T``: the sum over tokens j of ``b_j b_j^T``, where
+    ``b_j = sqrt(p_j) (e_j - p)``. Every token goes to one draw, with a random sign, so that only
+    products of two tokens in one draw are left to chance. Labels drawn from p instead would need
+    hundreds of draws where p is sure.
     """
     signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1
     draw = torch.randint(0, draws, probs.shape, generator=generator)
@@ -126,9 +143,14 @@ def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterato
 
 
 def _at_the_head(
-    carried: Carried, canvases: Sequence[np.ndarray], choices: Sequence[Quantisation], gradients: Tensor
+    carried: Carried,
+    canvases: Sequence[np.ndarray],
+    choices: Sequence[Quantisation],
+    gradients: Tensor,
 ) -> tuple[list[int], list[Losses]]:
-    """Fills the gradients of what the last layer gives; positions at the frontier and others, and what the heads lose."""
+    """Fills the gradients of what the last layer gives; positions at the frontier and others, and
+    what the heads lose.
+    """
     layered, c = carried.layered, carried.layered.network
     norm, head, generator = layered.final_norm(), layered.head(), torch.Generator().manual_seed(0)
     quantised = [_quantised({"head": Linear(0, 0)}, done) for done in choices]
@@ -155,7 +177,9 @@ def _at_the_head(
             counts[0] += int(at_frontier.sum())
             counts[1] += int((~at_frontier).sum())
         for number, gradient in enumerate(pulled.to(x)):
-            gradients[number, batch.rows] = torch.autograd.grad(features, x, gradient, retain_graph=True)[0].flatten(0, 1).cpu()
+            gradients[number, batch.rows] = (
+                torch.autograd.grad(features, x, gradient, retain_graph=True)[0].flatten(0, 1).cpu()
+            )
     found: list[Losses] = [
         dict.fromkeys(heads, (sum(losses) / sum(counts), losses[0] / counts[0]))
         for losses, heads in zip(lost, quantised, strict=True)
@@ -166,8 +190,8 @@ def _at_the_head(
 def _through(
     i: int, carried: Carried, entered: Tensor, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[dict[str, Tensor]]:
-    """Carry gradients back through layer ``i``; for each of ``choices`` and its linear layers and experts the sum over canvases
-    of ``(g . e)**2``, ``[draws]``.
+    """Carry gradients back through layer ``i``; for each of ``choices`` and its linear layers and
+    experts the sum over canvases of ``(g . e)**2``, ``[draws]``.
     """
     layered, block = carried.layered, carried.layered.block(i)
     modules = named(i, block)
@@ -186,7 +210,10 @@ def _through(
         x = entered[batch.rows].view(*batch.ids.shape, -1).to(layered.device).requires_grad_()
         out, _ = block(x, *layered.beside(i, batch.ids))
         with torch.no_grad():
-            errors = [{path: _changed(module, *seen[path]).flatten(1) for path, module in mine.items()} for mine in quantised]
+            errors = [
+                {path: _changed(module, *seen[path]).flatten(1) for path, module in mine.items()}
+                for mine in quantised
+            ]
         sources = [x, *(seen[path][1] for path in watched)]
         for number, carried_back in enumerate(gradients):
             gradient = carried_back[batch.rows].view(out.shape).to(out)
@@ -194,8 +221,11 @@ def _through(
             by_path = dict(zip(watched, inside, strict=True))
             for error, square in zip(errors, squares, strict=True):
                 for path, e in error.items():
-                    square[path][number] += torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
-            # Last: the gradient of a layer that is added to what leaves the block is the one that came in, not a copy.
+                    square[path][number] += (
+                        torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
+                    )
+            # Last: the gradient of a layer that is added to what leaves the block is the one that
+            # came in, not a copy.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -207,7 +237,9 @@ def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
 
 
 def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
-    """The layers and mixtures among ``modules`` that a recipe quantises, on their own and as it computes them, on the CPU."""
+    """The layers and mixtures among ``modules`` that a recipe quantises, on their own and as it
+    computes them, on the CPU.
+    """
     twins: _Modules = {}
     inside: dict[str, nn.Module] = {}
     for path, module in modules.items():
@@ -219,7 +251,11 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
             inside |= {f"{path}.{name}": stack for name, stack in twins[path].named_children()}
         elif done.formats.get(path, HIGH) != HIGH:
             twin = Linear(0, 0).requires_grad_(False).to(module.weight.device)
-            twin.bias = None if module.bias is None else nn.Parameter(module.bias.cpu(), requires_grad=False)
+            twin.bias = (
+                None
+                if module.bias is None
+                else nn.Parameter(module.bias.cpu(), requires_grad=False)
+            )
             twins[path] = inside[path] = twin
     calibrate.simulate(inside, done, list(inside))
     return twins
@@ -262,7 +298,9 @@ def method(*, exact: bool) -> str:
 
 
 def units(network: NetworkSpec, layers: int, *, exact: bool) -> int:
-    """How often ``losses`` calls ``on_done``, at most; ``layers``: that all choices quantise, a mixture being one."""
+    """How often ``losses`` calls ``on_done``, at most; ``layers``: that all choices quantise, a
+    mixture being one.
+    """
     return layers if exact else 2 * len(network.layers)
 
 
@@ -276,12 +314,19 @@ def losses(
     exact: bool,
     workplace: Workplace | None = None,
 ) -> list[Losses]:
-    """For each of ``choices``, all of the same (folded) ``parameters``, what each layer loses that it quantises."""
+    """For each of ``choices``, all of the same (folded) ``parameters``, what each layer loses that
+    it quantises.
+    """
     place = workplace or Workplace()
     if not exact:
-        layered, most = families.layered(parameters, network, device=place.device), place.activation_bytes
+        layered, most = (
+            families.layered(parameters, network, device=place.device),
+            place.activation_bytes,
+        )
         shared = None if most is None else most // 3  # states, what enters every layer, gradients
-        chosen = swept(states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES)
+        chosen = swept(
+            states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES
+        )
         return estimate(layered, chosen, choices, on_done, memory_bytes=shared, folder=place.folder)
     sweep = Sweep(families.load(parameters, network), states)
     found: list[Losses] = []
@@ -294,10 +339,17 @@ def losses(
     return found
 
 
-def as_rows(found: Losses, network: NetworkSpec, formats: Mapping[str, str]) -> list[dict[str, Any]]:
+def as_rows(
+    found: Losses, network: NetworkSpec, formats: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Losses as accuracy.json and the report have them, in order of the pass."""
     return [
-        {"layer": unit, "format": formats[layers[0].path], "kl": found[unit][0], "frontier_kl": found[unit][1]}
+        {
+            "layer": unit,
+            "format": formats[layers[0].path],
+            "kl": found[unit][0],
+            "frontier_kl": found[unit][1],
+        }
         for unit, layers in network.units().items()
         if unit in found
     ]

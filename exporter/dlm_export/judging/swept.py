@@ -1,6 +1,8 @@
-"""A denoiser in torch as the side of a comparison that was shown all canvases beforehand: it is read a layer at a time.
+"""A denoiser in torch as the side of a comparison that was shown all canvases beforehand: it is
+read a layer at a time.
 
-What is held is a layer, the canvases' hidden states and the head as it is stored, whatever the denoiser's size.
+What is held is a layer, the canvases' hidden states and the head as it is stored, whatever the
+denoiser's size.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class SweptPredictor:
         folder: Path | None = None,
         cache_dtype: str | None = None,
     ) -> None:
-        """``memory_bytes``, ``folder``: where the canvases' states lie, see ``Carried``; ``cache_dtype``: see ``Walked``."""
+        """``memory_bytes``, ``folder``: where the canvases' states lie, see ``Carried``;
+        ``cache_dtype``: see ``Walked``.
+        """
         c = layered.network
         self.layered, self.name = layered, name
         self.shift, self.visible_block = c.shift, c.visible_block
@@ -51,10 +55,16 @@ class SweptPredictor:
             for number, step in enumerate(steps)
             if step.span.is_whole(len(step.canvas))
         }
-        wanted = {view_key(canvas, rows): (canvas, rows) for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)}
+        wanted = {
+            view_key(canvas, rows): (canvas, rows)
+            for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)
+        }
         alone = {key: view for key, view in wanted.items() if key not in whole}
         carried = Carried(
-            self.layered, [canvas for canvas, _ in alone.values()], memory_bytes=self._memory_bytes, folder=self._folder
+            self.layered,
+            [canvas for canvas, _ in alone.values()],
+            memory_bytes=self._memory_bytes,
+            folder=self._folder,
         )
         walked = Walked(self.layered, walks, self._cache_dtype)
         for i in range(len(self.layered.network.layers)):

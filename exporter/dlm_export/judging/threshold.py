@@ -1,8 +1,10 @@
-"""The commit threshold fitted again: quantisation shifts confidence, and a threshold chosen for the reference misses it.
+"""The commit threshold fitted again: quantisation shifts confidence, and a threshold chosen for the
+reference misses it.
 
-A preset's threshold is changed only where samples show that another is better, by paired bootstrap intervals; what they
-cannot show leaves it as it was. Thresholds are tried by real generations of both sides, or by a replay of the candidate's
-runs under the preset (``replay``), and what that finds is then confirmed by generations of the candidate.
+A preset's threshold is changed only where samples show that another is better, by paired bootstrap
+intervals; what they cannot show leaves it as it was. Thresholds are tried by real generations of
+both sides, or by a replay of the candidate's runs under the preset (``replay``), and what that
+finds is then confirmed by generations of the candidate.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-MARGIN = 0.05  # quality that may be lost unseen where the reference's is said to be reached: a few dozen samples show no less
+# quality that may be lost unseen where the reference's is said to be reached: a few dozen samples
+# show no less
+MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
 Way = Literal["generations", "replay"]
@@ -44,13 +48,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Refit:
-    """The threshold at which a candidate gives its reference's quality back, with the figures that this rests on.
+    """The threshold at which a candidate gives its reference's quality back, with the figures that
+    this rests on.
 
-    ``quality`` is ``task`` (right answers) or ``agreement`` (tokens equal to the reference's at one token a pass).
-    ``difference`` is the quality at ``refitted`` less the reference's, ``interval`` its 95% interval, paired over
-    ``samples``. ``reached``: the interval leaves out a loss of more than ``MARGIN``. ``found_by``: how thresholds were tried;
-    a ``replay`` that changes one was confirmed, and ``original`` and ``refitted`` are then of generations. ``verdict`` says
-    what became of the preset's threshold:
+    ``quality`` is ``task`` (right answers) or ``agreement`` (tokens equal to the reference's at one
+    token a pass). ``difference`` is the quality at ``refitted`` less the reference's, ``interval``
+    its 95% interval, paired over ``samples``. ``reached``: the interval leaves out a loss of more
+    than ``MARGIN``. ``found_by``: how thresholds were tried; a ``replay`` that changes one was
+    confirmed, and ``original`` and ``refitted`` are then of generations. ``verdict`` says what
+    became of the preset's threshold:
 
     ========= ===========================================================================================================
     kept      nothing shows that another is better
@@ -76,7 +82,9 @@ class Refit:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the manifest and accuracy.json have them."""
-        points = {name: getattr(self, name).as_dict() for name in ("original", "reference", "refitted")}
+        points = {
+            name: getattr(self, name).as_dict() for name in ("original", "reference", "refitted")
+        }
         rest = {
             "reached": self.reached,
             "quality": self.quality,
@@ -100,7 +108,9 @@ def check_policy(policy: Policy) -> None:
 
 
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:
-    """How many generations ``refit_threshold`` makes at most: both sides' own, one token a pass, and a bisection."""
+    """How many generations ``refit_threshold`` makes at most: both sides' own, one token a pass,
+    and a bisection.
+    """
     sides = [sum(t < policy.threshold for t in grid), sum(t > policy.threshold for t in grid)]
     return samples * (3 + math.ceil(math.log2(max(sides) + 1)))
 
@@ -132,24 +142,31 @@ def refit_threshold(
     confirm: Generator | None = None,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """Find out whether the candidate wants another threshold than the policy's own, and which of ``grid``.
+    """Find out whether the candidate wants another threshold than the policy's own, and which of
+    ``grid``.
 
-    Quality is the task score if every sample carries an answer and ``decode`` gives text, else the share of tokens equal to
-    the reference's own at one token a pass, on as many samples as take no more passes for that than judging takes for its
-    masked positions. A candidate that is told to be worse than the reference gets the lowest threshold at which it no longer
-    is, if that is told to be better than the policy's. One that is told to take more passes gets the lowest that costs no
-    quality and makes no fewer passes than the reference: those would be quality spent where the samples cannot see it.
+    Quality is the task score if every sample carries an answer and ``decode`` gives text, else the
+    share of tokens equal to the reference's own at one token a pass, on as many samples as take no
+    more passes for that than judging takes for its masked positions. A candidate that is told to be
+    worse than the reference gets the lowest threshold at which it no longer is, if that is told to
+    be better than the policy's. One that is told to take more passes gets the lowest that costs no
+    quality and makes no fewer passes than the reference: those would be quality spent where the
+    samples cannot see it.
 
-    ``confirm``: the candidate itself, where both sides are replayed; a threshold that its own generations do not show to be
-    better is not taken. ``on_done`` is called once a generation: see ``refit_steps``. Raises JudgeError for no samples,
-    RequestError for a policy without threshold.
+    ``confirm``: the candidate itself, where both sides are replayed; a threshold that its own
+    generations do not show to be better is not taken. ``on_done`` is called once a generation: see
+    ``refit_steps``. Raises JudgeError for no samples, RequestError for a policy without threshold.
     """
     check_policy(policy)
     if not samples:
         raise JudgeError("no samples to fit the threshold on: give held-out data")
     check_comparable(reference, candidate)
     is_task = all(sample.answer is not None for sample in samples) and decode([]) is not None
-    used = samples if is_task or confirm is not None else samples[: max(1, len(samples) * len(MASK_RATIOS) // max_new_tokens)]
+    used = (
+        samples
+        if is_task or confirm is not None
+        else samples[: max(1, len(samples) * len(MASK_RATIOS) // max_new_tokens)]
+    )
     limit = min(reference.max_canvas_length, candidate.max_canvas_length)
     asked = [prompt_of(sample, max_new_tokens, limit) for sample in used]
 
@@ -161,7 +178,8 @@ def refit_threshold(
             on_done()
         return found
 
-    # One token a pass without a cache: the best that these predictions give, whatever the threshold.
+    # One token a pass without a cache: the best that these predictions give, whatever the
+    # threshold.
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
     best = [] if is_task else run(reference, slowest)
 
@@ -169,10 +187,13 @@ def refit_threshold(
         runs = run(predictor, policy.with_fields({"threshold": threshold}))
         if is_task:
             quality = [
-                float(metrics.same_answer(one.text, sample.answer or "")) for one, sample in zip(runs, used, strict=True)
+                float(metrics.same_answer(one.text, sample.answer or ""))
+                for one, sample in zip(runs, used, strict=True)
             ]
         else:
-            agreed = [metrics.token_agreement(a.tokens, b.tokens) for a, b in zip(runs, best, strict=True)]
+            agreed = [
+                metrics.token_agreement(a.tokens, b.tokens) for a, b in zip(runs, best, strict=True)
+            ]
             quality = [same / max(1, count) for same, count in agreed]
         return _Trial(threshold, np.array(quality, np.float64), np.array([one.nfe for one in runs]))
 
@@ -191,18 +212,28 @@ def refit_threshold(
         return difference(one, goal)[1] < 0
 
     def is_told(one: _Trial, other: _Trial, change: Verdict) -> bool:
-        return difference(one, other)[0] > 0 if change == "raised" else _is_above(other.nfe, one.nfe, seed)
+        return (
+            difference(one, other)[0] > 0
+            if change == "raised"
+            else _is_above(other.nfe, one.nfe, seed)
+        )
 
     def saves(threshold: float) -> bool:
         one = at(threshold)
-        return not is_worse(one) and one.quality.mean() >= original.quality.mean() and one.nfe.sum() >= goal.nfe.sum()
+        return (
+            not is_worse(one)
+            and one.quality.mean() >= original.quality.mean()
+            and one.nfe.sum() >= goal.nfe.sum()
+        )
 
     chosen = original
     verdict: Verdict = "kept"
     if not goal.quality.any() or len(used) < 2:
         verdict = "untold"
     elif is_worse(original):
-        found = _lowest([t for t in sorted(grid) if t > policy.threshold], lambda t: not is_worse(at(t)))
+        found = _lowest(
+            [t for t in sorted(grid) if t > policy.threshold], lambda t: not is_worse(at(t))
+        )
         verdict = "lost"
         if found is not None and is_told(at(found), original, "raised"):
             chosen, verdict = at(found), "raised"
@@ -245,8 +276,8 @@ def refit_by_replay(
     seed: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """``refit_threshold`` from one set of runs: the candidate's under the preset, and what both sides predict on their
-    canvases.
+    """``refit_threshold`` from one set of runs: the candidate's under the preset, and what both
+    sides predict on their canvases.
 
     ``on_done`` is called once a run. Raises JudgeError, RequestError.
     """
@@ -258,11 +289,23 @@ def refit_by_replay(
     for _ in runs:
         on_done()
     used = recording.samples
-    return refit_threshold(theirs, ours, used, policy, max_new_tokens, decode, preset=preset, seed=seed, confirm=candidate)
+    return refit_threshold(
+        theirs,
+        ours,
+        used,
+        policy,
+        max_new_tokens,
+        decode,
+        preset=preset,
+        seed=seed,
+        confirm=candidate,
+    )
 
 
 def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> float | None:
-    """The lowest of ascending thresholds for which something holds that holds for all above it; None: not for the highest."""
+    """The lowest of ascending thresholds for which something holds that holds for all above it;
+    None: not for the highest.
+    """
     low, high = 0, len(thresholds)
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,5 @@
-"""A denoiser in torch under the reference loop, as a side of a comparison: what a bundle was built from.
+"""A denoiser in torch under the reference loop, as a side of a comparison: what a bundle was built
+from.
 
 Apart from ``predictors``, which compares bundles where there is no torch.
 """
@@ -30,14 +31,22 @@ class TorchPredictor:
     @torch.no_grad()
     def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
         """See ``Predictor``. Only the rows asked for pass the head, as in a graph with score_rows."""
-        ids = torch.from_numpy(np.asarray(canvas, np.int64)).unsqueeze(0).to(self.denoiser.embed.weight.device)
-        features = self.denoiser.hidden(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))[0][0]
+        ids = (
+            torch.from_numpy(np.asarray(canvas, np.int64))
+            .unsqueeze(0)
+            .to(self.denoiser.embed.weight.device)
+        )
+        features = self.denoiser.hidden(
+            ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        )[0][0]
         if rows is not None:
             features = features[torch.from_numpy(np.asarray(rows, np.int64)).to(ids.device)]
         out: np.ndarray = self.denoiser.project(features).float().cpu().numpy()
         return out
 
-    def generate(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> tuple[list[int], int]:
+    def generate(
+        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
+    ) -> tuple[list[int], int]:
         """See ``Predictor``."""
         done = loop.generate(self.denoiser, tokens, policy, max_new_tokens)
         return done.tokens, done.nfe

@@ -1,7 +1,8 @@
-"""Parity of a bundle with our denoiser in torch: logits a mask-ratio bucket, whole canvases token by token.
+"""Parity of a bundle with our denoiser in torch: logits a mask-ratio bucket, whole canvases token
+by token.
 
-What torch says is computed first and kept small (sampled rows, finished canvases), so that the torch denoiser can go
-before the bundle's engine comes: the peak is one model, not two.
+What torch says is computed first and kept small (sampled rows, finished canvases), so that the
+torch denoiser can go before the bundle's engine comes: the peak is one model, not two.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from dlm_calibration.states import MASK_RATIOS
 from dlm_export.graph import PLAIN_OPSET, experts, trace
 from dlm_export.graph.taps import find_taps
 from dlm_export.judging import layerwise
-from dlm_export.judging.parity import Canvas, LoopRow, Parity, compare_logits, make_canvases, random_prompts, tolerance_of
+from dlm_export.judging.parity import (
+    Canvas,
+    LoopRow,
+    Parity,
+    compare_logits,
+    make_canvases,
+    random_prompts,
+    tolerance_of,
+)
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
@@ -66,12 +75,13 @@ def check_parity(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare a bundle with a denoiser in torch; random prompts where none are given. ``precision``: of ``TOLERANCES``.
+    """Compare a bundle with a denoiser in torch; random prompts where none are given.
+    ``precision``: of ``TOLERANCES``.
 
     ``cache_dtype`` is the manifest's: torch's cached rows are rounded as the bundle's.
 
-    ``load`` gives the denoiser: torch is done before the bundle is opened, so that only one of them holds weights.
-    ``progress`` advances ``parity_units`` times. Raises DlmError.
+    ``load`` gives the denoiser: torch is done before the bundle is opened, so that only one of them
+    holds weights. ``progress`` advances ``parity_units`` times. Raises DlmError.
     """
     progress = progress or Silent()
     if prompts is None:
@@ -92,9 +102,13 @@ def check_parity(
         return compare(opened, expected, precision, progress.advance, cache_dtype)
 
 
-def by_layers(parity: Parity, folder: Path, manifest: Mapping[str, Any], source: Source, progress: Progress) -> Parity:
+def by_layers(
+    parity: Parity, folder: Path, manifest: Mapping[str, Any], source: Source, progress: Progress
+) -> Parity:
     """``layerwise.instead_of_passes`` of a bundle that stands; ``parity`` is what its passes gave."""
-    traced = trace.trace_pass(source.network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
+    traced = trace.trace_pass(
+        source.network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET
+    )
     taps = find_taps(traced)
     if "device_file" in manifest["loop"]["graph"]:
         experts.spread(traced.model, source.network)
@@ -112,23 +126,38 @@ def by_layers(parity: Parity, folder: Path, manifest: Mapping[str, Any], source:
     )
 
 
-def parity_units(presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT) -> int:
+def parity_units(
+    presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT
+) -> int:
     """How often ``check_parity`` advances its progress."""
-    return 2 * (len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network.visible_block)))
+    return 2 * (
+        len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network.visible_block))
+    )
 
 
 def make_cases(
-    bundle_presets: dict[str, Policy], prompts: Sequence[Sequence[int]], max_new_tokens: int, visible_block: int | None = None
+    bundle_presets: dict[str, Policy],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    visible_block: int | None = None,
 ) -> list[Case]:
-    """Every preset, and fast-dllm's loop with each cache, over every prompt; blocks of half the generation.
+    """Every preset, and fast-dllm's loop with each cache, over every prompt; blocks of half the
+    generation.
 
     Of a block-causal network every preset with its cache and without, in blocks as they are.
     """
     policies = dict(bundle_presets)
     if visible_block is not None:
         cached = {name: policy for name, policy in policies.items() if policy.cache != "none"}
-        policies |= {f"{name}, no cache": policy.with_fields({"cache": "none"}) for name, policy in cached.items()}
-        return [Case(name, list(prompt), policy, max_new_tokens) for name, policy in policies.items() for prompt in prompts]
+        policies |= {
+            f"{name}, no cache": policy.with_fields({"cache": "none"})
+            for name, policy in cached.items()
+        }
+        return [
+            Case(name, list(prompt), policy, max_new_tokens)
+            for name, policy in policies.items()
+            for prompt in prompts
+        ]
     if "fast-dllm" in policies:
         policies["fast-dllm, no cache"] = policies["fast-dllm"].with_fields({"cache": "none"})
         policies["fast-dllm, prefix cache"] = policies["fast-dllm"].with_fields({"cache": "prefix"})
@@ -150,7 +179,8 @@ def expect(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Expected:
-    """Run torch: logits of every prompt, followed by random ids, at every mask ratio; the reference loop on every case.
+    """Run torch: logits of every prompt, followed by random ids, at every mask ratio; the reference
+    loop on every case.
 
     ``on_done`` is called once a mask ratio, and once a case.
     """
@@ -158,26 +188,43 @@ def expect(
     for number, canvas in enumerate(expected.canvases, start=1):
         ids = torch.from_numpy(canvas.tokens).unsqueeze(0)
         features, _ = denoiser.hidden(ids, torch.arange(ids.shape[1]).unsqueeze(0))
-        expected.logits.append(denoiser.project(features[0, torch.from_numpy(canvas.rows)]).float().numpy())
+        expected.logits.append(
+            denoiser.project(features[0, torch.from_numpy(canvas.rows)]).float().numpy()
+        )
         if number % len(prompts) == 0:
             on_done()
     for case in cases:
         expected.finished.append(
-            reference.generate(denoiser, case.tokens, case.policy, case.max_new_tokens, case.steps, cache_dtype=cache_dtype)
+            reference.generate(
+                denoiser,
+                case.tokens,
+                case.policy,
+                case.max_new_tokens,
+                case.steps,
+                cache_dtype=cache_dtype,
+            )
         )
         on_done()
     return expected
 
 
 def compare(
-    bundle: Bundle, expected: Expected, precision: str, on_done: Callable[[], None], cache_dtype: str = "float32"
+    bundle: Bundle,
+    expected: Expected,
+    precision: str,
+    on_done: Callable[[], None],
+    cache_dtype: str = "float32",
 ) -> Parity:
-    """Run the bundle on the same canvases and cases. ``on_done`` is called as often as by ``expect``."""
+    """Run the bundle on the same canvases and cases. ``on_done`` is called as often as by
+    ``expect``.
+    """
     graph = compare_logits(bundle, expected.canvases, expected.logits, on_done)
     loop: dict[str, LoopRow] = {}
     for case, wanted in zip(expected.cases, expected.finished, strict=True):
         fields = case.policy.as_dict()
-        out = bundle.generate(tokens=case.tokens, max_new_tokens=case.max_new_tokens, steps=case.steps, **fields)
+        out = bundle.generate(
+            tokens=case.tokens, max_new_tokens=case.max_new_tokens, steps=case.steps, **fields
+        )
         difference = _first_difference(case, wanted, out.tokens, out.nfe)
         row = loop.get(case.name, LoopRow(case.name, 0, 0, 0, True, None))
         loop[case.name] = LoopRow(
@@ -192,8 +239,12 @@ def compare(
     return Parity(precision, tolerance_of(precision, cache_dtype), graph, list(loop.values()))
 
 
-def _first_difference(case: Case, wanted: reference.Reference, tokens: list[int], nfe: int) -> str | None:
+def _first_difference(
+    case: Case, wanted: reference.Reference, tokens: list[int], nfe: int
+) -> str | None:
     for position, (theirs, ours) in enumerate(zip(wanted.tokens, tokens, strict=True)):
         if theirs != ours:
             return f"{case.name}: position {position} is {ours}, the reference has {theirs}"
-    return None if nfe == wanted.nfe else f"{case.name}: {nfe} passes, the reference took {wanted.nfe}"
+    return (
+        None if nfe == wanted.nfe else f"{case.name}: {nfe} passes, the reference took {wanted.nfe}"
+    )

@@ -1,4 +1,6 @@
-"""What becomes of keys and values in a cache, in torch: as ``graph.functions`` says that they are stored and read back."""
+"""What becomes of keys and values in a cache, in torch: as ``graph.functions`` says that they are
+stored and read back.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ _SMALLEST_ROW = 1e-30
 
 
 def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
-    """Rows ``[.., D]`` as they are read from a cache of the manifest's ``cache_dtype``, which a pass has written them to."""
+    """Rows ``[.., D]`` as they are read from a cache of the manifest's ``cache_dtype``, which a
+    pass has written them to.
+    """
     if cache_dtype == "int8":
         return _through_int8(rows.float()).to(rows.dtype)
     stored: torch.dtype = getattr(torch, cache_dtype)
@@ -17,11 +21,15 @@ def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
 
 
 def _through_int8(rows: Tensor) -> Tensor:
-    """Codes from -127 to 127, times the least ``mantissa * 2 ** n``, of mantissas up to 255, that is not below amax / 127."""
+    """Codes from -127 to 127, times the least ``mantissa * 2 ** n``, of mantissas up to 255, that
+    is not below amax / 127.
+    """
     is_bad = ~rows.isfinite().all(-1, keepdim=True)
     finite = rows.masked_fill(is_bad, 0)
     wanted = finite.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_ROW) / 127
     fraction, exponent = wanted.frexp()  # wanted = fraction * 2 ** exponent, fraction in [0.5, 1)
-    power = ((exponent + (127 - 8)) << 23).view(torch.float32)  # torch.ldexp is not exact everywhere
+    power = ((exponent + (127 - 8)) << 23).view(
+        torch.float32
+    )  # torch.ldexp is not exact everywhere
     scale = (256 * fraction).ceil() * power
     return ((finite / scale).round() * scale).masked_fill(is_bad, torch.nan)

@@ -1,9 +1,12 @@
-"""The proposer of a constrained request, by tokens and in exact arithmetic. The native loop does the same by classes and edges.
+"""The proposer of a constrained request, by tokens and in exact arithmetic. The native loop does
+the same by classes and edges.
 
-It proposes the most likely text that the automaton accepts and that has the decided tokens, or a draw of these texts. After
-the scored positions a text only has to be possible. A text with fewer ruled-out tokens (logit -inf) is always better. For draws
-the number of tokens that ``top_p`` and ``top_k`` cut comes next. Then the sum of logits counts. Logits are integers here,
-multiples of 2^-149, so sums are exact. Of equally likely texts, the one with the lowest tokens wins, from the left.
+It proposes the most likely text that the automaton accepts and that has the decided tokens, or a
+draw of these texts. After the scored positions a text only has to be possible. A text with fewer
+ruled-out tokens (logit -inf) is always better. For draws the number of tokens that ``top_p`` and
+``top_k`` cut comes next. Then the sum of logits counts. Logits are integers here, multiples of
+2^-149, so sums are exact. Of equally likely texts, the one with the lowest tokens wins, from the
+left.
 """
 
 from __future__ import annotations
@@ -29,11 +32,17 @@ class Weight(NamedTuple):
 
     kept: int  # the number of ruled-out tokens, negated
     within: int  # the number of cut tokens, negated
-    logits: int  # the sum of the other tokens' logits, each less the best one of its row, in 1 / _UNIT
-    texts: float = 0.0  # the logarithm of how many texts like the best of them there are; 0 for one text
+    logits: (
+        int  # the sum of the other tokens' logits, each less the best one of its row, in 1 / _UNIT
+    )
+    texts: float = (
+        0.0  # the logarithm of how many texts like the best of them there are; 0 for one text
+    )
 
     def __add__(self, other: Weight) -> Weight:  # type: ignore[override]
-        return Weight(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
+        return Weight(
+            self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3]
+        )
 
     def log_ratio(self, other: Weight, temperature: float) -> float:
         """The logarithm of this weight divided by ``other``."""
@@ -48,7 +57,9 @@ NOTHING = Weight(0, 0, 0)
 
 
 def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
-    """The weight of one token; ``logit`` is a float32 that is finite or -inf, and ``best`` the best one of its row."""
+    """The weight of one token; ``logit`` is a float32 that is finite or -inf, and ``best`` the best
+    one of its row.
+    """
     if logit == -np.inf:
         return Weight(-1, 0, 0)
     (a, b), (c, d) = float(logit).as_integer_ratio(), float(best).as_integer_ratio()
@@ -58,12 +69,17 @@ def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
 def total(weights: list[Weight], temperature: float) -> Weight:
     """The weight of texts together; ``weights`` holds one at least."""
     most = max(weights)
-    return most._replace(texts=most.texts + math.log(math.fsum(math.exp(w.log_ratio(most, temperature)) for w in weights)))
+    return most._replace(
+        texts=most.texts
+        + math.log(math.fsum(math.exp(w.log_ratio(most, temperature)) for w in weights))
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """An automaton by tokens: ``following`` int64 ``[Q, V]``, the state behind each, -1 for none; ``ends`` bool ``[Q]``."""
+    """An automaton by tokens: ``following`` int64 ``[Q, V]``, the state behind each, -1 for none;
+    ``ends`` bool ``[Q]``.
+    """
 
     following: np.ndarray
     ends: np.ndarray
@@ -74,7 +90,9 @@ def _by_tokens(automaton: Automaton) -> _Tokens:
     for state in range(automaton.states):
         for edge in range(automaton.edge_starts[state], automaton.edge_starts[state + 1]):
             group = automaton.edge_groups[edge]
-            members = automaton.group_classes[automaton.group_starts[group] : automaton.group_starts[group + 1]]
+            members = automaton.group_classes[
+                automaton.group_starts[group] : automaton.group_starts[group + 1]
+            ]
             by_class[state, members] = automaton.edge_states[edge]
     return _Tokens(by_class[:, automaton.token_class], automaton.distances == 0)
 
@@ -86,40 +104,60 @@ Position = tuple[np.ndarray, Callable[[int], Weight]]
 class Texts:
     """All texts of an automaton over some positions, each as likely as its tokens are together.
 
-    A draw goes forward over sums that were made from the last position on (forward filtering and backward sampling, Carter and
-    Kohn, 1994, the other way around).
+    A draw goes forward over sums that were made from the last position on (forward filtering and
+    backward sampling, Carter and Kohn, 1994, the other way around).
     """
 
     def __init__(
-        self, following: np.ndarray, state: int, positions: list[Position], ends: np.ndarray, temperature: float
+        self,
+        following: np.ndarray,
+        state: int,
+        positions: list[Position],
+        ends: np.ndarray,
+        temperature: float,
     ) -> None:
-        """``following`` int64 ``[Q, V]``: see ``_Tokens``. ``ends`` bool ``[Q + 1]``: where a text from ``state`` on may end.
+        """``following`` int64 ``[Q, V]``: see ``_Tokens``. ``ends`` bool ``[Q + 1]``: where a text
+        from ``state`` on may end.
 
         At temperature 0 only the best text is known.
         """
         self.following, self.state, self.temperature = following, state, temperature
         met = [{state}]
-        self.steps: list[dict[int, list[tuple[int, int]]]] = []  # by position: by state the tokens that lead on, and where to
+        self.steps: list[
+            dict[int, list[tuple[int, int]]]
+        ] = []  # by position: by state the tokens that lead on, and where to
         for tokens, _ in positions:
             self.steps.append(
-                {at: [(int(t), int(following[at, t])) for t in tokens if following[at, t] >= 0] for at in met[-1]}
+                {
+                    at: [(int(t), int(following[at, t])) for t in tokens if following[at, t] >= 0]
+                    for at in met[-1]
+                }
             )
             met.append({to for ways in self.steps[-1].values() for _, to in ways})
         self.weights: list[dict[int, Weight]] = []  # by position: by token
         for (_, weigh), ways in zip(positions, self.steps, strict=True):
-            self.weights.append({token: weigh(token) for token in {token for way in ways.values() for token, _ in way}})
+            self.weights.append(
+                {
+                    token: weigh(token)
+                    for token in {token for way in ways.values() for token, _ in way}
+                }
+            )
         #: By position: by state the weight of all texts from there on, or of the best one.
         self.ahead: list[dict[int, Weight]] = [{at: NOTHING for at in met[-1] if ends[at]}]
         for ways, weights in zip(reversed(self.steps), reversed(self.weights), strict=True):
             found = dict[int, Weight]()
             for at, way in ways.items():
-                terms = [weights[token] + self.ahead[0][to] for token, to in way if to in self.ahead[0]]
+                terms = [
+                    weights[token] + self.ahead[0][to] for token, to in way if to in self.ahead[0]
+                ]
                 if terms:
                     found[at] = total(terms, temperature) if temperature else max(terms)
             self.ahead.insert(0, found)
 
     def _ways(self, position: int, state: int) -> Iterable[tuple[int, int, Weight]]:
-        """Each token that leads on from a state, the state after it, and the weight of the texts that go on so."""
+        """Each token that leads on from a state, the state after it, and the weight of the texts
+        that go on so.
+        """
         for token, to in self.steps[position][state]:
             if to in self.ahead[position + 1]:
                 yield token, to, self.weights[position][token] + self.ahead[position + 1][to]
@@ -128,15 +166,22 @@ class Texts:
         """The tokens int64 ``[N]`` of the best text."""
         state, found = self.state, list[int]()
         for position in range(len(self.steps)):
-            _, token, state = max((weight, -token, to) for token, to, weight in self._ways(position, state))
+            _, token, state = max(
+                (weight, -token, to) for token, to, weight in self._ways(position, state)
+            )
             found.append(-token)
         return np.array(found, np.int64)
 
     def draw(self, seed: int, passes: int, first: int) -> np.ndarray:
-        """The tokens int64 ``[N]`` of one text, by the noise that positions from ``first`` on have in this pass."""
+        """The tokens int64 ``[N]`` of one text, by the noise that positions from ``first`` on have
+        in this pass.
+        """
         state, found = self.state, list[int]()
         for position in range(len(self.steps)):
-            noise, here = gumbels(seed, passes, first + position, self.following.shape[1]), self.ahead[position][state]
+            noise, here = (
+                gumbels(seed, passes, first + position, self.following.shape[1]),
+                self.ahead[position][state],
+            )
             _, token, state = max(
                 (weight.log_ratio(here, self.temperature) + noise[token], -token, to)
                 for token, to, weight in self._ways(position, state)
@@ -152,7 +197,9 @@ class Texts:
             after = dict[int, float]()
             for state, share in mass.items():
                 for token, to, weight in self._ways(position, state):
-                    own = share * math.exp(weight.log_ratio(self.ahead[position][state], self.temperature))
+                    own = share * math.exp(
+                        weight.log_ratio(self.ahead[position][state], self.temperature)
+                    )
                     found[position, token] += own
                     after[to] = after.get(to, 0.0) + own
             mass = {state: share for state, share in after.items() if share > 0}
@@ -162,8 +209,17 @@ class Texts:
 class Constrained(Proposer):
     """Keeps to an automaton from the first undecided position of a canvas to the last."""
 
-    def __init__(self, mask_token_id: int, eos_token_id: int, policy: Policy, automaton: Automaton, canvas: Canvas) -> None:
-        """``eos_token_id`` is written where any end token may stand, and no other. Raises ValueError where no text fits."""
+    def __init__(
+        self,
+        mask_token_id: int,
+        eos_token_id: int,
+        policy: Policy,
+        automaton: Automaton,
+        canvas: Canvas,
+    ) -> None:
+        """``eos_token_id`` is written where any end token may stand, and no other. Raises
+        ValueError where no text fits.
+        """
         super().__init__(mask_token_id, policy)
         self.eos_token_id, self.tokens = eos_token_id, _by_tokens(automaton)
         wanted = np.flatnonzero(canvas.undecided)
@@ -174,10 +230,16 @@ class Constrained(Proposer):
 
     def _choices(self, canvas: Canvas, position: int) -> np.ndarray:
         """The tokens that may stand at a position."""
-        return np.arange(self.tokens.following.shape[1]) if canvas.undecided[position] else canvas.tokens[[position]]
+        return (
+            np.arange(self.tokens.following.shape[1])
+            if canvas.undecided[position]
+            else canvas.tokens[[position]]
+        )
 
     def _ahead(self, canvas: Canvas) -> dict[int, np.ndarray]:
-        """By position: whether a text from each state on fits into what is left, bool ``[Q + 1]``, its last False."""
+        """By position: whether a text from each state on fits into what is left, bool ``[Q + 1]``,
+        its last False.
+        """
         found = {self.last: np.append(self.tokens.ends, False)}
         for position in range(self.last - 1, self.first - 1, -1):
             following = self.tokens.following[:, self._choices(canvas, position)]
@@ -200,24 +262,38 @@ class Constrained(Proposer):
         best_probs = all_probs.max(-1).values.double().cpu().numpy()
         row_of = {int(position): row for row, position in enumerate(turn.positions)}
         undecided = np.flatnonzero(canvas.undecided[self.first : self.last])
-        first = min(int(turn.positions[0]), self.first + int(undecided[0]) if len(undecided) else self.last)
+        first = min(
+            int(turn.positions[0]), self.first + int(undecided[0]) if len(undecided) else self.last
+        )
         last = int(turn.positions[-1]) + 1
         choices = [self._choices(canvas, position) for position in range(first, last)]
         if turn.standing is not None:
             for position, row in row_of.items():
                 if best_probs[row] > self.policy.edit_threshold:
-                    choices[position - first] = np.unique([int(canvas.tokens[position]), int(best[row])])
+                    choices[position - first] = np.unique(
+                        [int(canvas.tokens[position]), int(best[row])]
+                    )
         state, ends = self._state_before(canvas, first), self._ahead(canvas)[last]
         is_drawn = self.policy.select == "sample" and turn.standing is None
         by, of = scored_by(turn, self.policy), self.policy.score_of
 
         def texts(temperature: float, is_cut: np.ndarray) -> Texts:
             def position(at: int) -> Position:
-                if (row := row_of.get(at)) is None or (temperature and len(choices[at - first]) == 1):
+                if (row := row_of.get(at)) is None or (
+                    temperature and len(choices[at - first]) == 1
+                ):
                     return choices[at - first], lambda _: NOTHING
-                return choices[at - first], lambda token: weight_of(wide[row, token], wide[row, best[row]], is_cut[row, token])
+                return choices[at - first], lambda token: weight_of(
+                    wide[row, token], wide[row, best[row]], is_cut[row, token]
+                )
 
-            return Texts(self.tokens.following, state, [position(at) for at in range(first, last)], ends, temperature)
+            return Texts(
+                self.tokens.following,
+                state,
+                [position(at) for at in range(first, last)],
+                ends,
+                temperature,
+            )
 
         nothing = np.zeros(wide.shape, bool)
         if is_drawn:
@@ -227,19 +303,32 @@ class Constrained(Proposer):
             text = texts(0, nothing).best()
         tokens = text[turn.positions - first]
         probs = best_probs * np.exp(wide[rows, tokens] - wide[rows, best])
-        if by == "random" or turn.standing is not None or not (of == "marginal" or (is_drawn and of == "draw")):
+        if (
+            by == "random"
+            or turn.standing is not None
+            or not (of == "marginal" or (is_drawn and of == "draw"))
+        ):
             return Proposals(tokens, self._scores(turn, logits, tokens, probs, best), probs)
-        marginals = (drawn if of == "draw" else texts(1, nothing)).marginals()[turn.positions - first]
+        marginals = (drawn if of == "draw" else texts(1, nothing)).marginals()[
+            turn.positions - first
+        ]
         return Proposals(tokens, scores_of_draw(by, marginals, tokens), probs)
 
     def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
-        """Whether ``top_p`` or ``top_k`` cuts each token, bool ``[M, V]``; a text takes one only if all texts need as many."""
+        """Whether ``top_p`` or ``top_k`` cuts each token, bool ``[M, V]``; a text takes one only if
+        all texts need as many.
+        """
         behind = wide - wide[np.arange(len(best)), best][:, None]
-        return ~kept_tokens(behind / self.policy.temperature, behind, self.policy.top_p, self.policy.top_k)
+        return ~kept_tokens(
+            behind / self.policy.temperature, behind, self.policy.top_p, self.policy.top_k
+        )
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
         """The text with the fewest tokens that has what was proposed."""
-        pinned = Canvas(np.where(canvas.undecided & (guess >= 0), guess, canvas.tokens), canvas.undecided & (guess < 0))
+        pinned = Canvas(
+            np.where(canvas.undecided & (guess >= 0), guess, canvas.tokens),
+            canvas.undecided & (guess < 0),
+        )
         choices = [self._choices(pinned, position) for position in range(self.first, self.last)]
 
         def weigh(token: int) -> Weight:
@@ -251,7 +340,9 @@ class Constrained(Proposer):
         found[self.first : self.last] = Texts(self.tokens.following, 0, positions, ends, 0).best()
         return found
 
-    def _scores(self, turn: Turn, logits: Tensor, tokens: np.ndarray, probs: np.ndarray, best: np.ndarray) -> np.ndarray:
+    def _scores(
+        self, turn: Turn, logits: Tensor, tokens: np.ndarray, probs: np.ndarray, best: np.ndarray
+    ) -> np.ndarray:
         by = scored_by(turn, self.policy)
         if by == "confidence":
             return probs

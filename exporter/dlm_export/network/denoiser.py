@@ -1,10 +1,11 @@
-"""The denoiser that a ``NetworkSpec`` describes, in torch: one transformer, its layers as they are described.
+"""The denoiser that a ``NetworkSpec`` describes, in torch: one transformer, its layers as they are
+described.
 
-Nothing here knows a family by name. Shapes use the glossary's letters: ``B`` rows, ``T`` tokens of one pass, ``S`` cached
-tokens, ``H`` heads, ``D`` head size, ``V`` vocabulary.
+Nothing here knows a family by name. Shapes use the glossary's letters: ``B`` rows, ``T`` tokens of
+one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size, ``V`` vocabulary.
 
-RMSNorm, rotate-half RoPE, grouped queries and gated MLPs, as LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487) have them,
-or mixtures of these (``experts``).
+RMSNorm, rotate-half RoPE, grouped queries and gated MLPs, as LLaDA (arXiv:2502.09992) and Dream
+(arXiv:2508.15487) have them, or mixtures of these (``experts``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from torch import Tensor, nn
 
 from dlm_export.network.experts import Experts
 from dlm_export.network.linear import MLP, Linear, TiedHead
-from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, RotaryTable, rotary_table
+from dlm_export.network.spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+    RotaryTable,
+    rotary_table,
+)
 from dlm_runtime.errors import DlmError, ExitCode
 
 Turn = tuple[Tensor, Tensor, Tensor]
@@ -29,9 +37,11 @@ Past = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Several passes in one row of tokens, one behind the other: each sees itself, and what is cached for it.
+    """Several passes in one row of tokens, one behind the other: each sees itself, and what is
+    cached for it.
 
-    Of each pass its tokens, what hides keys from its queries (``hiding``), and its cached keys and values ``[1, Hkv, S, D]``.
+    Of each pass its tokens, what hides keys from its queries (``hiding``), and its cached keys and
+    values ``[1, Hkv, S, D]``.
     """
 
     passes: Sequence[tuple[slice, Tensor | None, Past | None]]
@@ -44,7 +54,9 @@ class UnbuiltNetworkError(DlmError):
 
 
 def check_built(network: NetworkSpec) -> None:
-    """Raises UnbuiltNetworkError that names the first layer that needs what ``Denoiser`` lacks, and what that is."""
+    """Raises UnbuiltNetworkError that names the first layer that needs what ``Denoiser`` lacks, and
+    what that is.
+    """
     for i, layer in enumerate(network.layers):
         a, mlp = layer.attention, layer.mlp
         lacking = {
@@ -53,9 +65,13 @@ def check_built(network: NetworkSpec) -> None:
         }
         for what, is_lacking in lacking.items():
             if is_lacking:
-                raise UnbuiltNetworkError(f"{network.architecture}: layer {i} has {what}, which this version does not build")
+                raise UnbuiltNetworkError(
+                    f"{network.architecture}: layer {i} has {what}, which this version does not build"
+                )
     if network.noise != "absorbing":
-        raise UnbuiltNetworkError(f"{network.architecture}: {network.noise} noise is not built by this version")
+        raise UnbuiltNetworkError(
+            f"{network.architecture}: {network.noise} noise is not built by this version"
+        )
 
 
 class RMSNorm(nn.Module):
@@ -69,18 +85,25 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.is_plain:
             wide = x.float()
-            return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+            return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(
+                x.dtype
+            ) * self.weight
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
-    """Rotate-half RoPE of the first features of ``x`` ``[B, ..., T, D]``, as many as the tables have."""
+    """Rotate-half RoPE of the first features of ``x`` ``[B, ..., T, D]``, as many as the tables
+    have.
+    """
     cos, sin, position_ids = turn
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
-        # One RotaryEmbedding node; the plain form below would be taken apart into nine. It has no gradient.
+        # One RotaryEmbedding node; the plain form below would be taken apart into nine. It has no
+        # gradient.
         partly = 0 if size == x.shape[-1] else size
-        rotated: Tensor = torch.onnx.ops.rotary_embedding(x, cos, sin, position_ids, rotary_embedding_dim=partly)
+        rotated: Tensor = torch.onnx.ops.rotary_embedding(
+            x, cos, sin, position_ids, rotary_embedding_dim=partly
+        )
         return rotated
     c, s = F.embedding(position_ids, cos), F.embedding(position_ids, sin)
     for _ in range(x.dim() - 3):
@@ -89,11 +112,15 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
 
-def hiding(block_length: int | None, position_ids: Tensor, cached: int, dtype: torch.dtype) -> Tensor | None:
-    """What is added to scores so that each query of a pass sees what ``AttentionSpec.visible_block`` says; None: all keys.
+def hiding(
+    block_length: int | None, position_ids: Tensor, cached: int, dtype: torch.dtype
+) -> Tensor | None:
+    """What is added to scores so that each query of a pass sees what
+    ``AttentionSpec.visible_block`` says; None: all keys.
 
-    ``[B, 1, T, S + T]`` in ``dtype``: 0 where a key is seen, as the ``cached`` rows S are by every query, else the lowest
-    finite number. Infinity would become NaN in kernels that take a softmax by tiles, where all of a tile is hidden.
+    ``[B, 1, T, S + T]`` in ``dtype``: 0 where a key is seen, as the ``cached`` rows S are by every
+    query, else the lowest finite number. Infinity would become NaN in kernels that take a softmax
+    by tiles, where all of a tile is hidden.
     """
     if block_length is None:
         return None
@@ -105,9 +132,13 @@ def hiding(block_length: int | None, position_ids: Tensor, cached: int, dtype: t
 
 
 class Attention(nn.Module):
-    """Attention with grouped queries over cached and new keys, all of them or those that are visible."""
+    """Attention with grouped queries over cached and new keys, all of them or those that are
+    visible.
+    """
 
-    def __init__(self, spec: AttentionSpec, hidden_size: int, norm_eps: float, is_plain: bool) -> None:
+    def __init__(
+        self, spec: AttentionSpec, hidden_size: int, norm_eps: float, is_plain: bool
+    ) -> None:
         super().__init__()
         a = self.spec = spec
         self.is_plain = is_plain
@@ -118,11 +149,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(a.head_size, norm_eps, is_plain) if a.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None) -> tuple[Tensor, Past]:
+    def forward(
+        self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None
+    ) -> tuple[Tensor, Past]:
         B, T, _ = x.shape
         a = self.spec
         if self.is_plain:  # queries that share a key lie on an axis of their own
-            q = self.q_norm(self.q(x).view(B, T, a.kv_heads, a.group, a.head_size)).permute(0, 2, 3, 1, 4)
+            q = self.q_norm(self.q(x).view(B, T, a.kv_heads, a.group, a.head_size)).permute(
+                0, 2, 3, 1, 4
+            )
         else:
             q = self.q_norm(self.q(x).view(B, T, a.heads, a.head_size)).transpose(1, 2)
         k = self.k_norm(self.k(x).view(B, T, a.kv_heads, a.head_size)).transpose(1, 2)
@@ -130,15 +165,22 @@ class Attention(nn.Module):
         if turn is not None:
             q, k = rotate(q, turn, self.is_plain), rotate(k, turn, self.is_plain)
         if isinstance(past, Packed):
-            parts = [self._attend(q[:, :, at], k[:, :, at], v[:, :, at], hidden, cached) for at, hidden, cached in past.passes]
+            parts = [
+                self._attend(q[:, :, at], k[:, :, at], v[:, :, at], hidden, cached)
+                for at, hidden, cached in past.passes
+            ]
             y = torch.cat(parts, 1)
         else:
             y = self._attend(q, k, v, hidden, past)
         return self.out(y.reshape(B, T, a.heads * a.head_size)), (k, v)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, past: Past | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, past: Past | None
+    ) -> Tensor:
         """``[B, T, heads..., D]``."""
-        keys, values = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
+        keys, values = (
+            (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
+        )
         if self.is_plain:  # two products, and a softmax in fp32
             scores = ((q * self.spec.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)).float()
             if hidden is not None:
@@ -156,16 +198,26 @@ class Block(nn.Module):
         super().__init__()
 
         def norm(name: str) -> nn.Module:
-            return RMSNorm(hidden_size, spec.norm_eps, is_plain) if name in spec.norms else nn.Identity()
+            return (
+                RMSNorm(hidden_size, spec.norm_eps, is_plain)
+                if name in spec.norms
+                else nn.Identity()
+            )
 
         self.attention_norm = norm("attention_norm")
         self.attention = Attention(spec.attention, hidden_size, spec.norm_eps, is_plain)
         self.attention_out_norm = norm("attention_out_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(spec.mlp.size, hidden_size) if isinstance(spec.mlp, MlpSpec) else Experts(spec.mlp, hidden_size)
+        self.mlp = (
+            MLP(spec.mlp.size, hidden_size)
+            if isinstance(spec.mlp, MlpSpec)
+            else Experts(spec.mlp, hidden_size)
+        )
         self.mlp_out_norm = norm("mlp_out_norm")
 
-    def forward(self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None) -> tuple[Tensor, Past]:
+    def forward(
+        self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None
+    ) -> tuple[Tensor, Past]:
         y, present = self.attention(self.attention_norm(x), turn, hidden, past)
         x = x + self.attention_out_norm(y)
         return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), present
@@ -194,9 +246,9 @@ class Rotary(nn.Module):
 class Denoiser(nn.Module):
     """The network: a canvas in, a prediction for every position out.
 
-    Parameters are created uninitialised; ``families.load`` fills them from a checkpoint. ``is_plain`` computes the same in
-    elementary operations, for engines whose parsers do not know attention, norms and rotations as operators.
-    Raises UnbuiltNetworkError.
+    Parameters are created uninitialised; ``families.load`` fills them from a checkpoint.
+    ``is_plain`` computes the same in elementary operations, for engines whose parsers do not know
+    attention, norms and rotations as operators. Raises UnbuiltNetworkError.
     """
 
     def __init__(self, network: NetworkSpec, is_plain: bool = False) -> None:
@@ -204,7 +256,9 @@ class Denoiser(nn.Module):
         check_built(network)
         c = self.network = network
         self.is_plain = is_plain
-        self.embed = nn.Embedding(c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size))
+        self.embed = nn.Embedding(
+            c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size)
+        )
         self.blocks = nn.ModuleList(Block(layer, c.hidden_size, is_plain) for layer in c.layers)
         self.final_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
         self.head = TiedHead() if c.tied_head else Linear(c.hidden_size, c.vocab_size)
@@ -213,8 +267,11 @@ class Denoiser(nn.Module):
         used = [rotary_table(layer.attention) for layer in c.layers]
         self._turned_by = [None if table is None else tables.index(table) for table in used]
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, past: Sequence[Past] | None = None) -> tuple[Tensor, list[Past]]:
-        """Final-norm features ``[B, T, hidden]`` and each layer's new keys and values ``[B, Hkv, T, D]``.
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, past: Sequence[Past] | None = None
+    ) -> tuple[Tensor, list[Past]]:
+        """Final-norm features ``[B, T, hidden]`` and each layer's new keys and values ``[B, Hkv, T,
+        D]``.
 
         ``past`` holds position-encoded keys and values ``[B, Hkv, S, D]`` a layer, in any order of
         positions: every query sees all of them, so only the set of cached rows matters.
@@ -229,13 +286,21 @@ class Denoiser(nn.Module):
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
             number = self._turned_by[i]
             turn = None if number is None else turns[number]
-            x, present = block(x, turn, hidden[layer.attention.visible_block], None if past is None else past[i])
+            x, present = block(
+                x, turn, hidden[layer.attention.visible_block], None if past is None else past[i]
+            )
             presents.append(present)
         return self.final_norm(x), presents
 
     def project(self, features: Tensor) -> Tensor:
-        """Features ``[..., hidden]`` to raw logits ``[..., V]`` (the mask token is not excluded here)."""
-        logits: Tensor = self.head(features, self.embed.weight) if self.network.tied_head else self.head(features)
+        """Features ``[..., hidden]`` to raw logits ``[..., V]`` (the mask token is not excluded
+        here).
+        """
+        logits: Tensor = (
+            self.head(features, self.embed.weight)
+            if self.network.tied_head
+            else self.head(features)
+        )
         return logits
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Mixtures of experts in torch: a router, the gated MLPs that it chooses from, and one that every token sees.
+"""Mixtures of experts in torch: a router, the gated MLPs that it chooses from, and one that every
+token sees.
 
-``N`` tokens, ``E`` experts, ``k`` of them for a token. Only the experts that tokens are routed to are computed, each once for
-all its tokens: weights may lie in a mapped file, of which the others are never read.
+``N`` tokens, ``E`` experts, ``k`` of them for a token. Only the experts that tokens are routed to
+are computed, each once for all its tokens: weights may lie in a mapped file, of which the others
+are never read.
 """
 
 from __future__ import annotations
@@ -15,19 +17,25 @@ from torch import Tensor, nn
 from dlm_export.network.linear import MLP, product
 from dlm_export.network.spec import ExpertsSpec
 
-torch.library.define("dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor")
+torch.library.define(
+    "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
+)
 _NO_SUM = 1e-20
 """What a sum of weights is divided by at least, as released routers have it."""
 
 
 @torch.library.register_fake("dlm_export::experts")  # type: ignore[untyped-decorator]
 def _shape_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor]) -> Tensor:
-    """What a trace knows of ``RoutedMLPs``: it becomes one node for all experts, which the graph defines."""
+    """What a trace knows of ``RoutedMLPs``: it becomes one node for all experts, which the graph
+    defines.
+    """
     return torch.empty_like(x)
 
 
 class Router(nn.Module):
-    """Chooses experts: see ``RouterSpec``. In fp32 whatever the denoiser computes in: nearly equal scores would be swapped."""
+    """Chooses experts: see ``RouterSpec``. In fp32 whatever the denoiser computes in: nearly equal
+    scores would be swapped.
+    """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()
@@ -36,7 +44,9 @@ class Router(nn.Module):
         self.bias = None if spec.router.bias is None else nn.Parameter(torch.empty(spec.count))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` ``[.., hidden]`` to the chosen experts, int64 ``[.., k]``, and their weights, fp32 ``[.., k]``."""
+        """``x`` ``[.., hidden]`` to the chosen experts, int64 ``[.., k]``, and their weights, fp32
+        ``[.., k]``.
+        """
         scores, judged = self.scores(x)
         chosen = self._of_groups(judged, self._worth(judged)).topk(self.active).indices
         return chosen, self.weights_of(scores, judged, chosen)
@@ -56,10 +66,12 @@ class Router(nn.Module):
         return weights if r.scale == 1 else weights * r.scale
 
     def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
-        """By how much ``chosen`` ``[.., k]`` are worse than the experts that ``judged`` ``[.., E]`` says are best, ``[..]``.
+        """By how much ``chosen`` ``[.., k]`` are worse than the experts that ``judged`` ``[.., E]``
+        says are best, ``[..]``.
 
-        0 where others are as good. Groups with a chosen expert are held against the best groups, and experts against the best
-        of the chosen groups. Infinite where an expert is chosen twice, or more groups than are allowed.
+        0 where others are as good. Groups with a chosen expert are held against the best groups,
+        and experts against the best of the chosen groups. Infinite where an expert is chosen twice,
+        or more groups than are allowed.
         """
         r = self.spec
         taken = torch.zeros_like(judged).scatter(-1, chosen, 1.0)
@@ -68,13 +80,17 @@ class Router(nn.Module):
         if r.active_groups < r.groups:
             worth, has_chosen = self._worth(judged), self._grouped(taken).amax(-1) > 0
             is_wrong |= has_chosen.sum(-1) > r.active_groups
-            short = worth.topk(r.active_groups).values[..., -1] - worth.where(has_chosen, torch.inf).amin(-1)
+            short = worth.topk(r.active_groups).values[..., -1] - worth.where(
+                has_chosen, torch.inf
+            ).amin(-1)
             allowed = self._of_groups(judged, worth.where(~has_chosen, torch.inf))
         behind = allowed.topk(self.active).values[..., -1] - judged.gather(-1, chosen).amin(-1)
         return torch.maximum(short, behind).clamp(min=0).where(~is_wrong, torch.inf)
 
     def _grouped(self, judged: Tensor) -> Tensor:
-        return judged.view(*judged.shape[:-1], self.spec.groups, judged.shape[-1] // self.spec.groups)
+        return judged.view(
+            *judged.shape[:-1], self.spec.groups, judged.shape[-1] // self.spec.groups
+        )
 
     def _worth(self, judged: Tensor) -> Tensor:
         """How good each group is, ``[.., G]``; without groups it does not count."""
@@ -92,10 +108,14 @@ class Router(nn.Module):
 
 
 class Stacked(nn.Module):
-    """A matrix ``[in, out]`` for each of ``E`` experts: held in one parameter, or read where it is asked for."""
+    """A matrix ``[in, out]`` for each of ``E`` experts: held in one parameter, or read where it is
+    asked for.
+    """
 
     def __init__(self, count: int, inputs: int, outputs: int, *, is_down: bool = False) -> None:
-        """``is_down``: experts' results are added up behind it, so that all of them are one matrix of more inputs."""
+        """``is_down``: experts' results are added up behind it, so that all of them are one matrix
+        of more inputs.
+        """
         super().__init__()
         self.count, self.inputs, self.outputs, self.is_down = count, inputs, outputs, is_down
         self.weight = nn.Parameter(torch.empty(count, inputs, outputs))
@@ -110,13 +130,18 @@ class Stacked(nn.Module):
         return self.weight[expert] if self.read is None else self.read(expert)
 
     def wide(self) -> Tensor:
-        """All experts' matrices as one: side by side ``[in, E * out]``, those that go down one below the other."""
-        return torch.cat([self.matrix(expert) for expert in range(self.count)], 0 if self.is_down else 1)
+        """All experts' matrices as one: side by side ``[in, E * out]``, those that go down one
+        below the other.
+        """
+        return torch.cat(
+            [self.matrix(expert) for expert in range(self.count)], 0 if self.is_down else 1
+        )
 
 
 class RoutedMLPs(nn.Module):
-    """``E`` gated MLPs, each for the tokens that are routed to it. With ``is_dense`` all are computed for every token, as one
-    MLP of all their features, those of experts that a token is not routed to being multiplied by 0.
+    """``E`` gated MLPs, each for the tokens that are routed to it. With ``is_dense`` all are
+    computed for every token, as one MLP of all their features, those of experts that a token is not
+    routed to being multiplied by 0.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
@@ -127,7 +152,9 @@ class RoutedMLPs(nn.Module):
         self.down = Stacked(spec.count, spec.size, hidden_size, is_down=True)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sums ``[.., hidden]`` of the results of the ``chosen`` experts ``[.., k]``, for ``x`` ``[.., hidden]``."""
+        """Weighted sums ``[.., hidden]`` of the results of the ``chosen`` experts ``[.., k]``, for
+        ``x`` ``[.., hidden]``.
+        """
         if torch.compiler.is_exporting():
             stacks = [self.gate.weight, self.up.weight, self.down.weight]
             y: Tensor = torch.ops.dlm_export.experts(x, chosen, weights, stacks)
@@ -149,15 +176,21 @@ class RoutedMLPs(nn.Module):
         return y.view(x.shape)
 
     def hidden(self, expert: int, x: Tensor) -> Tensor:
-        """What an expert makes of its tokens ``[n, hidden]`` before they are weighed and go down, ``[n, size]``."""
+        """What an expert makes of its tokens ``[n, hidden]`` before they are weighed and go down,
+        ``[n, size]``.
+        """
         y: Tensor = F.silu(self.gate(x, expert)) * self.up(x, expert)
         return y
 
     def _all(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         experts = torch.arange(self.count, device=x.device)
-        shares = ((chosen.unsqueeze(-1) == experts) * weights.unsqueeze(-1)).sum(-2).to(x.dtype)  # [.., E]
+        shares = (
+            ((chosen.unsqueeze(-1) == experts) * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
+        )  # [.., E]
         hidden = F.silu(self.gate(x)) * self.up(x)
-        y: Tensor = self.down((hidden.unflatten(-1, (self.count, -1)) * shares.unsqueeze(-1)).flatten(-2))
+        y: Tensor = self.down(
+            (hidden.unflatten(-1, (self.count, -1)) * shares.unsqueeze(-1)).flatten(-2)
+        )
         return y
 
 

@@ -1,8 +1,10 @@
-"""A denoiser read a layer at a time, and all canvases carried through each layer before the next one is read.
+"""A denoiser read a layer at a time, and all canvases carried through each layer before the next
+one is read.
 
-What is held is a layer and the canvases' activations, whatever the denoiser's size; each weight is read once a sweep. Attention
-is within a canvas and everything else within a token, so canvases of one length go through together. Activations that outgrow
-the memory given to them lie in a mapped file, whose blocks are taken from the disk beforehand.
+What is held is a layer and the canvases' activations, whatever the denoiser's size; each weight is
+read once a sweep. Attention is within a canvas and everything else within a token, so canvases of
+one length go through together. Activations that outgrow the memory given to them lie in a mapped
+file, whose blocks are taken from the disk beforehand.
 """
 
 from __future__ import annotations
@@ -22,13 +24,24 @@ import torch
 from torch import Tensor, nn
 
 from dlm_export.memory import give_back
-from dlm_export.network.denoiser import Block, Packed, Past, RMSNorm, Rotary, Turn, check_built, hiding
+from dlm_export.network.denoiser import (
+    Block,
+    Packed,
+    Past,
+    RMSNorm,
+    Rotary,
+    Turn,
+    check_built,
+    hiding,
+)
 from dlm_export.network.experts import Stacked
 from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
 BATCH_TOKENS = 2048
-"""Tokens that go through a layer at a time, a canvas at least: enough rows for the processor's best rate."""
+"""Tokens that go through a layer at a time, a canvas at least: enough rows for the processor's best
+rate.
+"""
 HEAD_COLUMNS = 8192
 """Columns of the head that are widened to fp32 at a time."""
 
@@ -42,13 +55,19 @@ class MemoryLimitError(DlmError):
 class ReadTensor(Protocol):
     """Where parameters come from."""
 
-    def __call__(self, parameter: str, dtype: torch.dtype | None, rows: Tensor | None = None) -> Tensor:
-        """A parameter of ``Denoiser``, or ``rows`` of its first axis, on the CPU; not to be written to. None: as stored."""
+    def __call__(
+        self, parameter: str, dtype: torch.dtype | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """A parameter of ``Denoiser``, or ``rows`` of its first axis, on the CPU; not to be written
+        to. None: as stored.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Canvases of one length: their numbers, ids int64 ``[B, L]``, and where their tokens lie among all."""
+    """Canvases of one length: their numbers, ids int64 ``[B, L]``, and where their tokens lie among
+    all.
+    """
 
     numbers: tuple[int, ...]
     ids: Tensor
@@ -65,26 +84,40 @@ def make_batches(canvases: Sequence[np.ndarray], tokens: int = BATCH_TOKENS) -> 
         count = max(1, tokens // length)
         for start in range(0, len(numbers), count):
             chosen = tuple(numbers[start : start + count])
-            ids = torch.from_numpy(np.stack([canvases[number] for number in chosen]).astype(np.int64))
+            ids = torch.from_numpy(
+                np.stack([canvases[number] for number in chosen]).astype(np.int64)
+            )
             batches.append(Batch(chosen, ids, slice(first, first + ids.numel())))
             first += ids.numel()
     return batches
 
 
 class Layered:
-    """A denoiser's parts, each read when it is asked for; nothing of it is held but tables of cosines and sines."""
+    """A denoiser's parts, each read when it is asked for; nothing of it is held but tables of
+    cosines and sines.
+    """
 
     def __init__(
-        self, read: ReadTensor, network: NetworkSpec, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+        self,
+        read: ReadTensor,
+        network: NetworkSpec,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ) -> None:
-        """``dtype``: what layers compute in, on ``device`` (None: the CPU). Raises UnbuiltNetworkError."""
+        """``dtype``: what layers compute in, on ``device`` (None: the CPU). Raises
+        UnbuiltNetworkError.
+        """
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        self._last: Callable[[], object] = lambda: None  # the layer read last, while anybody holds it
+        self._last: Callable[[], object] = lambda: (
+            None
+        )  # the layer read last, while anybody holds it
         self._rooms: list[Tensor] = []  # where its weights lie, if they were widened
         tables = network.rotary_tables()
-        self._rotary = [Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables]
+        self._rotary = [
+            Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables
+        ]
         used = [rotary_table(layer.attention) for layer in network.layers]
         self._turned_by = [None if table is None else tables.index(table) for table in used]
 
@@ -94,7 +127,8 @@ class Layered:
         return self.read("embed.weight", self.dtype, wanted)[places].to(self.device)
 
     def block(self, i: int) -> Block:
-        """Layer ``i`` with its weights, which go when it goes: the next layer's may then lie in the same memory.
+        """Layer ``i`` with its weights, which go when it goes: the next layer's may then lie in the
+        same memory.
 
         Those of experts are read one expert at a time, whenever tokens are routed to it.
         """
@@ -103,11 +137,15 @@ class Layered:
             block = Block(c.layers[i], c.hidden_size, is_plain=False)
         spare = self._rooms if self._last() is None else []
         self._rooms = []
-        stacks = {name: module for name, module in block.named_modules() if isinstance(module, Stacked)}
+        stacks = {
+            name: module for name, module in block.named_modules() if isinstance(module, Stacked)
+        }
         for name, module in stacks.items():
             module.read = functools.partial(self._read_expert, f"blocks.{i}.{name}.weight")
             del module.weight
-        state = {name: self._widened(f"blocks.{i}.{name}", spare) for name, _ in block.named_parameters()}
+        state = {
+            name: self._widened(f"blocks.{i}.{name}", spare) for name, _ in block.named_parameters()
+        }
         self._last = weakref.ref(block)
         return _filled(block, state)
 
@@ -115,14 +153,20 @@ class Layered:
         return self.read(parameter, self.dtype, torch.tensor([expert]))[0].to(self.device)
 
     def _widened(self, parameter: str, spare: list[Tensor]) -> Tensor:
-        """A parameter in ``dtype`` on the device, in its order of memory; if room for it is made, then of ``spare`` first.
+        """A parameter in ``dtype`` on the device, in its order of memory; if room for it is made,
+        then of ``spare`` first.
 
-        Memory that is new is handed out page by page, which takes several times as long as widening bf16 does.
+        Memory that is new is handed out page by page, which takes several times as long as widening
+        bf16 does.
         """
         stored = self.read(parameter, None)
         if stored.dtype == self.dtype or self.device.type != "cpu":
             return stored.to(self.device).to(self.dtype)
-        fitting = (i for i, room in enumerate(spare) if (room.shape, room.stride()) == (stored.shape, stored.stride()))
+        fitting = (
+            i
+            for i, room in enumerate(spare)
+            if (room.shape, room.stride()) == (stored.shape, stored.stride())
+        )
         at = next(fitting, None)
         room = torch.empty_like(stored, dtype=self.dtype) if at is None else spare.pop(at)
         self._rooms.append(room)
@@ -131,19 +175,26 @@ class Layered:
     def beside(
         self, i: int, ids: Tensor, first: int = 0, past: Past | None = None
     ) -> tuple[Turn | None, Tensor | None, Past | None]:
-        """What goes into layer ``i`` beside the states of ``ids`` ``[B, T]``, the first of which stands at position ``first``.
+        """What goes into layer ``i`` beside the states of ``ids`` ``[B, T]``, the first of which
+        stands at position ``first``.
 
         What turns heads, what hides keys, and ``past``: cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
         return self._turn(i, positions), self._hiding(i, positions, past), past
 
-    def packed(self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]) -> tuple[Turn | None, None, Packed]:
-        """What goes into layer ``i`` beside the states ``[1, tokens, hidden]`` of several passes, one behind the other.
+    def packed(
+        self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]
+    ) -> tuple[Turn | None, None, Packed]:
+        """What goes into layer ``i`` beside the states ``[1, tokens, hidden]`` of several passes,
+        one behind the other.
 
-        ``spans``: first position of each and the one behind its last; ``past``: what is cached for each.
+        ``spans``: first position of each and the one behind its last; ``past``: what is cached for
+        each.
         """
-        positions = [torch.arange(first, last, device=self.device).unsqueeze(0) for first, last in spans]
+        positions = [
+            torch.arange(first, last, device=self.device).unsqueeze(0) for first, last in spans
+        ]
         passes, start = [], 0
         for there, cached in zip(positions, past, strict=True):
             tokens = slice(start, start + there.shape[1])
@@ -153,7 +204,11 @@ class Layered:
 
     def _turn(self, i: int, positions: Tensor) -> Turn | None:
         number = self._turned_by[i]
-        return None if number is None else (self._rotary[number].cos, self._rotary[number].sin, positions)
+        return (
+            None
+            if number is None
+            else (self._rotary[number].cos, self._rotary[number].sin, positions)
+        )
 
     def _hiding(self, i: int, positions: Tensor, past: Past | None) -> Tensor | None:
         cached = 0 if past is None else past[0].shape[2]
@@ -169,7 +224,10 @@ class Layered:
     def head(self) -> Head:
         """The head, as it is stored."""
         return Head(
-            self.read("embed.weight", None).T if self.network.tied_head else self.read("head.weight", None), self.device
+            self.read("embed.weight", None).T
+            if self.network.tied_head
+            else self.read("head.weight", None),
+            self.device,
         )
 
 
@@ -180,7 +238,9 @@ def _filled(module: _Module, state: dict[str, Tensor]) -> _Module:
 
 
 class Head:
-    """What makes features raw logits. It computes in fp32, whatever the layers do, and widens a few columns at a time."""
+    """What makes features raw logits. It computes in fp32, whatever the layers do, and widens a few
+    columns at a time.
+    """
 
     def __init__(self, weight: Tensor, device: torch.device) -> None:
         """``weight``: ``[hidden, V]``."""
@@ -220,7 +280,8 @@ def named(i: int, block: nn.Module) -> dict[str, nn.Module]:
 
 
 class Carried:
-    """All canvases' hidden states between two layers: ``[tokens, hidden]`` in the order of ``batches``.
+    """All canvases' hidden states between two layers: ``[tokens, hidden]`` in the order of
+    ``batches``.
 
     ``now`` is the batch that a layer is computing, for those who look into it.
     """
@@ -228,14 +289,22 @@ class Carried:
     now: Batch
 
     def __init__(
-        self, layered: Layered, canvases: Sequence[np.ndarray], *, memory_bytes: int | None = None, folder: Path | None = None
+        self,
+        layered: Layered,
+        canvases: Sequence[np.ndarray],
+        *,
+        memory_bytes: int | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """Embeds the canvases. States beyond ``memory_bytes`` lie in a file of ``folder``, which has no name there; None:
-        they stay in memory. Raises MemoryLimitError where the disk has no room for it.
+        """Embeds the canvases. States beyond ``memory_bytes`` lie in a file of ``folder``, which
+        has no name there; None: they stay in memory. Raises MemoryLimitError where the disk has no
+        room for it.
         """
         self.layered, self.batches = layered, make_batches(canvases)
         tokens = sum(batch.ids.numel() for batch in self.batches)
-        self.states = room_for((tokens, layered.network.hidden_size), layered.dtype, memory_bytes, folder)
+        self.states = room_for(
+            (tokens, layered.network.hidden_size), layered.dtype, memory_bytes, folder
+        )
         for batch in self.batches:
             self.states[batch.rows] = layered.embed(batch.ids).flatten(0, 1).cpu()
 
@@ -245,7 +314,9 @@ class Carried:
 
     @torch.no_grad()
     def through(self, i: int, block: Block, *, keep: bool = True) -> None:
-        """Every batch through layer ``i``; ``keep``: what comes out is carried on, otherwise only looked at."""
+        """Every batch through layer ``i``; ``keep``: what comes out is carried on, otherwise only
+        looked at.
+        """
         for batch in self.batches:
             self.now = batch
             out, _ = block(self.read(batch), *self.layered.beside(i, batch.ids))
@@ -254,19 +325,26 @@ class Carried:
 
     @torch.no_grad()
     def features(self, rows: Sequence[np.ndarray]) -> list[Tensor]:
-        """Final-norm features ``[R, hidden]`` of each canvas's ``rows`` ``[R]``, on the CPU, behind the last layer."""
+        """Final-norm features ``[R, hidden]`` of each canvas's ``rows`` ``[R]``, on the CPU, behind
+        the last layer.
+        """
         norm, found = self.layered.final_norm(), [torch.empty(0)] * len(rows)
         for batch in self.batches:
             for number, states in zip(batch.numbers, self.read(batch), strict=True):
-                found[number] = norm(states[torch.from_numpy(np.asarray(rows[number], np.int64))]).cpu()
+                found[number] = norm(
+                    states[torch.from_numpy(np.asarray(rows[number], np.int64))]
+                ).cpu()
         return found
 
 
-def room_for(shape: tuple[int, ...], dtype: torch.dtype, memory_bytes: int | None, folder: Path | None) -> Tensor:
-    """An array that is still to be filled: in memory, or beyond ``memory_bytes`` in an unnamed file of ``folder``.
+def room_for(
+    shape: tuple[int, ...], dtype: torch.dtype, memory_bytes: int | None, folder: Path | None
+) -> Tensor:
+    """An array that is still to be filled: in memory, or beyond ``memory_bytes`` in an unnamed file
+    of ``folder``.
 
-    The file's blocks are taken at once: a write to a mapped page finds no full disk. Raises MemoryLimitError if they are not
-    to be had.
+    The file's blocks are taken at once: a write to a mapped page finds no full disk. Raises
+    MemoryLimitError if they are not to be had.
     """
     size = math.prod(shape) * dtype.itemsize
     if memory_bytes is None or size <= memory_bytes:

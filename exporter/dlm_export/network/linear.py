@@ -9,20 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDENED = 1 << 22
-"""Elements of a weight that are held in fp32 beside it at a time, where its products are not computed in its own type."""
+"""Elements of a weight that are held in fp32 beside it at a time, where its products are not
+computed in its own type.
+"""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight``, fast on every processor.
 
-    Where a processor lacks what torch's kernels for bf16 need (AVX-512 on x86), torch multiplies number by number, fifty times
-    slower than in fp32. There this multiplies in fp32, a few columns at a time, and rounds the sums, as bf16 kernels do.
+    Where a processor lacks what torch's kernels for bf16 need (AVX-512 on x86), torch multiplies
+    number by number, fifty times slower than in fp32. There this multiplies in fp32, a few columns
+    at a time, and rounds the sums, as bf16 kernels do.
     """
     if x.dtype != torch.bfloat16 or has_bf16_kernels(x.device):
         return x @ weight
     wide, columns = x.float(), max(1, WIDENED // weight.shape[0])
     starts = range(0, weight.shape[1], columns)
-    return torch.cat([(wide @ weight[:, start : start + columns].float()).to(x.dtype) for start in starts], -1)
+    return torch.cat(
+        [(wide @ weight[:, start : start + columns].float()).to(x.dtype) for start in starts], -1
+    )
 
 
 def has_bf16_kernels(device: torch.device) -> bool:

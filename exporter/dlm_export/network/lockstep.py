@@ -1,8 +1,10 @@
-"""Many requests under the unmasking loop at once: each step computes the next pass of all of them, a layer at a time.
+"""Many requests under the unmasking loop at once: each step computes the next pass of all of them,
+a layer at a time.
 
-A layer is read once a step, and the rows of all passes go through its matrices together; attention is each pass's own. What is
-held is a layer, the keys and values of the requests under way, and one step's hidden states. Equal to ``reference``, request by
-request, as far as sums of floats in another order allow.
+A layer is read once a step, and the rows of all passes go through its matrices together; attention
+is each pass's own. What is held is a layer, the keys and values of the requests under way, and one
+step's hidden states. Equal to ``reference``, request by request, as far as sums of floats in
+another order allow.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from dlm_export.network.turns import Canvas
 from dlm_runtime.policy import Policy
 
 HELD = 250_000_000
-"""Parameters up to which all layers are held while requests run, a gigabyte in fp32, if that is half of the memory given."""
+"""Parameters up to which all layers are held while requests run, a gigabyte in fp32, if that is
+half of the memory given.
+"""
 SCORED_ROWS = 256  # whose logits are held at a time
 
 
@@ -72,12 +76,15 @@ def courses(
 
     ``on_decided`` is told after each step how many positions fewer are left.
 
-    As many go on together as ``BATCH_TOKENS`` hold, and as have room for their keys and values in half of ``memory_bytes``
-    (None: any); one at least. Raises MemoryLimitError if the longest has none in all of it.
+    As many go on together as ``BATCH_TOKENS`` hold, and as have room for their keys and values in
+    half of ``memory_bytes`` (None: any); one at least. Raises MemoryLimitError if the longest has
+    none in all of it.
     """
     assert not policy.cfg_scale, "guidance takes two canvases a pass"
     held = None
-    if layered.network.parameter_count() <= min(HELD, math.inf if memory_bytes is None else memory_bytes // 8):
+    if layered.network.parameter_count() <= min(
+        HELD, math.inf if memory_bytes is None else memory_bytes // 8
+    ):
         held = [layered.block(i) for i in range(len(layered.network.layers))]
     most = BATCH_TOKENS
     if policy.cache != "none" and memory_bytes is not None:
@@ -114,11 +121,18 @@ def cache_bytes(layered: Layered) -> int:
 
 
 def _make_passes(
-    layered: Layered, held: Sequence[Block] | None, norm: torch.nn.Module, head: Head, step: Sequence[_Course]
+    layered: Layered,
+    held: Sequence[Block] | None,
+    norm: torch.nn.Module,
+    head: Head,
+    step: Sequence[_Course],
 ) -> None:
     """The next pass of every course, and its commit."""
     spans = [(course.span.first, course.span.last) for course in step if course.span is not None]
-    ids = [torch.from_numpy(c.run.tokens[first:last]) for c, (first, last) in zip(step, spans, strict=True)]
+    ids = [
+        torch.from_numpy(c.run.tokens[first:last])
+        for c, (first, last) in zip(step, spans, strict=True)
+    ]
     x = layered.embed(torch.cat(ids).unsqueeze(0))
     for i in range(len(layered.network.layers)):
         block = layered.block(i) if held is None else held[i]
@@ -135,6 +149,8 @@ def _make_passes(
         rows.append(course.run.rows + start)
         if sum(map(len, rows)) >= SCORED_ROWS or course is step[-1]:
             logits = head(norm(x[0, torch.cat(rows).to(x.device)]))
-            for one, own in zip(scored, torch.split(logits, [len(own) for own in rows]), strict=True):
+            for one, own in zip(
+                scored, torch.split(logits, [len(own) for own in rows]), strict=True
+            ):
                 one.commit(own)
             scored, rows = [], []

@@ -1,9 +1,11 @@
-"""The plan of a request's passes: what each one computes, what it reads from the cache, and what becomes of its rows.
+"""The plan of a request's passes: what each one computes, what it reads from the cache, and what
+becomes of its rows.
 
-Both loops read one plan, this one here and the native one in ``plan.cc``. Caches: ``none`` runs the whole canvas every pass;
-``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) are approximations for full attention; ``block`` is exact for block-causal
-networks (SDAR, arXiv:2510.06303): finished blocks are stored, and nothing is read but them. ``block-dual`` (Fast-dLLM v2,
-arXiv:2509.26328) is ``dual`` inside of a block.
+Both loops read one plan, this one here and the native one in ``decode/plan.cc``. Caches: ``none``
+runs the whole canvas every pass; ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) are
+approximations for full attention; ``block`` is exact for block-causal networks (SDAR,
+arXiv:2510.06303): finished blocks are stored, and nothing is read but them. ``block-dual``
+(Fast-dLLM v2, arXiv:2509.26328) is ``dual`` inside of a block.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ class Looped(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """The rows ``[first, last)`` of a canvas that a pass computes; the keys and values of all others come from the cache.
+    """The rows ``[first, last)`` of a canvas that a pass computes; the keys and values of all
+    others come from the cache.
 
-    What the cache does not hold is not seen. ``kept`` says what becomes of the pass's own keys and values: they are dropped
-    ("drop"), put in place of those that are stored ("keep"), or put behind those of ``[0, first)``, all others being forgotten
-    ("append").
+    What the cache does not hold is not seen. ``kept`` says what becomes of the pass's own keys and
+    values: they are dropped ("drop"), put in place of those that are stored ("keep"), or put behind
+    those of ``[0, first)``, all others being forgotten ("append").
     """
 
     first: int
@@ -55,11 +58,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Stage:
-    """Passes over one span: one, or as many as it takes to decide ``[first, last)`` (``is_repeated``).
+    """Passes over one span: one, or as many as it takes to decide ``[first, last)``
+    (``is_repeated``).
 
-    ``kind``: "prefill" fills a cache before a block is decided, "store" after one, "denoise" is any other. ``steps`` are
-    planned for the positions. ``start`` and ``end`` are those of the block that they belong to, which is done behind a stage
-    that ``is_last``.
+    ``kind``: "prefill" fills a cache before a block is decided, "store" after one, "denoise" is any
+    other. ``steps`` are planned for the positions. ``start`` and ``end`` are those of the block
+    that they belong to, which is done behind a stage that ``is_last``.
     """
 
     span: Span
@@ -74,15 +78,18 @@ class Stage:
 
 
 def block_length_of(policy: Policy, visible_block: int | None) -> int:
-    """Tokens of a policy's blocks on a network of this ``visible_block``; 0: the whole generation is one block."""
+    """Tokens of a policy's blocks on a network of this ``visible_block``; 0: the whole generation
+    is one block.
+    """
     return policy.block_length or visible_block or 0
 
 
 def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) -> list[Stage]:
     """The passes that fill the undecided positions of a canvas, bool ``[L]``, block by block.
 
-    Blocks are counted from the first undecided position on; where attention is block-causal, from position 0 on, so that the
-    end of what is given may share the first one. ``steps``: see ``turns``.
+    Blocks are counted from the first undecided position on; where attention is block-causal, from
+    position 0 on, so that the end of what is given may share the first one. ``steps``: see
+    ``turns``.
     """
     if not undecided.any():
         return []
@@ -91,7 +98,11 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
     if looped.visible_block is not None:
         origin -= origin % block_length
     starts = range(origin, length, block_length)
-    shares = transfer_counts(steps, len(starts)) if steps else [policy.steps_per_block or block_length] * len(starts)
+    shares = (
+        transfer_counts(steps, len(starts))
+        if steps
+        else [policy.steps_per_block or block_length] * len(starts)
+    )
     blocks = [
         (start, min(start + block_length, length), share)
         for start, share in zip(starts, shares, strict=True)
@@ -106,29 +117,39 @@ _Block = tuple[int, int, int]  # its start, its end, and the passes planned for 
 
 
 def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[Stage]:
-    """Over a cache, a block's opening pass runs the whole canvas; or with ``refresh``, from the second block on, the rows from
-    that many tokens before the block, and at least those that have been decided since they were stored.
+    """Over a cache, a block's opening pass runs the whole canvas; or with ``refresh``, from the
+    second block on, the rows from that many tokens before the block, and at least those that have
+    been decided since they were stored.
     """
     before: int | None = None  # start of the block decided before
     for start, end, steps in blocks:
         if policy.cache == "none":
-            yield Stage(Span(0, length, "drop"), "denoise", True, start, end, steps, start, end, True)
+            yield Stage(
+                Span(0, length, "drop"), "denoise", True, start, end, steps, start, end, True
+            )
             continue
         last = end if policy.cache == "dual" else length
         is_whole = not policy.refresh or before is None
-        opening = (0, length) if before is None or is_whole else (max(0, min(start - policy.refresh, before)), last)
+        opening = (
+            (0, length)
+            if before is None or is_whole
+            else (max(0, min(start - policy.refresh, before)), last)
+        )
         yield Stage(Span(*opening, "keep"), "prefill", False, start, end, steps, start, end, False)
         yield Stage(Span(start, last, "drop"), "denoise", True, start, end, steps, start, end, True)
         before = start
 
 
-def _block_causal_stages(blocks: list[_Block], undecided: np.ndarray, policy: Policy, shift: int) -> Iterator[Stage]:
-    """Before a block is decided, one pass stores what is finished before it, or that and the block as it is, which it opens
-    (``store=open``). Without a cache nothing is stored.
+def _block_causal_stages(
+    blocks: list[_Block], undecided: np.ndarray, policy: Policy, shift: int
+) -> Iterator[Stage]:
+    """Before a block is decided, one pass stores what is finished before it, or that and the block
+    as it is, which it opens (``store=open``). Without a cache nothing is stored.
 
-    The row before a block lies in that pass. A denoiser that predicts the next position (``shift``) decides the block's first
-    one there, with a cache and without. Where a block has parts (``block-dual``), a pass over the block opens each of them,
-    whose other passes run it alone over what that pass made of the rest.
+    The row before a block lies in that pass. A denoiser that predicts the next position (``shift``)
+    decides the block's first one there, with a cache and without. Where a block has parts
+    (``block-dual``), a pass over the block opens each of them, whose other passes run it alone over
+    what that pass made of the rest.
     """
     length = len(undecided)
     has_cache, stored = policy.cache != "none", 0
@@ -141,18 +162,59 @@ def _block_causal_stages(blocks: list[_Block], undecided: np.ndarray, policy: Po
             kind = "store" if number else "prefill"
             opened = min(start + size, end)
             if policy.store == "open" and undecided[start:opened].any():
-                yield Stage(Span(stored, end, "append"), kind, False, start, opened, shares[0], start, end, False)
+                yield Stage(
+                    Span(stored, end, "append"),
+                    kind,
+                    False,
+                    start,
+                    opened,
+                    shares[0],
+                    start,
+                    end,
+                    False,
+                )
             else:
-                yield Stage(Span(stored, start, "append"), kind, False, start, start + shift, 1, start, end, False)
+                yield Stage(
+                    Span(stored, start, "append"),
+                    kind,
+                    False,
+                    start,
+                    start + shift,
+                    1,
+                    start,
+                    end,
+                    False,
+                )
         elif shift and start and not has_cache:
-            yield Stage(Span(0, length, "drop"), "denoise", False, start, start + shift, 1, start, end, False)
+            yield Stage(
+                Span(0, length, "drop"),
+                "denoise",
+                False,
+                start,
+                start + shift,
+                1,
+                start,
+                end,
+                False,
+            )
         kept = "append" if policy.store == "reuse" else "drop"
         span = Span(start, end, kept) if has_cache else Span(0, length, "drop")
         for first, share in zip(firsts, shares, strict=True):
             last = min(first + size, end)
             if has_parts and undecided[first:last].any():
-                yield Stage(Span(start, end, "append"), "prefill", False, first, last, share, start, end, False)
-            # A sub-block's first position is predicted by the row before it, which is then one of the span.
+                yield Stage(
+                    Span(start, end, "append"),
+                    "prefill",
+                    False,
+                    first,
+                    last,
+                    share,
+                    start,
+                    end,
+                    False,
+                )
+            # A sub-block's first position is predicted by the row before it, which is then one of
+            # the span.
             now = Span(max(start, first - shift), last, "drop") if has_parts else span
             yield Stage(now, "denoise", True, first, last, share, start, end, last == end)
         stored = end if policy.store == "reuse" else start

@@ -1,11 +1,13 @@
-"""The unmasking loop in plain torch: short, slow, and the oracle that the native loop is compared with.
+"""The unmasking loop in plain torch: short, slow, and the oracle that the native loop is compared
+with.
 
-It follows the papers' algorithms over a ``Policy``: LLaDA (arXiv:2502.09992, algorithms 4 and 5), Fast-dLLM
-(arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream (arXiv:2508.15487: timestep schedule, entropy and
-margin scores), SDAR (arXiv:2510.06303: dynamic), entropy-bounded sampling (arXiv:2505.24857).
+It follows the papers' algorithms over a ``Policy``: LLaDA (arXiv:2502.09992, algorithms 4 and 5),
+Fast-dLLM (arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream (arXiv:2508.15487:
+timestep schedule, entropy and margin scores), SDAR (arXiv:2510.06303: dynamic), entropy-bounded
+sampling (arXiv:2505.24857).
 
-``turns`` keeps the books of blocks and steps and says what commits, ``proposers`` which token a row would take; this runs the
-passes of one request (``lockstep`` those of many).
+``turns`` keeps the books of blocks and steps and says what commits, ``proposers`` which token a row
+would take; this runs the passes of one request (``lockstep`` those of many).
 """
 
 from __future__ import annotations
@@ -35,19 +37,28 @@ class Reference:
 
 
 def outside(past: Past | None, span: Span) -> Past | None:
-    """The cached keys and values of the rows that a pass does not compute; None where there are none."""
+    """The cached keys and values of the rows that a pass does not compute; None where there are
+    none.
+    """
     if past is None:
         return None
-    keys, values = (torch.cat((rows[:, :, : span.first], rows[:, :, span.last :]), 2) for rows in past)
+    keys, values = (
+        torch.cat((rows[:, :, : span.first], rows[:, :, span.last :]), 2) for rows in past
+    )
     return (keys, values) if keys.shape[2] else None
 
 
 def store(past: Past | None, new: Past, span: Span) -> Past:
-    """What is cached behind a pass whose keys and values are stored; the cache that there was may be written to."""
+    """What is cached behind a pass whose keys and values are stored; the cache that there was may
+    be written to.
+    """
     if past is None:
         return new[0].clone(), new[1].clone()
     if span.kept == "append":
-        keys, values = (torch.cat((kept[:, :, : span.first], rows), 2) for kept, rows in zip(past, new, strict=True))
+        keys, values = (
+            torch.cat((kept[:, :, : span.first], rows), 2)
+            for kept, rows in zip(past, new, strict=True)
+        )
         return keys, values
     for kept, rows in zip(past, new, strict=True):
         kept[:, :, span.first : span.last] = rows
@@ -55,18 +66,29 @@ def store(past: Past | None, new: Past, span: Span) -> Past:
 
 
 class Run:
-    """One request between its passes: who runs it asks for a pass (``advance``), and gives the logits of its ``rows``."""
+    """One request between its passes: who runs it asks for a pass (``advance``), and gives the
+    logits of its ``rows``.
+    """
 
     def __init__(
-        self, network: NetworkSpec, canvas: Canvas, policy: Policy, steps: int = 0, proposer: Proposer | None = None
+        self,
+        network: NetworkSpec,
+        canvas: Canvas,
+        policy: Policy,
+        steps: int = 0,
+        proposer: Proposer | None = None,
     ) -> None:
         """``steps``: see ``generate``. ``proposer``: None for the policy's own."""
         self.network, self.policy = network, policy
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
-        self.guess = np.full(len(self.tokens), -1)  # what the last pass proposed for what is undecided
-        self._turns = turns(Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold)
+        self.guess = np.full(
+            len(self.tokens), -1
+        )  # what the last pass proposed for what is undecided
+        self._turns = turns(
+            Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold
+        )
 
     def _scaffold(self, first: int, last: int) -> None:
         positions, tokens = self.proposer.scaffold(self.canvas, first, last)
@@ -93,7 +115,9 @@ class Run:
     @property
     def rows(self) -> Tensor:
         """The pass's rows that are scored, int64 ``[M]``, counted from its first."""
-        return torch.from_numpy((self._turn.positions - self.network.shift).clip(min=0) - self._turn.span.first)
+        return torch.from_numpy(
+            (self._turn.positions - self.network.shift).clip(min=0) - self._turn.span.first
+        )
 
     def commit(self, logits: Tensor) -> None:
         """Commit what the policy chooses by the raw logits fp32 ``[M, V]`` of ``rows``."""
@@ -112,9 +136,13 @@ class Run:
         proposer.note(committed, proposals.tokens[chosen])
 
     def end(self) -> None:
-        """End before all is decided: what is undecided takes what the last pass proposed there, or what completes that."""
+        """End before all is decided: what is undecided takes what the last pass proposed there, or
+        what completes that.
+        """
         found = self.proposer.complete(self.canvas, self.guess)
-        self.tokens[self.undecided] = np.where(found < 0, self.network.eos_token_ids[0], found)[self.undecided]
+        self.tokens[self.undecided] = np.where(found < 0, self.network.eos_token_ids[0], found)[
+            self.undecided
+        ]
 
 
 def generate(
@@ -130,12 +158,14 @@ def generate(
 ) -> Reference:
     """Fill the mask tokens of ``tokens`` and ``max_new_tokens`` more behind them.
 
-    ``steps`` plans that many passes for the whole generation, split evenly over its blocks; 0 leaves it to the policy.
-    ``on_step`` gets the canvas after each step. ``cache_dtype``: what cached rows are stored in, as the manifest has it.
-    ``proposer``: None for the policy's own.
+    ``steps`` plans that many passes for the whole generation, split evenly over its blocks; 0
+    leaves it to the policy. ``on_step`` gets the canvas after each step. ``cache_dtype``: what
+    cached rows are stored in, as the manifest has it. ``proposer``: None for the policy's own.
     """
     canvas = start_canvas(tokens, max_new_tokens, denoiser.network.mask_token_id)
-    return fill(denoiser, canvas, policy, steps, on_step, cache_dtype=cache_dtype, proposer=proposer)
+    return fill(
+        denoiser, canvas, policy, steps, on_step, cache_dtype=cache_dtype, proposer=proposer
+    )
 
 
 @torch.no_grad()
@@ -150,7 +180,9 @@ def fill(
     proposer: Proposer | None = None,
     max_steps: int = 0,
 ) -> Reference:
-    """Fill the undecided positions of a canvas; see ``generate``. It ends after ``max_steps`` passes; 0: after any number."""
+    """Fill the undecided positions of a canvas; see ``generate``. It ends after ``max_steps``
+    passes; 0: after any number.
+    """
     run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~canvas.undecided)
     conditional, unconditional = _Passes(denoiser, cache_dtype), _Passes(denoiser, cache_dtype)
@@ -161,9 +193,13 @@ def fill(
         tokens = torch.from_numpy(run.tokens)
         logits = conditional.logits(tokens, span, run.rows)
         if policy.cfg_scale:
-            without = unconditional.logits(tokens.masked_fill(given, denoiser.network.mask_token_id), span, run.rows)
+            without = unconditional.logits(
+                tokens.masked_fill(given, denoiser.network.mask_token_id), span, run.rows
+            )
             ruled_out = logits.isneginf() | without.isneginf()
-            logits = (without.double() + (policy.cfg_scale + 1) * (logits.double() - without.double())).float()
+            logits = (
+                without.double() + (policy.cfg_scale + 1) * (logits.double() - without.double())
+            ).float()
             logits = logits.masked_fill(ruled_out, -torch.inf)
         run.commit(logits)
         if on_step is not None:
@@ -186,6 +222,11 @@ class _Passes:
         positions = torch.arange(span.first, span.last, device=device)
         hidden, presents = self.denoiser.hidden(ids.unsqueeze(0), positions.unsqueeze(0), past)
         if span.is_stored:
-            rounded = ((read_back(keys, self.cache_dtype), read_back(values, self.cache_dtype)) for keys, values in presents)
-            self.cache = [store(kept, new, span) for kept, new in zip(self.cache, rounded, strict=True)]
+            rounded = (
+                (read_back(keys, self.cache_dtype), read_back(values, self.cache_dtype))
+                for keys, values in presents
+            )
+            self.cache = [
+                store(kept, new, span) for kept, new in zip(self.cache, rounded, strict=True)
+            ]
         return self.denoiser.project(hidden[0, rows.to(device)]).float()

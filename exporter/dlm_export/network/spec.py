@@ -1,11 +1,14 @@
 """What a denoiser is, layer by layer: the one description from which everything else follows.
 
-A family's adapter reads a ``NetworkSpec`` from a checkpoint, and a bundle's manifest keeps it (``as_dict``, ``from_dict``).
-From it come the torch modules (``denoiser``), the tensors that a checkpoint must hold (``parameters``), the matrices that can
-be quantised and where their inputs' scales fold (``linear_layers``), the cache (``cache_shapes``), and the work and memory of
-a pass (``planning.roofline``, ``tensorrt.estimate``). Sizes count heads, features or tokens. Needs no torch.
+A family's adapter reads a ``NetworkSpec`` from a checkpoint, and a bundle's manifest keeps it
+(``as_dict``, ``from_dict``). From it come the torch modules (``denoiser``), the tensors that a
+checkpoint must hold (``parameters``), the matrices that can be quantised and where their inputs'
+scales fold (``linear_layers``), the cache (``cache_shapes``), and the work and memory of a pass
+(``planning.roofline``, ``tensorrt.estimate``). Sizes count heads, features or tokens. Needs no
+torch.
 
-A description may say more than ``Denoiser`` builds so far: what is missing is refused there by name.
+A description may say more than ``Denoiser`` builds so far: what is missing is refused there by
+name.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ BIASES = (None, "choice", "weights")
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 """Where a layer may have an RMSNorm: before and behind attention, before and behind the MLP."""
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
-"""Type of a cache, as the manifest has it -> bytes of an element, and of the scale behind a row of a head."""
+"""Type of a cache, as the manifest has it -> bytes of an element, and of the scale behind a row of
+a head.
+"""
 STACKS = ("gate", "up", "down")
 """Roles of the three matrices of a gated MLP, and of the stacks of experts that are such."""
 NEVER_QUANTISED = ("router",)
-"""Roles of linear layers that recipes cannot name. Norms, position tables and the embedding are not linear layers."""
+"""Roles of linear layers that recipes cannot name. Norms, position tables and the embedding are not
+linear layers.
+"""
 HEAD = "head"
 """Module path, and role, of the matrix that turns features into logits."""
 EMBEDDING = "embed.weight"
@@ -35,7 +42,8 @@ EMBEDDING = "embed.weight"
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotate-half rotary positions: ``theta``, the share of a head that is turned, and linear position scaling.
+    """Rotate-half rotary positions: ``theta``, the share of a head that is turned, and linear
+    position scaling.
 
     The first ``fraction`` of a head's features turns; positions are divided by ``scaling``.
     """
@@ -47,10 +55,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention. ``rope`` None: no positions. ``qk_norm``: RMSNorm of every query and key head before its turn.
+    """One layer's attention. ``rope`` None: no positions. ``qk_norm``: RMSNorm of every query and
+    key head before its turn.
 
-    A query sees every key (``full``), those of earlier blocks of ``block_length`` and its own (``block``), or none behind it
-    (``causal``); with ``window`` only keys at most so many tokens away.
+    A query sees every key (``full``), those of earlier blocks of ``block_length`` and its own
+    (``block``), or none behind it (``causal``); with ``window`` only keys at most so many tokens
+    away.
     """
 
     heads: int
@@ -67,9 +77,15 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         """Raises ValueError for what does not go together."""
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} key and value heads")
-        if self.visibility not in VISIBILITIES or (self.visibility == "block") != (self.block_length is not None):
-            raise ValueError(f"visibility {self.visibility} with a block_length of {self.block_length}")
+            raise ValueError(
+                f"{self.heads} heads are no multiple of {self.kv_heads} key and value heads"
+            )
+        if self.visibility not in VISIBILITIES or (self.visibility == "block") != (
+            self.block_length is not None
+        ):
+            raise ValueError(
+                f"visibility {self.visibility} with a block_length of {self.block_length}"
+            )
         if self.block_length is not None and self.block_length < 1:
             raise ValueError(f"a block_length of {self.block_length}")
 
@@ -80,7 +96,9 @@ class AttentionSpec:
 
     @property
     def visible_block(self) -> int | None:
-        """Tokens of the blocks that see themselves and those before them, 1 for causal; None: every query sees every key."""
+        """Tokens of the blocks that see themselves and those before them, 1 for causal; None: every
+        query sees every key.
+        """
         return 1 if self.visibility == "causal" else self.block_length
 
 
@@ -94,12 +112,14 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a token's experts are chosen and weighed, in fp32: scores are ``softmax`` or ``sigmoid`` of the router's products.
+    """How a token's experts are chosen and weighed, in fp32: scores are ``softmax`` or ``sigmoid``
+    of the router's products.
 
-    ``bias`` None: there is none; ``choice``: it is added to the scores that experts are chosen by, and not to their weights
-    (DeepSeek-V3, arXiv:2412.19437); ``weights``: to both. With ``groups`` the experts of the ``active_groups`` best are chosen
-    from, a group being as good as the sum of its two best. Weights of the chosen ones are made to add up to 1 where
-    ``renormalise`` says so, and multiplied by ``scale``.
+    ``bias`` None: there is none; ``choice``: it is added to the scores that experts are chosen by,
+    and not to their weights (DeepSeek-V3, arXiv:2412.19437); ``weights``: to both. With ``groups``
+    the experts of the ``active_groups`` best are chosen from, a group being as good as the sum of
+    its two best. Weights of the chosen ones are made to add up to 1 where ``renormalise`` says so,
+    and multiplied by ``scale``.
     """
 
     score: str = "softmax"
@@ -119,7 +139,9 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A mixture of experts: of ``count`` gated MLPs, ``active`` see a token; one of ``shared_size`` (0: none) sees them all."""
+    """A mixture of experts: of ``count`` gated MLPs, ``active`` see a token; one of ``shared_size``
+    (0: none) sees them all.
+    """
 
     count: int
     active: int
@@ -132,7 +154,9 @@ class ExpertsSpec:
         """Raises ValueError for what does not go together."""
         groups, r = self.router.groups, self.router
         if self.count % groups or (groups > 1 and self.count // groups < 2):
-            raise ValueError(f"{self.count} experts in {groups} groups, which have two or more each, and as many")
+            raise ValueError(
+                f"{self.count} experts in {groups} groups, which have two or more each, and as many"
+            )
         if self.count < 2 or not 1 <= self.active <= self.count // groups * r.active_groups:
             raise ValueError(
                 f"{self.active} active of {self.count} experts, of which {r.active_groups} of {groups} groups count"
@@ -141,7 +165,9 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer. ``norms``: which of ``NORMS`` it has; ``norm_eps`` is theirs and the q/k norms'."""
+    """One transformer layer. ``norms``: which of ``NORMS`` it has; ``norm_eps`` is theirs and the
+    q/k norms'.
+    """
 
     attention: AttentionSpec
     mlp: MlpSpec | ExpertsSpec
@@ -160,9 +186,11 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class Fold:
-    """Where the scales of a site's input can go: the last axis of ``parameters``, which are then divided by them.
+    """Where the scales of a site's input can go: the last axis of ``parameters``, which are then
+    divided by them.
 
-    ``repeats`` runs of ``run`` inputs read the same run of these elements, as the queries of a group read one value head.
+    ``repeats`` runs of ``run`` inputs read the same run of these elements, as the queries of a
+    group read one value head.
     """
 
     parameters: tuple[str, ...]
@@ -174,10 +202,12 @@ class Fold:
 class LinearSpec:
     """A matrix multiplication by a weight ``[inputs, outputs]`` at module ``path``.
 
-    ``role`` is its place in the layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``, ``down``, ``router``), or ``head``.
-    Layers with the same ``site`` read the same input; the site is the path of the first of them. ``fold`` says where scales
-    of the input can go; None means nowhere. A mixture has ``count`` experts of the same shape, and each sees ``share`` of the
-    tokens. ``is_tied`` marks a head that multiplies by the transposed embedding table, so that both are one parameter.
+    ``role`` is its place in the layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``, ``down``,
+    ``router``), or ``head``. Layers with the same ``site`` read the same input; the site is the
+    path of the first of them. ``fold`` says where scales of the input can go; None means nowhere. A
+    mixture has ``count`` experts of the same shape, and each sees ``share`` of the tokens.
+    ``is_tied`` marks a head that multiplies by the transposed embedding table, so that both are one
+    parameter.
     """
 
     path: str
@@ -192,7 +222,9 @@ class LinearSpec:
 
     @property
     def weight(self) -> str:
-        """Name of the parameter that holds the weight. A tied head's parameter is stored as ``[outputs, inputs]``."""
+        """Name of the parameter that holds the weight. A tied head's parameter is stored as
+        ``[outputs, inputs]``.
+        """
         return EMBEDDING if self.is_tied else f"{self.path}.weight"
 
     @property
@@ -202,15 +234,23 @@ class LinearSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter: ``[inputs, outputs]``, with the experts' axis first; a tied head's is transposed."""
+        """Shape of the parameter: ``[inputs, outputs]``, with the experts' axis first; a tied
+        head's is transposed.
+        """
         if self.is_tied:
             return (self.outputs, self.inputs)
-        return (self.count, self.inputs, self.outputs) if self.is_stacked else (self.inputs, self.outputs)
+        return (
+            (self.count, self.inputs, self.outputs)
+            if self.is_stacked
+            else (self.inputs, self.outputs)
+        )
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """What a denoiser is, as read from its checkpoint. ``norm_eps`` is the final norm's; ``shift`` 1: row i predicts i + 1."""
+    """What a denoiser is, as read from its checkpoint. ``norm_eps`` is the final norm's; ``shift``
+    1: row i predicts i + 1.
+    """
 
     family: str
     architecture: str
@@ -228,18 +268,30 @@ class NetworkSpec:
 
     @property
     def end_token_id(self) -> int | None:
-        """What stands behind a completion and fills its blocks up; None for a denoiser that has no end token."""
+        """What stands behind a completion and fills its blocks up; None for a denoiser that has no
+        end token.
+        """
         return next(iter(self.eos_token_ids), None)
 
     def difference(self, other: NetworkSpec, but: Sequence[str] = ()) -> str | None:
-        """What is not the same in another network, the first of it, in words; None: nothing but what ``but`` names."""
+        """What is not the same in another network, the first of it, in words; None: nothing but
+        what ``but`` names.
+        """
         names = [field.name for field in fields(self) if field.name not in but]
-        return next(filter(None, (_difference(name, getattr(self, name), getattr(other, name)) for name in names)), None)
+        return next(
+            filter(
+                None,
+                (_difference(name, getattr(self, name), getattr(other, name)) for name in names),
+            ),
+            None,
+        )
 
     # ---- What follows: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter of ``Denoiser``, layer by layer; a tied head is the embedding."""
+        """Name -> shape of every parameter of ``Denoiser``, layer by layer; a tied head is the
+        embedding.
+        """
         return dict(self._parameters)
 
     @functools.cached_property
@@ -254,7 +306,10 @@ class NetworkSpec:
                 if linear.role in biased or (linear.role == "router" and has_router_bias(layer)):
                     shapes[f"{linear.path}.bias"] = (linear.outputs,)
             if attention.qk_norm:
-                shapes |= {f"{block}attention.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
+                shapes |= {
+                    f"{block}attention.{name}.weight": (attention.head_size,)
+                    for name in ("q_norm", "k_norm")
+                }
         shapes["final_norm.weight"] = (self.hidden_size,)
         if not self.tied_head:
             shapes["head.weight"] = (self.hidden_size, self.vocab_size)
@@ -266,20 +321,28 @@ class NetworkSpec:
 
     def active_parameter_count(self) -> int:
         """Those of them that a token meets: of experts, the ones it is routed to."""
-        idle = (round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers())
+        idle = (
+            round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers()
+        )
         return self.parameter_count() - sum(idle)
 
     @functools.cached_property
     def vector_elements(self) -> int:
         """Elements of all parameters that are neither matrices nor the embedding: norms and biases."""
         matrices = {linear.weight for linear in self.linear_layers()} | {EMBEDDING}
-        return sum(math.prod(shape) for name, shape in self._parameters.items() if name not in matrices)
+        return sum(
+            math.prod(shape) for name, shape in self._parameters.items() if name not in matrices
+        )
 
     # ---- What follows: matrices ----
 
     def largest_matrix(self) -> int:
         """Elements of the largest matrix but the head."""
-        return max(linear.inputs * linear.outputs for linear in self.linear_layers() if linear.role != "head")
+        return max(
+            linear.inputs * linear.outputs
+            for linear in self.linear_layers()
+            if linear.role != "head"
+        )
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:
         """Every matrix multiplication by a weight, in order of the pass; the head is the last one."""
@@ -287,10 +350,18 @@ class NetworkSpec:
 
     @functools.cached_property
     def _linear_layers(self) -> tuple[LinearSpec, ...]:
-        found = [linear for i, layer in enumerate(self.layers) for linear in self._linear_layers_of(f"blocks.{i}", layer)]
+        found = [
+            linear
+            for i, layer in enumerate(self.layers)
+            for linear in self._linear_layers_of(f"blocks.{i}", layer)
+        ]
         # Scales of a tied head's input cannot be folded: the embedding would be scaled as well.
         fold = None if self.tied_head else Fold(("final_norm.weight",))
-        found.append(LinearSpec(HEAD, HEAD, self.hidden_size, self.vocab_size, HEAD, fold, is_tied=self.tied_head))
+        found.append(
+            LinearSpec(
+                HEAD, HEAD, self.hidden_size, self.vocab_size, HEAD, fold, is_tied=self.tied_head
+            )
+        )
         return tuple(found)
 
     def _linear_layers_of(self, block: str, layer: LayerSpec) -> list[LinearSpec]:
@@ -306,7 +377,11 @@ class NetworkSpec:
             for role, count in heads.items()
         ]
         out, value = f"{block}.attention.out", f"{block}.attention.v"
-        values = Fold((f"{value}.weight", *((f"{value}.bias",) if a.qkv_bias else ())), repeats=a.group, run=a.head_size)
+        values = Fold(
+            (f"{value}.weight", *((f"{value}.bias",) if a.qkv_bias else ())),
+            repeats=a.group,
+            run=a.head_size,
+        )
         found.append(LinearSpec(out, "out", a.heads * a.head_size, hidden, out, values))
         fold = norm("mlp_norm")
         if isinstance(layer.mlp, MlpSpec):
@@ -314,19 +389,29 @@ class NetworkSpec:
         experts, router = layer.mlp, f"{block}.mlp.router"
         found.append(LinearSpec(router, "router", hidden, experts.count, router, fold))
         share = experts.active / experts.count
-        found += self._gated(f"{block}.mlp.experts", experts.size, router, fold, experts.count, share)
+        found += self._gated(
+            f"{block}.mlp.experts", experts.size, router, fold, experts.count, share
+        )
         if experts.shared_size:
             found += self._gated(f"{block}.mlp.shared", experts.shared_size, router, fold)
         return found
 
     def _gated(
-        self, module: str, size: int, site: str, fold: Fold | None, count: int = 1, share: float = 1.0
+        self,
+        module: str,
+        size: int,
+        site: str,
+        fold: Fold | None,
+        count: int = 1,
+        share: float = 1.0,
     ) -> list[LinearSpec]:
         down, hidden = f"{module}.down", self.hidden_size
         return [
             LinearSpec(f"{module}.gate", "gate", hidden, size, site, fold, count, share),
             LinearSpec(f"{module}.up", "up", hidden, size, site, fold, count, share),
-            LinearSpec(down, "down", size, hidden, down, Fold((f"{module}.up.weight",)), count, share),
+            LinearSpec(
+                down, "down", size, hidden, down, Fold((f"{module}.up.weight",)), count, share
+            ),
         ]
 
     def mixtures(self) -> list[tuple[LinearSpec, LinearSpec, LinearSpec]]:
@@ -336,10 +421,14 @@ class NetworkSpec:
 
     def quantisable(self) -> dict[str, LinearSpec]:
         """The linear layers that a recipe may name, by path, in order of the pass."""
-        return {layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED}
+        return {
+            layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED
+        }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """What one format is chosen for, by path, in order of the pass: a quantisable layer, or a mixture with its stacks."""
+        """What one format is chosen for, by path, in order of the pass: a quantisable layer, or a
+        mixture with its stacks.
+        """
         found: dict[str, tuple[LinearSpec, ...]] = {}
         for path, layer in self.quantisable().items():
             unit = path.removesuffix(f".{layer.role}") if layer.is_stacked else path
@@ -350,7 +439,9 @@ class NetworkSpec:
 
     @property
     def visible_block(self) -> int | None:
-        """The least n such that no key sees a later block of n positions, counted from 0, in any layer; None: there is none."""
+        """The least n such that no key sees a later block of n positions, counted from 0, in any
+        layer; None: there is none.
+        """
         visible = [layer.attention.visible_block for layer in self.layers]
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))
 
@@ -359,17 +450,30 @@ class NetworkSpec:
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
 
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
-        """Bytes of one token's keys and values in all layers; ``scale_bytes`` come to each row of a head (``CACHE_ROWS``)."""
-        return 2 * sum(kv_heads * (head_size * element_bytes + scale_bytes) for kv_heads, head_size in self.cache_shapes())
+        """Bytes of one token's keys and values in all layers; ``scale_bytes`` come to each row of a
+        head (``CACHE_ROWS``).
+        """
+        return 2 * sum(
+            kv_heads * (head_size * element_bytes + scale_bytes)
+            for kv_heads, head_size in self.cache_shapes()
+        )
 
     def rotary_tables(self) -> tuple[RotaryTable, ...]:
         """The tables that the layers turn by, each once."""
-        return tuple(dict.fromkeys(table for layer in self.layers if (table := rotary_table(layer.attention)) is not None))
+        return tuple(
+            dict.fromkeys(
+                table
+                for layer in self.layers
+                if (table := rotary_table(layer.attention)) is not None
+            )
+        )
 
     # ---- As plain values ----
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as the manifest's ``network`` and ``inspect --json`` have them: the fields, and what follows of use."""
+        """Plain values, as the manifest's ``network`` and ``inspect --json`` have them: the fields,
+        and what follows of use.
+        """
         values = asdict(self) | {
             "eos_token_ids": list(self.eos_token_ids),
             "layers": [asdict(layer) | {"norms": list(layer.norms)} for layer in self.layers],
@@ -384,7 +488,9 @@ class NetworkSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NetworkSpec:
-        """The description that ``as_dict`` gave; what follows from it is not read. Raises ValueError."""
+        """The description that ``as_dict`` gave; what follows from it is not read. Raises
+        ValueError.
+        """
         chosen = {field.name: values[field.name] for field in fields(cls)}
         layers = tuple(_layer_from(layer) for layer in chosen["layers"])
         return cls(**chosen | {"layers": layers, "eos_token_ids": tuple(chosen["eos_token_ids"])})
@@ -395,7 +501,9 @@ def _layer_from(values: Mapping[str, Any]) -> LayerSpec:
     rope = attention.pop("rope")
     return LayerSpec(
         AttentionSpec(rope=None if rope is None else Rope(**rope), **attention),
-        ExpertsSpec(**mlp | {"router": RouterSpec(**mlp["router"])}) if "count" in mlp else MlpSpec(**mlp),
+        ExpertsSpec(**mlp | {"router": RouterSpec(**mlp["router"])})
+        if "count" in mlp
+        else MlpSpec(**mlp),
         values["norm_eps"],
         tuple(values["norms"]),
     )
@@ -409,9 +517,14 @@ def _difference(name: str, mine: Any, theirs: Any) -> str | None:
         name, mine, theirs = "number of layers", len(mine), len(theirs)
     elif name == "layers":
         pairs = zip(mine, theirs, strict=True)
-        return next(filter(None, (_difference(f"layer {i}", *pair) for i, pair in enumerate(pairs))))
+        return next(
+            filter(None, (_difference(f"layer {i}", *pair) for i, pair in enumerate(pairs)))
+        )
     elif is_dataclass(mine) and type(mine) is type(theirs):
-        parts = ((f"{name} {field.name}", getattr(mine, field.name), getattr(theirs, field.name)) for field in fields(mine))
+        parts = (
+            (f"{name} {field.name}", getattr(mine, field.name), getattr(theirs, field.name))
+            for field in fields(mine)
+        )
         return next(filter(None, (_difference(*part) for part in parts)))
     return f"its {name} is {mine}, the other's {theirs}"
 

@@ -1,9 +1,11 @@
-"""The books of the unmasking loop: passes, steps, and which of the scored positions commit. In numpy, without a denoiser.
+"""The books of the unmasking loop: passes, steps, and which of the scored positions commit. In
+numpy, without a denoiser.
 
-``turns`` keeps the books for whoever runs the passes: the reference loop (``reference``), or a judge who has seen the canvases.
+``turns`` keeps the books for whoever runs the passes: the reference loop (``reference``), or a
+judge who has seen the canvases.
 
-Rules that the papers leave open: every step commits at least one token; equal scores commit left to right. Scores compare with
-thresholds in float64.
+Rules that the papers leave open: every step commits at least one token; equal scores commit left to
+right. Scores compare with thresholds in float64.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Canvas:
-    """A canvas between two passes: token ids int64 ``[L]``, and which positions are undecided, bool ``[L]``.
+    """A canvas between two passes: token ids int64 ``[L]``, and which positions are undecided, bool
+    ``[L]``.
 
     What stands at an undecided position is what the denoiser sees there, and nothing more.
     """
@@ -30,18 +33,22 @@ class Canvas:
 
 
 def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int) -> Canvas:
-    """A request's canvas before its first pass: undecided are the mask tokens among the given ones, and all new ones."""
+    """A request's canvas before its first pass: undecided are the mask tokens among the given ones,
+    and all new ones.
+    """
     canvas = np.array([*tokens, *[mask_token_id] * max_new_tokens], np.int64)
     return Canvas(canvas, canvas == mask_token_id)
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What a loop does with a canvas next: one pass over ``span``, and its commit to the block ``[start, end)``.
+    """What a loop does with a canvas next: one pass over ``span``, and its commit to the block
+    ``[start, end)``.
 
-    ``passes`` were made before, ``step`` of them for these positions. ``positions`` int64 ``[M]`` are scored, ascending, and
-    none in a pass that only fills the cache; ``planned`` is the schedule's count of commits; ``is_forced``: the first position
-    commits whatever its score. ``standing`` int64 ``[M]``: the tokens there, if the turn edits what is decided.
+    ``passes`` were made before, ``step`` of them for these positions. ``positions`` int64 ``[M]``
+    are scored, ascending, and none in a pass that only fills the cache; ``planned`` is the
+    schedule's count of commits; ``is_forced``: the first position commits whatever its score.
+    ``standing`` int64 ``[M]``: the tokens there, if the turn edits what is decided.
     """
 
     start: int
@@ -56,14 +63,19 @@ class Turn:
 
 
 def turns(
-    canvas: Canvas, policy: Policy, looped: Looped, steps: int = 0, scaffold: Callable[[int, int], None] = lambda *_: None
+    canvas: Canvas,
+    policy: Policy,
+    looped: Looped,
+    steps: int = 0,
+    scaffold: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Turn]:
     """The passes that fill the undecided positions of a canvas, as ``plan`` has them.
 
-    Who takes a turn writes what it committed to ``canvas`` before asking for the next one; where the policy stops by end
-    tokens, and a finished block holds one, they are then written to all that is undecided. ``steps`` plans that many passes for
-    the whole generation, split evenly over its blocks; 0 leaves it to the policy. ``scaffold`` is called with the canvas's
-    ends at first, and with a block's before each of its passes, and writes what is certain there.
+    Who takes a turn writes what it committed to ``canvas`` before asking for the next one; where
+    the policy stops by end tokens, and a finished block holds one, they are then written to all
+    that is undecided. ``steps`` plans that many passes for the whole generation, split evenly over
+    its blocks; 0 leaves it to the policy. ``scaffold`` is called with the canvas's ends at first,
+    and with a block's before each of its passes, and writes what is certain there.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -71,9 +83,13 @@ def turns(
     before: Stage | None = None
     for stage in plan(wanted, policy, looped, steps):
         if before is None or (before.first, before.last) != (stage.first, stage.last):
-            step, counts = 0, transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
+            step, counts = (
+                0,
+                transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps),
+            )
         before, is_made = stage, False
-        # A pass that opens a block or a sub-block is for that alone, unless the next one's reaches back no farther than to it.
+        # A pass that opens a block or a sub-block is for that alone, unless the next one's reaches
+        # back no farther than to it.
         is_whole_block = (stage.span.first, stage.span.last) == (stage.start, stage.end)
         is_for_block = not policy.refresh if policy.cache in FULL_CACHES else is_whole_block
         own = slice(stage.first, stage.last)
@@ -88,27 +104,38 @@ def turns(
             planned = counts[step] if step < stage.steps else 1
             if policy.commit == "timestep":
                 planned = timestep_count(len(positions), step, stage.steps, policy.timestep_eps)
-            # Later passes over a shifted denoiser lack the row before the block: its first position commits in the opening one.
+            # Later passes over a shifted denoiser lack the row before the block: its first position
+            # commits in the opening one.
             is_opening = not stage.is_repeated and policy.cache in FULL_CACHES
             is_forced = is_opening and looped.shift == 1 and int(positions[0]) == stage.start
-            yield Turn(stage.start, stage.end, step, passes, stage.span, positions, planned, is_forced)
+            yield Turn(
+                stage.start, stage.end, step, passes, stage.span, positions, planned, is_forced
+            )
             step, passes = step + 1, passes + 1
         if stage.is_last:
             for turn in _edits(canvas, wanted, stage, policy, passes):
                 yield turn
                 passes += 1
-            if _ends_early(tokens[stage.start : stage.end][wanted[stage.start : stage.end]], policy, looped):
+            if _ends_early(
+                tokens[stage.start : stage.end][wanted[stage.start : stage.end]], policy, looped
+            ):
                 tokens[undecided] = looped.eos_token_ids[0]
                 undecided[:] = False
                 return
 
 
-def _edits(canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int) -> Iterator[Turn]:
-    """The passes over a finished block that may change its tokens, until one changes none (LLaDA2.1)."""
+def _edits(
+    canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int
+) -> Iterator[Turn]:
+    """The passes over a finished block that may change its tokens, until one changes none
+    (LLaDA2.1).
+    """
     positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
         standing = canvas.tokens[positions]
-        yield Turn(stage.start, stage.end, step, passes + step, stage.span, positions, standing=standing)
+        yield Turn(
+            stage.start, stage.end, step, passes + step, stage.span, positions, standing=standing
+        )
         if np.array_equal(canvas.tokens[positions], standing):
             return
 
@@ -119,7 +146,9 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One pass of a loop: the canvas that it meets, int64 ``[L]``, the rows it computes, and those that are scored ``[R]``."""
+    """One pass of a loop: the canvas that it meets, int64 ``[L]``, the rows it computes, and those
+    that are scored ``[R]``.
+    """
 
     canvas: np.ndarray
     span: Span
@@ -131,10 +160,13 @@ Walk = Sequence[Step]
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """How many of ``masked`` positions Dream commits at ``step`` of ``steps``: the schedule's share, all at the last."""
+    """How many of ``masked`` positions Dream commits at ``step`` of ``steps``: the schedule's
+    share, all at the last.
+    """
     if step >= steps - 1:
         return masked
-    # torch.linspace(1, eps, steps + 1) in fp32: from either end by the rounded increment, one rounding a value.
+    # torch.linspace(1, eps, steps + 1) in fp32: from either end by the rounded increment, one
+    # rounding a value.
     end, places = np.float32(eps), np.arange(steps + 1)
     increment = float((end - np.float32(1)) / np.float32(steps))
     from_end = float(end) - increment * (steps - places)
@@ -147,7 +179,9 @@ Word = TypeVar("Word", int, Any)
 
 
 def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32-10 (Salmon et al., SC 2011): 4 random words from a 64-bit key and a 4-word counter, or many from arrays."""
+    """Philox4x32-10 (Salmon et al., SC 2011): 4 random words from a 64-bit key and a 4-word
+    counter, or many from arrays.
+    """
     k0, k1, c = key & 0xFFFFFFFF, key >> 32, counter
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -168,7 +202,9 @@ def random_score(seed: int, step: int, position: int) -> float:
 
 
 def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
-    """Noise of a draw, float64 ``[V]``: -ln(-ln u), each u a pure function of the arguments and its token."""
+    """Noise of a draw, float64 ``[V]``: -ln(-ln u), each u a pure function of the arguments and its
+    token.
+    """
     pairs = np.arange((vocab_size + 1) // 2, dtype=np.uint64)
     even_high, even_low, odd_high, odd_low = philox(seed, (step, position, pairs, 1))
     u = np.stack((unit(even_high, even_low), unit(odd_high, odd_low)), 1).reshape(-1)[:vocab_size]
@@ -177,21 +213,29 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """The scores that look at no prediction, float64 ``[M]``: keyed by the passes made before and the positions."""
-    return np.array([random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()])
+    """The scores that look at no prediction, float64 ``[M]``: keyed by the passes made before and
+    the positions.
+    """
+    return np.array(
+        [random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()]
+    )
 
 
 def scored_by(turn: Turn, policy: Policy) -> str:
-    """What a turn's scores are, as ``policy.score`` has it: the rule may ask for entropies, and an edit for confidences."""
+    """What a turn's scores are, as ``policy.score`` has it: the rule may ask for entropies, and an
+    edit for confidences.
+    """
     if turn.standing is not None:
         return "confidence"
     return "entropy" if policy.commit == "entropy_bound" else policy.score
 
 
 def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
-    """Which of the undecided positions to commit: bool ``[M]`` for scores float64 ``[M]`` in order of position.
+    """Which of the undecided positions to commit: bool ``[M]`` for scores float64 ``[M]`` in order
+    of position.
 
-    ``count`` is what the schedule plans for this step (static, dynamic, timestep, sequential). At least one is chosen.
+    ``count`` is what the schedule plans for this step (static, dynamic, timestep, sequential). At
+    least one is chosen.
     """
     order = np.argsort(-score, kind="stable")
     ranked = score[order]
@@ -221,7 +265,9 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
 
 
 def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
-    """Which of a turn's positions commit: bool ``[M]``, from predicted tokens int64 and their scores float64 ``[M]``."""
+    """Which of a turn's positions commit: bool ``[M]``, from predicted tokens int64 and their
+    scores float64 ``[M]``.
+    """
     if turn.standing is not None:
         changed: np.ndarray = (guess != turn.standing) & (score > policy.edit_threshold)
         return changed
@@ -229,5 +275,7 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return np.zeros(0, bool)
     if turn.is_forced:
         score = score.copy()
-        score[0] = 0.0 if scored_by(turn, policy) == "entropy" else 1.0  # a prediction without doubt
+        score[0] = (
+            0.0 if scored_by(turn, policy) == "entropy" else 1.0
+        )  # a prediction without doubt
     return choose(score, policy, turn.planned)

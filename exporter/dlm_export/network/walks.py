@@ -1,7 +1,8 @@
 """Loops that were run elsewhere, walked through a denoiser a layer at a time.
 
-The canvas that each pass meets is known beforehand, so that a layer can compute all passes before the next one is read: each on
-the rows that the loop computes, with the keys and values that this denoiser would have kept from the passes before.
+The canvas that each pass meets is known beforehand, so that a layer can compute all passes before
+the next one is read: each on the rows that the loop computes, with the keys and values that this
+denoiser would have kept from the passes before.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ class Walked:
     """The hidden states of every pass of ``walks`` between two layers."""
 
     @torch.no_grad()
-    def __init__(self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None) -> None:
-        """``cache_dtype``: what keys and values are stored in, as the manifest has it; None: as they are computed."""
+    def __init__(
+        self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None
+    ) -> None:
+        """``cache_dtype``: what keys and values are stored in, as the manifest has it; None: as
+        they are computed.
+        """
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
-        self._ids = [[torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks]
+        self._ids = [
+            [torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks
+        ]
         self._states = [[layered.embed(ids).cpu() for ids in walk] for walk in self._ids]
         self._batches = [batch for ready in _rounds(walks) for batch in self._together(ready)]
 
@@ -38,8 +45,13 @@ class Walked:
         caches: list[Past | None] = [None] * len(self.walks)
         for batch in self._batches:
             steps = [self.walks[walk][number] for walk, number in batch]
-            x = torch.cat([self._states[walk][number] for walk, number in batch]).to(self.layered.device)
-            past = [outside(caches[walk], step.span) for (walk, _), step in zip(batch, steps, strict=True)]
+            x = torch.cat([self._states[walk][number] for walk, number in batch]).to(
+                self.layered.device
+            )
+            past = [
+                outside(caches[walk], step.span)
+                for (walk, _), step in zip(batch, steps, strict=True)
+            ]
             spans = [(step.span.first, step.span.last) for step in steps]
             out, (keys, values) = block(x.unsqueeze(0), *self.layered.packed(i, spans, past))
             start = 0
@@ -56,11 +68,15 @@ class Walked:
 
     @torch.no_grad()
     def features(self) -> list[list[Tensor]]:
-        """Final-norm features ``[R, hidden]`` of each pass's scored rows, on the CPU, behind the last layer."""
+        """Final-norm features ``[R, hidden]`` of each pass's scored rows, on the CPU, behind the
+        last layer.
+        """
         norm = self.layered.final_norm()
         return [
             [
-                norm(states[torch.from_numpy(step.rows - step.span.first)].to(self.layered.device)).cpu()
+                norm(
+                    states[torch.from_numpy(step.rows - step.span.first)].to(self.layered.device)
+                ).cpu()
                 for step, states in zip(walk, found, strict=True)
             ]
             for walk, found in zip(self.walks, self._states, strict=True)
@@ -89,7 +105,9 @@ def _rounds(walks: Sequence[Walk]) -> Iterator[list[_Pass]]:
 
 def _stretches(walk: Walk) -> Iterator[Sequence[int]]:
     """A walk's passes in order: one that is stored alone, and all up to the next such one together."""
-    for is_stored, run in itertools.groupby(range(len(walk)), lambda number: walk[number].span.is_stored):
+    for is_stored, run in itertools.groupby(
+        range(len(walk)), lambda number: walk[number].span.is_stored
+    ):
         if is_stored:
             yield from ([number] for number in run)
         else:

@@ -1,8 +1,10 @@
-"""``dlm-export bench``: what passes and a generation of a bundle cost on this machine, and how far that is from its limit.
+"""``dlm-export bench``: what passes and a generation of a bundle cost on this machine, and how far
+that is from its limit.
 
-Everything is measured through the native runtime, in one process: first a generation, after which the process's peak memory
-is read, as a service would have it; then several generations at once; then passes of given sizes by themselves; last the
-machine's own rates (``roofline``), whose arrays the peak must not count. Needs the base install; the roofline needs onnx.
+Everything is measured through the native runtime, in one process: first a generation, after which
+the process's peak memory is read, as a service would have it; then several generations at once;
+then passes of given sizes by themselves; last the machine's own rates (``roofline``), whose arrays
+the peak must not count. Needs the base install; the roofline needs onnx.
 """
 
 from __future__ import annotations
@@ -48,16 +50,22 @@ class PassSize:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure; None is what fits the bundle: passes of 256 tokens and of 32 over 224, 128 given and 128 new tokens."""
+    """What to measure; None is what fits the bundle: passes of 256 tokens and of 32 over 224, 128
+    given and 128 new tokens.
+    """
 
     opening: Opening = field(default_factory=Opening)
     passes: tuple[PassSize, ...] | None = None
     prompt_tokens: int | None = None
     new_tokens: int | None = None
     preset: str | None = None
-    policy: Mapping[str, Any] = field(default_factory=dict)  # fields of the preset that are changed; all but ``stop``
+    policy: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields of the preset that are changed; all but ``stop``
     rounds: int = 15
-    batches: tuple[int, ...] = (1,)  # requests that share passes; 1, to compare with, is measured in any case
+    batches: tuple[int, ...] = (
+        1,
+    )  # requests that share passes; 1, to compare with, is measured in any case
     cost: bool = False  # fit what passes cost; without ``passes``, to some of sizes that tell
     data: Path | None = None  # calibration data, whose prompts are requests of their own
     samples: int = 64  # most prompts of ``data``
@@ -68,10 +76,14 @@ def parse_passes(text: str) -> tuple[PassSize, ...]:
     sizes = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         if not re.fullmatch(r"\d{1,7}\s*,\s*\d{1,7}\s*,\s*\d{1,7}", part):
-            raise RequestError(f"pass {part!r}: write tokens,cached,rows, several with semicolons: 32,224,32;256,0,256")
+            raise RequestError(
+                f"pass {part!r}: write tokens,cached,rows, several with semicolons: 32,224,32;256,0,256"
+            )
         sizes.append(PassSize(*map(int, part.split(","))))
     if not sizes:
-        raise RequestError("no pass is given: write tokens,cached,rows, several with semicolons: 32,224,32;256,0,256")
+        raise RequestError(
+            "no pass is given: write tokens,cached,rows, several with semicolons: 32,224,32;256,0,256"
+        )
     return tuple(sizes)
 
 
@@ -79,20 +91,24 @@ def parse_batches(text: str) -> tuple[int, ...]:
     """Numbers of requests such as ``1,4,8``. Raises RequestError that says how they are written."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts):
-        raise RequestError(f"batch {text!r}: write numbers of requests with commas, 1 to 4096 each: 1,4,8")
+        raise RequestError(
+            f"batch {text!r}: write numbers of requests with commas, 1 to 4096 each: 1,4,8"
+        )
     return tuple(map(int, parts))
 
 
 def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the bundle in the folder ``path``; returns what ``bench --json`` prints, sizes in bytes.
+    """Measure the bundle in the folder ``path``; returns what ``bench --json`` prints, sizes in
+    bytes.
 
-    Milliseconds of a pass are the engine's, its median and quartiles; ``limit_ms`` is the roofline's, ``ratio`` the distance.
-    A generation is the one of median length; its ``parts`` are seconds and add up to ``seconds``. ``batches`` are generations
-    of several requests at once, all of one length; ``speedup`` is in tokens/s, over one at a time. ``cost`` is a ``PassCost``
-    with the errors of its fit, or None. ``requests`` are the prompts of ``data``, sent one at a time; each ends at its end
-    token, and a latency is that of the whole request. None without ``data``.
-    Raises CalibrationError for ``data`` that cannot be read, what ``dlm_runtime.open`` raises, and RequestError for
-    passes and lengths that the bundle does not take.
+    Milliseconds of a pass are the engine's, its median and quartiles; ``limit_ms`` is the
+    roofline's, ``ratio`` the distance. A generation is the one of median length; its ``parts`` are
+    seconds and add up to ``seconds``. ``batches`` are generations of several requests at once, all
+    of one length; ``speedup`` is in tokens/s, over one at a time. ``cost`` is a ``PassCost`` with
+    the errors of its fit, or None. ``requests`` are the prompts of ``data``, sent one at a time;
+    each ends at its end token, and a latency is that of the whole request. None without ``data``.
+    Raises CalibrationError for ``data`` that cannot be read, what ``dlm_runtime.open`` raises, and
+    RequestError for passes and lengths that the bundle does not take.
     """
     progress = progress or Silent()
     if "stop" in options.policy:
@@ -103,22 +119,31 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         manifest, engine, is_on_cpu = bundle.manifest, bundle.engine, bundle.is_on_cpu
         check_manifest(manifest, path)
         preset = options.preset or manifest["loop"]["default_preset"]
-        sizes = options.passes or (_telling_passes(bundle) if options.cost else _fitting_passes(bundle))
+        sizes = options.passes or (
+            _telling_passes(bundle) if options.cost else _fitting_passes(bundle)
+        )
         made = list(product(sizes, batches))
         for size, batch in made:  # what cannot be is refused before the long part
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
         if options.cost:
             check_telling([{"batch": batch} | asdict(size) for size, batch in made])
-        prompts = [] if options.data is None else _read_prompts(bundle, options.data, options.samples)
+        prompts = (
+            [] if options.data is None else _read_prompts(bundle, options.data, options.samples)
+        )
         progress.start("generate", rounds * len(batches))
         generation = _generate(bundle, options, preset, 1, rounds, progress)
         memory = _memory(manifest, generation, is_on_cpu)
-        generations = [generation, *(_generate(bundle, options, preset, batch, rounds, progress) for batch in batches[1:])]
+        generations = [
+            generation,
+            *(_generate(bundle, options, preset, batch, rounds, progress) for batch in batches[1:]),
+        ]
         requests = _time_requests(bundle, options, preset, prompts, progress) if prompts else None
         progress.start("passes", len(made))
         passes = []
         for size, batch in made:
-            seconds = bundle.time_passes(size.tokens, size.cached, size.rows, WARM_UP + options.rounds, batch)[WARM_UP:]
+            seconds = bundle.time_passes(
+                size.tokens, size.cached, size.rows, WARM_UP + options.rounds, batch
+            )[WARM_UP:]
             passes.append({"batch": batch} | asdict(size) | _milliseconds(seconds))
             progress.advance()
     progress.start("roofline", 1)
@@ -155,11 +180,17 @@ def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
 
 
 def _telling_passes(bundle: Bundle) -> tuple[PassSize, ...]:
-    """Passes of different tokens, over none and over all that a long canvas has besides, that score one row and all."""
+    """Passes of different tokens, over none and over all that a long canvas has besides, that score
+    one row and all.
+    """
     canvas = min(TELLING_CANVAS, bundle.max_canvas_length)
     sizes = []
     for tokens in sorted({min(size, canvas) for size in TELLING_TOKENS}):
-        sizes += [PassSize(tokens, 0, tokens), PassSize(tokens, 0, 1), PassSize(tokens, canvas - tokens, tokens)]
+        sizes += [
+            PassSize(tokens, 0, tokens),
+            PassSize(tokens, 0, 1),
+            PassSize(tokens, canvas - tokens, tokens),
+        ]
     return tuple(dict.fromkeys(sizes))
 
 
@@ -209,7 +240,9 @@ class _Generation:
         }
 
 
-def _generate(bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress) -> _Generation:
+def _generate(
+    bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress
+) -> _Generation:
     """Rounds of one request."""
     request = _request(bundle, options, preset, batch)
     results = []
@@ -220,18 +253,33 @@ def _generate(bundle: Bundle, options: BenchOptions, preset: str, batch: int, ro
 
 
 def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> dict[str, Any]:
-    """Made-up tokens of ``batch`` generations, in which no end token ends anything: all of ``max_new_tokens`` are computed."""
+    """Made-up tokens of ``batch`` generations, in which no end token ends anything: all of
+    ``max_new_tokens`` are computed.
+    """
     half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
     given = half if options.prompt_tokens is None else options.prompt_tokens
     new = half if options.new_tokens is None else options.new_tokens
-    usual = [token for token in range(bundle.vocab_size) if token not in {bundle.mask_token_id, *bundle.eos_token_ids}]
+    usual = [
+        token
+        for token in range(bundle.vocab_size)
+        if token not in {bundle.mask_token_id, *bundle.eos_token_ids}
+    ]
     rng = random.Random(0)
     prompts = [rng.choices(usual, k=given) for _ in range(batch)]
-    return {**options.policy, "tokens": prompts, "max_new_tokens": new, "preset": preset, "stop": "none", "max_batch": batch}
+    return {
+        **options.policy,
+        "tokens": prompts,
+        "max_new_tokens": new,
+        "preset": preset,
+        "stop": "none",
+        "max_batch": batch,
+    }
 
 
 def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
-    """Token ids of the prompts in a file of calibration data. Raises CalibrationError, RequestError."""
+    """Token ids of the prompts in a file of calibration data. Raises CalibrationError,
+    RequestError.
+    """
     ends = bundle.eos_token_ids
     samples = read_samples(
         data,
@@ -240,25 +288,41 @@ def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
         max_canvas_length=bundle.max_canvas_length,
         limit=count,
     )
-    prompts = [sample.tokens[: sample.prompt_length].tolist() for sample in samples if sample.prompt_length]
+    prompts = [
+        sample.tokens[: sample.prompt_length].tolist() for sample in samples if sample.prompt_length
+    ]
     if not prompts:
-        raise RequestError(f"{data}: holds no prompt: give lines with prompt and completion, or with messages")
+        raise RequestError(
+            f"{data}: holds no prompt: give lines with prompt and completion, or with messages"
+        )
     return prompts
 
 
 def _time_requests(
-    bundle: Bundle, options: BenchOptions, preset: str, prompts: Sequence[Sequence[int]], progress: Progress
+    bundle: Bundle,
+    options: BenchOptions,
+    preset: str,
+    prompts: Sequence[Sequence[int]],
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Send each prompt as one request, after a first request that is not counted. Returns latencies in ms, and rates."""
+    """Send each prompt as one request, after a first request that is not counted. Returns latencies
+    in ms, and rates.
+    """
     new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
     progress.start("requests", 1 + len(prompts))
     results = []
     for prompt in [prompts[0], *prompts]:
-        results.append(bundle.generate(tokens=prompt, max_new_tokens=new, preset=preset, **options.policy))
+        results.append(
+            bundle.generate(tokens=prompt, max_new_tokens=new, preset=preset, **options.policy)
+        )
         progress.advance()
     results = results[1:]
     seconds = [result.timings["total"] for result in results]
-    p95 = statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
+    p95 = (
+        statistics.quantiles(seconds, n=20, method="inclusive")[-1]
+        if len(seconds) > 1
+        else seconds[0]
+    )
     return {
         "data": str(options.data),
         "count": len(prompts),
@@ -266,22 +330,31 @@ def _time_requests(
         "p50_ms": statistics.median(seconds) * 1e3,
         "p95_ms": p95 * 1e3,
         "mean_nfe": statistics.mean(result.nfe for result in results),
-        "tokens_per_pass": sum(result.completion_tokens for result in results) / max(1, sum(result.nfe for result in results)),
+        "tokens_per_pass": sum(result.completion_tokens for result in results)
+        / max(1, sum(result.nfe for result in results)),
         "tokens_per_s": sum(result.completion_tokens for result in results) / sum(seconds),
     }
 
 
-def _median(request: Mapping[str, Any], options: BenchOptions, preset: str, results: Sequence[Generation]) -> _Generation:
+def _median(
+    request: Mapping[str, Any], options: BenchOptions, preset: str, results: Sequence[Generation]
+) -> _Generation:
     prompts = request["tokens"]
     median = sorted(results, key=lambda result: result.timings["total"])[len(results) // 2]
-    return _Generation(len(prompts[0]), request["max_new_tokens"], preset, options.policy, len(prompts), median)
+    return _Generation(
+        len(prompts[0]), request["max_new_tokens"], preset, options.policy, len(prompts), median
+    )
 
 
-def side_by_side(paths: Sequence[Path], options: BenchOptions, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Generations of several bundles of one denoiser, which take turns, so that a busy moment meets all of them.
+def side_by_side(
+    paths: Sequence[Path], options: BenchOptions, progress: Progress | None = None
+) -> list[dict[str, Any]]:
+    """Generations of several bundles of one denoiser, which take turns, so that a busy moment meets
+    all of them.
 
-    Returns for each what ``bench`` says of its generation, with ``ms_per_pass`` and its quartiles. All are open at once. The
-    first bundle's default preset counts for all unless ``options`` name one. Raises what ``bench`` raises.
+    Returns for each what ``bench`` says of its generation, with ``ms_per_pass`` and its quartiles.
+    All are open at once. The first bundle's default preset counts for all unless ``options`` name
+    one. Raises what ``bench`` raises.
     """
     progress = progress or Silent()
     with contextlib.ExitStack() as stack:
@@ -296,16 +369,31 @@ def side_by_side(paths: Sequence[Path], options: BenchOptions, progress: Progres
                 progress.advance()
         told = []
         for bundle, request, (_, *found) in zip(opened, requests, results, strict=True):
-            milliseconds = _milliseconds([result.timings["total"] / max(1, result.nfe) for result in found])
-            passes = {"ms_per_pass": milliseconds["ms"], "quartiles_ms_per_pass": milliseconds["quartiles_ms"]}
-            told.append(_median(request, options, preset, found).as_dict() | passes | {"engine": bundle.engine})
+            milliseconds = _milliseconds(
+                [result.timings["total"] / max(1, result.nfe) for result in found]
+            )
+            passes = {
+                "ms_per_pass": milliseconds["ms"],
+                "quartiles_ms_per_pass": milliseconds["quartiles_ms"],
+            }
+            told.append(
+                _median(request, options, preset, found).as_dict()
+                | passes
+                | {"engine": bundle.engine}
+            )
     return told
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
-    """The process's peak so far against what it has to hold; the ratio is for the CPU, as a GPU holds both itself."""
+    """The process's peak so far against what it has to hold; the ratio is for the CPU, as a GPU
+    holds both itself.
+    """
     graph = manifest["loop"]["graph"]["file"]
-    weights = sum(entry["bytes"] for name, entry in manifest["files"].items() if name in (graph, f"{graph}.data"))
+    weights = sum(
+        entry["bytes"]
+        for name, entry in manifest["files"].items()
+        if name in (graph, f"{graph}.data")
+    )
     peak, cache = peak_rss_bytes(), generation.result.cache_bytes
     return {
         "peak_rss_bytes": peak,
@@ -337,7 +425,10 @@ def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, st
     except ModuleNotFoundError as err:
         if err.name is None or err.name.split(".")[0] not in ("onnx", "onnxruntime"):
             raise
-        return None, f"no roofline: {err.name} is not installed; the export extra has it: pip install 'dlm-export[export]'"
+        return (
+            None,
+            f"no roofline: {err.name} is not installed; the export extra has it: pip install 'dlm-export[export]'",
+        )
 
 
 def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.Work:
@@ -345,9 +436,21 @@ def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
     cache_dtype, network = manifest["loop"]["graph"]["cache_dtype"], network_of(manifest)
-    # On a CPU all that is not quantised is fp32, whatever its cache; a graph for GPUs has the cache's own type.
+    # On a CPU all that is not quantised is fp32, whatever its cache; a graph for GPUs has the
+    # cache's own type.
     is_for_cpu = manifest["targets"] == ["cpu"]
-    element_bytes = PRECISIONS.get(manifest["precision"]["name"], 4) if is_for_cpu else CACHE_ROWS[cache_dtype][0]
+    element_bytes = (
+        PRECISIONS.get(manifest["precision"]["name"], 4)
+        if is_for_cpu
+        else CACHE_ROWS[cache_dtype][0]
+    )
     return roofline.work_of(
-        network, real, size.tokens, size.cached, size.rows, batch, element_bytes=element_bytes, cache_dtype=cache_dtype
+        network,
+        real,
+        size.tokens,
+        size.cached,
+        size.rows,
+        batch,
+        element_bytes=element_bytes,
+        cache_dtype=cache_dtype,
     )

@@ -1,7 +1,9 @@
-"""What passes cost on a machine by what they compute, fitted to passes that ``bench`` measured: a scheduler admits by it.
+"""What passes cost on a machine by what they compute, fitted to passes that ``bench`` measured: a
+scheduler admits by it.
 
-Four figures are not a model of a machine: they are the plane of least relative error through what was measured, none of them
-negative, and how far the measured passes are from it is told beside them.
+Four figures are not a model of a machine: they are the plane of least relative error through what
+was measured, none of them negative, and how far the measured passes are from it is told beside
+them.
 """
 
 from __future__ import annotations
@@ -18,10 +20,15 @@ from dlm_runtime import PassCost, RequestError
 
 
 def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """What passes of ``bench`` compute, fp64 ``[N, 4]``: themselves, tokens, scored rows, pairs of a token and what it sees."""
+    """What passes of ``bench`` compute, fp64 ``[N, 4]``: themselves, tokens, scored rows, pairs of
+    a token and what it sees.
+    """
     sizes = [[one[name] for name in ("batch", "tokens", "cached", "rows")] for one in passes]
     batch, tokens, cached, rows = np.array(sizes, np.float64).T
-    return np.stack([np.ones_like(batch), batch * tokens, batch * rows, batch * tokens * (tokens + cached)], axis=1)
+    return np.stack(
+        [np.ones_like(batch), batch * tokens, batch * rows, batch * tokens * (tokens + cached)],
+        axis=1,
+    )
 
 
 def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
@@ -35,7 +42,9 @@ def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]]:
-    """The cost of least relative error, and of each pass what it predicts of it, less 1. Milliseconds are under ``ms``."""
+    """The cost of least relative error, and of each pass what it predicts of it, less 1.
+    Milliseconds are under ``ms``.
+    """
     wanted = loads(passes) / np.array([one["ms"] for one in passes])[:, None]
     best, least = np.zeros(len(fields(PassCost))), np.inf
     # Of all choices of figures above zero the one that fits best without any below: there are few.
@@ -53,4 +62,7 @@ def cost_of(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """``fit_cost`` as ``bench --json`` prints it."""
     cost, errors = fit_cost(passes)
     distances = [abs(error) for error in errors]
-    return asdict(cost) | {"median_error": statistics.median(distances), "worst_error": max(distances)}
+    return asdict(cost) | {
+        "median_error": statistics.median(distances),
+        "worst_error": max(distances),
+    }

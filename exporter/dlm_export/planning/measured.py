@@ -1,4 +1,6 @@
-"""What ``dlm-export bench`` measured on this machine, and how far a pass is from its limit by that: a plan's calibration."""
+"""What ``dlm-export bench`` measured on this machine, and how far a pass is from its limit by that:
+a plan's calibration.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,11 @@ class MeasuredPass:
 
 
 def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float:
-    """How many times its limit a pass takes: that of the same pass where it was measured, else a mean of all of them.
+    """How many times its limit a pass takes: that of the same pass where it was measured, else a
+    mean of all of them.
 
-    Logarithms of the ratios are weighted by the inverse square of the distance (Shepard 1968) of T, S + T and R + 1, as
-    logarithms: never outside what was measured.
+    Logarithms of the ratios are weighted by the inverse square of the distance (Shepard 1968) of T,
+    S + T and R + 1, as logarithms: never outside what was measured.
     """
 
     def place(made: PassSize) -> tuple[float, ...]:
@@ -54,12 +57,16 @@ def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float
             return known.ratio
         weights.append(1 / squared)
     logs = [math.log(known.ratio) for known in passes]
-    return math.exp(math.fsum(w * r for w, r in zip(weights, logs, strict=True)) / math.fsum(weights))
+    return math.exp(
+        math.fsum(w * r for w, r in zip(weights, logs, strict=True)) / math.fsum(weights)
+    )
 
 
 @dataclass(frozen=True)
 class MeasuredGeneration:
-    """A whole request as ``dlm-export bench`` timed it. ``changes``: fields of the preset that were set otherwise."""
+    """A whole request as ``dlm-export bench`` timed it. ``changes``: fields of the preset that were
+    set otherwise.
+    """
 
     preset: str
     changes: dict[str, Any]
@@ -71,7 +78,9 @@ class MeasuredGeneration:
 
 @dataclass(frozen=True)
 class Measured:
-    """What ``dlm-export bench`` says of this machine and one bundle on it: name of its precision, parameters."""
+    """What ``dlm-export bench`` says of this machine and one bundle on it: name of its precision,
+    parameters.
+    """
 
     file: str
     precision: str
@@ -82,17 +91,25 @@ class Measured:
     generation: MeasuredGeneration
 
     def leave_one_out(self) -> list[float]:
-        """The relative error of each pass's time, predicted from the others; empty for a single pass."""
+        """The relative error of each pass's time, predicted from the others; empty for a single
+        pass.
+        """
         return [
-            interpolated_ratio([other for other in self.passes if other is not each], each.made) / each.ratio - 1
+            interpolated_ratio([other for other in self.passes if other is not each], each.made)
+            / each.ratio
+            - 1
             for each in self.passes
             if len(self.passes) > 1
         ]
 
 
 def read_measured(path: Path) -> Measured:
-    """What ``dlm-export bench --json`` printed into a file. Raises MeasuredError that names what is missing."""
-    value = read_object(path, _MOST_BYTES, MeasuredError, " Write it with `dlm-export bench BUNDLE --json`.")
+    """What ``dlm-export bench --json`` printed into a file. Raises MeasuredError that names what is
+    missing.
+    """
+    value = read_object(
+        path, _MOST_BYTES, MeasuredError, " Write it with `dlm-export bench BUNDLE --json`."
+    )
 
     def get(kind: type[_Kind], *keys: str | int) -> _Kind:
         found: Any = value
@@ -103,7 +120,9 @@ def read_measured(path: Path) -> Measured:
                 found = None
         if kind is float and type(found) is int:
             found = float(found)
-        if type(found) is not kind or (isinstance(found, (int, float)) and not 0 <= found < math.inf):
+        if type(found) is not kind or (
+            isinstance(found, (int, float)) and not 0 <= found < math.inf
+        ):
             raise MeasuredError(
                 f"{path}: {'.'.join(map(str, keys))} is not there or no {kind.__name__}. "
                 "Write the file with `dlm-export bench BUNDLE --json`, with onnx installed."
@@ -111,17 +130,25 @@ def read_measured(path: Path) -> Measured:
         return found
 
     def positive(*keys: str | int) -> float:
-        return max(get(float, *keys), sys.float_info.min)  # a time or rate of zero would end in a division
+        return max(
+            get(float, *keys), sys.float_info.min
+        )  # a time or rate of zero would end in a division
 
     machine = Machine(*(positive("roofline", each.name) for each in fields(Machine)))
     passes = []
     for i in range(len(get(list, "passes"))):
-        made = PassSize(*(get(int, "passes", i, name) for name in (each.name for each in fields(PassSize))))
-        passes.append(MeasuredPass(made, positive("passes", i, "ms"), positive("passes", i, "limit_ms")))
+        made = PassSize(
+            *(get(int, "passes", i, name) for name in (each.name for each in fields(PassSize)))
+        )
+        passes.append(
+            MeasuredPass(made, positive("passes", i, "ms"), positive("passes", i, "limit_ms"))
+        )
         if made.tokens < 1:
             raise MeasuredError(f"{path}: passes.{i} is of no tokens")
     if not passes:
-        raise MeasuredError(f"{path}: holds no pass: measure one, such as `dlm-export bench BUNDLE --passes 32,224,32 --json`")
+        raise MeasuredError(
+            f"{path}: holds no pass: measure one, such as `dlm-export bench BUNDLE --passes 32,224,32 --json`"
+        )
     return Measured(
         str(path),
         get(str, "bundle", "precision"),

@@ -1,11 +1,13 @@
-"""The work of one pass, counted, and the least time in which a machine can do it (the roofline of doi:10.1145/1498765.1498785).
+"""The work of one pass, counted, and the least time in which a machine can do it (the roofline of
+doi:10.1145/1498765.1498785).
 
-Counted is what no implementation of the pass can leave out: every weight read once, every cached row read once and every new
-one written once, every multiply-add of a matrix product. Activations count as free, as they may stay in a processor's cache;
-so do norms, rotations, softmax and the choice of the best tokens. ``limit_s`` is therefore never reached, only approached.
+Counted is what no implementation of the pass can leave out: every weight read once, every cached
+row read once and every new one written once, every multiply-add of a matrix product. Activations
+count as free, as they may stay in a processor's cache; so do norms, rotations, softmax and the
+choice of the best tokens. ``limit_s`` is therefore never reached, only approached.
 
-The rates of a CPU are measured by ONNX Runtime itself (``measure``): its own products are the fastest that a bundle can get
-there, and its threads are those that the engine has.
+The rates of a CPU are measured by ONNX Runtime itself (``measure``): its own products are the
+fastest that a bundle can get there, and its threads are those that the engine has.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ FULL = "full"  # arithmetic in the denoiser's own precision: fp32, fp16 or bf16
 class Work:
     """One pass, counted.
 
-    ``macs`` are multiply-adds by kind, ``part.arithmetic``: part is ``layers``, ``attention`` or ``head``, arithmetic what
-    the operands are in: ``full``, ``int8``, ``fp8`` or ``nvfp4``. ``cache_bytes``: S rows read and T rows written.
+    ``macs`` are multiply-adds by kind, ``part.arithmetic``: part is ``layers``, ``attention`` or
+    ``head``, arithmetic what the operands are in: ``full``, ``int8``, ``fp8`` or ``nvfp4``.
+    ``cache_bytes``: S rows read and T rows written.
     """
 
     weight_bytes: int
@@ -46,7 +49,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do a second: bytes read from memory, multiply-adds by arithmetic (half of a vendor's operations)."""
+    """What a machine can do a second: bytes read from memory, multiply-adds by arithmetic (half of
+    a vendor's operations).
+    """
 
     read_bytes: float
     macs: Mapping[str, float]
@@ -63,24 +68,40 @@ def work_of(
     element_bytes: int = 4,
     cache_dtype: str | None = None,
 ) -> Work:
-    """The work of a pass of ``tokens`` over ``cached`` ones that scores ``rows``, each in ``batch`` rows of canvas.
+    """The work of a pass of ``tokens`` over ``cached`` ones that scores ``rows``, each in ``batch``
+    rows of canvas.
 
-    ``layers`` names a key of ``FORMATS`` by module path, all others are in full precision. ``element_bytes`` is an element of
-    full-precision weights: 4, or 2 for fp16 and bf16; of the cache too, unless its ``cache_dtype`` is given. Scales count as
-    fp32. Of experts, those are read that tokens spread evenly over all of them reach, on average.
+    ``layers`` names a key of ``FORMATS`` by module path, all others are in full precision.
+    ``element_bytes`` is an element of full-precision weights: 4, or 2 for fp16 and bf16; of the
+    cache too, unless its ``cache_dtype`` is given. Scales count as fp32. Of experts, those are read
+    that tokens spread evenly over all of them reach, on average.
     """
     kinds = kinds_of(network, layers, element_bytes)
-    return count_work(network, kinds, tokens, cached, rows, batch, element_bytes=element_bytes, cache_dtype=cache_dtype)
+    return count_work(
+        network,
+        kinds,
+        tokens,
+        cached,
+        rows,
+        batch,
+        element_bytes=element_bytes,
+        cache_dtype=cache_dtype,
+    )
 
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
     """Bytes of one token's keys and values by what ``--cache-dtype`` may be."""
-    return {name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]]) for name in ("fp32", "fp16", "int8")}
+    return {
+        name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
+        for name in ("fp32", "fp16", "int8")
+    }
 
 
 @dataclass(frozen=True)
 class MatrixKind:
-    """``number`` matrices that cost the same: ``experts`` of each, which see ``share`` of the rows, ``expert_bytes`` each."""
+    """``number`` matrices that cost the same: ``experts`` of each, which see ``share`` of the rows,
+    ``expert_bytes`` each.
+    """
 
     number: int
     part: str
@@ -91,14 +112,25 @@ class MatrixKind:
     expert_bytes: int
 
 
-def kinds_of(network: NetworkSpec, layers: Mapping[str, str], element_bytes: int) -> tuple[MatrixKind, ...]:
-    """The matrices of a network in the formats that ``layers`` names, those that cost the same together."""
+def kinds_of(
+    network: NetworkSpec, layers: Mapping[str, str], element_bytes: int
+) -> tuple[MatrixKind, ...]:
+    """The matrices of a network in the formats that ``layers`` names, those that cost the same
+    together.
+    """
     found: Counter[tuple[str, str, int, float, int, int]] = Counter()
     for layer in network.linear_layers():
         chosen = FORMATS[layers.get(layer.path, HIGH)]
         size = _matrix_bytes(chosen, layer.inputs, layer.outputs, element_bytes)
         part = "head" if layer.role == "head" else "layers"
-        found[part, chosen.activations or FULL, layer.count, layer.share, layer.inputs * layer.outputs, size] += 1
+        found[
+            part,
+            chosen.activations or FULL,
+            layer.count,
+            layer.share,
+            layer.inputs * layer.outputs,
+            size,
+        ] += 1
     return tuple(MatrixKind(number, *kind) for kind, number in found.items())
 
 
@@ -114,7 +146,9 @@ def count_work(
     cache_dtype: str | None = None,
 ) -> Work:
     """``work_of`` with the matrices sorted already."""
-    vectors = network.vector_elements + batch * tokens * network.hidden_size  # of the embedding: a row a token
+    vectors = (
+        network.vector_elements + batch * tokens * network.hidden_size
+    )  # of the embedding: a row a token
     weight_bytes = element_bytes * vectors
     macs: Counter[str] = Counter()
     for kind in kinds:
@@ -123,8 +157,11 @@ def count_work(
             continue
         reached = kind.experts * (1 - (1 - kind.share) ** scored)
         weight_bytes += kind.number * round(reached * kind.expert_bytes)
-        macs[f"{kind.part}.{kind.arithmetic}"] += kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
-    # Queries with keys, then weights with values; every token sees the cached ones and those of the pass.
+        macs[f"{kind.part}.{kind.arithmetic}"] += (
+            kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
+        )
+    # Queries with keys, then weights with values; every token sees the cached ones and those of the
+    # pass.
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
     row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
@@ -132,38 +169,57 @@ def count_work(
 
 
 def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes: int) -> int:
-    return element_bytes * inputs * outputs if chosen.weights is None else chosen.weight_bytes(inputs, outputs)
+    return (
+        element_bytes * inputs * outputs
+        if chosen.weights is None
+        else chosen.weight_bytes(inputs, outputs)
+    )
 
 
 def weights_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
-    """Bytes of all weights, embedding and scales included; ``kinds`` are the network's matrices by ``kinds_of``."""
+    """Bytes of all weights, embedding and scales included; ``kinds`` are the network's matrices by
+    ``kinds_of``.
+    """
     matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
     # The head is among them; a tied one is the embedding table.
-    vectors = network.vector_elements + (0 if network.tied_head else network.vocab_size * network.hidden_size)
+    vectors = network.vector_elements + (
+        0 if network.tied_head else network.vocab_size * network.hidden_size
+    )
     return element_bytes * vectors + matrices
 
 
 def limit_s(work: Work, rates: Rates) -> float:
-    """The least seconds for ``work``: the larger of all bytes at the rate of reads, and all multiply-adds at their rates.
+    """The least seconds for ``work``: the larger of all bytes at the rate of reads, and all
+    multiply-adds at their rates.
 
-    Reads may hide behind arithmetic and the other way round, so the larger counts; multiply-adds of different arithmetic
-    take turns on the same units, so their times add up. KeyError for an arithmetic without a rate.
+    Reads may hide behind arithmetic and the other way round, so the larger counts; multiply-adds of
+    different arithmetic take turns on the same units, so their times add up. KeyError for an
+    arithmetic without a rate.
     """
     reading = (work.weight_bytes + work.cache_bytes) / rates.read_bytes
-    multiplying = sum(count / rates.macs[arithmetic] for arithmetic, count in work.by_arithmetic().items() if count)
+    multiplying = sum(
+        count / rates.macs[arithmetic]
+        for arithmetic, count in work.by_arithmetic().items()
+        if count
+    )
     return max(reading, multiplying)
 
 
 # ---- The machine at hand ----
 
 _READ_BYTES = 256 << 20  # at least, for the rate of reads
-_ROWS, _SQUARE = 512, 2048  # products of [rows, 2048] by [2048, 2048]: large enough for full speed, small enough for a cache
+_ROWS, _SQUARE = (
+    512,
+    2048,
+)  # products of [rows, 2048] by [2048, 2048]: large enough for full speed, small enough for a cache
 _FEW_ROWS = 32  # a block pass
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of this machine, a second; multiply-adds of int8 at 512 rows and at 32, of fp32 at 512."""
+    """Measured rates of this machine, a second; multiply-adds of int8 at 512 rows and at 32, of
+    fp32 at 512.
+    """
 
     read_bytes_per_s: float
     int8_macs_per_s: float
@@ -171,7 +227,8 @@ class Machine:
     fp32_macs_per_s: float
 
     def rates(self) -> Rates:
-        """For ``limit_s``: the faster of the int8 rates, and fp32 for what is in full precision, fp16 included.
+        """For ``limit_s``: the faster of the int8 rates, and fp32 for what is in full precision,
+        fp16 included.
 
         ONNX Runtime's CPU kernels widen fp16 to fp32 where the processor does not multiply it.
         """
@@ -180,18 +237,22 @@ class Machine:
 
 
 def measure(threads: int, rounds: int = 9) -> Machine:
-    """Measure this machine with ONNX Runtime at ``threads`` (0: all cores), medians of ``rounds`` interleaved runs.
+    """Measure this machine with ONNX Runtime at ``threads`` (0: all cores), medians of ``rounds``
+    interleaved runs.
 
-    Reads: ReduceSum over the rows of an array of four times the last-level cache, 256 MiB at least: the operator reads every
-    byte once, keeps up with memory, and runs on the engine's kind of threads, which a loop in numpy would not. Products have
-    a constant right side, as weights are, which the library lays out once; int8 is MatMulInteger of uint8 by int8.
-    Raises ModuleNotFoundError without onnx.
+    Reads: ReduceSum over the rows of an array of four times the last-level cache, 256 MiB at least:
+    the operator reads every byte once, keeps up with memory, and runs on the engine's kind of
+    threads, which a loop in numpy would not. Products have a constant right side, as weights are,
+    which the library lays out once; int8 is MatMulInteger of uint8 by int8. Raises
+    ModuleNotFoundError without onnx.
     """
     import numpy as np
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 
-    def runner(op: str, x: np.ndarray, constants: list[np.ndarray], out: int) -> Callable[[], object]:
+    def runner(
+        op: str, x: np.ndarray, constants: list[np.ndarray], out: int
+    ) -> Callable[[], object]:
         names = [f"c{i}" for i in range(len(constants))]
         node = helper.make_node(op, ["x", *names], ["y"])
         graph = helper.make_graph(
@@ -199,13 +260,20 @@ def measure(threads: int, rounds: int = 9) -> Machine:
             "probe",
             [helper.make_tensor_value_info("x", helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)],
             [helper.make_tensor_value_info("y", out, None)],
-            [numpy_helper.from_array(array, name) for array, name in zip(constants, names, strict=True)],
+            [
+                numpy_helper.from_array(array, name)
+                for array, name in zip(constants, names, strict=True)
+            ],
         )
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4
-        options.add_session_config_entry("session.force_spinning_stop", "1")  # the probes take turns, as sessions would
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        options.add_session_config_entry(
+            "session.force_spinning_stop", "1"
+        )  # the probes take turns, as sessions would
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
         return lambda: session.run(None, {"x": x})
 
     rng = np.random.default_rng(0)
@@ -215,14 +283,25 @@ def measure(threads: int, rounds: int = 9) -> Machine:
     weights = codes.astype(np.float32)
     probes = {
         "read": (runner("ReduceSum", large, [np.array([1])], TensorProto.FLOAT), large.nbytes),
-        "int8": (runner("MatMulInteger", inputs, [codes], TensorProto.INT32), inputs.size * _SQUARE),
-        "few": (runner("MatMulInteger", inputs[:_FEW_ROWS], [codes], TensorProto.INT32), _FEW_ROWS * codes.size),
-        "fp32": (runner("MatMul", inputs.astype(np.float32), [weights], TensorProto.FLOAT), inputs.size * _SQUARE),
+        "int8": (
+            runner("MatMulInteger", inputs, [codes], TensorProto.INT32),
+            inputs.size * _SQUARE,
+        ),
+        "few": (
+            runner("MatMulInteger", inputs[:_FEW_ROWS], [codes], TensorProto.INT32),
+            _FEW_ROWS * codes.size,
+        ),
+        "fp32": (
+            runner("MatMul", inputs.astype(np.float32), [weights], TensorProto.FLOAT),
+            inputs.size * _SQUARE,
+        ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in probes}
     for number in range(rounds + 1):
         for name, (run, _) in probes.items():
-            run()  # a first one at its turn: the probe before has pushed this one's operands out of the cache
+            # a first one at its turn: the probe before has pushed this one's operands out of the
+            # cache
+            run()
             began = time.perf_counter()
             run()
             if number:
@@ -232,7 +311,9 @@ def measure(threads: int, rounds: int = 9) -> Machine:
 
 
 def _read_bytes() -> int:
-    """Size of the array for the rate of reads: four times the last-level caches, as far as a quarter of free memory goes."""
+    """Size of the array for the rate of reads: four times the last-level caches, as far as a
+    quarter of free memory goes.
+    """
     from dlm_export.targets import available_memory_bytes
 
     wanted = max(_READ_BYTES, 4 * last_level_cache_bytes())
@@ -245,7 +326,9 @@ def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> in
     found: dict[tuple[int, str], int] = {}  # each is listed by all the cores that share it
     for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
-            level, shared, size = ((index / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+            level, shared, size = (
+                (index / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
+            )
             found[int(level), shared] = int(size.removesuffix("K")) << 10
         except (OSError, ValueError):
             continue

@@ -16,7 +16,8 @@ from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.policy import presets_for
 
-# LLaDA-8B (arXiv:2502.09992): 32 layers, 32 heads of 128, d 4096, MLP 12288, vocabulary 126464, untied head.
+# LLaDA-8B (arXiv:2502.09992): 32 layers, 32 heads of 128, d 4096, MLP 12288, vocabulary 126464,
+# untied head.
 LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
 
 
@@ -30,8 +31,8 @@ class ShapeError(DlmError):
 class Shape:
     """A denoiser to plan for; ``max_canvas_length`` None has no longest canvas.
 
-    ``layers`` of a bundle: module path -> format, by ``precision``'s name; None for checkpoints and bundles in full precision.
-    ``presets``: name -> fields of ``Policy``.
+    ``layers`` of a bundle: module path -> format, by ``precision``'s name; None for checkpoints and
+    bundles in full precision. ``presets``: name -> fields of ``Policy``.
     """
 
     name: str
@@ -45,8 +46,9 @@ class Shape:
 def scaled_shape(size: str) -> Shape:
     """LLaDA-8B's shape at another ``size`` (8B, 0.5B, 134M), to the nearest that the formula gives.
 
-    n heads of 128 make d = 128 n; n layers, MLP 3 d, and the vocabulary of 126464 stays: n = 32 is LLaDA-8B itself. That is
-    13 n d**2 parameters of layers and 2 * 126464 d of embedding and head. Raises ShapeError.
+    n heads of 128 make d = 128 n; n layers, MLP 3 d, and the vocabulary of 126464 stays: n = 32 is
+    LLaDA-8B itself. That is 13 n d**2 parameters of layers and 2 * 126464 d of embedding and head.
+    Raises ShapeError.
     """
     unit = {"M": 1e6, "B": 1e9}.get(size[-1:].upper())
     try:
@@ -54,11 +56,15 @@ def scaled_shape(size: str) -> Shape:
     except ValueError:
         wanted = math.nan
     if not 1e8 <= wanted <= 1e13:
-        raise ShapeError(f"size {size!r}: write parameters as 134M, 8B or 0.5B, from 100M to 10000B")
+        raise ShapeError(
+            f"size {size!r}: write parameters as 134M, 8B or 0.5B, from 100M to 10000B"
+        )
 
     def shaped(n: int) -> NetworkSpec:
         d = LLADA_HEAD_SIZE * n
-        layer = LayerSpec(AttentionSpec(n, n, LLADA_HEAD_SIZE, Rope(5e5)), MlpSpec(LLADA_MLP_RATIO * d), 1e-5)
+        layer = LayerSpec(
+            AttentionSpec(n, n, LLADA_HEAD_SIZE, Rope(5e5)), MlpSpec(LLADA_MLP_RATIO * d), 1e-5
+        )
         return NetworkSpec(
             family="llada",
             architecture="LLaDAModelLM",
@@ -84,11 +90,16 @@ def scaled_shape(size: str) -> Shape:
 
 
 def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
-    return {name: policy.as_dict() for name, policy in presets_for(network.visible_block, network.shift).items()}
+    return {
+        name: policy.as_dict()
+        for name, policy in presets_for(network.visible_block, network.shift).items()
+    }
 
 
 def read_shape(path: Path, read_checkpoint: Callable[[Path], NetworkSpec]) -> Shape:
-    """The denoiser of a bundle, or of a checkpoint by ``read_checkpoint``, which needs torch. Raises DlmError."""
+    """The denoiser of a bundle, or of a checkpoint by ``read_checkpoint``, which needs torch.
+    Raises DlmError.
+    """
     if not (path / "manifest.json").is_file():
         network = read_checkpoint(path)
         return Shape(path.name, network, network.max_canvas_length, _published(network))
@@ -100,7 +111,8 @@ def read_shape(path: Path, read_checkpoint: Callable[[Path], NetworkSpec]) -> Sh
 
 @dataclass(frozen=True)
 class Precision:
-    """``layers`` (module path, format) that are quantised, and bytes of an element of all else, the cache included.
+    """``layers`` (module path, format) that are quantised, and bytes of an element of all else, the
+    cache included.
 
     ``same_as``: other precisions with the same figures.
     """
@@ -111,29 +123,49 @@ class Precision:
     same_as: tuple[str, ...] = ()
 
 
-def precisions_of(shape: Shape, target: Target, names: Sequence[str] | None = None) -> tuple[list[Precision], dict[str, str]]:
-    """What of ``names`` (None: everything, a quantised bundle's own formats too) the target runs; the rest with the reason."""
+def precisions_of(
+    shape: Shape, target: Target, names: Sequence[str] | None = None
+) -> tuple[list[Precision], dict[str, str]]:
+    """What of ``names`` (None: everything, a quantised bundle's own formats too) the target runs;
+    the rest with the reason.
+    """
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}
     # A tied head keeps full precision on GPUs.
-    every = [path for path, layer in shape.network.quantisable().items() if target.sm is None or not layer.is_tied]
+    every = [
+        path
+        for path, layer in shape.network.quantisable().items()
+        if target.sm is None or not layer.is_tied
+    ]
     element_bytes = PRECISIONS["fp32" if target.sm is None else "fp16"]
 
     def add(name: str, formats: Mapping[str, str], element_bytes: int) -> None:
-        layers = tuple((layer, formats[layer]) for layer in every if formats.get(layer, HIGH) != HIGH)
+        layers = tuple(
+            (layer, formats[layer]) for layer in every if formats.get(layer, HIGH) != HIGH
+        )
         if target.sm is None and any(FORMATS[held].is_simulated_on_cpu for _, held in layers):
             left_out[name] = "a CPU simulates it, at the speed of fp32"
             return
         first = found.get((element_bytes, layers))
-        same_as = () if first is None else (*first.same_as, *({name} - {first.name, *first.same_as}))
-        found[element_bytes, layers] = Precision(name if first is None else first.name, layers, element_bytes, same_as)
+        same_as = (
+            () if first is None else (*first.same_as, *({name} - {first.name, *first.same_as}))
+        )
+        found[element_bytes, layers] = Precision(
+            name if first is None else first.name, layers, element_bytes, same_as
+        )
 
     if names is None and shape.layers is not None and shape.precision is not None:
         if missing := target.missing(shape.layers.values()):
-            left_out[f"{shape.precision}, as the bundle has it"] = f"{target.name} does not run {', '.join(missing)}"
+            left_out[f"{shape.precision}, as the bundle has it"] = (
+                f"{target.name} does not run {', '.join(missing)}"
+            )
         else:
             add(shape.precision, shape.layers, element_bytes)
-    for name in [name for name in target.precisions if name not in (AUTO, STORED)] if names is None else names:
+    for name in (
+        [name for name in target.precisions if name not in (AUTO, STORED)]
+        if names is None
+        else names
+    ):
         try:
             recipe = recipe_for([target], name)
         except TargetError as err:

@@ -1,4 +1,6 @@
-"""``--tune``: what layers take on this processor, format by format, so that ``--precision auto`` may choose by time."""
+"""``--tune``: what layers take on this processor, format by format, so that ``--precision auto``
+may choose by time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-_LEAST_BYTES = 64 << 20  # of weights that take turns, so that each is read from memory, as in a pass
+_LEAST_BYTES = (
+    64 << 20
+)  # of weights that take turns, so that each is read from memory, as in a pass
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
 
@@ -35,7 +39,8 @@ Shape = tuple[int, int]
 class Tuning:
     """What layers take on ``processor`` in a pass that has ``rows`` rows.
 
-    ``seconds``: shape ``(inputs, outputs)`` -> format -> one product; ``shapes``: how many products of each a pass has.
+    ``seconds``: shape ``(inputs, outputs)`` -> format -> one product; ``shapes``: how many products
+    of each a pass has.
     """
 
     rows: int
@@ -44,14 +49,21 @@ class Tuning:
     seconds: Mapping[Shape, Mapping[str, float]]
 
     def cost(self, layer: LinearSpec, format: str) -> float:
-        """Seconds of one layer of a pass; of a stack of experts, those of the ones that the pass reaches."""
+        """Seconds of one layer of a pass; of a stack of experts, those of the ones that the pass
+        reaches.
+        """
         return _reached(layer, self.rows) * self.seconds[layer.inputs, layer.outputs][format]
 
     def totals(self) -> dict[str, float]:
-        """Format -> seconds of all layers of a pass in it; a layer that it does not suit counts in full precision."""
+        """Format -> seconds of all layers of a pass in it; a layer that it does not suit counts in
+        full precision.
+        """
         names = dict.fromkeys(name for each in self.seconds.values() for name in each)
         return {
-            name: sum(count * self.seconds[shape].get(name, self.seconds[shape][HIGH]) for shape, count in self.shapes.items())
+            name: sum(
+                count * self.seconds[shape].get(name, self.seconds[shape][HIGH])
+                for shape, count in self.shapes.items()
+            )
             for name in names
         }
 
@@ -62,7 +74,12 @@ class Tuning:
             for (inputs, outputs), found in self.seconds.items()
         }
         totals = {name: seconds * 1e3 for name, seconds in self.totals().items()}
-        return {"processor": self.processor, "rows": self.rows, "ms": totals, "ms_by_shape": milliseconds}
+        return {
+            "processor": self.processor,
+            "rows": self.rows,
+            "ms": totals,
+            "ms_by_shape": milliseconds,
+        }
 
 
 def _reached(layer: LinearSpec, rows: int) -> float:
@@ -78,11 +95,15 @@ def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
     return dict(found)
 
 
-def measure(layers: Iterable[LinearSpec], formats: Iterable[str], rows: int, on_done: Callable[[], None]) -> Tuning:
-    """Time a product of ``rows`` rows in every format and shape of ``layers``, in full precision too, by turns.
+def measure(
+    layers: Iterable[LinearSpec], formats: Iterable[str], rows: int, on_done: Callable[[], None]
+) -> Tuning:
+    """Time a product of ``rows`` rows in every format and shape of ``layers``, in full precision
+    too, by turns.
 
-    ``on_done`` is called for every shape. All cores, ONNX Runtime set up as the runtime does, kernels as ``$DLM_KERNELS`` says.
-    Raises RequestError for a format that the project has no kernels for.
+    ``on_done`` is called for every shape. All cores, ONNX Runtime set up as the runtime does,
+    kernels as ``$DLM_KERNELS`` says. Raises RequestError for a format that the project has no
+    kernels for.
     """
     formats, layers = list(formats), list(layers)
     for name in formats:
@@ -126,7 +147,10 @@ def _session(shape: Shape, format: str, copies: int) -> onnxruntime.InferenceSes
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": 23}, name="products")
     model = ir.Model(graph, ir_version=11)
     for i in range(copies):
-        constants = [ir.Value(name=f"{name}_{i}", const_value=ir.tensor(array)) for name, array in _weight(rng, format, shape)]
+        constants = [
+            ir.Value(name=f"{name}_{i}", const_value=ir.tensor(array))
+            for name, array in _weight(rng, format, shape)
+        ]
         for value in constants:
             graph.register_initializer(value)
         if format == HIGH:
@@ -139,7 +163,11 @@ def _session(shape: Shape, format: str, copies: int) -> onnxruntime.InferenceSes
                 attributes["group_size"] = chosen.group_size
             node = ir.node(name, [x, *constants], attributes, domain=DOMAIN)
         y = node.outputs[0]
-        y.name, y.shape, y.type = f"y_{i}", ir.Shape(["rows", outputs]), ir.TensorType(ir.DataType.FLOAT)
+        y.name, y.shape, y.type = (
+            f"y_{i}",
+            ir.Shape(["rows", outputs]),
+            ir.TensorType(ir.DataType.FLOAT),
+        )
         graph.append(node)
         graph.outputs.append(y)
     return open_graph(model)
@@ -150,8 +178,16 @@ def _weight(rng: np.random.Generator, format: str, shape: Shape) -> list[tuple[s
     (inputs, outputs), group_size = shape, FORMATS[format].group_size
     if format == HIGH:
         return [("w", rng.standard_normal(shape, np.float32))]
-    panels, together = functions.padded(outputs) // functions.PANEL, functions.DOT if group_size is None else functions.PAIRS
-    codes = rng.integers(0, 256, (panels, inputs // together, functions.PANEL, functions.DOT), np.uint8)
+    panels, together = (
+        functions.padded(outputs) // functions.PANEL,
+        functions.DOT if group_size is None else functions.PAIRS,
+    )
+    codes = rng.integers(
+        0, 256, (panels, inputs // together, functions.PANEL, functions.DOT), np.uint8
+    )
     if group_size is None:
         return [("panels", codes), ("scales", np.ones(panels * functions.PANEL, np.float32))]
-    return [("panels", codes), ("scales", np.ones((panels, -(-inputs // group_size), functions.PANEL), np.float16))]
+    return [
+        ("panels", codes),
+        ("scales", np.ones((panels, -(-inputs // group_size), functions.PANEL), np.float16)),
+    ]

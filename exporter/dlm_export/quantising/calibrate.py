@@ -1,9 +1,10 @@
 """From a recipe and states to the numbers of a quantised graph: ranges, foldings, solved weights.
 
-All states go through the denoiser a layer at a time (``network.layered``), with an observer at the input of each quantised
-matrix. Smoothing and AWQ fold scales into norms and neighbouring matrices of the layer first; then the folded layer, which
-computes the same function, is observed, and its matrices are solved before the next layer is read. Which matrices share an
-input and where its scale can go is said by the network's ``LinearSpec``.
+All states go through the denoiser a layer at a time (``network.layered``), with an observer at the
+input of each quantised matrix. Smoothing and AWQ fold scales into norms and neighbouring matrices
+of the layer first; then the folded layer, which computes the same function, is observed, and its
+matrices are solved before the next layer is read. Which matrices share an input and where its scale
+can go is said by the network's ``LinearSpec``.
 """
 
 from __future__ import annotations
@@ -40,12 +41,18 @@ from dlm_export.quantising.solved import Solved
 from dlm_export.workplace import Workplace
 
 LARGE = 500_000_000
-"""Parameters from which calibration computes in bf16 where the device can: ranges need no more. Judging takes fp32."""
+"""Parameters from which calibration computes in bf16 where the device can: ranges need no more.
+Judging takes fp32.
+"""
 
 
 def computing_dtype(network: NetworkSpec, device: torch.device) -> torch.dtype:
     """The element type that calibration computes in."""
-    return torch.bfloat16 if network.parameter_count() > LARGE and has_bf16_kernels(device) else torch.float32
+    return (
+        torch.bfloat16
+        if network.parameter_count() > LARGE and has_bf16_kernels(device)
+        else torch.float32
+    )
 
 
 def calibrate(
@@ -64,23 +71,40 @@ def calibrate(
 ) -> Quantisation:
     """Find a recipe's numbers. ``states`` may be empty where ``recipe.needs_states`` says so.
 
-    ``calibrator`` ``modelopt`` takes ranges and folded scales from NVIDIA's package, which holds the whole denoiser; the rest
-    stays ours, experts too. ``fewest_tokens``: those that an expert has to meet for its weights to be solved. ``is_dense``: see
-    ``Quantisation``. ``on_done`` is called ``units(...)`` times. Raises CalibrationError, ModeloptError, MemoryLimitError.
+    ``calibrator`` ``modelopt`` takes ranges and folded scales from NVIDIA's package, which holds
+    the whole denoiser; the rest stays ours, experts too. ``fewest_tokens``: those that an expert
+    has to meet for its weights to be solved. ``is_dense``: see ``Quantisation``. ``on_done`` is
+    called ``units(...)`` times. Raises CalibrationError, ModeloptError, MemoryLimitError.
     """
     workplace = workplace or Workplace()
-    done = Quantisation(recipe, dict(formats), Folded(parameters, network), scale_dtype=scale_dtype, is_dense=is_dense)
+    done = Quantisation(
+        recipe,
+        dict(formats),
+        Folded(parameters, network),
+        scale_dtype=scale_dtype,
+        is_dense=is_dense,
+    )
     done.solved = Solved(workplace.solved)
     quantised = _quantised(network, formats)
     plain = [layer for layer in quantised if not layer.is_stacked]
     if recipe.rotate_down:
-        done.rotated = {layer.path: len(solvers.hadamard(layer.inputs)) for layer in plain if layer.role == "down"}
+        done.rotated = {
+            layer.path: len(solvers.hadamard(layer.inputs))
+            for layer in plain
+            if layer.role == "down"
+        }
     if not recipe.needs_states(formats):
         return done
     is_ours = calibrator == "own"
     if not is_ours and (recipe.smoothing is not None or recipe.solver == "awq"):
-        groups = {of: [layer.path for layer in readers] for of, readers in by_site(plain).items() if readers[0].fold}
-        found = modelopt.scales(_load(done), states, formats, groups, alpha=recipe.smoothing, on_state=on_done)
+        groups = {
+            of: [layer.path for layer in readers]
+            for of, readers in by_site(plain).items()
+            if readers[0].fold
+        }
+        found = modelopt.scales(
+            _load(done), states, formats, groups, alpha=recipe.smoothing, on_state=on_done
+        )
         for of, scales in found.items():
             done.parameters.fold(of, scales)
     _sweep(done, by_site(quantised), states, workplace, on_done, fewest_tokens, is_folding=is_ours)
@@ -91,18 +115,28 @@ def calibrate(
             done.amax[layer.path] = _range(done.observers[layer.site], chosen, recipe)
     if not is_ours:
         theirs = {layer.path: formats[layer.path] for layer in plain}
-        done.amax |= modelopt.amaxes(_load(done), states, theirs, rotated=done.rotated, on_state=on_done)
+        done.amax |= modelopt.amaxes(
+            _load(done), states, theirs, rotated=done.rotated, on_state=on_done
+        )
     return done
 
 
-def units(recipe: Recipe, formats: Mapping[str, str], network: NetworkSpec, states: int, calibrator: str = "own") -> int:
+def units(
+    recipe: Recipe,
+    formats: Mapping[str, str],
+    network: NetworkSpec,
+    states: int,
+    calibrator: str = "own",
+) -> int:
     """How often ``calibrate`` calls ``on_done``."""
     if not recipe.needs_states(formats):
         return 0
     theirs = 0
     if calibrator == "modelopt":
         is_folded = recipe.smoothing is not None or recipe.solver == "awq"
-        theirs = 1 + (0 if not is_folded else 1 if recipe.smoothing is not None else modelopt.AWQ_SWEEPS)
+        theirs = 1 + (
+            0 if not is_folded else 1 if recipe.smoothing is not None else modelopt.AWQ_SWEEPS
+        )
     return len(network.layers) + 1 + theirs * states
 
 
@@ -119,7 +153,9 @@ def _sweep(
 ) -> None:
     """Fold, observe and solve, layer by layer; what follows the last one is the head's."""
     c, recipe = done.parameters.network, done.recipe
-    layered = families.layered(done.parameters, c, computing_dtype(c, workplace.device), workplace.device)
+    layered = families.layered(
+        done.parameters, c, computing_dtype(c, workplace.device), workplace.device
+    )
     canvases = [state.canvas for state in states]
     has_experts = any(readers[0].is_stacked for readers in sites.values())
     memory = workplace.activation_bytes
@@ -133,13 +169,23 @@ def _sweep(
 
     def observed(here: Mapping[str, Sequence[LinearSpec]], keep_rows: int = 0) -> Observers:
         return Observers(
-            {of: Observer(of, readers[0].inputs, keep_rows=keep_rows, seed=numbers[of]) for of, readers in here.items()}
+            {
+                of: Observer(of, readers[0].inputs, keep_rows=keep_rows, seed=numbers[of])
+                for of, readers in here.items()
+            }
         )
 
     def through(
-        i: int, here: Mapping[str, Sequence[LinearSpec]], observers: Observers, grams: Mapping[str, Gram], *, keep: bool
+        i: int,
+        here: Mapping[str, Sequence[LinearSpec]],
+        observers: Observers,
+        grams: Mapping[str, Gram],
+        *,
+        keep: bool,
     ) -> Entered | None:
-        """Layer ``i``, or the head behind the last one, with those who look on; what entered its quantised experts."""
+        """Layer ``i``, or the head behind the last one, with those who look on; what entered its
+        quantised experts.
+        """
         entered = None
         if i < len(c.layers):
             block = layered.block(i)
@@ -147,24 +193,37 @@ def _sweep(
             for of, readers in here.items():
                 if readers[0].is_stacked and readers[0].role == "down":
                     mixture = cast(RoutedMLPs, modules[of.removesuffix(".down")])
-                    entered = Entered(mixture, carried, states, c.mask_token_id, memory, workplace.folder)
+                    entered = Entered(
+                        mixture, carried, states, c.mask_token_id, memory, workplace.folder
+                    )
                     entered.watch(observers[of])
                     continue
                 turn = keep and of in done.rotated  # scales are found in front of the rotation
                 look = functools.partial(seen.look, observers[of], grams.get(of), turn)
-                modules[of].register_forward_pre_hook(lambda _, inputs, look=look: look(inputs[0], carried.now.numbers))
+                modules[of].register_forward_pre_hook(
+                    lambda _, inputs, look=look: look(inputs[0], carried.now.numbers)
+                )
             carried.through(i, block, keep=keep)
         elif here:
             masked = [np.flatnonzero(is_masked) for is_masked in seen.is_masked]
             for number, features in enumerate(carried.features(masked)):
-                seen.look(observers["head"], grams.get("head"), False, features[None], (number,), rows=masked[number])
+                seen.look(
+                    observers["head"],
+                    grams.get("head"),
+                    False,
+                    features[None],
+                    (number,),
+                    rows=masked[number],
+                )
         observers.check(here)
         return entered
 
     for i in range(len(c.layers) + 1):
         inside = f"blocks.{i}." if i < len(c.layers) else "head"
         here = {of: readers for of, readers in sites.items() if of.startswith(inside)}
-        solvable = {of: readers for of, readers in here.items() if not _is_byte_head(done, readers[0])}
+        solvable = {
+            of: readers for of, readers in here.items() if not _is_byte_head(done, readers[0])
+        }
         foldable = here if recipe.smoothing is not None else solvable
         if is_folding and foldable:
             observers = observed(foldable, AWQ_ROWS)
@@ -174,7 +233,11 @@ def _sweep(
         observers = observed(here)
         grams = {}
         if recipe.solver == "gptq":
-            grams = {of: Gram(here[of][0].inputs, layered.device) for of in solvable if _unsolved(done, here[of])}
+            grams = {
+                of: Gram(here[of][0].inputs, layered.device)
+                for of in solvable
+                if _unsolved(done, here[of])
+            }
         entered = through(i, here, observers, grams, keep=True)
         done.observers |= observers
         while grams:
@@ -188,7 +251,9 @@ def _sweep(
             give_back()
         if entered is not None:
             mixture_path = f"{inside}mlp.experts"
-            done.reached[mixture_path] = Reached(mixture_path, tuple(entered.tokens.tolist()), fewest_tokens)
+            done.reached[mixture_path] = Reached(
+                mixture_path, tuple(entered.tokens.tolist()), fewest_tokens
+            )
             if recipe.solver == "gptq":
                 _solve_experts(done, entered, mixture_path)
             del entered
@@ -202,7 +267,9 @@ def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
 
 @torch.no_grad()
 def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
-    """Round each expert's weights by the tokens that it met, if these are enough, one expert after the other."""
+    """Round each expert's weights by the tokens that it met, if these are enough, one expert after
+    the other.
+    """
     gate, up, down = (f"{path}.{role}" for role in STACKS)
     few, device = done.reached[path].few, entered.device
     for expert in range(entered.module.count):
@@ -217,8 +284,8 @@ def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
 
 
 def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
-    """Whether a layer is a head with a byte a weight: the largest matrix, which solvers hold in fp32 several times, is rounded
-    to nearest, for eight bits leave them little to win.
+    """Whether a layer is a head with a byte a weight: the largest matrix, which solvers hold in
+    fp32 several times, is rounded to nearest, for eight bits leave them little to win.
     """
     return layer.role == "head" and FORMATS[done.formats[layer.path]].weights == "int8"
 
@@ -240,8 +307,8 @@ class _Seen:
         numbers: Sequence[int],
         rows: np.ndarray | slice = slice(None),
     ) -> None:
-        """Show ``x`` ``[B, L, K]`` of the canvases ``numbers`` to a site's observer, of a canvas its ``rows``; ``turn``: what
-        the layer sees is rotated.
+        """Show ``x`` ``[B, L, K]`` of the canvases ``numbers`` to a site's observer, of a canvas
+        its ``rows``; ``turn``: what the layer sees is rotated.
         """
         wide = x.float().cpu().numpy()
         if turn:
@@ -249,14 +316,22 @@ class _Seen:
         for number, vectors in zip(numbers, wide, strict=True):
             observer.add(vectors, self.is_masked[number][rows], self.states[number].bucket)
         if gram is not None:
-            weights = [np.where(self.is_masked[number][rows], 1.0, gptq.COMMITTED_WEIGHT) for number in numbers]
+            weights = [
+                np.where(self.is_masked[number][rows], 1.0, gptq.COMMITTED_WEIGHT)
+                for number in numbers
+            ]
             weight = torch.from_numpy(np.concatenate(weights).astype(np.float32)).to(self.device)
-            gram.add((torch.from_numpy(wide).to(self.device) if turn else x.float()).flatten(0, 1), weight)
+            gram.add(
+                (torch.from_numpy(wide).to(self.device) if turn else x.float()).flatten(0, 1),
+                weight,
+            )
 
 
 def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:
     """The layers that a recipe quantises, in order of the pass."""
-    return [layer for path, layer in network.quantisable().items() if formats.get(path, HIGH) != HIGH]
+    return [
+        layer for path, layer in network.quantisable().items() if formats.get(path, HIGH) != HIGH
+    ]
 
 
 def take_stored(
@@ -266,7 +341,9 @@ def take_stored(
     formats: Mapping[str, str],
     scale_dtype: ScaleType = FP32,
 ) -> Quantisation:
-    """A pre-quantised checkpoint's own codes, scales and ranges. Raises CalibrationError for a range that is not there."""
+    """A pre-quantised checkpoint's own codes, scales and ranges. Raises CalibrationError for a
+    range that is not there.
+    """
     assert isinstance(parameters, families.Weights)
     done = Quantisation(recipe, dict(formats), Folded(parameters, network), scale_dtype=scale_dtype)
     done.stored = parameters
@@ -285,10 +362,13 @@ def take_stored(
 
 
 def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
-    # NVFP4's groups take their own range from each pass: its tensor scale only has to hold the largest of them.
+    # NVFP4's groups take their own range from each pass: its tensor scale only has to hold the
+    # largest of them.
     if chosen.activations == "nvfp4":
         return observer.amax("max", levels="fp8")
-    return observer.amax(cast(Method, recipe.observer), levels="int8" if chosen.activations == "int8" else "fp8")
+    return observer.amax(
+        cast(Method, recipe.observer), levels="int8" if chosen.activations == "int8" else "fp8"
+    )
 
 
 def _load(done: Quantisation) -> Denoiser:
@@ -303,12 +383,15 @@ def batch(state: State) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def simulate(modules: Mapping[str, nn.Module], done: Quantisation, layers: Iterable[str] | None = None) -> Callable[[], None]:
+def simulate(
+    modules: Mapping[str, nn.Module], done: Quantisation, layers: Iterable[str] | None = None
+) -> Callable[[], None]:
     """Make a folded torch denoiser compute with quantised values, in place; returns what undoes it.
 
-    ``modules``: it or parts of it, by their paths in the whole one. ``layers`` limits it to some layers; None takes all of
-    them, and the embedding table if that is quantised. Weights and inputs are quantised and dequantised, products are fp32:
-    what the graph computes, but for the order of sums.
+    ``modules``: it or parts of it, by their paths in the whole one. ``layers`` limits it to some
+    layers; None takes all of them, and the embedding table if that is quantised. Weights and inputs
+    are quantised and dequantised, products are fp32: what the graph computes, but for the order of
+    sums.
     """
     undo: list[Callable[[], object]] = []
     for layer, name in done.formats.items():
@@ -343,21 +426,32 @@ def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
 
 
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
-    """A quantised layer's input as the layer multiplies it: turned where it is, quantised and dequantised."""
+    """A quantised layer's input as the layer multiplies it: turned where it is, quantised and
+    dequantised.
+    """
     chosen = FORMATS[done.formats[layer]]
     if layer in done.rotated:
         x = solvers.rotate(x)
     return (
-        x if chosen.activations is None else quantise_activation(x, chosen.activations, done.amax.get(layer), done.scale_dtype)
+        x
+        if chosen.activations is None
+        else quantise_activation(x, chosen.activations, done.amax.get(layer), done.scale_dtype)
     )
 
 
-def _fake(done: Quantisation, chosen: LayerFormat, layer: str) -> Callable[..., tuple[Any, ...] | None]:
+def _fake(
+    done: Quantisation, chosen: LayerFormat, layer: str
+) -> Callable[..., tuple[Any, ...] | None]:
     if layer not in done.rotated and chosen.activations is None:
         return lambda *_: None
 
     def before(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *expert = inputs
-        return (torch.from_numpy(np.ascontiguousarray(as_seen(done, layer, x.cpu().numpy()))).to(x.device), *expert)
+        return (
+            torch.from_numpy(np.ascontiguousarray(as_seen(done, layer, x.cpu().numpy()))).to(
+                x.device
+            ),
+            *expert,
+        )
 
     return before

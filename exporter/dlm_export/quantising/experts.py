@@ -1,9 +1,11 @@
-"""Experts in calibration: how many tokens reach each, and what their weights are folded and solved by.
+"""Experts in calibration: how many tokens reach each, and what their weights are folded and solved
+by.
 
-Memory is bounded by taking experts in turn. What enters a mixture is kept once for all tokens, in memory or in a mapped file as
-the canvases' states are; an expert's own tokens are gathered of it, and there is one expert's Gram matrix at a time, of
-however many. An expert that too few tokens reach is rounded to nearest. Ranges of activations are a stack's, so that an expert
-that no token reaches has one.
+Memory is bounded by taking experts in turn. What enters a mixture is kept once for all tokens, in
+memory or in a mapped file as the canvases' states are; an expert's own tokens are gathered of it,
+and there is one expert's Gram matrix at a time, of however many. An expert that too few tokens
+reach is rounded to nearest. Ranges of activations are a stack's, so that an expert that no token
+reaches has one.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def member(layer: str, expert: int) -> str:
 
 
 class Entered:
-    """What entered a layer's mixture in one sweep: ``x`` ``[tokens, hidden]`` in the order of the sweep, where it went
-    ``[tokens, k]`` and with what weight, and how much a token counts in a Gram matrix.
+    """What entered a layer's mixture in one sweep: ``x`` ``[tokens, hidden]`` in the order of the
+    sweep, where it went ``[tokens, k]`` and with what weight, and how much a token counts in a Gram
+    matrix.
     """
 
     def __init__(
@@ -50,14 +53,24 @@ class Entered:
         """``x`` beyond ``memory_bytes`` lies in a file of ``folder``. Raises MemoryLimitError."""
         self.module, self._carried, self._states = module, carried, states
         self.device = carried.layered.device
-        self.x = room_for((carried.states.shape[0], module.down.outputs), carried.states.dtype, memory_bytes, folder)
+        self.x = room_for(
+            (carried.states.shape[0], module.down.outputs),
+            carried.states.dtype,
+            memory_bytes,
+            folder,
+        )
         self.chosen = torch.empty(0, 0, dtype=torch.int64)
         self.weights = torch.empty(0, 0)
-        is_masked = [torch.from_numpy((batch.ids == mask_token_id).numpy()).flatten() for batch in carried.batches]
+        is_masked = [
+            torch.from_numpy((batch.ids == mask_token_id).numpy()).flatten()
+            for batch in carried.batches
+        ]
         self.counts_for = torch.where(torch.cat(is_masked), 1.0, gptq.COMMITTED_WEIGHT)
 
     def watch(self, hidden: Observer) -> None:
-        """Keep what goes in while the layer runs, and show an observer what goes down; for as long as the layer is there."""
+        """Keep what goes in while the layer runs, and show an observer what goes down; for as long
+        as the layer is there.
+        """
         self.module.register_forward_pre_hook(self._keep)
         self.module.down.register_forward_pre_hook(self._collect)
         self.module.register_forward_hook(lambda *_: self._show(hidden))
@@ -100,9 +113,15 @@ class Entered:
 
 
 @torch.no_grad()
-def hidden_of(entered: Entered, expert: int, rows: Tensor, share: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What an expert's tokens have become where they go down ``[n, size]``, a few at a time, and how much they count."""
-    for (x, counts), mine in zip(entered.inputs(rows), torch.split(share, BATCH_TOKENS), strict=True):
+def hidden_of(
+    entered: Entered, expert: int, rows: Tensor, share: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What an expert's tokens have become where they go down ``[n, size]``, a few at a time, and
+    how much they count.
+    """
+    for (x, counts), mine in zip(
+        entered.inputs(rows), torch.split(share, BATCH_TOKENS), strict=True
+    ):
         yield entered.module.hidden(expert, x) * mine.to(x), counts
 
 
@@ -110,12 +129,16 @@ def hidden_of(entered: Entered, expert: int, rows: Tensor, share: Tensor) -> Ite
 def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
     """Some of an expert's vectors, evenly chosen, fp32 ``[at most most, K]``."""
     x = torch.cat([piece.float().cpu() for piece, _ in pieces])
-    rows: np.ndarray = x.numpy()[np.unique(np.linspace(0, len(x) - 1, min(most, len(x))).astype(int))]
+    rows: np.ndarray = x.numpy()[
+        np.unique(np.linspace(0, len(x) - 1, min(most, len(x))).astype(int))
+    ]
     return rows
 
 
 @torch.no_grad()
-def factor_of(pieces: Iterator[tuple[Tensor, Tensor]], channels: int, device: torch.device) -> Tensor:
+def factor_of(
+    pieces: Iterator[tuple[Tensor, Tensor]], channels: int, device: torch.device
+) -> Tensor:
     """GPTQ's factor of an expert's inputs (``gptq.inverse_factor``)."""
     gram = Gram(channels, device)
     for x, counts in pieces:
@@ -131,7 +154,9 @@ def factor_of(pieces: Iterator[tuple[Tensor, Tensor]], channels: int, device: to
 
 @dataclass(frozen=True)
 class Reached:
-    """How many calibration tokens each expert of a mixture met. ``fewest``: below it, its weights are rounded to nearest."""
+    """How many calibration tokens each expert of a mixture met. ``fewest``: below it, its weights
+    are rounded to nearest.
+    """
 
     layer: str
     tokens: tuple[int, ...]
@@ -148,14 +173,25 @@ class Reached:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as accuracy.json has them."""
-        return {"layer": self.layer, "tokens": list(self.tokens), "fewest": self.fewest, "never": self.never, "few": self.few}
+        return {
+            "layer": self.layer,
+            "tokens": list(self.tokens),
+            "fewest": self.fewest,
+            "never": self.never,
+            "few": self.few,
+        }
 
 
 def doubts(reached: Mapping[str, Reached]) -> list[str]:
     """Sentences on experts that calibration did not reach, or hardly."""
     total = sum(len(each.tokens) for each in reached.values())
     never = [member(each.layer, expert) for each in reached.values() for expert in each.never]
-    few = [member(each.layer, expert) for each in reached.values() for expert in each.few if each.tokens[expert]]
+    few = [
+        member(each.layer, expert)
+        for each in reached.values()
+        for expert in each.few
+        if each.tokens[expert]
+    ]
     found = []
     if never:
         found.append(

@@ -1,4 +1,6 @@
-"""SmoothQuant's and AWQ's scales, found on what a layer's inputs were and folded into what stands in front of them."""
+"""SmoothQuant's and AWQ's scales, found on what a layer's inputs were and folded into what stands
+in front of them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """SmoothQuant's or AWQ's scales at every site with something in front that takes them, folded into ``done.parameters``."""
+    """SmoothQuant's or AWQ's scales at every site with something in front that takes them, folded
+    into ``done.parameters``.
+    """
     found = {}
     for of, observer in observers.items():
         readers = sites[of]
@@ -72,7 +76,9 @@ def _expert_matrix(done: Quantisation, layer: LinearSpec, expert: int) -> np.nda
 def _met(
     done: Quantisation, observer: Observer, readers: Sequence[LinearSpec], entered: Entered | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Inputs, and the matrices behind a site that are tried on them; of experts, those that most tokens reach, on their own."""
+    """Inputs, and the matrices behind a site that are tried on them; of experts, those that most
+    tokens reach, on their own.
+    """
     plain = [done.parameters.read(layer.weight, FP32) for layer in readers if not layer.is_stacked]
     inputs, stacks = [observer.rows] * len(plain), [layer for layer in readers if layer.is_stacked]
     if not stacks:
@@ -90,9 +96,11 @@ def _met(
 def _scales_by_expert(
     done: Quantisation, observer: Observer, down: LinearSpec, entered: Entered, fewest_tokens: int
 ) -> np.ndarray:
-    """What each expert's features are divided by before they go down, fp32 ``[E, K]``: found on the tokens that it met.
+    """What each expert's features are divided by before they go down, fp32 ``[E, K]``: found on the
+    tokens that it met.
 
-    Where these are too few, SmoothQuant takes the ranges of the stack, and AWQ leaves the features as they are.
+    Where these are too few, SmoothQuant takes the ranges of the stack, and AWQ leaves the features
+    as they are.
     """
     scales = np.ones((down.count, down.inputs), np.float32)
     alpha, tokens = done.recipe.smoothing, entered.tokens
@@ -104,5 +112,7 @@ def _scales_by_expert(
             amax = observer.channel_amax if rows is None else np.abs(rows).max(0)
             scales[expert] = solvers.smooth_scales(amax, _row_amax_of(done, down, expert), alpha)
         elif rows is not None:
-            scales[expert] = solvers.awq_scales([rows], [_expert_matrix(done, down, expert)], _rounded_by(done, down))[0]
+            scales[expert] = solvers.awq_scales(
+                [rows], [_expert_matrix(done, down, expert)], _rounded_by(done, down)
+            )[0]
     return scales

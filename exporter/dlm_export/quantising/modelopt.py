@@ -1,11 +1,14 @@
-"""NVIDIA's modelopt as a second finder of ranges and scales, on the torch denoiser over our calibration states.
+"""NVIDIA's modelopt as a second finder of ranges and scales, on the torch denoiser over our
+calibration states.
 
-modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in place. Here it works on a
-copy of the denoiser that has them, and only what it finds is taken over: the range of each layer's input, and the scales of
-SmoothQuant (arXiv:2211.10438) and AWQ (arXiv:2306.00978). Rounding and writing stay ours.
+modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in
+place. Here it works on a copy of the denoiser that has them, and only what it finds is taken over:
+the range of each layer's input, and the scales of SmoothQuant (arXiv:2211.10438) and AWQ
+(arXiv:2306.00978). Rounding and writing stay ours.
 
-It is an extra: its ``[onnx]`` extra pins other versions of onnx and onnxruntime than ours, so only the plain package is asked
-for, and only ``modelopt.torch`` is imported. All but AWQ on NVFP4 weights runs without CUDA.
+It is an extra: its ``[onnx]`` extra pins other versions of onnx and onnxruntime than ours, so only
+the plain package is asked for, and only ``modelopt.torch`` is imported. All but AWQ on NVFP4
+weights runs without CUDA.
 """
 
 from __future__ import annotations
@@ -62,10 +65,14 @@ def version() -> str | None:
 
 
 def require() -> Any:
-    """modelopt's torch quantisation module, ``mtq``. Raises ModeloptError: what is missing or in the way, with versions."""
+    """modelopt's torch quantisation module, ``mtq``. Raises ModeloptError: what is missing or in
+    the way, with versions.
+    """
     found = version()
     if found is None:
-        raise ModeloptError(f"the calibrator modelopt needs the package {PACKAGE}, which is not installed: {INSTALL}")
+        raise ModeloptError(
+            f"the calibrator modelopt needs the package {PACKAGE}, which is not installed: {INSTALL}"
+        )
     if _numbers(found) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ModeloptError(f"{PACKAGE} {found} is too old, {oldest} or later is needed: {INSTALL}")
@@ -73,9 +80,13 @@ def require() -> Any:
         with _quiet():
             return importlib.import_module("modelopt.torch.quantization")
     except ModuleNotFoundError as err:
-        raise ModeloptError(f"{PACKAGE} {found} needs {err.name}, which is not installed: {INSTALL}") from err
+        raise ModeloptError(
+            f"{PACKAGE} {found} needs {err.name}, which is not installed: {INSTALL}"
+        ) from err
     except Exception as err:  # whatever an import of a package for other versions ends in
-        beside = ", ".join(f"{name} {_version(name) or 'missing'}" for name in ("torch", "onnx", "onnxruntime"))
+        beside = ", ".join(
+            f"{name} {_version(name) or 'missing'}" for name in ("torch", "onnx", "onnxruntime")
+        )
         raise ModeloptError(
             f"{PACKAGE} {found} cannot be imported beside {beside} ({type(err).__name__}: {err}). Install it without its "
             f"[onnx] extra ({INSTALL}), or leave --calibrator modelopt out."
@@ -90,11 +101,13 @@ def amaxes(
     rotated: Mapping[str, int] | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The range of the input of every layer whose activations have a static scale, by modelopt's max calibration.
+    """The range of the input of every layer whose activations have a static scale, by modelopt's
+    max calibration.
 
-    ``formats``: layer -> key of ``recipes.FORMATS``. ``rotated``: layers whose input a Hadamard matrix of that size turns
-    before it is quantised. The denoiser stays as it is. ``on_state`` is called once a state.
-    Raises ModeloptError, and CalibrationError for layers without an observation or with a range that is not finite.
+    ``formats``: layer -> key of ``recipes.FORMATS``. ``rotated``: layers whose input a Hadamard
+    matrix of that size turns before it is quantised. The denoiser stays as it is. ``on_state`` is
+    called once a state. Raises ModeloptError, and CalibrationError for layers without an
+    observation or with a range that is not finite.
     """
     mtq = require()
     layers = [layer for layer, name in formats.items() if FORMATS[name].is_static]
@@ -105,7 +118,12 @@ def amaxes(
     for layer in layers:
         activations = FORMATS[formats[layer]].activations
         assert activations is not None
-        settings.append({"quantizer_name": f"{_path(layer, turned)}.input_quantizer", "cfg": _ACTIVATIONS[activations]})
+        settings.append(
+            {
+                "quantizer_name": f"{_path(layer, turned)}.input_quantizer",
+                "cfg": _ACTIVATIONS[activations],
+            }
+        )
     calibrated = _with_torch_linears(denoiser, layers, turned, own_weights=False)
     _calibrate(mtq, calibrated, settings, "max", states, on_state)
     modules: dict[str, Any] = dict(calibrated.named_modules())
@@ -124,11 +142,13 @@ def scales(
     alpha: float | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
-    """What to divide the inputs of ``groups`` by and multiply the rows of their weights with, fp32 ``[K]`` a group.
+    """What to divide the inputs of ``groups`` by and multiply the rows of their weights with, fp32
+    ``[K]`` a group.
 
-    SmoothQuant's scales where ``alpha`` is given, otherwise AWQ's search for the weights' formats. ``groups``: name ->
-    layers that read the same input; their scales are averaged as modelopt does when it exports. ``on_state`` is called once a
-    state by SmoothQuant, ``AWQ_SWEEPS`` times by AWQ. Raises as ``amaxes`` does.
+    SmoothQuant's scales where ``alpha`` is given, otherwise AWQ's search for the weights' formats.
+    ``groups``: name -> layers that read the same input; their scales are averaged as modelopt does
+    when it exports. ``on_state`` is called once a state by SmoothQuant, ``AWQ_SWEEPS`` times by
+    AWQ. Raises as ``amaxes`` does.
     """
     mtq = require()
     layers = [layer for members in groups.values() for layer in members]
@@ -137,9 +157,14 @@ def scales(
         chosen = FORMATS[formats[layer]]
         assert chosen.weights is not None
         if alpha is not None:
-            # Ranges alone decide these scales, so the formats make no difference; modelopt computes them for INT8 only.
-            settings.append({"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]})
-            settings.append({"quantizer_name": f"{layer}.input_quantizer", "cfg": _ACTIVATIONS["int8"]})
+            # Ranges alone decide these scales, so the formats make no difference; modelopt computes
+            # them for INT8 only.
+            settings.append(
+                {"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]}
+            )
+            settings.append(
+                {"quantizer_name": f"{layer}.input_quantizer", "cfg": _ACTIVATIONS["int8"]}
+            )
         else:
             cfg = dict(_WEIGHTS[chosen.weights])
             if chosen.weights == "int4":
@@ -155,11 +180,17 @@ def scales(
     method = {"method": "awq_lite"} if alpha is None else {"method": "smoothquant", "alpha": alpha}
     _calibrate(mtq, calibrated, settings, method, states, on_state)
     modules: dict[str, Any] = dict(calibrated.named_modules())
-    found = {layer: getattr(modules[layer].input_quantizer, "_pre_quant_scale", None) for layer in layers}
+    found = {
+        layer: getattr(modules[layer].input_quantizer, "_pre_quant_scale", None) for layer in layers
+    }
     _check_observed(found)
     merged = {}
     for name, members in groups.items():
-        each = [factors.float().flatten().cpu() for layer, factors in found.items() if layer in members and factors is not None]
+        each = [
+            factors.float().flatten().cpu()
+            for layer, factors in found.items()
+            if layer in members and factors is not None
+        ]
         factors = torch.stack(each).mean(0)
         merged[name] = (1 / factors).numpy()
     return merged
@@ -180,24 +211,33 @@ def _calibrate(
     def run(module: nn.Module) -> None:
         for state in states:
             ids = torch.from_numpy(state.canvas).unsqueeze(0).to(device)
-            features = denoiser.hidden(ids, torch.arange(ids.shape[1], device=device).unsqueeze(0))[0]
+            features = denoiser.hidden(ids, torch.arange(ids.shape[1], device=device).unsqueeze(0))[
+                0
+            ]
             is_masked = ids[0] == mask_token_id
             if has_head and is_masked.any():
                 denoiser.project(features[0, is_masked])  # committed rows are never projected
             on_state()
 
-    config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *settings], "algorithm": method}
+    config = {
+        "quant_cfg": [{"quantizer_name": "*", "enable": False}, *settings],
+        "algorithm": method,
+    }
     with torch.no_grad(), _quiet():
         try:
             mtq.quantize(denoiser, config, run)
         except (AssertionError, RuntimeError, ValueError) as err:
-            raise CalibrationError(f"modelopt {version()} could not calibrate: {' '.join(str(err).split())}") from err
+            raise CalibrationError(
+                f"modelopt {version()} could not calibrate: {' '.join(str(err).split())}"
+            ) from err
 
 
 def _with_torch_linears(
     denoiser: Denoiser, layers: Sequence[str], rotated: Mapping[str, int], *, own_weights: bool
 ) -> Denoiser:
-    """A denoiser that computes the same with ``nn.Linear`` at ``layers``; it shares all weights that it need not own."""
+    """A denoiser that computes the same with ``nn.Linear`` at ``layers``; it shares all weights
+    that it need not own.
+    """
     shared: dict[int, Any] = {}
     for tensor in (*denoiser.parameters(), *denoiser.buffers()):
         shared[id(tensor)] = tensor
@@ -212,7 +252,9 @@ def _with_torch_linears(
             weight = torch.from_numpy(solvers.rotate_rows(weight.T.float().numpy())).T
         linear: nn.Module = _torch_linear(weight, ours.bias)
         setattr(
-            copied.get_submodule(parent), name, nn.Sequential(_Rotation(rotated[layer]), linear) if layer in rotated else linear
+            copied.get_submodule(parent),
+            name,
+            nn.Sequential(_Rotation(rotated[layer]), linear) if layer in rotated else linear,
         )
     return copied.requires_grad_(False)
 
@@ -253,14 +295,22 @@ def _check_observed(found: Mapping[str, Tensor | None]) -> None:
         raise CalibrationError(
             f"modelopt observed nothing at {', '.join(unseen)}: no calibration state ran it. Give states with mask tokens."
         )
-    broken = [layer for layer, value in found.items() if value is not None and not bool(value.isfinite().all())]
+    broken = [
+        layer
+        for layer, value in found.items()
+        if value is not None and not bool(value.isfinite().all())
+    ]
     if broken:
-        raise CalibrationError(f"the input of {', '.join(broken)} is NaN or infinite: check the checkpoint")
+        raise CalibrationError(
+            f"the input of {', '.join(broken)} is NaN or infinite: check the checkpoint"
+        )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """modelopt prints what it does to stdout, where results go; its warnings are about models that ours is not."""
+    """modelopt prints what it does to stdout, where results go; its warnings are about models that
+    ours is not.
+    """
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,6 @@
-"""The numbers of a quantised graph: parameters with scales folded in, ranges, and codes as they are asked for."""
+"""The numbers of a quantised graph: parameters with scales folded in, ranges, and codes as they are
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import numpy as np
 from torch import Tensor
 
 from dlm_calibration import solvers
-from dlm_calibration.formats import FP16, FP32, QuantisedWeight, ScaleType, quantise_weight, with_scales
+from dlm_calibration.formats import (
+    FP16,
+    FP32,
+    QuantisedWeight,
+    ScaleType,
+    quantise_weight,
+    with_scales,
+)
 from dlm_calibration.observers import Observers
 from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
@@ -33,7 +42,8 @@ def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
 
 @dataclass
 class Folded:
-    """A source's parameters with scales folded in: rows are inputs, columns outputs (of a norm or bias: its elements).
+    """A source's parameters with scales folded in: rows are inputs, columns outputs (of a norm or
+    bias: its elements).
 
     Those of experts may differ by expert: ``[E, K]``.
     """
@@ -57,19 +67,27 @@ class Folded:
 
     def view(self, parameter: str) -> Tensor | None:
         """See ``Parameters.view``."""
-        return None if parameter in self.rows or parameter in self.columns else self.source.view(parameter)
+        return (
+            None
+            if parameter in self.rows or parameter in self.columns
+            else self.source.view(parameter)
+        )
 
     def stored_type(self, parameter: str) -> np.dtype:
         """See ``Parameters.stored_type``."""
-        return FP32 if parameter in self.rows or parameter in self.columns else self.source.stored_type(parameter)
+        return (
+            FP32
+            if parameter in self.rows or parameter in self.columns
+            else self.source.stored_type(parameter)
+        )
 
     @functools.cached_property
     def _readers(self) -> dict[str, list[LinearSpec]]:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide the input at a site by ``scales`` ``[K]``, or each expert's ``[E, K]``, and multiply the rows of all matrices
-        that read it.
+        """Divide the input at a site by ``scales`` ``[K]``, or each expert's ``[E, K]``, and
+        multiply the rows of all matrices that read it.
         """
         readers = self._readers[of]
         fold = readers[0].fold
@@ -94,7 +112,9 @@ def _transposed(matrix: Lazy) -> Lazy:
 
 
 def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
-    """Scales of the part ``at`` of an array with ``ndim`` axes, of which they lie along one, and along experts if by expert."""
+    """Scales of the part ``at`` of an array with ``ndim`` axes, of which they lie along one, and
+    along experts if by expert.
+    """
     place = ndim + axis
     found: np.ndarray = scales[at[: scales.ndim - 1] + at[place : place + 1]]
     return found
@@ -102,7 +122,9 @@ def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
 
 @dataclass
 class Quantisation:
-    """Everything that a quantised graph needs beside the trace; ``weight`` and ``embedding`` give its codes."""
+    """Everything that a quantised graph needs beside the trace; ``weight`` and ``embedding`` give
+    its codes.
+    """
 
     recipe: Recipe
     formats: dict[str, str]
@@ -115,9 +137,13 @@ class Quantisation:
     """What the graph holds scales in, but those of formats that always have them in fp16."""
     solved: Solved = field(default_factory=Solved)
     is_dense: bool = False
-    """Whether all experts are computed, as one matrix a stack: those that go down have a scale a column together."""
+    """Whether all experts are computed, as one matrix a stack: those that go down have a scale a
+    column together.
+    """
     reached: dict[str, Reached] = field(default_factory=dict)
-    """Mixture of experts -> the calibration tokens that its experts met, where any of them are quantised."""
+    """Mixture of experts -> the calibration tokens that its experts met, where any of them are
+    quantised.
+    """
     _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
@@ -129,13 +155,17 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """A layer's full-precision weight ``[K, N]``, fp32, read where it is indexed; foldings applied, rotation not."""
+        """A layer's full-precision weight ``[K, N]``, fp32, read where it is indexed; foldings
+        applied, rotation not.
+        """
         spec = self.parameters.network.quantisable()[layer]
         parameter = self._later(spec.weight)
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """The quantised weight of one of a layer's experts: solved during calibration, or rounded to nearest now."""
+        """The quantised weight of one of a layer's experts: solved during calibration, or rounded
+        to nearest now.
+        """
         name = member(layer, expert)
         if name in self.solved:
             return self.solved[name]
@@ -146,11 +176,13 @@ class Quantisation:
             found: np.ndarray = stack[of_stack][0]
             return found
 
-        return self.rounded(Lazy(stack.shape[1:], read), FORMATS[self.formats[layer]], self._shared_range(layer))
+        return self.rounded(
+            Lazy(stack.shape[1:], read), FORMATS[self.formats[layer]], self._shared_range(layer)
+        )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """The range that the experts of a stack have in common: of NVFP4, whose tensor has one scale, and in one matrix a
-        column's.
+        """The range that the experts of a stack have in common: of NVFP4, whose tensor has one
+        scale, and in one matrix a column's.
         """
         chosen = FORMATS[self.formats[layer]]
         is_column = self.is_dense and layer.endswith(".down") and chosen.weights in ("int8", "fp8")
@@ -171,11 +203,15 @@ class Quantisation:
         codes = np.concatenate([weight.codes for weight in each], along)
         scales = first.scales
         if not is_down or first.group_size is not None:  # otherwise they share a scale a column
-            scales = np.concatenate([weight.scales for weight in each], 0 if first.group_size is None else along)
+            scales = np.concatenate(
+                [weight.scales for weight in each], 0 if first.group_size is None else along
+            )
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """A layer's quantised weight: solved during calibration, or rounded to nearest now; a stack's as one matrix."""
+        """A layer's quantised weight: solved during calibration, or rounded to nearest now; a
+        stack's as one matrix.
+        """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
         spec = self.parameters.network.quantisable().get(layer)
@@ -190,17 +226,23 @@ class Quantisation:
         w = self.matrix(layer) if layer in self.rotated else self._stored(layer)
         return self.rounded(w, chosen)
 
-    def rounded(self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None) -> QuantisedWeight:
+    def rounded(
+        self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None
+    ) -> QuantisedWeight:
         """A matrix rounded to nearest in a layer format; ``amax``: see ``quantise_weight``."""
         assert chosen.weights is not None
         scale_dtype = self._scales_in(chosen)
-        return quantise_weight(w, chosen.weights, group_size=chosen.group_size, amax=amax, scale_dtype=scale_dtype)
+        return quantise_weight(
+            w, chosen.weights, group_size=chosen.group_size, amax=amax, scale_dtype=scale_dtype
+        )
 
     def _scales_in(self, chosen: LayerFormat) -> ScaleType:
         return FP16 if chosen.has_half_scales else self.scale_dtype
 
     def solve(self, layer: str, factor: Tensor, expert: int | None = None) -> None:
-        """Round a layer's weight, or one expert's, by GPTQ; ``factor`` is of its input (``gptq.inverse_factor``)."""
+        """Round a layer's weight, or one expert's, by GPTQ; ``factor`` is of its input
+        (``gptq.inverse_factor``).
+        """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
         options: dict[str, Any] = {
@@ -211,30 +253,42 @@ class Quantisation:
         if expert is None:
             self.solved[layer] = gptq.gptq(self.matrix(layer), factor, **options)
             return
-        (w,) = self.parameters.read(f"{layer}.weight", np.dtype(np.float32), (slice(expert, expert + 1),))
-        self.solved[member(layer, expert)] = gptq.gptq(w, factor, amax=self._shared_range(layer), **options)
+        (w,) = self.parameters.read(
+            f"{layer}.weight", np.dtype(np.float32), (slice(expert, expert + 1),)
+        )
+        self.solved[member(layer, expert)] = gptq.gptq(
+            w, factor, amax=self._shared_range(layer), **options
+        )
 
     def embedding(self) -> QuantisedWeight:
-        """The embedding table's codes ``[V, hidden]``, one scale a row: as the transposed matrix's columns."""
+        """The embedding table's codes ``[V, hidden]``, one scale a row: as the transposed matrix's
+        columns.
+        """
         assert self.recipe.embedding is not None
         return quantise_weight(_transposed(self._later(EMBEDDING)), self.recipe.embedding)
 
     @property
     def has_tied_table(self) -> bool:
-        """Whether the head is quantised and the embedding table is its weight, so that both share codes and scales."""
+        """Whether the head is quantised and the embedding table is its weight, so that both share
+        codes and scales.
+        """
         head = self.parameters.network.quantisable()[HEAD]
         return head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
 
     def embedding_rows(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """What the quantised graph looks up: fp32 ``[N, hidden]`` for ``ids`` ``[N]``, of which ``table`` ``[N, hidden]`` holds
-        the full-precision rows.
+        """What the quantised graph looks up: fp32 ``[N, hidden]`` for ``ids`` ``[N]``, of which
+        ``table`` ``[N, hidden]`` holds the full-precision rows.
         """
         if self.has_tied_table and HEAD in self.solved:
             return np.ascontiguousarray(self.solved[HEAD].columns(ids).dequantise().T)
         if self.has_tied_table:
-            return np.ascontiguousarray(self.rounded(table.T, FORMATS[self.formats[HEAD]]).dequantise().T)
+            return np.ascontiguousarray(
+                self.rounded(table.T, FORMATS[self.formats[HEAD]]).dequantise().T
+            )
         if self.recipe.embedding is not None:
-            return np.ascontiguousarray(quantise_weight(table.T, self.recipe.embedding).dequantise().T)
+            return np.ascontiguousarray(
+                quantise_weight(table.T, self.recipe.embedding).dequantise().T
+            )
         return table
 
     def _later(self, parameter: str) -> Lazy:

@@ -1,4 +1,6 @@
-"""Which text a denoiser is calibrated on and judged by, and the states that calibration makes of it."""
+"""Which text a denoiser is calibrated on and judged by, and the states that calibration makes of
+it.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
 
 CALIBRATION_FILE = "calibration.jsonl"  # beside a checkpoint: used where no other data is named
 MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
-"""Shares of independently masked, trajectory and clean states: CALIBRATION.md's default, and what other tools do."""
+"""Shares of independently masked, trajectory and clean states: CALIBRATION.md's default, and what
+other tools do.
+"""
 JUDGED_EVERY = 4  # of one file's samples, every fourth is kept for judging and never calibrated on
 FEWEST_TOKENS = 32
 """Calibration tokens from which an expert's weights are solved by them, unless told otherwise.
 
-On inputs drawn alike GPTQ loses less than rounding from 8 on, a third less from 32; tokens of a few texts are alike too often.
+On inputs drawn alike GPTQ loses less than rounding from 8 on, a third less from 32; tokens of a few
+texts are alike too often.
 """
 RANDOM_LENGTH = 64  # tokens of a random sample, half of it prompt
 TRAJECTORY_PASSES = 16  # a block at most: a denoiser that is sure of nothing would take one a token
@@ -44,7 +49,9 @@ TRAJECTORY_PASSES = 16  # a block at most: a denoiser that is sure of nothing wo
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """``data``: JSONL or text file. ``samples`` prompts times ``states_per_sample`` canvases; ``source`` of ``MIXES``."""
+    """``data``: JSONL or text file. ``samples`` prompts times ``states_per_sample`` canvases;
+    ``source`` of ``MIXES``.
+    """
 
     data: Path | None = None
     samples: int = 128
@@ -58,8 +65,8 @@ class CalibrationOptions:
 class Data:
     """Samples to calibrate on and other samples to judge by, with where they came from.
 
-    ``is_made_up``: nobody gave any, and they say little of what the denoiser will be asked. ``is_shared``: too few to keep
-    some apart, so that both lists are the same.
+    ``is_made_up``: nobody gave any, and they say little of what the denoiser will be asked.
+    ``is_shared``: too few to keep some apart, so that both lists are the same.
     """
 
     name: str
@@ -69,7 +76,8 @@ class Data:
     is_shared: bool
 
     def doubts(self, *, option: str, has_ranges: bool = False, is_judged: bool = True) -> list[str]:
-        """What a user should know of figures that rest on this data. ``option`` would name better data.
+        """What a user should know of figures that rest on this data. ``option`` would name better
+        data.
 
         ``has_ranges``: static activation ranges were found on it; ``is_judged``: a loss was.
         """
@@ -91,16 +99,24 @@ class Data:
         return found
 
     def provenance(self) -> dict[str, Any]:
-        return {"name": self.name, "samples": len(self.calibration), "sha256": samples_sha256(self.calibration)}
+        return {
+            "name": self.name,
+            "samples": len(self.calibration),
+            "sha256": samples_sha256(self.calibration),
+        }
 
 
-def threshold_preset(network: NetworkSpec, presets: Mapping[str, Policy], name: str | None) -> tuple[str, Policy]:
+def threshold_preset(
+    network: NetworkSpec, presets: Mapping[str, Policy], name: str | None
+) -> tuple[str, Policy]:
     """The named preset, or the parallel loop published for such a network, without draws.
 
     Raises RequestError that lists the choices.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
-    if name is None and network.visible_block is not None:  # Fast-dLLM v2's takes some lengths of a block only
+    if (
+        name is None and network.visible_block is not None
+    ):  # Fast-dLLM v2's takes some lengths of a block only
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
     if chosen not in presets:
         raise RequestError(f"no preset {chosen!r}: one of {', '.join(presets)}")
@@ -115,15 +131,19 @@ def load_data(
     *,
     is_calibrating: bool = True,
 ) -> Data:
-    """Read the data named in ``options``; else the checkpoint's own; else a built-in set; else random ids.
+    """Read the data named in ``options``; else the checkpoint's own; else a built-in set; else
+    random ids.
 
-    Where nothing is calibrated, all samples of named data are judged by. Raises CalibrationError and RequestError for files
-    that cannot be used.
+    Where nothing is calibrated, all samples of named data are judged by. Raises CalibrationError
+    and RequestError for files that cannot be used.
     """
     c = network
     own = folder / CALIBRATION_FILE
     path = options.data or (own if own.is_file() and tokenizer is not None else None)
-    limits: dict[str, Any] = {"eos_token_id": c.end_token_id, "max_canvas_length": c.max_canvas_length}
+    limits: dict[str, Any] = {
+        "eos_token_id": c.end_token_id,
+        "max_canvas_length": c.max_canvas_length,
+    }
     if path is not None:
         if tokenizer is None:
             raise RequestError(f"{path}: {folder} has no tokenizer to read text with")
@@ -135,7 +155,9 @@ def load_data(
     if options.data is not None and not is_calibrating:
         return Data(name, [], samples, is_made_up=False, is_shared=False)
     judging = samples[JUDGED_EVERY - 1 :: JUDGED_EVERY]
-    calibration = [sample for i, sample in enumerate(samples) if i % JUDGED_EVERY != JUDGED_EVERY - 1]
+    calibration = [
+        sample for i, sample in enumerate(samples) if i % JUDGED_EVERY != JUDGED_EVERY - 1
+    ]
     is_shared = not judging
     if is_shared:
         calibration, judging = samples, samples
@@ -147,21 +169,31 @@ def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]
     length = min(RANDOM_LENGTH, c.max_canvas_length)
     special = (c.mask_token_id, *c.eos_token_ids)
     count = options.samples * JUDGED_EVERY // (JUDGED_EVERY - 1) + 1
-    return [Sample(random_tokens(length, c.vocab_size, special, rng), length // 2, None, None) for _ in range(count)]
+    return [
+        Sample(random_tokens(length, c.vocab_size, special, rng), length // 2, None, None)
+        for _ in range(count)
+    ]
 
 
-def trajectories(layered: Layered, policy: Policy, memory_bytes: int | None, on_done: Callable[[], None]) -> Trajectories:
-    """Samples' canvases under a policy: before the first pass and after each one, their responses masked.
+def trajectories(
+    layered: Layered, policy: Policy, memory_bytes: int | None, on_done: Callable[[], None]
+) -> Trajectories:
+    """Samples' canvases under a policy: before the first pass and after each one, their responses
+    masked.
 
-    A block takes ``TRAJECTORY_PASSES`` at most. ``memory_bytes``: see ``lockstep.courses``. ``on_done`` is called a sample,
-    as soon as that share of all masked positions is decided.
+    A block takes ``TRAJECTORY_PASSES`` at most. ``memory_bytes``: see ``lockstep.courses``.
+    ``on_done`` is called a sample, as soon as that share of all masked positions is decided.
     """
-    from dlm_export.network import lockstep  # here: data is read, and bundles are judged by it, without torch
+    from dlm_export.network import (
+        lockstep,
+    )  # here: data is read, and bundles are judged by it, without torch
 
     c = layered.network
     block_length = policy.block_length or 32
     if policy.commit == "threshold":
-        policy = replace(policy, commit="dynamic", steps_per_block=min(block_length, TRAJECTORY_PASSES))
+        policy = replace(
+            policy, commit="dynamic", steps_per_block=min(block_length, TRAJECTORY_PASSES)
+        )
 
     def start(sample: Sample) -> Canvas:
         prompt_length = sample.prompt_length or max(1, len(sample.tokens) // 2)
@@ -194,18 +226,26 @@ def calibration_states(
     on_sample: Callable[[], None],
     memory_bytes: int | None = None,
 ) -> Iterator[State]:
-    """The states of ``data.calibration``; see ``trajectories``, which are run if they are asked for."""
+    """The states of ``data.calibration``; see ``trajectories``, which are run if they are asked
+    for.
+    """
     _, policy = threshold_preset(source.network, source.presets, options.preset)
-    runs = trajectories(layered, policy, memory_bytes, on_sample) if MIXES[options.source][1] else None
+    runs = (
+        trajectories(layered, policy, memory_bytes, on_sample) if MIXES[options.source][1] else None
+    )
     return _states(source, data, options, runs)
 
 
 def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:
-    """States of ``data.calibration`` that need no denoiser: masked ones take the places of those of trajectories."""
+    """States of ``data.calibration`` that need no denoiser: masked ones take the places of those of
+    trajectories.
+    """
     return _states(source, data, options, None)
 
 
-def _states(source: Source, data: Data, options: CalibrationOptions, runs: Trajectories | None) -> Iterator[State]:
+def _states(
+    source: Source, data: Data, options: CalibrationOptions, runs: Trajectories | None
+) -> Iterator[State]:
     c = source.network
     _, policy = threshold_preset(c, source.presets, options.preset)
     return make_states(

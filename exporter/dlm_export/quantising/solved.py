@@ -20,7 +20,9 @@ _CODES = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
 
 
 class Solved:
-    """Layer -> its rounded weight. With a ``folder`` each is a file there, written whole or not at all, with its SHA-256."""
+    """Layer -> its rounded weight. With a ``folder`` each is a file there, written whole or not at
+    all, with its SHA-256.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         if folder is not None:
@@ -39,7 +41,9 @@ class Solved:
         codes = weight.codes.astype(np.int8) if weight.format == "int4" else weight.codes
         flat = np.ascontiguousarray(codes).view(np.uint8).reshape(-1)
         arrays = {
-            "codes": pack_nibbles(np.pad(flat & np.uint8(15), (0, flat.size % 2))) if nibbles else flat,
+            "codes": pack_nibbles(np.pad(flat & np.uint8(15), (0, flat.size % 2)))
+            if nibbles
+            else flat,
             "scales": np.ascontiguousarray(weight.scales).view(np.uint8),
         }
         described = {
@@ -61,8 +65,15 @@ class Solved:
         path = self._path(layer)
         try:
             with safe_open(path, "numpy") as file:
-                described, codes, scales = file.metadata(), file.get_tensor("codes"), file.get_tensor("scales")
-            if described.pop("sha256") != _digest(described, codes=codes, scales=scales) or described["layer"] != layer:
+                described, codes, scales = (
+                    file.metadata(),
+                    file.get_tensor("codes"),
+                    file.get_tensor("scales"),
+                )
+            if (
+                described.pop("sha256") != _digest(described, codes=codes, scales=scales)
+                or described["layer"] != layer
+            ):
                 raise ValueError("its content has another SHA-256, or is another layer's")
             format, shape = described["format"], tuple(map(int, described["shape"].split()))
             if format in ("int4", "nvfp4"):
@@ -76,7 +87,9 @@ class Solved:
                 format,
                 codes.reshape(shape),
                 scales.view(kind).reshape(tuple(map(int, described["scales"].split()))),
-                np.float32(float.fromhex(described["global_scale"])) if described["global_scale"] else None,
+                np.float32(float.fromhex(described["global_scale"]))
+                if described["global_scale"]
+                else None,
                 int(described["group_size"]) or None,
             )
         except (SafetensorError, OSError, KeyError, ValueError) as err:

@@ -1,8 +1,9 @@
 """What an engine holds a layer in, against what the recipe asked for: nothing falls back unsaid.
 
-Layers are matrix multiplications, found by the module path that the device graph's nodes carry in their names. Without a GPU
-the parsed, strongly typed network is read: both operands are followed back to what dequantises them. On a device the
-engine inspector's own account comes on top. A table maps module paths to formats as recipes call them.
+Layers are matrix multiplications, found by the module path that the device graph's nodes carry in
+their names. Without a GPU the parsed, strongly typed network is read: both operands are followed
+back to what dequantises them. On a device the engine inspector's own account comes on top. A table
+maps module paths to formats as recipes call them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ MATMUL = "MatMul"  # nodes of a device graph are called <module path>/<operator>
 FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
 NUMBERS = {"INT8": "int8", "INT4": "int4", "FP8": "fp8", "FP4": "nvfp4"}
 # As the inspector spells them in "Format/Datatype", e.g. "Row major linear FP8 format".
-INSPECTED = {"FP4": "nvfp4", "E2M1": "nvfp4", "FP8": "fp8", "E4M3": "fp8", "INT4": "int4", "INT8": "int8"}
-# An engine holds the weights as the data file does, page padding apart, and besides them kernels and constants.
+INSPECTED = {
+    "FP4": "nvfp4",
+    "E2M1": "nvfp4",
+    "FP8": "fp8",
+    "E4M3": "fp8",
+    "INT4": "int4",
+    "INT8": "int8",
+}
+# An engine holds the weights as the data file does, page padding apart, and besides them kernels
+# and constants.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 
@@ -37,11 +46,19 @@ def differs(asked: str, held: str) -> bool:
 
 def fallbacks(table: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """What is held otherwise, for the manifest."""
-    return {layer: {"asked": name, "held": table[layer]} for layer, name in asked.items() if differs(name, table[layer])}
+    return {
+        layer: {"asked": name, "held": table[layer]}
+        for layer, name in asked.items()
+        if differs(name, table[layer])
+    }
 
 
-def check(table: Mapping[str, str], asked: Mapping[str, str], target: str, *, allow_fallback: bool) -> None:
-    """Raises AuditError that names every layer that is missing or held otherwise, unless fallbacks are allowed."""
+def check(
+    table: Mapping[str, str], asked: Mapping[str, str], target: str, *, allow_fallback: bool
+) -> None:
+    """Raises AuditError that names every layer that is missing or held otherwise, unless fallbacks
+    are allowed.
+    """
     missing = [layer for layer in asked if layer not in table]
     if missing:
         names = f"{', '.join(missing[:8])}{_more(missing)}"
@@ -60,7 +77,9 @@ def _more(names: list[str]) -> str:
 
 
 def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fallback: bool) -> None:
-    """Raises AuditError if an engine's size does not go with its weights': widened again, or left out."""
+    """Raises AuditError if an engine's size does not go with its weights': widened again, or left
+    out.
+    """
     low, high = int(SIZE_LEAST * weights_bytes), int(SIZE_MOST * weights_bytes) + SIZE_KERNELS_BYTES
     padding = 4096 * 2048  # of a data file, pages: more than any denoiser's tensors waste
     if not low - padding <= engine_bytes <= high and not allow_fallback:
@@ -79,11 +98,16 @@ class _Network:
     def __init__(self, network: Any) -> None:
         self.layers = [network.get_layer(i) for i in range(network.num_layers)]
         self.producers = {
-            layer.get_output(j).name: layer for layer in self.layers for j in range(layer.num_outputs) if layer.get_output(j)
+            layer.get_output(j).name: layer
+            for layer in self.layers
+            for j in range(layer.num_outputs)
+            if layer.get_output(j)
         }
 
     def source(self, tensor: Any) -> Any:
-        """The layer that makes a tensor's values, seen through those that only move them; None for a network input."""
+        """The layer that makes a tensor's values, seen through those that only move them; None for
+        a network input.
+        """
         layer = self.producers.get(tensor.name)
         while layer is not None and _kind(layer) in ("SHUFFLE", "IDENTITY"):
             layer = self.producers.get(layer.get_input(0).name)
@@ -107,8 +131,13 @@ def network_table(network: Any) -> dict[str, str]:
         if _kind(layer) != "MATRIX_MULTIPLY" or operator.partition(".")[0] != MATMUL:
             continue
         made = parsed.source(layer.get_input(1))
-        if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):  # and no product of activations
-            table[path] = _format(parsed, layer)  # the last of a path: a rotation of the layer's input stands before it
+        if made is not None and _kind(made) in (
+            "CONSTANT",
+            "DEQUANTIZE",
+        ):  # and no product of activations
+            table[path] = _format(
+                parsed, layer
+            )  # the last of a path: a rotation of the layer's input stands before it
     return table
 
 
@@ -120,14 +149,21 @@ def _format(parsed: _Network, matmul: Any) -> str:
         return FULL.get(dtype, dtype.lower())
     for name, known in FORMATS.items():
         is_group = known.weights != "int4" or known.group_size == group_size
-        # Ranges of each pass do not exist in TensorRT: static is what its quantised activations are.
-        if (known.weights, known.activations) == (weights, activations) and is_group and not known.is_dynamic:
+        # Ranges of each pass do not exist in TensorRT: static is what its quantised activations
+        # are.
+        if (
+            (known.weights, known.activations) == (weights, activations)
+            and is_group
+            and not known.is_dynamic
+        ):
             return name
     return f"weights {weights or 'in full'} in groups of {group_size}, activations {activations or 'in full'}"
 
 
 def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str | None, int | None]:
-    """The number format that an operand is dequantised from, and its group size along the inputs; None in full precision."""
+    """The number format that an operand is dequantised from, and its group size along the inputs;
+    None in full precision.
+    """
     dequantise = parsed.source(tensor)
     if dequantise is None or _kind(dequantise) != "DEQUANTIZE":
         return None, None
@@ -140,7 +176,10 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
     if not is_weight or len(tuple(scales.shape)) < 2:
         return name, None
     # int4 [K, N] with scales [K / group, N]; nvfp4 [N, K] with [N, K / group]: one axis is shorter.
-    ratios = [-(-size // groups) for size, groups in zip(tuple(codes.shape), tuple(scales.shape), strict=True)]
+    ratios = [
+        -(-size // groups)
+        for size, groups in zip(tuple(codes.shape), tuple(scales.shape), strict=True)
+    ]
     return name, max(ratios)
 
 
@@ -148,17 +187,23 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
 
 
 def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, str]:
-    """The table that an engine's layers bear out, from IEngineInspector's JSON (detailed profiling verbosity).
+    """The table that an engine's layers bear out, from IEngineInspector's JSON (detailed profiling
+    verbosity).
 
-    A layer keeps its format of ``expected`` if an engine layer that contains its node reads a tensor of its number format;
-    otherwise the widest type that this layer reads is named. Raises AuditError where the JSON has no layers.
+    A layer keeps its format of ``expected`` if an engine layer that contains its node reads a
+    tensor of its number format; otherwise the widest type that this layer reads is named. Raises
+    AuditError where the JSON has no layers.
     """
     try:
         layers = json.loads(information).get("Layers")
     except (ValueError, AttributeError) as err:
-        raise AuditError(f"the engine inspector's report is not readable ({err}): build with another TensorRT") from err
+        raise AuditError(
+            f"the engine inspector's report is not readable ({err}): build with another TensorRT"
+        ) from err
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
-        raise AuditError("the engine inspector tells no layers: this TensorRT does not keep them in the engine")
+        raise AuditError(
+            "the engine inspector tells no layers: this TensorRT does not keep them in the engine"
+        )
     seen: dict[str, set[str]] = {}
     for layer in layers:
         types = set(_input_types(layer))
@@ -169,7 +214,12 @@ def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, 
         types = seen.get(path, set())
         known = FORMATS.get(name)
         numbers = {known.weights, known.activations} - {None} if known is not None else set()
-        held = {number for text in types for spelled, number in INSPECTED.items() if spelled in text.upper()}
+        held = {
+            number
+            for text in types
+            for spelled, number in INSPECTED.items()
+            if spelled in text.upper()
+        }
         table[path] = name if numbers <= held else " and ".join(sorted(types)) or "nowhere"
     return table
 

@@ -1,7 +1,7 @@
 """Which TensorRT builds for a device, here and now.
 
-TensorRT-RTX builds ahead of time, without a GPU, for the compute capabilities that it is told; TensorRT builds on the
-device and for it alone.
+TensorRT-RTX builds ahead of time, without a GPU, for the compute capabilities that it is told;
+TensorRT builds on the device and for it alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ RTX, TENSORRT = "tensorrt_rtx", "tensorrt"  # builders, as the manifest calls th
 
 @dataclass(frozen=True)
 class Builder:
-    """A TensorRT that can build for a target here and now. ``sms``: compute capabilities, tens and ones."""
+    """A TensorRT that can build for a target here and now. ``sms``: compute capabilities, tens and
+    ones.
+    """
 
     kind: str
     module: ModuleType
@@ -35,19 +37,22 @@ def deferred_command(folder: Path, target: Target) -> str:
 def find_builder(target: Target, options: EngineOptions) -> Builder | None:
     """The TensorRT that builds for ``target`` here; None if that has to happen on the device.
 
-    Raises BuilderError if TensorRT-RTX, which could, is not installed, or if the GPU of this machine is another one;
-    EngineError if an option is nothing that the builder takes.
+    Raises BuilderError if TensorRT-RTX, which could, is not installed, or if the GPU of this
+    machine is another one; EngineError if an option is nothing that the builder takes.
     """
     wanted = options.builder
     assert target.sm is not None, target.name
     kinds = [{"rtx": RTX, "tensorrt": TENSORRT}[kind] for kind in target.engine_kinds]
     if wanted is not None and wanted not in kinds:
-        raise EngineError(f"{wanted} does not build for {target.name} (SM {sm_text(target.sm)}): {' or '.join(kinds)} does")
+        raise EngineError(
+            f"{wanted} does not build for {target.name} (SM {sm_text(target.sm)}): {' or '.join(kinds)} does"
+        )
     if RTX in kinds and wanted != TENSORRT:
         module = _rtx_module()
         if module is not None:
             if options.timing_cache is not None:
-                # Since TensorRT-RTX 1.2 its timing caches hold nothing, and asking for one fails where there is no GPU.
+                # Since TensorRT-RTX 1.2 its timing caches hold nothing, and asking for one fails
+                # where there is no GPU.
                 raise EngineError("TensorRT-RTX keeps no timings: leave --timing-cache out")
             return Builder(RTX, module, (target.sm,))
         if wanted == RTX or importlib.util.find_spec("tensorrt") is None:
@@ -75,7 +80,9 @@ def _rtx_module() -> ModuleType | None:
     for name in RTX_MODULES:
         if importlib.util.find_spec(name) is not None:
             if importlib.util.find_spec("tensorrt_rtx_libs") is not None:
-                importlib.import_module("tensorrt_rtx_libs")  # loads the libraries that the bindings link
+                importlib.import_module(
+                    "tensorrt_rtx_libs"
+                )  # loads the libraries that the bindings link
             try:
                 return importlib.import_module(name)
             except ImportError as err:

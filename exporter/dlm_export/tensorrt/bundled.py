@@ -1,6 +1,7 @@
 """Engines of a bundle that stands: one more, or one less, under its lock and by renames.
 
-A kill at any moment leaves a bundle that opens: no manifest ever lists an engine that is not there or is another.
+A kill at any moment leaves a bundle that opens: no manifest ever lists an engine that is not there
+or is another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from dlm_export.outputs import OutputError, TakenError, replaced
 from dlm_export.progress import Progress
 from dlm_export.targets import Target, recipe_for, sm_text
 from dlm_export.tensorrt.builders import deferred_command, find_builder
-from dlm_export.tensorrt.engine import Built, build_engine, check_device_graph, engine_file, with_engine, without_engine
+from dlm_export.tensorrt.engine import (
+    Built,
+    build_engine,
+    check_device_graph,
+    engine_file,
+    with_engine,
+    without_engine,
+)
 from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOptions
 
 
@@ -29,14 +37,18 @@ def add_engine(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Built:
-    """Build an engine into an existing bundle. ``manifest`` is the bundle's, checked by the runtime.
+    """Build an engine into an existing bundle. ``manifest`` is the bundle's, checked by the
+    runtime.
 
-    The engine and then the manifest are renamed into place; until then the bundle is as it was. An engine that is replaced goes
-    from the manifest first. Raises EngineError, AuditError, TargetError, OutputError.
+    The engine and then the manifest are renamed into place; until then the bundle is as it was. An
+    engine that is replaced goes from the manifest first. Raises EngineError, AuditError,
+    TargetError, OutputError.
     """
     entries = manifest["loop"].get("engines", {})
     if target.name in entries and not force:
-        raise TakenError(f"{folder}: has an engine for {target.name}. Pass --force to build it again.")
+        raise TakenError(
+            f"{folder}: has an engine for {target.name}. Pass --force to build it again."
+        )
     check_device_graph(folder, manifest, target)
     _check_precision(target, manifest["precision"])
     builder = find_builder(target, options)
@@ -55,24 +67,34 @@ def add_engine(
     with _changing(folder / name, manifest):
         others = {file: entry for file, entry in manifest["files"].items() if file != name}
         with replaced(folder / name) as staged:
-            built = build_engine(folder, manifest, manifest["files"], target, builder, options, staged, progress)
+            built = build_engine(
+                folder, manifest, manifest["files"], target, builder, options, staged, progress
+            )
             made = {"bytes": staged.stat().st_size, "sha256": sha256(staged)}
             if target.name in entries:
                 write_manifest(folder, without_engine(manifest, target.name), others)
         targets = list(dict.fromkeys([*manifest["targets"], target.name]))
-        write_manifest(folder, with_engine(manifest, built) | {"targets": targets}, others | {name: made})
+        write_manifest(
+            folder, with_engine(manifest, built) | {"targets": targets}, others | {name: made}
+        )
     return built
 
 
 def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int:
-    """Take an engine out of a bundle; returns the bytes that its file had. Raises EngineError, OutputError."""
+    """Take an engine out of a bundle; returns the bytes that its file had. Raises EngineError,
+    OutputError.
+    """
     entries = manifest["loop"].get("engines", {})
     if target.name not in entries:
-        raise EngineError(f"{folder}: has no engine for {target.name}, only for {', '.join(entries) or 'none'}")
+        raise EngineError(
+            f"{folder}: has no engine for {target.name}, only for {', '.join(entries) or 'none'}"
+        )
     path = folder / entries[target.name]["file"]
     with _changing(path, manifest):
         size = path.stat().st_size if path.is_file() else 0
-        files = {name: entry for name, entry in manifest["files"].items() if name != engine_file(target)}
+        files = {
+            name: entry for name, entry in manifest["files"].items() if name != engine_file(target)
+        }
         write_manifest(folder, without_engine(manifest, target.name), files)
         path.unlink(missing_ok=True)
     return size
@@ -84,7 +106,9 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
     folder = path.parent.parent
     with changing(folder, manifest, path.relative_to(folder).as_posix()):
         if path.parent.is_symlink():
-            raise OutputError(f"{path.parent}: a symbolic link, which may lead out of the bundle: nothing is written there")
+            raise OutputError(
+                f"{path.parent}: a symbolic link, which may lead out of the bundle: nothing is written there"
+            )
         path.parent.mkdir(exist_ok=True)
         for left in path.parent.glob("*.engine.new"):  # by a kill: who makes one holds the lock
             left.unlink()

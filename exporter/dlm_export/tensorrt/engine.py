@@ -1,8 +1,10 @@
-"""An engine from a bundle's device graph: one code path over the Builder API of TensorRT 10, 11 and TensorRT-RTX.
+"""An engine from a bundle's device graph: one code path over the Builder API of TensorRT 10, 11 and
+TensorRT-RTX.
 
-Either parses ``device.onnx`` from its file, so weights are mapped, not copied through a second model in memory. Networks are
-strongly typed: the graph's types are the engine's. Everything that the builder logs as an error goes into the exception, and
-warnings that mean a part of the graph was ignored are errors.
+Either parses ``device.onnx`` from its file, so weights are mapped, not copied through a second
+model in memory. Networks are strongly typed: the graph's types are the engine's. Everything that
+the builder logs as an error goes into the exception, and warnings that mean a part of the graph was
+ignored are errors.
 """
 
 from __future__ import annotations
@@ -25,17 +27,32 @@ from dlm_export.signals import handled_by
 from dlm_export.targets import Target
 from dlm_export.tensorrt import audit
 from dlm_export.tensorrt.builders import RTX, TENSORRT, Builder
-from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOptions, Limits, check_memory, limits_of
+from dlm_export.tensorrt.estimate import (
+    BuilderError,
+    EngineError,
+    EngineOptions,
+    Limits,
+    check_memory,
+    limits_of,
+)
 from dlm_runtime.files import read_bytes
 
 # Warnings that mean the engine would not compute the graph; all others are shown.
 TIMINGS_LIMIT_BYTES = 1 << 30
-FATAL_WARNINGS = ("unused input", "out of range int64", "ignoring", "logger is ignored", "not supported")
+FATAL_WARNINGS = (
+    "unused input",
+    "out of range int64",
+    "ignoring",
+    "logger is ignored",
+    "not supported",
+)
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a build gave: the manifest's entries of the engine (``loop.engines``, ``audits``), seconds, warnings for people."""
+    """What a build gave: the manifest's entries of the engine (``loop.engines``, ``audits``),
+    seconds, warnings for people.
+    """
 
     target: str
     entry: dict[str, Any]
@@ -48,10 +65,16 @@ class Built:
 
 
 def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
-    """The manifest with an engine in it, in place of the target's old one; ``files`` stays as it is."""
+    """The manifest with an engine in it, in place of the target's old one; ``files`` stays as it
+    is.
+    """
     loop, audits = manifest["loop"], manifest.get("audits", {})
     engines = loop.get("engines", {}) | {built.target: built.entry}
-    return {**manifest, "loop": loop | {"engines": engines}, "audits": audits | {built.target: built.audit}}
+    return {
+        **manifest,
+        "loop": loop | {"engines": engines},
+        "audits": audits | {built.target: built.audit},
+    }
 
 
 def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
@@ -61,7 +84,11 @@ def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
         return {name: entry for name, entry in entries.items() if name != target}
 
     loop, audits = manifest["loop"], manifest.get("audits", {})
-    return {**manifest, "loop": loop | {"engines": others(loop["engines"])}, "audits": others(audits)}
+    return {
+        **manifest,
+        "loop": loop | {"engines": others(loop["engines"])},
+        "audits": others(audits),
+    }
 
 
 def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
@@ -85,10 +112,12 @@ def build_engine(
     output: Path,
     progress: Progress | None = None,
 ) -> Built:
-    """Write the engine of a bundle's device graph to ``output``; the manifest is the caller's to change.
+    """Write the engine of a bundle's device graph to ``output``; the manifest is the caller's to
+    change.
 
-    ``files`` has size and SHA-256 of the bundle's files by name. Raises EngineError, BuilderError, audit.AuditError, OSError;
-    ``output`` is then the caller's to remove. Signals that end a process cancel the builder first.
+    ``files`` has size and SHA-256 of the bundle's files by name. Raises EngineError, BuilderError,
+    audit.AuditError, OSError; ``output`` is then the caller's to remove. Signals that end a process
+    cancel the builder first.
     """
     progress = progress or Silent()
     check_device_graph(folder, manifest, target)
@@ -109,19 +138,31 @@ def build_engine(
     parsed = parser.parse_from_file(str(folder / graph))
     _raise_logged(logger, f"{folder / graph}: TensorRT {trt.__version__} cannot parse it", parsed)
     table = audit.network_table(network)
-    asked = manifest["precision"].get("layers") or dict.fromkeys(denoiser.quantisable(), loop["graph"]["cache_dtype"])
+    asked = manifest["precision"].get("layers") or dict.fromkeys(
+        denoiser.quantisable(), loop["graph"]["cache_dtype"]
+    )
     audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
-    config = _make_config(trt, trt_builder, network, loop["graph"]["ports"], builder, limits, options)
+    config = _make_config(
+        trt, trt_builder, network, loop["graph"]["ports"], builder, limits, options
+    )
     with _cancellable(trt, config, progress, f"build engine {target.name}"):
         succeeded = _serialise(trt, trt_builder, network, config, output)
-    _raise_logged(logger, f"TensorRT {trt.__version__} cannot build the engine for {target.name}", succeeded)
-    audit.check_size(output.stat().st_size, expected_bytes, target.name, allow_fallback=options.allow_fallback)
+    _raise_logged(
+        logger, f"TensorRT {trt.__version__} cannot build the engine for {target.name}", succeeded
+    )
+    audit.check_size(
+        output.stat().st_size, expected_bytes, target.name, allow_fallback=options.allow_fallback
+    )
     method = "network"
     if builder.kind == TENSORRT:
         method = "inspector"
         engine = trt.Runtime(logger).deserialize_cuda_engine(output.read_bytes())
-        _raise_logged(logger, f"the engine for {target.name} does not load again", engine is not None)
-        information = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+        _raise_logged(
+            logger, f"the engine for {target.name} does not load again", engine is not None
+        )
+        information = engine.create_engine_inspector().get_engine_information(
+            trt.LayerInformationFormat.JSON
+        )
         table = audit.inspector_table(information, table)
         audit.check(table, asked, target.name, allow_fallback=options.allow_fallback)
     if options.timing_cache is not None:
@@ -145,13 +186,20 @@ def build_engine(
         "fallbacks": audit.fallbacks(table, asked),
         "device_bytes": found.device,
     }
-    return Built(target.name, entry | {"seal": seal(entry)}, audited, round(time.perf_counter() - began, 3), logger.shown)
+    return Built(
+        target.name,
+        entry | {"seal": seal(entry)},
+        audited,
+        round(time.perf_counter() - began, 3),
+        logger.shown,
+    )
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
     """Build the engine into a file; False: the logger has the reason.
 
-    A builder that writes in pieces never holds the whole engine beside the weights; older ones cannot.
+    A builder that writes in pieces never holds the whole engine beside the weights; older ones
+    cannot.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)
@@ -185,9 +233,13 @@ def engine_file(target: Target) -> str:
 
 
 def seal(entry: Mapping[str, Any]) -> str:
-    """SHA-256 of an entry without its seal, as canonical JSON: what tells an edited entry from the one that was written."""
+    """SHA-256 of an entry without its seal, as canonical JSON: what tells an edited entry from the
+    one that was written.
+    """
     bare = {key: value for key, value in entry.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def _network_flags(trt: Any) -> int:
@@ -197,7 +249,9 @@ def _network_flags(trt: Any) -> int:
 
 @functools.cache
 def _logger(base: Any) -> Any:
-    """The ILogger that keeps errors and warnings: one a process, as TensorRT ignores all but the first while it lives."""
+    """The ILogger that keeps errors and warnings: one a process, as TensorRT ignores all but the
+    first while it lives.
+    """
     levels = base.Severity
 
     class Logger(base):  # type: ignore[misc]
@@ -216,14 +270,18 @@ def _logger(base: Any) -> Any:
             elif severity == levels.WARNING:
                 is_fatal = any(pattern in text.lower() for pattern in FATAL_WARNINGS)
                 into = self.errors if is_fatal else self.shown
-                if "Int64 binding" not in text and text not in into:  # int64 ids are what the runtime feeds
+                if (
+                    "Int64 binding" not in text and text not in into
+                ):  # int64 ids are what the runtime feeds
                     into.append(text)
 
     return Logger()
 
 
 def _raise_logged(logger: Any, what: str, succeeded: Any) -> None:
-    """BuilderError with everything that the logger kept; errors count even where the call claims success."""
+    """BuilderError with everything that the logger kept; errors count even where the call claims
+    success.
+    """
     if succeeded and not logger.errors:
         return
     reasons = "; ".join(dict.fromkeys(logger.errors)) or "it gave no reason"
@@ -248,14 +306,20 @@ def _make_config(
         for i, sm in enumerate(builder.sms):
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
     else:
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the inspector tells types only then
+        config.profiling_verbosity = (
+            trt.ProfilingVerbosity.DETAILED
+        )  # the inspector tells types only then
     if options.timing_cache is not None:
         path = options.timing_cache
         known = read_bytes(path, TIMINGS_LIMIT_BYTES, BuilderError) if path.exists() else b""
         config.set_timing_cache(config.create_timing_cache(known), False)
     for ranges in limits.profiles().values():
         profile = trt_builder.create_optimization_profile()
-        for port, of in (("input_ids", "tokens"), ("position_ids", "tokens"), ("score_rows", "rows")):
+        for port, of in (
+            ("input_ids", "tokens"),
+            ("position_ids", "tokens"),
+            ("score_rows", "rows"),
+        ):
             profile.set_shape(ports[port], *((1, size) for size in ranges[of]))
         for layer in ports["layers"]:
             shapes = [(1, layer["kv_heads"], size, layer["head_size"]) for size in ranges["cached"]]
@@ -268,7 +332,9 @@ def _make_config(
 
 @contextmanager
 def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Iterator[None]:
-    """Show the builder's phases as progress, and let signals that end a process stop it between two steps."""
+    """Show the builder's phases as progress, and let signals that end a process stop it between two
+    steps.
+    """
     stopped: list[int] = []
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -292,8 +358,8 @@ def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Itera
 
     monitor = Monitor()
     config.progress_monitor = monitor
-    # An exception must not cross the builder's frames: the handler only remembers, and the monitor says no. Whose signals they
-    # are gets the first one afterwards.
+    # An exception must not cross the builder's frames: the handler only remembers, and the monitor
+    # says no. Whose signals they are gets the first one afterwards.
     with handled_by(lambda got, _: stopped.append(got)):
         try:
             yield

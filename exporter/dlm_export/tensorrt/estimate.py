@@ -1,4 +1,6 @@
-"""What an engine takes: the passes it is built for, and memory by formula, refused with the figure that would fit."""
+"""What an engine takes: the passes it is built for, and memory by formula, refused with the figure
+that would fit.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 WORKSPACE_BYTES = 1 << 30
 HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5  # of a build, over the weights: see BENCHMARKS.md
-DEVICE_OVERHEAD_BYTES = 768 << 20  # CUDA's context, kernels and the builder's own scratch on a device
+DEVICE_OVERHEAD_BYTES = (
+    768 << 20
+)  # CUDA's context, kernels and the builder's own scratch on a device
 
 
 class EngineError(DlmError):
@@ -21,14 +25,18 @@ class EngineError(DlmError):
 
 
 class BuilderError(EngineError):
-    """This machine cannot build it: TensorRT is missing, refused the graph or failed on it; memory or the GPU is not there."""
+    """This machine cannot build it: TensorRT is missing, refused the graph or failed on it; memory
+    or the GPU is not there.
+    """
 
     exit_code = ExitCode.COULD_NOT
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is built. ``canvas``, ``block``: most tokens of a canvas and of a cached pass; None takes the bundle's."""
+    """How an engine is built. ``canvas``, ``block``: most tokens of a canvas and of a cached pass;
+    None takes the bundle's.
+    """
 
     canvas: int | None = None
     block: int | None = None
@@ -40,7 +48,9 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest passes that an engine takes: canvas without cache; block, also the most scored rows, with one."""
+    """The largest passes that an engine takes: canvas without cache; block, also the most scored
+    rows, with one.
+    """
 
     canvas: int
     block: int
@@ -49,7 +59,11 @@ class Limits:
         """Optimisation profiles: ``[min, opt, max]`` of tokens T, cached S and scored rows R."""
         rows = [1, min(32, self.block), self.block]
         return {
-            "prefill": {"tokens": [1, max(1, self.canvas // 2), self.canvas], "cached": [0, 0, 0], "rows": rows},
+            "prefill": {
+                "tokens": [1, max(1, self.canvas // 2), self.canvas],
+                "cached": [0, 0, 0],
+                "rows": rows,
+            },
             "block": {
                 "tokens": [1, min(32, self.block), self.block],
                 "cached": [0, self.canvas // 2, self.canvas],
@@ -60,7 +74,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that an engine takes, by formula. ``device``: weights, cache, passes and the context; ``host``: while building."""
+    """Bytes that an engine takes, by formula. ``device``: weights, cache, passes and the context;
+    ``host``: while building.
+    """
 
     weights: int
     cache: int
@@ -70,7 +86,8 @@ class Estimate:
 
 
 def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits:
-    """The passes that a loop of ``block_length`` makes on canvases of ``longest`` tokens, within what was asked.
+    """The passes that a loop of ``block_length`` makes on canvases of ``longest`` tokens, within
+    what was asked.
 
     Raises EngineError.
     """
@@ -86,16 +103,18 @@ def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits
 def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estimate:
     """Memory by formula, in bytes.
 
-    cache = 2 (past, present) * canvas * keys and values of all layers at 2 bytes an element. Passes hold the activations of
-    the widest layer (residual, norm, q, k, v, attention, the two halves of the MLP and their product), and fp32 logits,
-    probabilities and sorted rows of the scored ones.
+    cache = 2 (past, present) * canvas * keys and values of all layers at 2 bytes an element. Passes
+    hold the activations of the widest layer (residual, norm, q, k, v, attention, the two halves of
+    the MLP and their product), and fp32 logits, probabilities and sorted rows of the scored ones.
     """
     canvas, rows = limits.canvas, limits.block
     cache = 2 * canvas * network.cache_bytes(2)
     width = 4 * network.hidden_size + max(_inner_width(layer) for layer in network.layers)
     passes = canvas * width * 2 + 4 * rows * network.vocab_size * 4
     device = weights_bytes + cache + passes + DEVICE_OVERHEAD_BYTES
-    return Estimate(weights_bytes, cache, passes, device, int(HOST_FACTOR * weights_bytes) + HOST_OVERHEAD_BYTES)
+    return Estimate(
+        weights_bytes, cache, passes, device, int(HOST_FACTOR * weights_bytes) + HOST_OVERHEAD_BYTES
+    )
 
 
 def _inner_width(layer: LayerSpec) -> int:
@@ -105,9 +124,11 @@ def _inner_width(layer: LayerSpec) -> int:
     return 2 * (a.heads + a.kv_heads) * a.head_size + 3 * inside
 
 
-def check_memory(network: NetworkSpec, target: Target, weights_bytes: int, limits: Limits, *, on_host: bool) -> Estimate:
-    """The estimate. Raises EngineError, with figures and what would fit, if the target is too small for it; ``on_host``:
-    or this machine for building.
+def check_memory(
+    network: NetworkSpec, target: Target, weights_bytes: int, limits: Limits, *, on_host: bool
+) -> Estimate:
+    """The estimate. Raises EngineError, with figures and what would fit, if the target is too small
+    for it; ``on_host``: or this machine for building.
     """
     found = estimate(network, weights_bytes, limits)
     if target.memory_bytes is not None and found.device > target.memory_bytes:
@@ -129,7 +150,10 @@ def _what_fits(network: NetworkSpec, memory: int, weights_bytes: int, limits: Li
     low, high = 0, limits.canvas  # the longest canvas that fits lies in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
-        if estimate(network, weights_bytes, Limits(middle, min(limits.block, middle))).device <= memory:
+        if (
+            estimate(network, weights_bytes, Limits(middle, min(limits.block, middle))).device
+            <= memory
+        ):
             low = middle
         else:
             high = middle

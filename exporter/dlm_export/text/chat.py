@@ -1,8 +1,9 @@
 """A chat template as segments: what it puts before, between and behind messages, by their roles.
 
-A template is a program. What is compiled is those that put each message's content in one place, as it is or without the white
-space around it, and choose what stands between two messages by their roles and by whether the second is the last. All
-conversations of up to four messages are rendered to find that out; whatever depends on more is left out, and refused later.
+A template is a program. What is compiled is those that put each message's content in one place, as
+it is or without the white space around it, and choose what stands between two messages by their
+roles and by whether the second is the last. All conversations of up to four messages are rendered
+to find that out; whatever depends on more is left out, and refused later.
 """
 
 from __future__ import annotations
@@ -36,7 +37,17 @@ _CONTENTS = (
 )
 _NOTHING = ("", " ", "\n")
 _METHODS = (
-    *("startswith", "endswith", "split", "rsplit", "partition", "rpartition", "replace", "removeprefix", "removesuffix"),
+    *(
+        "startswith",
+        "endswith",
+        "split",
+        "rsplit",
+        "partition",
+        "rpartition",
+        "replace",
+        "removeprefix",
+        "removesuffix",
+    ),
     *("find", "index", "count"),
 )
 
@@ -47,12 +58,14 @@ Render = Callable[[Sequence[Sequence[Message]]], Sequence[str | None]]
 
 @dataclass(frozen=True)
 class Chat:
-    """What is known of a template; as it is made, nothing. A context is ``2 * role``, plus 1 for the last message.
+    """What is known of a template; as it is made, nothing. A context is ``2 * role``, plus 1 for
+    the last message.
 
-    ``gaps`` ``[R + 1, 2 R]``, flat: what stands before a message, by the role before it (0: none) and its context; ``ends``
-    ``[R]``: what stands behind the last one, with the start of the answer. None: no such conversation. ``transforms``:
-    ``[2 R]``; ``literals``: what a content of a context may not hold; ``empties``: contexts whose content may not be empty. A
-    role's name may stand twice: the first time it is that of a chat's first message, the second of all others.
+    ``gaps`` ``[R + 1, 2 R]``, flat: what stands before a message, by the role before it (0: none)
+    and its context; ``ends`` ``[R]``: what stands behind the last one, with the start of the
+    answer. None: no such conversation. ``transforms``: ``[2 R]``; ``literals``: what a content of a
+    context may not hold; ``empties``: contexts whose content may not be empty. A role's name may
+    stand twice: the first time it is that of a chat's first message, the second of all others.
     """
 
     roles: tuple[str, ...] = ()
@@ -86,12 +99,18 @@ class _Segments:
 
 def read_chat(template: str, render: Render) -> Chat:
     """The segments of a template. Raises NotCompiled where not even one message of a user has some."""
-    orders = [_led(order) for count in range(1, MOST_MESSAGES + 1) for order in itertools.product(ROLES, repeat=count)]
+    orders = [
+        _led(order)
+        for count in range(1, MOST_MESSAGES + 1)
+        for order in itertools.product(ROLES, repeat=count)
+    ]
     texts = render([_conversation(order, _markers(order)) for order in orders])
     segments = _segments(orders, texts)
     for order, text in zip(orders, texts, strict=True):
         if segments.rendered(order, _markers(order)) not in (None, text):
-            raise NotCompiled(f"its chat template refuses {', '.join(order)}, which no two of these roles do alone")
+            raise NotCompiled(
+                f"its chat template refuses {', '.join(order)}, which no two of these roles do alone"
+            )
     if segments.rendered(["user"], ["a"]) is None:
         raise NotCompiled("its chat template has no plain place for one message of a user")
     known = [order for order in orders if segments.rendered(order, _markers(order)) is not None]
@@ -99,21 +118,28 @@ def read_chat(template: str, render: Render) -> Chat:
     tested, others = _literals(template)
     transforms, literals, empties = [], [], []
     for number, (role, is_last) in enumerate(itertools.product(roles, (False, True))):
-        examples = [(order, at) for order in known for at in _places(order, role, is_last)][:_EXAMPLES_PER_CONTEXT]
+        examples = [(order, at) for order in known for at in _places(order, role, is_last)][
+            :_EXAMPLES_PER_CONTEXT
+        ]
         transform = _transform(segments, render, examples)
         transforms.append(transform)
         if transform == REFUSED:
             continue
         literals += [(number, text) for text in tested]
         contents = [*(text for text in others if text.strip()), *_NOTHING]
-        wrong = [text for text in contents if not _holds(segments, render, examples, transform, [text])]
+        wrong = [
+            text for text in contents if not _holds(segments, render, examples, transform, [text])
+        ]
         literals += [(number, text) for text in wrong if text.strip()]
         if any(not text.strip() for text in wrong):
             if transform == AS_IS and any(text for text in wrong if not text.strip()):
                 transforms[-1] = REFUSED  # white space alone is changed
             empties.append(number)
     gaps = [
-        segments.gaps.get((before, role, is_last)) for before in (None, *roles) for role in roles for is_last in (False, True)
+        segments.gaps.get((before, role, is_last))
+        for before in (None, *roles)
+        for role in roles
+        for is_last in (False, True)
     ]
     ends = [segments.ends.get(role) for role in roles]
     names = tuple("system" if role == LEADING else role for role in roles)
@@ -157,14 +183,20 @@ def _markers(order: Sequence[str]) -> list[str]:
 
 def _conversation(roles: Sequence[str], contents: Sequence[str]) -> list[Message]:
     names = ("system" if role == LEADING else role for role in roles)
-    return [{"role": name, "content": content} for name, content in zip(names, contents, strict=True)]
+    return [
+        {"role": name, "content": content} for name, content in zip(names, contents, strict=True)
+    ]
 
 
 def _places(order: Sequence[str], role: str, is_last: bool) -> list[int]:
-    return [at for at, each in enumerate(order) if each == role and (at == len(order) - 1) == is_last]
+    return [
+        at for at, each in enumerate(order) if each == role and (at == len(order) - 1) == is_last
+    ]
 
 
-def _transform(segments: _Segments, render: Render, examples: Sequence[tuple[Sequence[str], int]]) -> int:
+def _transform(
+    segments: _Segments, render: Render, examples: Sequence[tuple[Sequence[str], int]]
+) -> int:
     for transform in (AS_IS, STRIPPED):
         if _holds(segments, render, examples, transform, _CONTENTS):
             return transform

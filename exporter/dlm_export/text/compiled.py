@@ -1,4 +1,6 @@
-"""A checkpoint's tokenizer and chat template as one compiled file, proved equal, or the reason why there is none."""
+"""A checkpoint's tokenizer and chat template as one compiled file, proved equal, or the reason why
+there is none.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def compile_text(tokenizer: Tokenizer, template: str | None) -> Compiled:
     if chat.roles:
         return Compiled(as_bytes(replace(tables, chat=chat)), {"file": TEXT_FILE})
     refused = {} if template is None else {"chat_refused": reason}
-    return Compiled(as_bytes(replace(tables, chat=Chat(reason=reason))), {"file": TEXT_FILE} | refused)
+    return Compiled(
+        as_bytes(replace(tables, chat=Chat(reason=reason))), {"file": TEXT_FILE} | refused
+    )
 
 
 def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
@@ -61,23 +65,38 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
 
 
 def _with_wholes(tables: TextTables) -> TextTables:
-    """The tables with those tokens marked that a piece of their own text comes to: the usual word is then found at once."""
+    """The tables with those tokens marked that a piece of their own text comes to: the usual word
+    is then found at once.
+    """
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
-    added = {each.token for each in tables.added}  # where their text is ordinary text, it is other tokens
+    added = {
+        each.token for each in tables.added
+    }  # where their text is ordinary text, it is other tokens
     for token, text in enumerate(tables.tokens):
-        if text and text.isascii() and token not in added and compiled.encode(text, special_tokens=True) == [token]:
+        if (
+            text
+            and text.isascii()
+            and token not in added
+            and compiled.encode(text, special_tokens=True) == [token]
+        ):
             token_flags[token] |= WHOLE
     return replace(tables, token_flags=token_flags)
 
 
 def _chat(template: str, tables: TextTables, tokenizer: Tokenizer) -> Chat:
     def render(chats: Any) -> list[str | None]:
-        parts = (chats[first : first + _CHATS_AT_ONCE] for first in range(0, len(chats), _CHATS_AT_ONCE))
+        parts = (
+            chats[first : first + _CHATS_AT_ONCE] for first in range(0, len(chats), _CHATS_AT_ONCE)
+        )
         return [text for part in parts for text in tokenizer.render_each(part)]
 
     chat = read_chat(template, render)
-    special = [each.text.decode() for each in tables.added if tables.token_flags[each.token] & SPECIAL]
-    if not prove_chats(CompiledText(as_bytes(replace(tables, chat=chat))), tokenizer, chat, special):
+    special = [
+        each.text.decode() for each in tables.added if tables.token_flags[each.token] & SPECIAL
+    ]
+    if not prove_chats(
+        CompiledText(as_bytes(replace(tables, chat=chat))), tokenizer, chat, special
+    ):
         raise NotCompiled("no chat of the proof has a compiled form")
     return chat
 

@@ -16,8 +16,10 @@ STARTS = 255
 
 @dataclass(frozen=True, eq=False)
 class Composition:
-    """``classes`` uint8 ``[0x110000]``: 0 for what stays as it is, STARTS, or a combining class. ``decompositions``: by code
-    point, whole; ``pairs``: two code points, and what they become. Hangul syllables follow a rule, and are in neither."""
+    """``classes`` uint8 ``[0x110000]``: 0 for what stays as it is, STARTS, or a combining class.
+    ``decompositions``: by code point, whole; ``pairs``: two code points, and what they become.
+    Hangul syllables follow a rule, and are in neither.
+    """
 
     classes: np.ndarray
     decompositions: dict[int, tuple[int, ...]]
@@ -26,7 +28,9 @@ class Composition:
 
 @functools.cache
 def composition() -> Composition:
-    """The tables: Python's, less what the library does not know yet. Proved beside the library like all else."""
+    """The tables: Python's, less what the library does not know yet. Proved beside the library like
+    all else.
+    """
     from tokenizers import normalizers
 
     composed, decomposed = normalizers.NFC().normalize_str, normalizers.NFD().normalize_str

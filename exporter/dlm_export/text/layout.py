@@ -1,4 +1,6 @@
-"""The compiled text file: a header of sizes, arrays of int32 and bytes, as runtime/native/src/text_file.cc reads them."""
+"""The compiled text file: a header of sizes, arrays of int32 and bytes, as
+runtime/native/src/text/text_file.cc reads them.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ from dlm_export.text.splits import Splits
 
 MAGIC = b"DLMTEXT\x01"
 SPECIAL, WHOLE, BYTE = 1, 2, 4
-"""Of a token: decoded to nothing; a piece of its text is it; one byte of a character that the vocabulary lacks."""
+"""Of a token: decoded to nothing; a piece of its text is it; one byte of a character that the
+vocabulary lacks.
+"""
 STRIPS_LEFT, STRIPS_RIGHT = 1, 2
 SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
 class Added:
-    """A text that is a token wherever it stands. ``is_raw``: in text as it is given, not in what normalising makes of it."""
+    """A text that is a token wherever it stands. ``is_raw``: in text as it is given, not in what
+    normalising makes of it.
+    """
 
     text: bytes
     token: int
@@ -31,8 +37,10 @@ class Added:
 
 @dataclass(frozen=True, eq=False)
 class TextTables:
-    """What the file holds. ``tokens`` is the text of each token, ``token_flags`` uint8 ``[V]``; ``byte_ids`` int32 ``[256]``,
-    -1 for bytes that are left out; ``chars`` the tokens of characters, by code point; ``merges`` int32 ``[M, 3]``."""
+    """What the file holds. ``tokens`` is the text of each token, ``token_flags`` uint8 ``[V]``;
+    ``byte_ids`` int32 ``[256]``, -1 for bytes that are left out; ``chars`` the tokens of
+    characters, by code point; ``merges`` int32 ``[M, 3]``.
+    """
 
     tokens: Sequence[bytes]
     token_flags: np.ndarray
@@ -140,7 +148,9 @@ def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
 
 
 def _pages(values: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """A value a code point as pages of 256, each once: which page, int32 ``[4352]``, and the pages, uint8 ``[P * 256]``."""
+    """A value a code point as pages of 256, each once: which page, int32 ``[4352]``, and the pages,
+    uint8 ``[P * 256]``.
+    """
     if values is None:
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
     numbers: dict[bytes, int] = {}

@@ -1,4 +1,6 @@
-"""A compiled text file as the native library reads it: what is proved, measured and tested beside Python's own."""
+"""A compiled text file as the native library reads it: what is proved, measured and tested beside
+Python's own.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +16,52 @@ _PROMPT, _SPECIAL = 1, 2  # flags of dlm_text_encode
 
 
 class CompiledText:
-    """Made of a file's bytes. Raises BundleError for a damaged one, RequestError for what it refuses."""
+    """Made of a file's bytes. Raises BundleError for a damaged one, RequestError for what it
+    refuses.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._library, self._handle = _native.library(), C.c_void_p()
         self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        self._ids_out, self._text = np.empty(1024, np.int32), np.empty(4096, np.uint8)  # results; they grow as needed
-        self._check(self._library.dlm_text_read(data, len(data), *self._report, C.byref(self._handle)))
+        self._ids_out, self._text = (
+            np.empty(1024, np.int32),
+            np.empty(4096, np.uint8),
+        )  # results; they grow as needed
+        self._check(
+            self._library.dlm_text_read(data, len(data), *self._report, C.byref(self._handle))
+        )
 
     def __del__(self) -> None:
         self._library.dlm_text_destroy(self._handle)
 
-    def encode(self, text: str | bytes, is_prompt: bool = False, special_tokens: bool = False) -> list[int]:
-        """Token ids. ``is_prompt`` adds what the tokenizer puts around a prompt; ``special_tokens`` is that of ``Options``."""
+    def encode(
+        self, text: str | bytes, is_prompt: bool = False, special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids. ``is_prompt`` adds what the tokenizer puts around a prompt; ``special_tokens``
+        is that of ``Options``.
+        """
         data = text.encode() if isinstance(text, str) else text
         flags = (_PROMPT if is_prompt else 0) | (_SPECIAL if special_tokens else 0)
         return self._ids(self._library.dlm_text_encode, data, len(data), flags)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], special_tokens: bool = False) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], special_tokens: bool = False
+    ) -> list[int]:
         """Token ids of a chat."""
-        return self._ids(self._library.dlm_chat_encode, *_chat(messages), _SPECIAL if special_tokens else 0)
+        return self._ids(
+            self._library.dlm_chat_encode, *_chat(messages), _SPECIAL if special_tokens else 0
+        )
 
     def _ids(self, function: Any, *given: Any) -> list[int]:
         """The ids that a function writes, which also gives their number."""
         count = C.c_size_t()
         while True:
             out = self._ids_out.ctypes.data_as(_native.i32p)
-            self._check(function(self._handle, *given, *self._report, out, self._ids_out.size, C.byref(count)))
+            self._check(
+                function(
+                    self._handle, *given, *self._report, out, self._ids_out.size, C.byref(count)
+                )
+            )
             if count.value <= self._ids_out.size:
                 return self._ids_out[: count.value].tolist()  # type: ignore[no-any-return]
             self._ids_out = np.empty(2 * count.value, np.int32)
@@ -48,14 +69,18 @@ class CompiledText:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""
         given = np.asarray(tokens, np.int32)
-        return self._filled(self._library.dlm_text_decode, given.ctypes.data_as(_native.i32p), given.size)
+        return self._filled(
+            self._library.dlm_text_decode, given.ctypes.data_as(_native.i32p), given.size
+        )
 
     def _filled(self, function: Any, *given: Any) -> str:
         """What a function writes that tells the size of its text."""
         size = C.c_size_t()
         while True:
             out = self._text.ctypes.data_as(C.c_char_p)
-            self._check(function(self._handle, *given, *self._report, out, self._text.size, C.byref(size)))
+            self._check(
+                function(self._handle, *given, *self._report, out, self._text.size, C.byref(size))
+            )
             if size.value <= self._text.size:
                 return self._text[: size.value].tobytes().decode()
             self._text = np.empty(2 * size.value, np.uint8)
@@ -67,7 +92,11 @@ class CompiledText:
         for at, tokens in enumerate(parts):
             given, string, size = (C.c_int32 * len(tokens))(*tokens), C.c_void_p(), C.c_size_t()
             is_last = int(at == len(parts) - 1)
-            self._check(self._library.dlm_decoder_push(decoder, given, len(tokens), is_last, C.byref(string), C.byref(size)))
+            self._check(
+                self._library.dlm_decoder_push(
+                    decoder, given, len(tokens), is_last, C.byref(string), C.byref(size)
+                )
+            )
             found.append(C.string_at(string, size.value).decode())  # each whole characters
         self._library.dlm_decoder_destroy(decoder)
         return found
@@ -87,4 +116,6 @@ class CompiledText:
 
 def _chat(messages: Sequence[Mapping[str, str]]) -> tuple[C.Array[_native.Message], int]:
     said = [(message["role"].encode(), message["content"].encode()) for message in messages]
-    return (_native.Message * len(said))(*(_native.Message(role, content, len(content)) for role, content in said)), len(said)
+    return (_native.Message * len(said))(
+        *(_native.Message(role, content, len(content)) for role, content in said)
+    ), len(said)

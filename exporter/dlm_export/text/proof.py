@@ -1,4 +1,6 @@
-"""Whether a compiled text file is equal to the libraries it stands for: token ids, decoded text, and chats, one by one."""
+"""Whether a compiled text file is equal to the libraries it stands for: token ids, decoded text,
+and chats, one by one.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,20 @@ _AT_ONCE = 250  # what the tokenizer's process is asked at once
 
 
 def prove_tokens(
-    compiled: CompiledText, tokenizer: Tokenizer, vocabulary: Sequence[str], added: Sequence[str], lines: int = LINES
+    compiled: CompiledText,
+    tokenizer: Tokenizer,
+    vocabulary: Sequence[str],
+    added: Sequence[str],
+    lines: int = LINES,
 ) -> None:
-    """Raises NotCompiled at the first text that is encoded, or row of ids that is decoded, in another way."""
+    """Raises NotCompiled at the first text that is encoded, or row of ids that is decoded, in
+    another way.
+    """
     for special_tokens in (True, False):
         for texts in _parts(samples.lines(lines, vocabulary, added)):
-            for text, expected in zip(texts, tokenizer.encode_each(texts, special_tokens), strict=True):
+            for text, expected in zip(
+                texts, tokenizer.encode_each(texts, special_tokens), strict=True
+            ):
                 found = _encoded(compiled, text, special_tokens)
                 if found != expected:
                     how = "with special tokens" if special_tokens else "as plain text"
@@ -33,7 +43,9 @@ def prove_tokens(
                     )
     for text in samples.lines(3):
         if compiled.encode(text, is_prompt=True) != tokenizer.encode(text):
-            raise NotCompiled(f"the compiled form puts other tokens around {reprlib.repr(text)} than tokenizers")
+            raise NotCompiled(
+                f"the compiled form puts other tokens around {reprlib.repr(text)} than tokenizers"
+            )
     for ids in _parts(samples.rows(ROWS, tokenizer.size)):
         for row, text in zip(ids, tokenizer.decode_each(ids), strict=True):
             if compiled.decode(row) != text:
@@ -43,9 +55,14 @@ def prove_tokens(
 
 
 def prove_chats(
-    compiled: CompiledText, tokenizer: Tokenizer, chat: Chat, special: Sequence[str] = (), chats: int = CHATS
+    compiled: CompiledText,
+    tokenizer: Tokenizer,
+    chat: Chat,
+    special: Sequence[str] = (),
+    chats: int = CHATS,
 ) -> int:
-    """How many conversations were rendered, and not refused; ``special``: texts of special tokens, which messages then spell.
+    """How many conversations were rendered, and not refused; ``special``: texts of special tokens,
+    which messages then spell.
 
     Raises NotCompiled at the first whose text or token ids are not those of Python.
     """
@@ -59,13 +76,19 @@ def prove_chats(
                 continue
             rendered += 1
             if found != expected:
-                raise NotCompiled(f"the compiled chat renders {reprlib.repr(messages)} in another way than Jinja")
+                raise NotCompiled(
+                    f"the compiled chat renders {reprlib.repr(messages)} in another way than Jinja"
+                )
             if ids != _chat_ids(tokenizer, messages, ids):
-                raise NotCompiled(f"the compiled chat encodes {reprlib.repr(messages)} in another way than tokenizers")
+                raise NotCompiled(
+                    f"the compiled chat encodes {reprlib.repr(messages)} in another way than tokenizers"
+                )
     return rendered
 
 
-def _chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]], otherwise: list[int]) -> list[int]:
+def _chat_ids(
+    tokenizer: Tokenizer, messages: list[dict[str, str]], otherwise: list[int]
+) -> list[int]:
     """Token ids of a conversation; ``otherwise`` for one that Python refuses."""
     try:
         return tokenizer.encode_chat(messages)

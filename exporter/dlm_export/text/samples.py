@@ -1,5 +1,7 @@
 # ruff: noqa: RUF001
-"""Text that tells tokenizers apart: many scripts, white space, code, marks in any order, and letters of a vocabulary."""
+"""Text that tells tokenizers apart: many scripts, white space, code, marks in any order, and
+letters of a vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,71 @@ _LINES = (
     "!!!??? ... --- ___ *** ((())) [[]] {{}} <<>> :;,.'\"`~@#$%^&*+=|\\/ ¿¡ «» “” ‘’ — … € £ ¥ © ™",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa bbbbbbbbbbbbb abababababab ",
 )
-_SPACES = (" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "\u00a0", "\u3000", "", "", "")
+_SPACES = (
+    " ",
+    "  ",
+    "   ",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\t",
+    " \n",
+    "\n ",
+    "\u00a0",
+    "\u3000",
+    "",
+    "",
+    "",
+)
 # Where scripts begin, and how many characters of each are drawn from.
 _SCRIPTS = (
-    *((0x20, 95), (0xA0, 0x1B0), (0x250, 0x120), (0x370, 0x90), (0x400, 0x100), (0x530, 0x60), (0x590, 0x60), (0x600, 0x100)),
-    *((0x900, 0x80), (0x980, 0x80), (0xA00, 0x80), (0xA80, 0x80), (0xB80, 0x80), (0xC00, 0x80), (0xD00, 0x80), (0xD80, 0x80)),
-    *((0xE00, 0x60), (0xF00, 0x100), (0x1000, 0xA0), (0x10A0, 0x60), (0x1100, 0x100), (0x1200, 0x180), (0x13A0, 0x60)),
-    *((0x1780, 0x80), (0x1E00, 0x200), (0x2000, 0x70), (0x2070, 0x120), (0x2190, 0x270), (0x2E80, 0x200), (0x3040, 0xC0)),
-    *((0x3130, 0x60), (0x4E00, 0x5200), (0xA000, 0x400), (0xAC00, 0x2BA4), (0xF900, 0x200), (0xFB00, 0x2B0), (0xFE00, 0x200)),
+    *(
+        (0x20, 95),
+        (0xA0, 0x1B0),
+        (0x250, 0x120),
+        (0x370, 0x90),
+        (0x400, 0x100),
+        (0x530, 0x60),
+        (0x590, 0x60),
+        (0x600, 0x100),
+    ),
+    *(
+        (0x900, 0x80),
+        (0x980, 0x80),
+        (0xA00, 0x80),
+        (0xA80, 0x80),
+        (0xB80, 0x80),
+        (0xC00, 0x80),
+        (0xD00, 0x80),
+        (0xD80, 0x80),
+    ),
+    *(
+        (0xE00, 0x60),
+        (0xF00, 0x100),
+        (0x1000, 0xA0),
+        (0x10A0, 0x60),
+        (0x1100, 0x100),
+        (0x1200, 0x180),
+        (0x13A0, 0x60),
+    ),
+    *(
+        (0x1780, 0x80),
+        (0x1E00, 0x200),
+        (0x2000, 0x70),
+        (0x2070, 0x120),
+        (0x2190, 0x270),
+        (0x2E80, 0x200),
+        (0x3040, 0xC0),
+    ),
+    *(
+        (0x3130, 0x60),
+        (0x4E00, 0x5200),
+        (0xA000, 0x400),
+        (0xAC00, 0x2BA4),
+        (0xF900, 0x200),
+        (0xFB00, 0x2B0),
+        (0xFE00, 0x200),
+    ),
     *(
         (0x10000, 0x400),
         (0x12000, 0x400),
@@ -54,8 +113,12 @@ _SCRIPTS = (
 _MARKS = (0x300, 0x70)  # combining ones, which stand behind letters
 
 
-def lines(count: int, vocabulary: Sequence[str] = (), added: Sequence[str] = (), seed: int = 0) -> Iterator[str]:
-    """``count`` texts: known ones first, then drawn ones. ``vocabulary``, ``added``: texts of tokens that are put into them."""
+def lines(
+    count: int, vocabulary: Sequence[str] = (), added: Sequence[str] = (), seed: int = 0
+) -> Iterator[str]:
+    """``count`` texts: known ones first, then drawn ones. ``vocabulary``, ``added``: texts of
+    tokens that are put into them.
+    """
     yield from _LINES[:count]
     source = random.Random(seed)
     words = [word for line in _LINES for word in line.split(" ")]
@@ -86,8 +149,12 @@ def rows(count: int, vocab_size: int, seed: int = 0) -> Iterator[list[int]]:
         yield [first + source.randrange(few) for _ in range(source.randrange(24))]
 
 
-def chats(count: int, roles: Sequence[str], literals: Sequence[str], seed: int = 0) -> Iterator[list[dict[str, str]]]:
-    """``count`` conversations of up to six messages; ``literals``: what a template names, which contents may hold."""
+def chats(
+    count: int, roles: Sequence[str], literals: Sequence[str], seed: int = 0
+) -> Iterator[list[dict[str, str]]]:
+    """``count`` conversations of up to six messages; ``literals``: what a template names, which
+    contents may hold.
+    """
     source = random.Random(seed)
     contents = [*lines(60, added=[*literals], seed=seed), "", " ", "\n", *literals]
     usual = [role for role in ("user", "assistant") if role in roles]
@@ -103,13 +170,21 @@ def chats(count: int, roles: Sequence[str], literals: Sequence[str], seed: int =
 
 
 def _of_a_script(source: random.Random, number: int) -> str:
-    first, size = _SCRIPTS[number % len(_SCRIPTS)] if source.random() < 0.8 else source.choice(_SCRIPTS)
+    first, size = (
+        _SCRIPTS[number % len(_SCRIPTS)] if source.random() < 0.8 else source.choice(_SCRIPTS)
+    )
     letters = [chr(first + source.randrange(size)) for _ in range(source.randrange(1, 9))]
     for at in range(len(letters)):
         if source.random() < 0.1:
-            letters[at] += "".join(chr(_MARKS[0] + source.randrange(_MARKS[1])) for _ in range(source.randrange(1, 4)))
+            letters[at] += "".join(
+                chr(_MARKS[0] + source.randrange(_MARKS[1])) for _ in range(source.randrange(1, 4))
+            )
     return "".join(letters)
 
 
 def _digits_and_marks(source: random.Random) -> str:
-    return "".join(source.choices("0123456789.,:;'\"!?()[]{}<>/\\|@#$%&*-_=+~^`sStTmMdDlLvVrReE", k=source.randrange(1, 8)))
+    return "".join(
+        source.choices(
+            "0123456789.,:;'\"!?()[]{}<>/\\|@#$%&*-_=+~^`sStTmMdDlLvVrReE", k=source.randrange(1, 8)
+        )
+    )

@@ -1,10 +1,12 @@
 """Split patterns as automata over classes of characters.
 
-A tokenizer cuts text where a regular expression matches, by the rules of backtracking: the first match from the left, and of
-the ways to match there the one that is tried first. An automaton does the same if its states are lists of the places in the
-expression, in the order in which backtracking would try them (as in R. Cox, "Regular Expression Matching in the Wild", 2010): a
-place behind one where the expression ends is never tried. That a match may depend on the character behind it, as in
-``\\s+(?!\\S)``, is no matter, since a state learns that its text has matched with the next character.
+A tokenizer cuts text where a regular expression matches, by the rules of backtracking: the first
+match from the left, and of the ways to match there the one that is tried first. An automaton does
+the same if its states are lists of the places in the expression, in the order in which backtracking
+would try them (as in R. Cox, "Regular Expression Matching in the Wild", 2010): a place behind one
+where the expression ends is never tried. That a match may depend on the character behind it, as in
+``\\s+(?!\\S)``, is no matter, since a state learns that its text has matched with the next
+character.
 
 What characters ``\\s`` or ``\\p{L}`` stand for is asked of the tokenizers library itself.
 """
@@ -41,15 +43,18 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """``classes`` uint8 ``[0x110000]``: of each code point. A table int32 ``[states, classes + 1]`` a split: its last column is
-    for the end of the text. An entry is twice the state behind plus 1 (0: none), plus 1 where a match ends before."""
+    """``classes`` uint8 ``[0x110000]``: of each code point. A table int32 ``[states, classes + 1]``
+    a split: its last column is for the end of the text. An entry is twice the state behind plus 1
+    (0: none), plus 1 where a match ends before.
+    """
 
     classes: np.ndarray
     count: int
     tables: list[np.ndarray]
 
 
-# What an expression is made of: places that take a character, that choose, that look ahead, and the end.
+# What an expression is made of: places that take a character, that choose, that look ahead, and the
+# end.
 @dataclass(frozen=True)
 class _Take:
     characters: int  # the number of a set
@@ -87,7 +92,9 @@ class _Sets:
         key = np.packbits(members).tobytes()
         if key not in self.numbers:
             if len(self.members) == MOST_SETS:
-                raise NotCompiled(f"its split patterns name more than {MOST_SETS} sets of characters")
+                raise NotCompiled(
+                    f"its split patterns name more than {MOST_SETS} sets of characters"
+                )
             self.numbers[key] = len(self.members)
             self.members.append(members)
         return self.numbers[key]
@@ -98,18 +105,26 @@ def compile_splits(splits: Sequence[Split]) -> Splits:
     sets = _Sets()
     programs = [_Parser(split, sets).program() for split in splits]
     classes, signatures = _classes(sets.members)
-    return Splits(classes, len(signatures), [_determinised(places, first, signatures) for places, first in programs])
+    return Splits(
+        classes,
+        len(signatures),
+        [_determinised(places, first, signatures) for places, first in programs],
+    )
 
 
 def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Which characters are alike in all sets: the class of each code point, and the sets of each class as bits."""
+    """Which characters are alike in all sets: the class of each code point, and the sets of each
+    class as bits.
+    """
     signature = np.zeros(CODE_POINTS, np.uint64)
     for number, members in enumerate(sets):
         signature |= members.astype(np.uint64) << np.uint64(number)
     starts = np.append(0, np.nonzero(np.diff(signature))[0] + 1)  # of runs, of which there are few
     found, numbers = np.unique(signature[starts], return_inverse=True)
     if len(found) > MOST_CLASSES:
-        raise NotCompiled(f"its split patterns tell {len(found)} classes of characters apart, more than {MOST_CLASSES}")
+        raise NotCompiled(
+            f"its split patterns tell {len(found)} classes of characters apart, more than {MOST_CLASSES}"
+        )
     lengths = np.diff(np.append(starts, CODE_POINTS))
     return np.repeat(numbers.reshape(-1).astype(np.uint8), lengths), [int(each) for each in found]
 
@@ -134,7 +149,9 @@ def _determinised(places: Sequence[_Place], first: int, signatures: Sequence[int
     return np.array(rows, np.int32)
 
 
-def _step(places: Sequence[_Place], state: tuple[int, ...], signature: int | None) -> tuple[bool, tuple[int, ...]]:
+def _step(
+    places: Sequence[_Place], state: tuple[int, ...], signature: int | None
+) -> tuple[bool, tuple[int, ...]]:
     """Whether a match ends before a character, and where it leads."""
     behind: dict[int, None] = {}
     seen: set[int] = set()
@@ -189,7 +206,9 @@ class _Parser:
         return len(self._places) - 1
 
     def _refused(self, what: str) -> NotCompiled:
-        return NotCompiled(f"its split pattern has {what} at character {self._at}, which is not compiled: {self._text!r:.200}")
+        return NotCompiled(
+            f"its split pattern has {what} at character {self._at}, which is not compiled: {self._text!r:.200}"
+        )
 
     def _take(self, word: str) -> bool:
         if not self._text.startswith(word, self._at):
@@ -261,7 +280,9 @@ class _Parser:
                 raise self._refused("a repeat without counts")
             self._at = match.end()
             found = (int(low or 0), int(high) if high else (None if comma else int(low)))
-            if max(found[0], found[1] or 0) > _MOST_REPEATS or found[0] > (found[1] or _MOST_REPEATS):
+            if max(found[0], found[1] or 0) > _MOST_REPEATS or found[0] > (
+                found[1] or _MOST_REPEATS
+            ):
                 raise self._refused("such counts")
         else:
             for sign, counts in {"?": (0, 1), "*": (0, None), "+": (1, None)}.items():
@@ -328,14 +349,18 @@ class _Parser:
             raise self._refused("a class in any case")
         members, is_negative = np.zeros(CODE_POINTS, bool), self._take("^")
         while not self._take("]"):
-            if self._text[self._at : self._at + 1] in ("", "[") or self._text.startswith("&&", self._at):
+            if self._text[self._at : self._at + 1] in ("", "[") or self._text.startswith(
+                "&&", self._at
+            ):
                 raise self._refused("a class of that kind")
             low = self._letter()
             if isinstance(low, np.ndarray):
                 members |= low
                 continue
             high = low
-            if self._text[self._at : self._at + 1] == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
+            if self._text[self._at : self._at + 1] == "-" and self._text[
+                self._at + 1 : self._at + 2
+            ] not in ("]", ""):
                 self._at += 1
                 end = self._letter()
                 if isinstance(end, np.ndarray) or end < low:
@@ -376,7 +401,9 @@ def _only(letters: str) -> np.ndarray:
 
 @functools.cache
 def _members(escape: str) -> np.ndarray:
-    """The characters of an escape such as ``\\p{L}``. Raises NotCompiled where the library knows none of that name."""
+    """The characters of an escape such as ``\\p{L}``. Raises NotCompiled where the library knows
+    none of that name.
+    """
     from tokenizers import Regex, pre_tokenizers
 
     try:
@@ -397,21 +424,26 @@ def _digits() -> np.ndarray:
 
     members = np.zeros(CODE_POINTS, bool)
     for start, text in _planes():
-        pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str("a" + text)  # begins with what is none
+        pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str(
+            "a" + text
+        )  # begins with what is none
         for _, (first, last) in pieces[1::2]:
             members[start + first - 1 : start + last - 1] = True
     return _filled(members)
 
 
 def _filled(members: np.ndarray) -> np.ndarray:
-    """Without halves of characters, and with all of the planes that were asked about by their first character."""
+    """Without halves of characters, and with all of the planes that were asked about by their first
+    character.
+    """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:
         members[plane << 16 : plane + 1 << 16] = members[plane << 16]
     return members
 
 
-# Planes without characters, and those for private use: what holds for one of their code points holds for all.
+# Planes without characters, and those for private use: what holds for one of their code points
+# holds for all.
 _ALIKE = (*range(4, 14), 15, 16)
 
 
@@ -419,5 +451,10 @@ _ALIKE = (*range(4, 14), 15, 16)
 def _planes() -> list[tuple[int, str]]:
     """Characters to ask about, in parts, each with its first code point."""
     whole = [(plane << 16, plane + 1 << 16) for plane in (1, 2, 3, 14)]
-    bounds = [(0, 0xD800), (0xE000, 0x10000), *whole, *((plane << 16, (plane << 16) + 1) for plane in _ALIKE)]
+    bounds = [
+        (0, 0xD800),
+        (0xE000, 0x10000),
+        *whole,
+        *((plane << 16, (plane << 16) + 1) for plane in _ALIKE),
+    ]
     return [(first, "".join(map(chr, range(first, last)))) for first, last in bounds]

@@ -1,7 +1,9 @@
-"""What a tokenizer.json says, as tables: byte pair encoding over bytes (GPT-2's), or over characters with bytes beside them.
+"""What a tokenizer.json says, as tables: byte pair encoding over bytes (GPT-2's), or over
+characters with bytes beside them.
 
-Everything else is refused by name. Where spaces are letters of the vocabulary (U+2581, SentencePiece's), the tables have spaces
-in their place: the letter and the space become the same in the original too.
+Everything else is refused by name. Where spaces are letters of the vocabulary (U+2581,
+SentencePiece's), the tables have spaces in their place: the letter and the space become the same in
+the original too.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ Part = Mapping[str, Any]
 
 
 def read_tables(found: Part, spelled: Sequence[str | None]) -> TextTables:
-    """The tables of a tokenizer.json, without a chat; ``spelled`` is how the library spells each id. Raises NotCompiled."""
+    """The tables of a tokenizer.json, without a chat; ``spelled`` is how the library spells each
+    id. Raises NotCompiled.
+    """
     model = found["model"]
     if model["type"] != "BPE":
         raise NotCompiled(f"its model is {model['type']}; BPE alone is compiled")
@@ -71,7 +75,9 @@ def _of_bytes(
     model = found["model"]
     kinds = [part["type"] for part in _parts(found["normalizer"], "normalizers")]
     if kinds not in ([], ["NFC"]):
-        raise NotCompiled(f"it normalises by {', '.join(kinds)}; of byte-level tokenizers NFC alone is compiled")
+        raise NotCompiled(
+            f"it normalises by {', '.join(kinds)}; of byte-level tokenizers NFC alone is compiled"
+        )
     if [part["type"] for part in _parts(found["decoder"], "decoders")] != ["ByteLevel"]:
         raise NotCompiled("it splits text into bytes and does not decode by ByteLevel alone")
     splits = [split for part in splitters for split in _splits(part)]
@@ -81,7 +87,9 @@ def _of_bytes(
     for letter, byte in BYTES.items():
         byte_ids[byte] = vocab.get(letter, -1)
     if (byte_ids < 0).any() and model.get("unk_token"):
-        raise NotCompiled(f"its vocabulary lacks the byte {int(np.argmin(byte_ids))}, for which it has {model['unk_token']!r}")
+        raise NotCompiled(
+            f"its vocabulary lacks the byte {int(np.argmin(byte_ids))}, for which it has {model['unk_token']!r}"
+        )
     tokens = [b""] * len(token_flags)
     for token, name in names.items():
         tokens[token] = _bytes_of(name)
@@ -117,10 +125,18 @@ def _of_characters(
     if normalisers == [{"type": "Prepend", "prepend": _LETTER}, to_letter]:
         flags |= STARTS_WITH_SPACE
     elif normalisers != [to_letter]:
-        raise NotCompiled(f"it normalises by {_named(normalisers)}; without ByteLevel, U+2581 for spaces is compiled alone")
+        raise NotCompiled(
+            f"it normalises by {_named(normalisers)}; without ByteLevel, U+2581 for spaces is compiled alone"
+        )
     # By then there are no spaces: that splits nothing.
     if any(
-        part != {"type": "Split", "pattern": {"String": " "}, "behavior": part.get("behavior"), "invert": False}
+        part
+        != {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": part.get("behavior"),
+            "invert": False,
+        }
         for part in splitters
     ):
         raise NotCompiled(f"it splits text by {_named(splitters)}")
@@ -145,7 +161,11 @@ def _of_characters(
         if match := _BYTE_TOKEN.fullmatch(name):
             tokens[token] = bytes([int(match[1], 16)])
             token_flags[token] |= BYTE
-    chars = {ord(name.replace(_LETTER, " ")): token for name, token in vocab.items() if len(name) == 1 and name != " "}
+    chars = {
+        ord(name.replace(_LETTER, " ")): token
+        for name, token in vocab.items()
+        if len(name) == 1 and name != " "
+    }
     start = " " if flags & STARTS_WITH_SPACE else ""
     return TextTables(
         tokens=tokens,
@@ -185,7 +205,9 @@ def _splits(part: Part) -> list[Split]:
     if kind != "Split" or part["behavior"] != "Isolated":
         raise NotCompiled(f"it splits text by {_named([part])}")
     pattern = part["pattern"]
-    return [Split(pattern["Regex"]) if "Regex" in pattern else Split(pattern["String"], is_literal=True)]
+    return [
+        Split(pattern["Regex"]) if "Regex" in pattern else Split(pattern["String"], is_literal=True)
+    ]
 
 
 def _is_spelled(name: str) -> bool:
@@ -193,7 +215,9 @@ def _is_spelled(name: str) -> bool:
 
 
 def _bytes_of(name: str) -> bytes:
-    """What ByteLevel decodes a token to: bytes for its letters or, where one is none of a byte's, its own text."""
+    """What ByteLevel decodes a token to: bytes for its letters or, where one is none of a byte's,
+    its own text.
+    """
     return bytes(BYTES[letter] for letter in name) if _is_spelled(name) else name.encode()
 
 
@@ -201,7 +225,10 @@ def _merges(model: Part) -> np.ndarray:
     vocab, ranks = model["vocab"], dict[tuple[int, int], tuple[int, int]]()
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
-        ranks[vocab[left], vocab[right]] = (rank, vocab[left + right])  # of a pair that is there twice, the last counts
+        ranks[vocab[left], vocab[right]] = (
+            rank,
+            vocab[left + right],
+        )  # of a pair that is there twice, the last counts
     ordered = sorted((rank, left, right, made) for (left, right), (rank, made) in ranks.items())
     return np.array([row[1:] for row in ordered], np.int32).reshape(-1, 3)
 
@@ -214,7 +241,9 @@ def _composed(text: str) -> str:
 
 def _added(token: Part, normalise: Any) -> Added:
     if token["single_word"]:
-        raise NotCompiled(f"its added token {token['content']!r} is one only as a word by itself (single_word)")
+        raise NotCompiled(
+            f"its added token {token['content']!r} is one only as a word by itself (single_word)"
+        )
     is_raw = not token["normalized"]
     text = token["content"] if is_raw else normalise(token["content"])
     flags = (STRIPS_LEFT if token["lstrip"] else 0) | (STRIPS_RIGHT if token["rstrip"] else 0)

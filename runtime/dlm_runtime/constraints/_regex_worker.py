@@ -1,9 +1,12 @@
-"""The program that compiles a regular expression to a byte automaton. ``byte_automaton`` starts it as a process with limits.
+"""The program that compiles a regular expression to a byte automaton. ``byte_automaton`` starts it
+as a process with limits.
 
-Input: the expression, as UTF-8. Output: three sizes of 8 bytes each (bytes of the JSON that follows, or 0; states; microseconds
-of processor time used). Then either that JSON, whose ``refused`` is the library's message or the number of states where there
-are too many, or two arrays: the table int32 ``[states, 256]`` of next states, -1 where there is no next state, and one byte per
-state, 1 if it accepts. State 0 is the first. The kernel ends this process at its limit of memory or processor time.
+Input: the expression, as UTF-8. Output: three sizes of 8 bytes each (bytes of the JSON that
+follows, or 0; states; microseconds of processor time used). Then either that JSON, whose
+``refused`` is the library's message or the number of states where there are too many, or two
+arrays: the table int32 ``[states, 256]`` of next states, -1 where there is no next state, and one
+byte per state, 1 if it accepts. State 0 is the first. The kernel ends this process at its limit of
+memory or processor time.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import time
 from typing import Any
 
 REASON_LIMIT = 300  # characters of the library's message
-# outlines-core compiles expressions for a search: it drops every match of lower priority than one already found ("ab" of
-# "a|ab"), and it builds the automaton of the unanchored search as well, which can be far larger. Both are avoided here.
+# outlines-core compiles expressions for a search: it drops every match of lower priority than one
+# already found ("ab" of "a|ab"), and it builds the automaton of the unanchored search as well,
+# which can be far larger. Both are avoided here.
 # - \z allows a match at the end of the text only, so no match is found earlier and nothing is dropped.
 # - The empty alternative matches after the first byte of _START. A match ends the search for later starts, which have lower
 #   priority, so the unanchored automaton stays as small as the anchored one.
@@ -36,8 +40,9 @@ def automaton(expression: str) -> tuple[dict[int, dict[int, int]], set[int], int
 
     # With one token per byte, the index is the byte automaton.
     vocabulary = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-    # Check that the expression is whole: one that closes our group, or ends in a comment, would change what is around it.
-    # \b of Unicode is never supported, so the library rejects this unless a comment hides it.
+    # Check that the expression is whole: one that closes our group, or ends in a comment, would
+    # change what is around it. \b of Unicode is never supported, so the library rejects this unless
+    # a comment hides it.
     try:
         Index(expression + r"|(?u:\b)", vocabulary)
     except ValueError as err:
@@ -90,7 +95,8 @@ def main(limits: dict[str, Any]) -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"],) * 2)
-    # The timer takes fractions of a second. The limit of the kernel, in whole seconds, holds even if the signal is blocked.
+    # The timer takes fractions of a second. The limit of the kernel, in whole seconds, holds even
+    # if the signal is blocked.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits["seconds"])
     resource.setrlimit(resource.RLIMIT_CPU, (int(limits["seconds"]) + 1,) * 2)

@@ -1,8 +1,10 @@
-r"""Anchors at the start of a regular expression, ``^`` and ``\A``, which the compiler of automata does not support.
+r"""Anchors at the start of a regular expression, ``^`` and ``\A``, which the compiler of automata
+does not support.
 
-Texts match as a whole, so an anchor at the start of the expression, or of one of its branches, always holds and can be removed.
-Any other one is rejected. Anchors at the end, ``$`` and ``\z``, and ``^`` with the flag m are left to the compiler. The syntax
-is that of Rust's regex crate: https://docs.rs/regex/latest/regex/#syntax
+Texts match as a whole, so an anchor at the start of the expression, or of one of its branches,
+always holds and can be removed. Any other one is rejected. Anchors at the end, ``$`` and ``\z``,
+and ``^`` with the flag m are left to the compiler. The syntax is that of Rust's regex crate:
+https://docs.rs/regex/latest/regex/#syntax
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _REPETITION = re.compile(r"\?*[*+{]")
 
 @dataclass
 class _Group:
-    """An open group: whether it is at the start of the expression, the flags inside it, and the anchors before it."""
+    """An open group: whether it is at the start of the expression, the flags inside it, and the
+    anchors before it.
+    """
 
     is_at_start: bool
     flags: frozenset[str]
@@ -31,8 +35,8 @@ class _Group:
 def without_start_anchors(expression: str) -> str:
     """The same expression with an empty group in place of each anchor at its start.
 
-    Raises RequestError for an anchor that is not at the start, that may repeat, or that is in an expression with the flag x.
-    Does not check the syntax otherwise.
+    Raises RequestError for an anchor that is not at the start, that may repeat, or that is in an
+    expression with the flag x. Does not check the syntax otherwise.
     """
     written, groups, removed = list[str](), [_Group(True, frozenset(), 0)], list[int]()
     at, is_start, is_verbose = 0, True, False
@@ -88,9 +92,13 @@ def without_start_anchors(expression: str) -> str:
 
 
 def _behind_class(expression: str, at: int, is_verbose: bool) -> int:
-    """The place after the character class that starts at ``at``. Classes can contain classes, and with the flag x comments."""
+    """The place after the character class that starts at ``at``. Classes can contain classes, and
+    with the flag x comments.
+    """
     skipped = re.compile(r"(?:\s|#[^\n]*)*" if is_verbose else "")
-    first = re.compile(rf"{skipped.pattern}\^?{skipped.pattern}\]?")  # a ] at the start is a character
+    first = re.compile(
+        rf"{skipped.pattern}\^?{skipped.pattern}\]?"
+    )  # a ] at the start is a character
     depth = 0
     while at < len(expression):
         at = skipped.match(expression, at).end()  # type: ignore[union-attr]  # it matches the empty text as well

@@ -1,10 +1,13 @@
-"""A byte automaton over a vocabulary: which tokens lead from state to state. Compiled here, read by the native loop.
+"""A byte automaton over a vocabulary: which tokens lead from state to state. Compiled here, read by
+the native loop.
 
-Tokens that behave alike in every state are a *class*; the classes that lead from one state to another are a *group*. So what
-the loop does a pass grows with classes and groups, and hardly with the vocabulary. Where only one text can follow a state, its
-tokens are those that the tokenizer makes of it: the texts stay what they are, and the loop can tell such tokens in advance.
+Tokens that behave alike in every state are a *class*; the classes that lead from one state to
+another are a *group*. So what the loop does a pass grows with classes and groups, and hardly with
+the vocabulary. Where only one text can follow a state, its tokens are those that the tokenizer
+makes of it: the texts stay what they are, and the loop can tell such tokens in advance.
 
-The file is little-endian: the header of ``_HEADER``, the arrays of ``_ARRAYS`` in this order, and the SHA-256 of all before it.
+The file is little-endian: the header of ``_HEADER``, the arrays of ``_ARRAYS`` in this order, and
+the SHA-256 of all before it.
 """
 
 from __future__ import annotations
@@ -16,16 +19,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlm_runtime.constraints.byte_automaton import Budget, ByteAutomaton, CompileLimits, fewest_steps
+from dlm_runtime.constraints.byte_automaton import (
+    Budget,
+    ByteAutomaton,
+    CompileLimits,
+    fewest_steps,
+)
 from dlm_runtime.constraints.vocabulary import Vocabulary
 from dlm_runtime.errors import RequestError
 
 MAGIC = b"DLMAUTO\x01"
-# Behind the magic: vocabulary, states, classes, groups, members of all groups, edges; 32 bytes that say what it was made of.
+# Behind the magic: vocabulary, states, classes, groups, members of all groups, edges; 32 bytes that
+# say what it was made of.
 _HEADER = struct.Struct("<8s6i32s")
 MADE_OF = slice(_HEADER.size - 32, _HEADER.size)  # where the file says what it was made of
-_ARRAYS = ("token_class", "group_starts", "group_classes", "edge_starts", "edge_states", "edge_groups", "distances")
-# The walk over the tokens, and the groups, may have this many times as many rows as the limit of edges.
+_ARRAYS = (
+    "token_class",
+    "group_starts",
+    "group_classes",
+    "edge_starts",
+    "edge_states",
+    "edge_groups",
+    "distances",
+)
+# The walk over the tokens, and the groups, may have this many times as many rows as the limit of
+# edges.
 _ROWS_PER_EDGE = 16
 _ROW_BYTES = 64  # Peak memory for one row of the walk.
 _ENCODED_BYTES = 96  # of the text that can follow a state, the tokenizer is asked about so many
@@ -33,11 +51,13 @@ _ENCODED_BYTES = 96  # of the text that can follow a state, the tokenizer is ask
 
 @dataclass(frozen=True)
 class Automaton:
-    """All arrays are int32. State 0 is the first; ``distances`` ``[Q]`` are the fewest tokens to where a text may end, 0 there.
+    """All arrays are int32. State 0 is the first; ``distances`` ``[Q]`` are the fewest tokens to
+    where a text may end, 0 there.
 
-    ``token_class`` ``[V]`` is -1 for tokens that lead nowhere. Group ``g`` has the classes ``group_classes[group_starts[g] :
-    group_starts[g + 1]]``, ascending; state ``s`` has the edges ``edge_starts[s] : edge_starts[s + 1]``, each to a state of
-    ``edge_states`` by a group of ``edge_groups``, ascending by state. A state's groups share no class.
+    ``token_class`` ``[V]`` is -1 for tokens that lead nowhere. Group ``g`` has the classes
+    ``group_classes[group_starts[g] : group_starts[g + 1]]``, ascending; state ``s`` has the edges
+    ``edge_starts[s] : edge_starts[s + 1]``, each to a state of ``edge_states`` by a group of
+    ``edge_groups``, ascending by state. A state's groups share no class.
     """
 
     token_class: np.ndarray
@@ -87,13 +107,18 @@ def compile_automaton(
 ) -> Automaton:
     """The automaton of token ids below ``vocab_size`` whose texts ``texts`` accepts.
 
-    Where a text may end, any number of ``ends`` may follow. ``budget`` is the time left; the default is all of ``limits``.
-    Raises RequestError when no tokens make such a text, and when a limit is reached.
+    Where a text may end, any number of ``ends`` may follow. ``budget`` is the time left; the
+    default is all of ``limits``. Raises RequestError when no tokens make such a text, and when a
+    limit is reached.
     """
     budget = budget or Budget(limits)
     kinds, _ = texts.alphabet
     states = len(texts.table)
-    spelled = [(token, text) for token, text in enumerate(vocabulary.tokens[:vocab_size]) if text and token not in ends]
+    spelled = [
+        (token, text)
+        for token, text in enumerate(vocabulary.tokens[:vocab_size])
+        if text and token not in ends
+    ]
     # Tokens whose bytes are alike one by one behave alike; each such string is walked once.
     strings: dict[bytes, list[int]] = {}
     alike = kinds.astype(np.uint8).tobytes()
@@ -101,7 +126,14 @@ def compile_automaton(
         strings.setdefault(text.translate(alike), []).append(token)
     members = list(strings.values())
     walks = _walk(texts, kinds, list(strings), budget)
-    walks = _as_encoded(texts, vocabulary, walks, members, np.array([len(each) for each in strings], np.int64), budget)
+    walks = _as_encoded(
+        texts,
+        vocabulary,
+        walks,
+        members,
+        np.array([len(each) for each in strings], np.int64),
+        budget,
+    )
     numbers, first_of = _alike(walks, len(members), budget)
     token_class = np.full(vocab_size, -1, np.int32)
     for number, tokens in zip(numbers, members, strict=True):
@@ -116,8 +148,12 @@ def compile_automaton(
     return _assembled(token_class, edges, np.append(texts.accepting, True), budget)
 
 
-def _walk(texts: ByteAutomaton, kinds: np.ndarray, strings: Sequence[bytes], budget: Budget) -> np.ndarray:
-    """The state that each string leads to from each state, int32 ``[N, 3]``: string, state, next state; by string and state."""
+def _walk(
+    texts: ByteAutomaton, kinds: np.ndarray, strings: Sequence[bytes], budget: Budget
+) -> np.ndarray:
+    """The state that each string leads to from each state, int32 ``[N, 3]``: string, state, next
+    state; by string and state.
+    """
     columns = np.full((len(texts.table), int(kinds.max()) + 1), -1, np.int32)
     columns[:, kinds] = texts.table
     # A tree of the strings: each node is a beginning, with its children by one byte more.
@@ -133,7 +169,9 @@ def _walk(texts: ByteAutomaton, kinds: np.ndarray, strings: Sequence[bytes], bud
                 children.setdefault(text[: length - 1], []).append(text[:length])
     found, total = dict[int, np.ndarray](), 0
     every = np.arange(len(columns), dtype=np.int32)
-    open_nodes = [(b"", every, every)]  # with the states where they start and the states where they lead
+    open_nodes = [
+        (b"", every, every)
+    ]  # with the states where they start and the states where they lead
     while open_nodes:
         text, starts, places = open_nodes.pop()
         for child in children.get(text, ()):
@@ -145,7 +183,9 @@ def _walk(texts: ByteAutomaton, kinds: np.ndarray, strings: Sequence[bytes], bud
             kept = (starts[is_alive], reached[is_alive])
             open_nodes.append((child, *kept))
             if child in numbers:
-                found[numbers[child]] = np.column_stack((np.full_like(kept[0], numbers[child]), *kept))
+                found[numbers[child]] = np.column_stack(
+                    (np.full_like(kept[0], numbers[child]), *kept)
+                )
                 total += len(kept[0])
                 if total > _ROWS_PER_EDGE * budget.limits.edges:
                     raise _too_many(total, budget.limits)
@@ -169,12 +209,16 @@ def _as_encoded(
     lengths: np.ndarray,
     budget: Budget,
 ) -> np.ndarray:
-    """The walks, where a forced text keeps only the token that the tokenizer starts it with, and tokens that go beyond it."""
+    """The walks, where a forced text keeps only the token that the tokenizer starts it with, and
+    tokens that go beyond it.
+    """
     is_alive = texts.table >= 0
     is_inside = (is_alive.sum(axis=1) == 1) & ~texts.accepting
     only_byte = is_alive.argmax(axis=1)
     target = texts.table[np.arange(len(texts.table)), only_byte]
-    follows = dict[int, bytes]()  # what has to follow a state, as far as the tokenizer is asked, and how much it is
+    follows = dict[
+        int, bytes
+    ]()  # what has to follow a state, as far as the tokenizer is asked, and how much it is
     left = np.zeros(len(texts.table), np.int64)
     for state in np.nonzero(is_inside)[0].tolist():
         path, at = list[int](), state
@@ -193,7 +237,9 @@ def _as_encoded(
     asked = [state for state, text in follows.items() if text]
     wanted = np.full(len(texts.table), -1, np.int64)
     by_token = {token: number for number, tokens in enumerate(members) for token in tokens}
-    for state, token in zip(asked, vocabulary.first_tokens([follows[state].decode() for state in asked]), strict=True):
+    for state, token in zip(
+        asked, vocabulary.first_tokens([follows[state].decode() for state in asked]), strict=True
+    ):
         wanted[state] = by_token.get(token, -1)
     string, state = walks[:, 0], walks[:, 1]
     keep = (wanted[state] < 0) | (wanted[state] == string) | (lengths[string] > left[state])
@@ -203,7 +249,11 @@ def _as_encoded(
 
 def _whole(text: bytes) -> bytes:
     """The whole characters that UTF-8 starts with; nothing if it starts inside one."""
-    return text.decode("utf-8", "ignore").encode() if text[:1] < b"\x80" or text[:1] >= b"\xc0" else b""
+    return (
+        text.decode("utf-8", "ignore").encode()
+        if text[:1] < b"\x80" or text[:1] >= b"\xc0"
+        else b""
+    )
 
 
 def _alike(walks: np.ndarray, strings: int, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
@@ -223,9 +273,15 @@ def _alike(walks: np.ndarray, strings: int, budget: Budget) -> tuple[np.ndarray,
     return numbers, np.array(first_of, np.int64)
 
 
-def _assembled(token_class: np.ndarray, edges: np.ndarray, accepting: np.ndarray, budget: Budget) -> Automaton:
-    """The automaton of edges int32 ``[N, 3]`` (class, state, next state), without states that are on no text's path."""
-    distances = fewest_steps(np.nonzero(accepting)[0].tolist(), edges[:, 2], edges[:, 1], len(accepting), budget)
+def _assembled(
+    token_class: np.ndarray, edges: np.ndarray, accepting: np.ndarray, budget: Budget
+) -> Automaton:
+    """The automaton of edges int32 ``[N, 3]`` (class, state, next state), without states that are
+    on no text's path.
+    """
+    distances = fewest_steps(
+        np.nonzero(accepting)[0].tolist(), edges[:, 2], edges[:, 1], len(accepting), budget
+    )
     if distances[0] < 0:
         raise RequestError("constraint: no tokens of this vocabulary make a text that it allows")
     edges = edges[(distances[edges[:, 1]] >= 0) & (distances[edges[:, 2]] >= 0)]
@@ -236,12 +292,16 @@ def _assembled(token_class: np.ndarray, edges: np.ndarray, accepting: np.ndarray
     edges[:, 1:] = renamed[edges[:, 1:]]
     # Classes that only what was left out had lead nowhere.
     kept_classes, classes = np.unique(edges[:, 0], return_inverse=True)
-    lookup = np.full(int(max(token_class.max(initial=-1), kept_classes.max(initial=-1))) + 2, -1, np.int32)
+    lookup = np.full(
+        int(max(token_class.max(initial=-1), kept_classes.max(initial=-1))) + 2, -1, np.int32
+    )
     lookup[kept_classes] = np.arange(len(kept_classes))
     edges[:, 0] = classes
     edges = edges[np.lexsort((edges[:, 0], edges[:, 2], edges[:, 1]))]
     budget.check()
-    pairs, starts = np.unique(edges[:, 1].astype(np.int64) * states + edges[:, 2], return_index=True)
+    pairs, starts = np.unique(
+        edges[:, 1].astype(np.int64) * states + edges[:, 2], return_index=True
+    )
     if len(pairs) > budget.limits.edges:
         raise _too_many(len(pairs), budget.limits)
     groups, edge_groups = dict[bytes, int](), list[int]()

@@ -1,4 +1,6 @@
-"""A regular expression as a minimal automaton over bytes. outlines-core compiles it, in a process with limits."""
+"""A regular expression as a minimal automaton over bytes. outlines-core compiles it, in a process
+with limits.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,36 @@ from dlm_runtime.constraints.expressions import spelled_out
 from dlm_runtime.errors import DlmError, RequestError
 
 _WORKER = Path(__file__).with_name("_regex_worker.py")
-# Messages of outlines-core: a state that no text leaves; a bracket that is open, look-around or a back-reference.
+# Messages of outlines-core: a state that no text leaves; a bracket that is open, look-around or a
+# back-reference.
 _NO_MATCH, _NOT_READ = "Found no transitions", "error building NFA"
 _INNER_ANCHORS = re.compile(r"\$|\^|\\[zbB]")
 _CHARACTER = 0  # the byte that expressions.CHARACTER is; texts never have it
 _MANY_TIMES = 4  # states before minimisation, as a multiple of the limit of states
-# A character of a JSON string: where bytes of a range lead to from its first on; 0 is behind the character, the others wait for
-# what _INSIDE has of them, in order: one, two or three bytes more in UTF-8, those whose next byte is of a part, and an escape.
-# From U+00A0 on, without surrogates.
+# A character of a JSON string: where bytes of a range lead to from its first on; 0 is behind the
+# character, the others wait for what _INSIDE has of them, in order: one, two or three bytes more in
+# UTF-8, those whose next byte is of a part, and an escape. From U+00A0 on, without surrogates.
 _LEADS = (
     *((0x20, 0x21, 0), (0x23, 0x5B, 0), (0x5C, 0x5C, 9), (0x5D, 0x7E, 0)),
-    *((0xC2, 0xC2, 4), (0xC3, 0xDF, 1), (0xE0, 0xE0, 5), (0xE1, 0xEC, 2), (0xED, 0xED, 6), (0xEE, 0xEF, 2)),
+    *(
+        (0xC2, 0xC2, 4),
+        (0xC3, 0xDF, 1),
+        (0xE0, 0xE0, 5),
+        (0xE1, 0xEC, 2),
+        (0xED, 0xED, 6),
+        (0xEE, 0xEF, 2),
+    ),
     *((0xF0, 0xF0, 7), (0xF1, 0xF3, 3), (0xF4, 0xF4, 8)),
 )
 _INSIDE = (
     *((range(0x80, 0xC0), 0), (range(0x80, 0xC0), 1), (range(0x80, 0xC0), 2)),
-    *((range(0xA0, 0xC0), 0), (range(0xA0, 0xC0), 1), (range(0x80, 0xA0), 1), (range(0x90, 0xC0), 2), (range(0x80, 0x90), 2)),
+    *(
+        (range(0xA0, 0xC0), 0),
+        (range(0xA0, 0xC0), 1),
+        (range(0x80, 0xA0), 1),
+        (range(0x90, 0xC0), 2),
+        (range(0x80, 0x90), 2),
+    ),
     (b'"\\\\bfnrt', 0),
 )
 _IS_LEAD = np.zeros(256, bool)
@@ -48,8 +64,8 @@ for _low, _high, _ in _LEADS:
 class CompileLimits:
     """Limits of compiling one constraint.
 
-    ``seconds``: processor time of all stages together. ``memory_bytes``: memory of each stage. ``states`` and ``edges``: size
-    of the result.
+    ``seconds``: processor time of all stages together. ``memory_bytes``: memory of each stage.
+    ``states`` and ``edges``: size of the result.
     """
 
     seconds: int = 30
@@ -75,7 +91,9 @@ class Budget:
         self.check()
 
     def check(self) -> None:
-        """Raises RequestError when no time is left. Call it in each loop that grows with the constraint."""
+        """Raises RequestError when no time is left. Call it in each loop that grows with the
+        constraint.
+        """
         if self.seconds_left <= 0:
             raise _too_long(self.limits)
 
@@ -87,9 +105,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class ByteAutomaton:
-    """``table`` int32 ``[Q, 256]``: the next state of each state by byte, -1 where there is none. State 0 is the first.
+    """``table`` int32 ``[Q, 256]``: the next state of each state by byte, -1 where there is none.
+    State 0 is the first.
 
-    ``accepting`` bool ``[Q]``. It is minimal: a text is accepted from each state, and no two states accept the same texts.
+    ``accepting`` bool ``[Q]``. It is minimal: a text is accepted from each state, and no two states
+    accept the same texts.
     """
 
     table: np.ndarray
@@ -97,7 +117,9 @@ class ByteAutomaton:
 
     @property
     def alphabet(self) -> tuple[np.ndarray, np.ndarray]:
-        """The kind of each byte, and ``table`` by kind. Bytes of one kind lead to the same state everywhere."""
+        """The kind of each byte, and ``table`` by kind. Bytes of one kind lead to the same state
+        everywhere.
+        """
         kinds, first_bytes = _kinds(self.table)
         return kinds, self.table[:, first_bytes]
 
@@ -111,11 +133,13 @@ class ByteAutomaton:
         return bool(self.accepting[state])
 
 
-def between(texts: ByteAutomaton, before: str, behind: str, budget: Budget | None = None, hint: str = "") -> ByteAutomaton:
+def between(
+    texts: ByteAutomaton, before: str, behind: str, budget: Budget | None = None, hint: str = ""
+) -> ByteAutomaton:
     """The texts that make a text of ``texts`` when ``before`` and ``behind`` are put around them.
 
-    Raises RequestError when there is no such text, or ``budget`` is spent (None: the default limits). ``hint`` is added to the
-    message when no text starts with ``before``.
+    Raises RequestError when there is no such text, or ``budget`` is spent (None: the default
+    limits). ``hint`` is added to the message when no text starts with ``before``.
     """
     budget = budget or Budget(CompileLimits())
     state, given = 0, before.encode()
@@ -123,13 +147,17 @@ def between(texts: ByteAutomaton, before: str, behind: str, budget: Budget | Non
         state = int(texts.table[state, byte])
         if state < 0:
             good = given[:number].decode("utf-8", "ignore")
-            raise RequestError(f"no text of the constraint starts with {before!r}, though some may with {good!r}{hint}")
+            raise RequestError(
+                f"no text of the constraint starts with {before!r}, though some may with {good!r}{hint}"
+            )
     ends = np.arange(len(texts.table))
     for byte in behind.encode():
         ends = np.where(ends >= 0, texts.table[ends, byte], -1)
     made = _minimised(texts.table, (ends >= 0) & texts.accepting[ends], state, budget)
     if made is None:
-        raise RequestError(f"no text of the constraint starts with {before!r} and ends with {behind!r}")
+        raise RequestError(
+            f"no text of the constraint starts with {before!r} and ends with {behind!r}"
+        )
     return made
 
 
@@ -138,16 +166,21 @@ def byte_automaton(
 ) -> ByteAutomaton:
     """The texts that match ``expression`` as a whole, as UTF-8. Texts with a NUL are left out.
 
-    ``is_of_json``: ``expressions.CHARACTER`` in it has its meaning; otherwise it is an expression of a user, with anchors.
-    ``budget`` is the time left; the default is all of ``limits``. Raises RequestError for an expression that is not valid, that
-    matches no text, or that reaches a limit; DlmError without outlines-core.
+    ``is_of_json``: ``expressions.CHARACTER`` in it has its meaning; otherwise it is an expression
+    of a user, with anchors. ``budget`` is the time left; the default is all of ``limits``. Raises
+    RequestError for an expression that is not valid, that matches no text, or that reaches a limit;
+    DlmError without outlines-core.
     """
     budget = budget or Budget(limits)
     try:
         expression.encode("utf-8")
     except UnicodeEncodeError as err:
-        raise RequestError(f"regex: half a character at {err.start}: it cannot be written as UTF-8") from err
-    table, accepting = _compile(expression if is_of_json else without_start_anchors(expression), budget)
+        raise RequestError(
+            f"regex: half a character at {err.start}: it cannot be written as UTF-8"
+        ) from err
+    table, accepting = _compile(
+        expression if is_of_json else without_start_anchors(expression), budget
+    )
     if not is_of_json:
         table[:, 0] = -1
     made = _minimised(table, accepting, 0, budget)
@@ -163,7 +196,9 @@ def byte_automaton(
 
 
 def _too_many(limits: CompileLimits) -> RequestError:
-    return RequestError(f"regex: its automaton has more than {limits.states} states: make counts smaller, or raise limits")
+    return RequestError(
+        f"regex: its automaton has more than {limits.states} states: make counts smaller, or raise limits"
+    )
 
 
 def _too_long(limits: CompileLimits) -> RequestError:
@@ -179,7 +214,9 @@ def _too_large(limits: CompileLimits) -> RequestError:
 
 
 def _with_characters(texts: ByteAutomaton, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
-    """The table and the accepting states with each byte _CHARACTER replaced by how JSON writes characters."""
+    """The table and the accepting states with each byte _CHARACTER replaced by how JSON writes
+    characters.
+    """
     states = len(texts.table)
     targets = np.unique(texts.table[texts.table[:, _CHARACTER] >= 0, _CHARACTER])
     total = states + len(targets) * len(_INSIDE)
@@ -202,7 +239,9 @@ def _with_characters(texts: ByteAutomaton, budget: Budget) -> tuple[np.ndarray, 
 
 
 def _compile(expression: str, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
-    """The table and the accepting states of an automaton that may be larger than it has to be. State 0 is the first."""
+    """The table and the accepting states of an automaton that may be larger than it has to be.
+    State 0 is the first.
+    """
     limits = budget.limits
     budget.check()
     options = json.dumps(
@@ -222,7 +261,9 @@ def _compile(expression: str, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
             start_new_session=True,
         )
     except OSError as err:
-        raise DlmError(f"cannot start {sys.executable or 'Python'} for the expression ({err.strerror})") from err
+        raise DlmError(
+            f"cannot start {sys.executable or 'Python'} for the expression ({err.strerror})"
+        ) from err
     if done.returncode != 0 or len(done.stdout) < 24:
         raise _why(done.returncode, done.stderr, limits)
     reason_bytes, states, microseconds = struct.unpack_from("<QQQ", done.stdout)
@@ -232,10 +273,20 @@ def _compile(expression: str, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
             raise _too_many(limits)
         if _NO_MATCH in reason:
             inner = _INNER_ANCHORS.search(expression)
-            doubt = f", or it has an anchor ({inner[0]}) where some branch cannot match" if inner else ""
+            doubt = (
+                f", or it has an anchor ({inner[0]}) where some branch cannot match"
+                if inner
+                else ""
+            )
             raise RequestError(f"regex: no text matches it{doubt}")
-        doubt = ": it has a syntax error, or look-around or a back-reference" if _NOT_READ in reason else ""
-        raise RequestError(f"regex: not one that can be compiled ({' '.join(reason.split())}{doubt})")
+        doubt = (
+            ": it has a syntax error, or look-around or a back-reference"
+            if _NOT_READ in reason
+            else ""
+        )
+        raise RequestError(
+            f"regex: not one that can be compiled ({' '.join(reason.split())}{doubt})"
+        )
     budget.charge(microseconds / 1e6)
     budget.check_memory(2 * len(done.stdout))
     table = np.frombuffer(done.stdout, np.int32, states * 256, 24).reshape(states, 256).copy()
@@ -244,34 +295,49 @@ def _compile(expression: str, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
 
 def _why(code: int, said: bytes, limits: CompileLimits) -> DlmError:
     if b"No module named 'outlines_core'" in said:
-        return DlmError("outlines-core is not installed, and constraints need it: pip install 'outlines-core>=0.2.14,<0.3'")
+        return DlmError(
+            "outlines-core is not installed, and constraints need it: pip install 'outlines-core>=0.2.14,<0.3'"
+        )
     if code in (-signal.SIGPROF, -signal.SIGXCPU, -signal.SIGKILL):
         return _too_long(limits)
     return _too_large(limits)
 
 
 def _kinds(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The kind of each byte, and the first byte of each kind, ascending. Bytes of a kind have equal columns."""
+    """The kind of each byte, and the first byte of each kind, ascending. Bytes of a kind have equal
+    columns.
+    """
     found = dict[bytes, int]()
-    kinds = np.array([found.setdefault(table[:, byte].tobytes(), len(found)) for byte in range(table.shape[1])])
+    kinds = np.array(
+        [found.setdefault(table[:, byte].tobytes(), len(found)) for byte in range(table.shape[1])]
+    )
     return kinds, np.unique(kinds, return_index=True)[1]
 
 
-def _minimised(table: np.ndarray, accepting: np.ndarray, first: int, budget: Budget) -> ByteAutomaton | None:
-    """The smallest automaton of the same texts, its states in breadth-first order. Returns None if it accepts no text."""
+def _minimised(
+    table: np.ndarray, accepting: np.ndarray, first: int, budget: Budget
+) -> ByteAutomaton | None:
+    """The smallest automaton of the same texts, its states in breadth-first order. Returns None if
+    it accepts no text.
+    """
     kinds, first_bytes = _kinds(table)
     budget.check_memory(64 * len(table) * len(first_bytes))
     columns = table[:, first_bytes]
     sources = np.repeat(np.arange(len(table)), columns.shape[1])[columns.ravel() >= 0]
     targets = columns[columns >= 0]
     is_alive = fewest_steps([first], sources, targets, len(table), budget) >= 0
-    distances = fewest_steps(np.nonzero(accepting)[0].tolist(), targets, sources, len(table), budget)
+    distances = fewest_steps(
+        np.nonzero(accepting)[0].tolist(), targets, sources, len(table), budget
+    )
     is_alive &= distances >= 0
     if not is_alive[first]:
         return None
-    renamed = np.append(np.where(is_alive, np.cumsum(is_alive) - 1, -1), -1)  # the last one is that of -1
+    renamed = np.append(
+        np.where(is_alive, np.cumsum(is_alive) - 1, -1), -1
+    )  # the last one is that of -1
     columns = renamed[columns[is_alive]]
-    # Equal states have the same distance, so the distances are a first partition. They end long chains early.
+    # Equal states have the same distance, so the distances are a first partition. They end long
+    # chains early.
     classes = _equivalent(columns, distances[is_alive], budget)
     _, representatives = np.unique(classes, return_index=True)
     columns = np.append(classes, -1)[columns[representatives]]
@@ -289,12 +355,14 @@ def _minimised(table: np.ndarray, accepting: np.ndarray, first: int, budget: Bud
 
 
 def _equivalent(columns: np.ndarray, labels: np.ndarray, budget: Budget) -> np.ndarray:
-    """The class of each state, numbered from 0: two states have one class if they accept the same texts.
+    """The class of each state, numbered from 0: two states have one class if they accept the same
+    texts.
 
-    States with different ``labels`` must not be equivalent, and accepting states must have other labels than the rest.
-    ``columns`` int ``[Q, K]``: next states, -1 for none. After Hopcroft (1971), for all letters at once: when a class splits,
-    its largest part keeps the number, and only states before the other parts are looked at again. So each state is looked at
-    O(log Q) times for each of its edges.
+    States with different ``labels`` must not be equivalent, and accepting states must have other
+    labels than the rest. ``columns`` int ``[Q, K]``: next states, -1 for none. After Hopcroft
+    (1971), for all letters at once: when a class splits, its largest part keeps the number, and
+    only states before the other parts are looked at again. So each state is looked at O(log Q)
+    times for each of its edges.
     """
     states, width = columns.shape
     _, label = np.unique(labels, return_inverse=True)
@@ -311,14 +379,17 @@ def _equivalent(columns: np.ndarray, labels: np.ndarray, budget: Budget) -> np.n
         budget.check()
         data, row_bytes = label[columns[changed]].tobytes(), 4 * width
         split: dict[int, dict[bytes, list[int]]] = {}
-        for row, (state, number) in enumerate(zip(changed.tolist(), label[changed].tolist(), strict=True)):
+        for row, (state, number) in enumerate(
+            zip(changed.tolist(), label[changed].tolist(), strict=True)
+        ):
             parts = split.setdefault(number, {})
             parts.setdefault(data[row * row_bytes : (row + 1) * row_bytes], []).append(state)
         relabelled = list[int]()
         for number, found in split.items():
             parts_of = [set(part) for part in found.values()]
             unchanged = len(members[number]) - sum(map(len, parts_of))
-            # States whose next states kept their numbers are still alike, and differ from those whose next states did not.
+            # States whose next states kept their numbers are still alike, and differ from those
+            # whose next states did not.
             largest = max(parts_of, key=len)
             if unchanged >= len(largest):
                 for part in parts_of:
@@ -339,8 +410,11 @@ def _equivalent(columns: np.ndarray, labels: np.ndarray, budget: Budget) -> np.n
     return label[:-1]
 
 
-def fewest_steps(starts: Iterable[int], sources: np.ndarray, targets: np.ndarray, states: int, budget: Budget) -> np.ndarray:
-    """The fewest edges from one of ``starts`` to each state, int64 ``[states]``; -1 where there is no path.
+def fewest_steps(
+    starts: Iterable[int], sources: np.ndarray, targets: np.ndarray, states: int, budget: Budget
+) -> np.ndarray:
+    """The fewest edges from one of ``starts`` to each state, int64 ``[states]``; -1 where there is
+    no path.
 
     Edge ``i`` leads from ``sources[i]`` to ``targets[i]``; an edge may be listed twice.
     """

@@ -1,4 +1,6 @@
-"""Compiled constraints: made once for a tokenizer, kept in a folder by what they were made of, held by the native library."""
+"""Compiled constraints: made once for a tokenizer, kept in a folder by what they were made of, held
+by the native library.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 2  # Version of cached files. Raise it when the same constraint compiles to another automaton.
+_FORMAT = (
+    2  # Version of cached files. Raise it when the same constraint compiles to another automaton.
+)
 
 
 class Constraint:
-    """A constraint as the native library holds it. ``data``: its file, for programs that open it themselves."""
+    """A constraint as the native library holds it. ``data``: its file, for programs that open it
+    themselves.
+    """
 
     def __init__(self, data: bytes) -> None:
         """Raises BundleError for damaged data."""
@@ -44,9 +50,15 @@ class Constraint:
 
 
 def default_folder() -> Path:
-    """Where compiled constraints are kept: $DLM_CACHE_DIR, or dlm-export in the user's folder of caches."""
+    """Where compiled constraints are kept: $DLM_CACHE_DIR, or dlm-export in the user's folder of
+    caches.
+    """
     chosen = os.environ.get("DLM_CACHE_DIR")
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlm-export"
+    base = (
+        Path(chosen)
+        if chosen
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlm-export"
+    )
     return base / "constraints"
 
 
@@ -64,13 +76,25 @@ def compile_constraint(
 ) -> Constraint:
     """The constraint that an expression is, for a vocabulary of ``vocabulary_sha256``.
 
-    ``given``: texts before and behind what it is of, which are part of what matches. ``folder`` is where it is kept, and looked
-    for before anything is compiled; None: nowhere. ``vocabulary`` is asked for only then. ``hint`` ends the message about a
-    given text that no constrained text starts with. Raises RequestError for what cannot be compiled within ``limits``.
+    ``given``: texts before and behind what it is of, which are part of what matches. ``folder`` is
+    where it is kept, and looked for before anything is compiled; None: nowhere. ``vocabulary`` is
+    asked for only then. ``hint`` ends the message about a given text that no constrained text
+    starts with. Raises RequestError for what cannot be compiled within ``limits``.
     """
     if not eos_token_ids:
-        raise RequestError("constraints need an end token, to stand behind texts, and this bundle has none")
-    made_of = [_FORMAT, expression, is_of_json, vocabulary_sha256, vocab_size, list(eos_token_ids), astuple(limits), given]
+        raise RequestError(
+            "constraints need an end token, to stand behind texts, and this bundle has none"
+        )
+    made_of = [
+        _FORMAT,
+        expression,
+        is_of_json,
+        vocabulary_sha256,
+        vocab_size,
+        list(eos_token_ids),
+        astuple(limits),
+        given,
+    ]
     key = hashlib.sha256(json.dumps(made_of).encode()).digest()
     path = None if folder is None else folder / f"{key.hex()}.automaton"
     if path is not None and (kept := _kept(path, key)) is not None:
@@ -79,7 +103,9 @@ def compile_constraint(
     texts = byte_automaton(expression, limits, is_of_json, budget)
     if any(given):
         texts = between(texts, *given, budget, hint)
-    data = compile_automaton(texts, vocabulary(), vocab_size, eos_token_ids, limits, budget).as_bytes(key)
+    data = compile_automaton(
+        texts, vocabulary(), vocab_size, eos_token_ids, limits, budget
+    ).as_bytes(key)
     if path is not None:
         _keep(path, data)
     return Constraint(data)

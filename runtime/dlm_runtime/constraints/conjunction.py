@@ -1,7 +1,8 @@
-"""Schemas that one value must satisfy together: a schema, what its references lead to, and the branches of its allOf.
+"""Schemas that one value must satisfy together: a schema, what its references lead to, and the
+branches of its allOf.
 
-A keyword that several of them have is intersected exactly where that has a simple form, such as the larger of two minimums;
-otherwise a reader of ``Conjunction`` rejects it by name.
+A keyword that several of them have is intersected exactly where that has a simple form, such as the
+larger of two minimums; otherwise a reader of ``Conjunction`` rejects it by name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dlm_runtime.constraints.document import KINDS, NUMBER_KEYWORDS, REJECTED, SUPPORTED, Document, Part
+from dlm_runtime.constraints.document import (
+    KINDS,
+    NUMBER_KEYWORDS,
+    REJECTED,
+    SUPPORTED,
+    Document,
+    Part,
+)
 from dlm_runtime.errors import RequestError
 
 Bound = tuple[Any, bool]  # a number, and whether it is itself outside the range
@@ -18,7 +26,9 @@ Bound = tuple[Any, bool]  # a number, and whether it is itself outside the range
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """An ``anyOf`` or ``oneOf`` of a part, and the parts that contain it without a step into the value."""
+    """An ``anyOf`` or ``oneOf`` of a part, and the parts that contain it without a step into the
+    value.
+    """
 
     part: Part
     keyword: str
@@ -29,7 +39,8 @@ class Choice:
 class Conjunction:
     """The parts that a value must satisfy together. ``is_false``: no value does.
 
-    ``choices`` are the parts' anyOf and oneOf. ``references`` are the schemas, by id, that a ``$ref`` led to.
+    ``choices`` are the parts' anyOf and oneOf. ``references`` are the schemas, by id, that a
+    ``$ref`` led to.
     """
 
     def __init__(self, document: Document, roots: Iterable[Part]) -> None:
@@ -48,7 +59,9 @@ class Conjunction:
             self.is_false |= not schema
             return
         if key in ancestors:
-            raise RequestError(f"schema: {part.where}: this schema refers to itself without a property or an item in between")
+            raise RequestError(
+                f"schema: {part.where}: this schema refers to itself without a property or an item in between"
+            )
         if key in self._seen:
             return
         self._seen.add(key)
@@ -63,14 +76,24 @@ class Conjunction:
             self._add(self.document.child(part, "allOf", number), inner)
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
-                branches = tuple(self.document.child(part, keyword, number) for number in range(len(schema[keyword])))
+                branches = tuple(
+                    self.document.child(part, keyword, number)
+                    for number in range(len(schema[keyword]))
+                )
                 self.choices.append(Choice(part, keyword, inner, branches))
 
     def with_branch(self, choice: Choice, branch: Part) -> Conjunction:
         """The conjunction in which a branch takes the place of its choice."""
         made = Conjunction(self.document, ())
-        made.parts, made.references, made._seen = list(self.parts), list(self.references), set(self._seen)
-        made.choices, made.is_false = [each for each in self.choices if each is not choice], self.is_false
+        made.parts, made.references, made._seen = (
+            list(self.parts),
+            list(self.references),
+            set(self._seen),
+        )
+        made.choices, made.is_false = (
+            [each for each in self.choices if each is not choice],
+            self.is_false,
+        )
         made._add(branch, choice.ancestors)
         return made
 
@@ -97,7 +120,9 @@ class Conjunction:
         found: frozenset[str] | None = None
         for part in self.having("type"):
             types = part.schema["type"]
-            kinds = frozenset[str]().union(*(KINDS[each] for each in ([types] if isinstance(types, str) else types)))
+            kinds = frozenset[str]().union(
+                *(KINDS[each] for each in ([types] if isinstance(types, str) else types))
+            )
             found = kinds if found is None else found & kinds
         return found
 
@@ -127,7 +152,9 @@ class Conjunction:
                     found.append((schema[keyword], schema.get(exclusive) is True))
                 if not isinstance(schema.get(exclusive, True), bool):
                     found.append((schema[exclusive], True))
-        return max(lows, default=None), min(highs, key=lambda bound: (bound[0], not bound[1]), default=None)
+        return max(lows, default=None), min(
+            highs, key=lambda bound: (bound[0], not bound[1]), default=None
+        )
 
     def counts(self, noun: str) -> tuple[int, int | None]:
         """The bounds that minLength, minItems and the like set."""
@@ -158,7 +185,11 @@ class Conjunction:
     @property
     def required(self) -> list[str]:
         """The names that an object must have."""
-        return list(dict.fromkeys(name for part in self.having("required") for name in part.schema["required"]))
+        return list(
+            dict.fromkeys(
+                name for part in self.having("required") for name in part.schema["required"]
+            )
+        )
 
     @property
     def names(self) -> list[str]:
@@ -178,7 +209,10 @@ class Conjunction:
 
     def other_properties(self) -> list[Part]:
         """The schemas of the values of unlisted properties."""
-        return [self.document.child(part, "additionalProperties") for part in self.having("additionalProperties")]
+        return [
+            self.document.child(part, "additionalProperties")
+            for part in self.having("additionalProperties")
+        ]
 
 
 def listed(part: Part, keyword: str) -> list[Any]:
@@ -187,8 +221,14 @@ def listed(part: Part, keyword: str) -> list[Any]:
 
 
 def _prefix(part: Part) -> tuple[str, int, str | None]:
-    """The keyword and the number of the schemas of an array's first items, and the keyword of all others."""
+    """The keyword and the number of the schemas of an array's first items, and the keyword of all
+    others.
+    """
     items = part.schema.get("items")
     if isinstance(items, list):  # before Draft 2020-12
         return "items", len(items), "additionalItems" if "additionalItems" in part.schema else None
-    return "prefixItems", len(part.schema.get("prefixItems", ())), None if items is None else "items"
+    return (
+        "prefixItems",
+        len(part.schema.get("prefixItems", ())),
+        None if items is None else "items",
+    )

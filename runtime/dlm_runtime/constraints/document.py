@@ -1,7 +1,7 @@
 """A JSON Schema as a document: its parts, their keywords, and where their references lead.
 
-References lead only to places in the document; other documents are never retrieved. Keywords are read by Draft 2020-12, or by
-the older draft that ``$schema`` names.
+References lead only to places in the document; other documents are never retrieved. Keywords are
+read by Draft 2020-12, or by the older draft that ``$schema`` names.
 """
 
 from __future__ import annotations
@@ -39,15 +39,43 @@ REJECTED = {
     "number": {"multipleOf"},
     "array": {"contains", "unevaluatedItems"},
     "object": {
-        *("patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+        *(
+            "patternProperties",
+            "propertyNames",
+            "dependentRequired",
+            "dependentSchemas",
+            "dependencies",
+        ),
         "unevaluatedProperties",
     },
 }
 _REJECTED_ALWAYS = ("not", "$dynamicRef", "$recursiveRef")
-_APPLIED = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", *_REJECTED_ALWAYS, "if", "then", "else")
+_APPLIED = (
+    "type",
+    "enum",
+    "const",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "$ref",
+    *_REJECTED_ALWAYS,
+    "if",
+    "then",
+    "else",
+)
 _CONSTRAINING = {*_APPLIED}.union(*SUPPORTED.values(), *REJECTED.values())
 _ANNOTATIONS = {
-    *("$schema", "$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$comment", "$defs", "definitions"),
+    *(
+        "$schema",
+        "$id",
+        "$anchor",
+        "$dynamicAnchor",
+        "$recursiveAnchor",
+        "$vocabulary",
+        "$comment",
+        "$defs",
+        "definitions",
+    ),
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("contentEncoding", "contentMediaType", "contentSchema", "minContains", "maxContains"),
     *("id", "example", "nullable", "discriminator", "xml", "externalDocs"),  # draft 4 and OpenAPI
@@ -64,7 +92,9 @@ _DRAFTS = {
 
 
 class SchemaWarning(DlmWarning):
-    """A schema has something that is not enforced and was probably meant to be, such as a misspelled keyword."""
+    """A schema has something that is not enforced and was probably meant to be, such as a
+    misspelled keyword.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,23 +123,34 @@ class Document:
         from referencing import Registry
 
         if isinstance(schema, str):
-            raise RequestError("schema: #: a string is not a schema: give the parsed JSON, as json.loads returns it")
+            raise RequestError(
+                "schema: #: a string is not a schema: give the parsed JSON, as json.loads returns it"
+            )
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
             text.encode("utf-8")
         except (TypeError, ValueError, RecursionError) as err:
             raise RequestError(f"schema: not JSON ({err})"[:300]) from err
         if len(text) > MOST_TEXT:
-            raise RequestError(f"schema: its JSON text has more than {MOST_TEXT >> 20} Mi characters: make it smaller")
-        found = json.loads(text)  # a copy of plain dicts and lists, in which equal parts are different objects
+            raise RequestError(
+                f"schema: its JSON text has more than {MOST_TEXT >> 20} Mi characters: make it smaller"
+            )
+        found = json.loads(
+            text
+        )  # a copy of plain dicts and lists, in which equal parts are different objects
         if not isinstance(found, (dict, bool)):
-            raise RequestError(f"schema: #: {shown(found)} is not a schema: give an object or a boolean")
+            raise RequestError(
+                f"schema: #: {shown(found)} is not a schema: give an object or a boolean"
+            )
         self.draft, self.parts, self.steps = _draft(found), 0, 0
         self._checked, self._warned = set[int](), set[str]()
         self._specification = _specification(self.draft)
         try:
-            # A registry without a function to retrieve documents: references to other documents raise.
-            resolver: Resolver[Any] = Registry().resolver_with_root(self._specification.create_resource(found))
+            # A registry without a function to retrieve documents: references to other documents
+            # raise.
+            resolver: Resolver[Any] = Registry().resolver_with_root(
+                self._specification.create_resource(found)
+            )
         except (TypeError, ValueError, AttributeError) as err:
             raise RequestError(f"schema: #: $id is not a URI ({err})"[:300]) from err
         self.root = Part(found, "#", resolver)
@@ -126,7 +167,9 @@ class Document:
         """Count comparisons. Raises RequestError for more than MOST_STEPS."""
         self.steps += count
         if self.steps > MOST_STEPS:
-            raise RequestError(f"schema: comparing its values and branches takes more than {MOST_STEPS} steps: make it smaller")
+            raise RequestError(
+                f"schema: comparing its values and branches takes more than {MOST_STEPS} steps: make it smaller"
+            )
 
     def child(self, part: Part, *keys: str | int) -> Part:
         """The subschema of ``part`` that ``keys`` lead to."""
@@ -134,7 +177,9 @@ class Document:
         for key in keys:
             schema, where = schema[key], f"{where}/{key}"
         if not isinstance(schema, (dict, bool)):
-            raise RequestError(f"schema: {where}: {shown(schema)} is not a schema: give an object or a boolean")
+            raise RequestError(
+                f"schema: {where}: {shown(schema)} is not a schema: give an object or a boolean"
+            )
         resolver = part.resolver
         if isinstance(schema, dict) and ("$id" in schema or "id" in schema):
             try:
@@ -158,21 +203,35 @@ class Document:
                 f"schema: {part.where}: $ref {reference} is not in this schema, and other documents are never retrieved: "
                 "copy what it names into $defs"
             ) from err
-        except (TypeError, ValueError, AttributeError, KeyError, IndexError) as err:  # the library walks parts not yet checked
-            raise RequestError(f"schema: {part.where}: $ref {reference} cannot be resolved ({err})"[:300]) from err
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+            IndexError,
+        ) as err:  # the library walks parts not yet checked
+            raise RequestError(
+                f"schema: {part.where}: $ref {reference} cannot be resolved ({err})"[:300]
+            ) from err
         if not isinstance(found.contents, (dict, bool)):
-            raise RequestError(f"schema: {part.where}: $ref {reference} leads to something that is not a schema")
+            raise RequestError(
+                f"schema: {part.where}: $ref {reference} leads to something that is not a schema"
+            )
         return Part(found.contents, str(name)[:MOST_SHOWN], found.resolver)
 
     def check(self, part: Part) -> None:
-        """Raise RequestError for a keyword with a wrong value or one that is never supported; warn of misspelled ones."""
+        """Raise RequestError for a keyword with a wrong value or one that is never supported; warn
+        of misspelled ones.
+        """
         if id(part.schema) in self._checked:
             return
         for keyword, value in part.schema.items():
             if keyword in _SHAPES:
                 is_right, expected = _SHAPES[keyword]
                 if not is_right(value) and not self._is_of_older_draft(keyword, value):
-                    raise RequestError(f"schema: {part.where}/{keyword}: {shown(value)} is not {expected}")
+                    raise RequestError(
+                        f"schema: {part.where}/{keyword}: {shown(value)} is not {expected}"
+                    )
             elif keyword in _REJECTED_ALWAYS:
                 part.refuse(keyword, "is not supported")
             elif keyword not in _CONSTRAINING and keyword not in _ANNOTATIONS:
@@ -180,7 +239,10 @@ class Document:
         if "if" in part.schema and ("then" in part.schema or "else" in part.schema):
             part.refuse("if", "is not supported")
         if "prefixItems" in part.schema and self.draft < _DRAFT_2020:
-            part.refuse("prefixItems", f"does not exist in the draft that $schema names, {self.root.schema['$schema']!r}")
+            part.refuse(
+                "prefixItems",
+                f"does not exist in the draft that $schema names, {self.root.schema['$schema']!r}",
+            )
         if "$schema" in part.schema and _draft(part.schema) != self.draft:
             part.refuse("$schema", "names another draft than the whole schema does")
         self._checked.add(id(part.schema))
@@ -197,31 +259,50 @@ class Document:
         return keyword == "items" and self.draft < _DRAFT_2020 and isinstance(value, list)
 
     def _warn_of_misspelled(self, part: Part, keyword: str) -> None:
-        if not keyword[:1].isalpha() or keyword.startswith("x-") or len(keyword) > max(map(len, _CONSTRAINING)) + 2:
+        if (
+            not keyword[:1].isalpha()
+            or keyword.startswith("x-")
+            or len(keyword) > max(map(len, _CONSTRAINING)) + 2
+        ):
             return
         close = [(_distance(keyword, known), known) for known in _CONSTRAINING if len(known) > 3]
         distance, known = min(close)
         if distance <= (1 if len(keyword) < 6 else 2):
-            self.warn(f"schema: {part.where}: keyword {keyword!r} is not known and is ignored: did you mean {known!r}?")
+            self.warn(
+                f"schema: {part.where}: keyword {keyword!r} is not known and is ignored: did you mean {known!r}?"
+            )
 
 
 def _draft(schema: Any) -> float:
     name = schema.get("$schema", "") if isinstance(schema, dict) else ""
-    draft = _DRAFTS.get(name.rstrip("#").rstrip("/"), _DRAFT_2020) if isinstance(name, str) else _DRAFT_2020
+    draft = (
+        _DRAFTS.get(name.rstrip("#").rstrip("/"), _DRAFT_2020)
+        if isinstance(name, str)
+        else _DRAFT_2020
+    )
     if draft == _DRAFT_3:
-        raise RequestError(f"schema: $schema {name!r} is not supported: write it for Draft 4 or later")
+        raise RequestError(
+            f"schema: $schema {name!r} is not supported: write it for Draft 4 or later"
+        )
     return draft
 
 
 def _specification(draft: float) -> Specification[Any]:
     from referencing import jsonschema
 
-    older = {4.0: jsonschema.DRAFT4, 6.0: jsonschema.DRAFT6, 7.0: jsonschema.DRAFT7, 2019.0: jsonschema.DRAFT201909}
+    older = {
+        4.0: jsonschema.DRAFT4,
+        6.0: jsonschema.DRAFT6,
+        7.0: jsonschema.DRAFT7,
+        2019.0: jsonschema.DRAFT201909,
+    }
     return older.get(draft, jsonschema.DRAFT202012)
 
 
 def _distance(one: str, other: str) -> int:
-    """The Damerau-Levenshtein distance of two words that does not edit a swapped pair again; case counts as one edit in all."""
+    """The Damerau-Levenshtein distance of two words that does not edit a swapped pair again; case
+    counts as one edit in all.
+    """
     if one.lower() == other.lower():
         return int(one != other)
     before, last = list[int](), list(range(len(other) + 1))
@@ -250,22 +331,35 @@ def _is_count(value: Any) -> bool:
 
 def _is_types(value: Any) -> bool:
     kinds = [value] if isinstance(value, str) else value
-    return isinstance(kinds, list) and bool(kinds) and all(isinstance(each, str) and each in TYPES for each in kinds)
+    return (
+        isinstance(kinds, list)
+        and bool(kinds)
+        and all(isinstance(each, str) and each in TYPES for each in kinds)
+    )
 
 
 _SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_types, f"a type, or a list of types: {', '.join(TYPES)}"),
     "enum": (lambda value: isinstance(value, list), "a list of values"),
-    "required": (lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of names"),
+    "required": (
+        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+        "a list of names",
+    ),
     "properties": (lambda value: isinstance(value, dict), "an object of schemas"),
     "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
 }
-_SHAPES |= dict.fromkeys(("$ref", "pattern", "format", "$schema"), (lambda value: isinstance(value, str), "a string"))
+_SHAPES |= dict.fromkeys(
+    ("$ref", "pattern", "format", "$schema"), (lambda value: isinstance(value, str), "a string")
+)
 _SHAPES |= dict.fromkeys(NUMBER_KEYWORDS, (_is_number, "a number"))
 _SHAPES |= dict.fromkeys(
-    ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), (_is_count, "a count")
+    ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    (_is_count, "a count"),
 )
 _SHAPES |= dict.fromkeys(
-    ("anyOf", "oneOf", "allOf", "prefixItems"), (lambda value: isinstance(value, list) and bool(value), "a list of schemas")
+    ("anyOf", "oneOf", "allOf", "prefixItems"),
+    (lambda value: isinstance(value, list) and bool(value), "a list of schemas"),
 )
-_SHAPES |= dict.fromkeys(("items", "additionalProperties"), (_is_schema, "a schema: an object or a boolean"))
+_SHAPES |= dict.fromkeys(
+    ("items", "additionalProperties"), (_is_schema, "a schema: an object or a boolean")
+)

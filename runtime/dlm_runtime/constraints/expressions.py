@@ -1,7 +1,9 @@
-"""Pieces of regular expressions over JSON text: quoted text, characters of strings, ranges of numbers, formats.
+"""Pieces of regular expressions over JSON text: quoted text, characters of strings, ranges of
+numbers, formats.
 
-What they are written in is the syntax of Rust's regex crate, which outlines-core compiles. JSON text is compact: nothing stands
-between its parts, and a character of a string is written as itself wherever JSON allows that.
+What they are written in is the syntax of Rust's regex crate, which outlines-core compiles. JSON
+text is compact: nothing stands between its parts, and a character of a string is written as itself
+wherever JSON allows that.
 """
 
 from __future__ import annotations
@@ -19,12 +21,23 @@ DIGITS = "[0-9]"
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 # Two digits of exponent: readers of JSON keep such numbers finite.
 NUMBER = rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{{1,2}})?"
-FRACTION_DIGITS = 6  # of bounded numbers: with nine before the point they stay as they are in a double
+FRACTION_DIGITS = (
+    6  # of bounded numbers: with nine before the point they stay as they are in a double
+)
 
-_SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}  # JSON's escapes of one letter
+_SHORT = {
+    0x08: "b",
+    0x09: "t",
+    0x0A: "n",
+    0x0C: "f",
+    0x0D: "r",
+    0x22: '"',
+    0x5C: "\\",
+}  # JSON's escapes of one letter
 _WRITTEN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0xA0, 0xD7FF), (0xE000, 0x10FFFF))
-# A placeholder for any one character of a string. It is NUL, and no text has a NUL: quote() rejects it, and JSON escapes it.
-# byte_automaton replaces it, since outlines-core takes up to 10 ms for every place that spells out the characters.
+# A placeholder for any one character of a string. It is NUL, and no text has a NUL: quote() rejects
+# it, and JSON escapes it. byte_automaton replaces it, since outlines-core takes up to 10 ms for
+# every place that spells out the characters.
 CHARACTER = r"\x{0}"
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~")
 
@@ -44,17 +57,22 @@ def _span(low: int, high: int) -> str:
 
 
 def quote(text: str) -> str:
-    """The expression that matches ``text`` alone. Raises RequestError for a text with a NUL, which no constraint can have."""
+    """The expression that matches ``text`` alone. Raises RequestError for a text with a NUL, which
+    no constraint can have.
+    """
     if "\0" in text:
         raise RequestError(f"a constraint cannot have a text with a NUL character: {text[:80]!r}")
     return "".join("\\" + letter if letter in _SPECIAL else letter for letter in text)
 
 
 def value(found: Any) -> str:
-    """What matches a JSON value as it is written compactly. Raises ValueError for what JSON cannot say."""
+    """What matches a JSON value as it is written compactly. Raises ValueError for what JSON cannot
+    say.
+    """
     text = json.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text.encode("utf-8")
-    # C1's controls and DEL are legal and unprintable: they come as they are, since JSON has no short form of them.
+    # C1's controls and DEL are legal and unprintable: they come as they are, since JSON has no
+    # short form of them.
     return quote(text)
 
 
@@ -94,14 +112,22 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def characters(ranges: Ranges) -> str | None:
-    """What matches one of these characters inside a JSON string; None if JSON has no short way to write any of them."""
+    """What matches one of these characters inside a JSON string; None if JSON has no short way to
+    write any of them.
+    """
     return CHARACTER if ranges == ALL else _spelled(ranges)
 
 
 def _spelled(ranges: Ranges) -> str | None:
     written = "".join(_span(low, high) for low, high in intersection(ranges, _WRITTEN))
-    short = "".join(letter for point, letter in _SHORT.items() if any(low <= point <= high for low, high in ranges))
-    choices = ([f"[{written}]"] if written else []) + ([r"\\[" + quote(short) + "]"] if short else [])
+    short = "".join(
+        letter
+        for point, letter in _SHORT.items()
+        if any(low <= point <= high for low, high in ranges)
+    )
+    choices = ([f"[{written}]"] if written else []) + (
+        [r"\\[" + quote(short) + "]"] if short else []
+    )
     return either(choices) if choices else None
 
 
@@ -130,10 +156,16 @@ def integers(low: int | None, high: int | None) -> str | None:
 
 
 def numbers(low: int | None, high: int | None, is_above: bool, is_below: bool) -> str | None:
-    """Decimals in a range of integer ends, without exponent; ``is_above``, ``is_below`` leave an end out."""
+    """Decimals in a range of integer ends, without exponent; ``is_above``, ``is_below`` leave an
+    end out.
+    """
     if low is None and high is None:
         return NUMBER
-    if low is not None and high is not None and (low > high or (low == high and (is_above or is_below))):
+    if (
+        low is not None
+        and high is not None
+        and (low > high or (low == high and (is_above or is_below)))
+    ):
         return None
     choices: list[str | None] = []
     if high is None or high > 0 or (high == 0 and not is_below):
@@ -142,7 +174,12 @@ def numbers(low: int | None, high: int | None, is_above: bool, is_below: bool) -
     if low is None or low < 0:
         has_high = high is not None and high < 0
         # Zero is among the others, so what begins here is above it.
-        below = _decimals(max(-(high or 0), 0), None if low is None else -low, is_below if has_high else True, is_above)
+        below = _decimals(
+            max(-(high or 0), 0),
+            None if low is None else -low,
+            is_below if has_high else True,
+            is_above,
+        )
         choices.append(None if below is None else "-" + below)
     kept = [choice for choice in choices if choice is not None]
     return either(kept) if kept else None
@@ -184,7 +221,10 @@ def _same_length(low: str, high: str) -> str:
 def _decimals(low: int, high: int | None, is_above: bool, is_below: bool) -> str | None:
     """Those from ``low`` >= 0 on, up to ``high``."""
     zeros, any_digits = rf"(?:\.0{{1,{FRACTION_DIGITS}}})?", rf"(?:\.[0-9]{{1,{FRACTION_DIGITS}}})?"
-    some = either(rf"0{{{zero}}}[1-9][0-9]{{0,{FRACTION_DIGITS - 1 - zero}}}" for zero in range(FRACTION_DIGITS))
+    some = either(
+        rf"0{{{zero}}}[1-9][0-9]{{0,{FRACTION_DIGITS - 1 - zero}}}"
+        for zero in range(FRACTION_DIGITS)
+    )
     choices: list[str | None] = []
     if high is not None and low == high:
         return None if is_above or is_below else f"{low}{zeros}"
@@ -209,7 +249,9 @@ _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?
 
 
 def _label(most: int) -> str:
-    """A label of a host name, of up to ``most`` characters, without -- as its third and fourth: that marks Punycode."""
+    """A label of a host name, of up to ``most`` characters, without -- as its third and fourth:
+    that marks Punycode.
+    """
     end, any_ = "[a-z0-9]", "[a-z0-9-]"
     long = f"{end}(?:{any_}{{0,{most - 4}}}{end})?|-{end}(?:{any_}{{0,{most - 5}}}{end})?"
     return f"{end}(?:{end}|{any_}(?:{long}))?"
@@ -218,8 +260,8 @@ def _label(most: int) -> str:
 def _host(fewest: int) -> str:
     """A host name of at least ``fewest`` labels, and at most 253 characters (RFC 1123, RFC 5890).
 
-    Counting the characters of all labels takes too many states. So it has up to four labels of 63, 63, 63 and 61 characters, or
-    up to eight of 30 each.
+    Counting the characters of all labels takes too many states. So it has up to four labels of 63,
+    63, 63 and 61 characters, or up to eight of 30 each.
     """
     few = rf"(?:{_label(63)}\.){{{fewest - 1},3}}{_label(61)}"
     many = rf"(?:{_label(30)}\.){{{fewest - 1},7}}{_label(30)}"
@@ -228,7 +270,8 @@ def _host(fewest: int) -> str:
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 
-# Each matches strings of its format, but not all of them: only dates of the years 1000 to 2999, and only plain addresses.
+# Each matches strings of its format, but not all of them: only dates of the years 1000 to 2999, and
+# only plain addresses.
 FORMATS = {
     "date": _DATE,
     "time": _TIME,

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """Where JSON text has spaces and line breaks. Empty arrays and objects are always ``[]`` and ``{}``.
+    """Where JSON text has spaces and line breaks. Empty arrays and objects are always ``[]`` and
+    ``{}``.
 
     Args:
         item_separator: Text between items of an array and between properties of an object, as in ``json.dumps``.
@@ -30,7 +31,10 @@ class Layout:
         ``level`` is the number of containers around this one. Empty containers have no such text.
         """
         if self.indent is not None:
-            inner, outer = "\n" + " " * (self.indent * (level + 1)), "\n" + " " * (self.indent * level)
+            inner, outer = (
+                "\n" + " " * (self.indent * (level + 1)),
+                "\n" + " " * (self.indent * level),
+            )
             return inner, self.item_separator + inner, outer
         if self.has_lines and is_array and level == 0:
             return "\n", self.item_separator + "\n", "\n"
@@ -39,7 +43,8 @@ class Layout:
     def dumps(self, value: Any, level: int = 0) -> str:
         """A JSON value as text; characters are escaped only where JSON requires it.
 
-        ``level`` is the number of containers around the value. Raises ValueError for NaN, infinities and unpaired surrogates.
+        ``level`` is the number of containers around the value. Raises ValueError for NaN,
+        infinities and unpaired surrogates.
         """
         if not isinstance(value, (dict, list, tuple)) or not value:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -48,7 +53,10 @@ class Layout:
         is_array = not isinstance(value, dict)
         start, between, end = self.around(level, is_array)
         if isinstance(value, dict):
-            items = [self.dumps(name) + self.key_separator + self.dumps(each, level + 1) for name, each in value.items()]
+            items = [
+                self.dumps(name) + self.key_separator + self.dumps(each, level + 1)
+                for name, each in value.items()
+            ]
         else:
             items = [self.dumps(each, level + 1) for each in value]
         opening, closing = "[]" if is_array else "{}"

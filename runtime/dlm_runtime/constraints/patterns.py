@@ -1,14 +1,24 @@
-"""Patterns of JSON Schema (ECMA-262) as expressions over the JSON text of the strings that they match.
+"""Patterns of JSON Schema (ECMA-262) as expressions over the JSON text of the strings that they
+match.
 
-A pattern speaks of a string's characters; JSON text writes some of them as two. What is not regular (references back, looking
-around), or not there (flags), is refused by name.
+A pattern speaks of a string's characters; JSON text writes some of them as two. What is not regular
+(references back, looking around), or not there (flags), is refused by name.
 """
 
 from __future__ import annotations
 
 from typing import NoReturn
 
-from dlm_runtime.constraints.expressions import ALL, CHARACTER, Ranges, characters, complement, either, repeated, union
+from dlm_runtime.constraints.expressions import (
+    ALL,
+    CHARACTER,
+    Ranges,
+    characters,
+    complement,
+    either,
+    repeated,
+    union,
+)
 from dlm_runtime.errors import RequestError
 
 MOST_REPEATS = 10_000
@@ -18,7 +28,15 @@ _NEST_LIMIT = 100
 _DIGIT: Ranges = ((48, 57),)
 _WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 _SPACE: Ranges = (
-    *((9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F)),
+    *(
+        (9, 13),
+        (32, 32),
+        (0xA0, 0xA0),
+        (0x1680, 0x1680),
+        (0x2000, 0x200A),
+        (0x2028, 0x2029),
+        (0x202F, 0x202F),
+    ),
     *((0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
 _LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
@@ -28,7 +46,8 @@ _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 def inside_text(pattern: str, where: str) -> str | None:
     """What matches the inside of a JSON string that ``pattern`` is found in; None if there is none.
 
-    Raises RequestError, which starts with ``where``, for a pattern that is none, or that is not regular.
+    Raises RequestError, which starts with ``where``, for a pattern that is none, or that is not
+    regular.
     """
     return _Reader(pattern, where).read()
 
@@ -46,7 +65,9 @@ class _Reader:
         return found
 
     def refuse(self, what: str) -> NoReturn:
-        raise RequestError(f"{self.where}: pattern {self.pattern[:80]!r} has {what} at character {self.at}")
+        raise RequestError(
+            f"{self.where}: pattern {self.pattern[:80]!r} has {what} at character {self.at}"
+        )
 
     def take(self, text: str) -> bool:
         if not self.pattern.startswith(text, self.at):
@@ -68,12 +89,18 @@ class _Reader:
         return either(kept) if kept else None
 
     def sequence(self, is_outermost: bool) -> str | None:
-        """A branch; of the outermost ones, what does not hold on to an end of the string may have anything around it."""
+        """A branch; of the outermost ones, what does not hold on to an end of the string may have
+        anything around it.
+        """
         anything = repeated(CHARACTER, 0, None)
         parts: list[str | None] = [] if not is_outermost or self.take("^") else [anything]
         is_ended = not is_outermost
         while self.at < len(self.pattern) and self.pattern[self.at] not in "|)":
-            if is_outermost and self.pattern[self.at] == "$" and self.pattern[self.at + 1 : self.at + 2] in ("", "|"):
+            if (
+                is_outermost
+                and self.pattern[self.at] == "$"
+                and self.pattern[self.at + 1 : self.at + 2] in ("", "|")
+            ):
                 self.at += 1
                 is_ended = True
                 break
@@ -130,7 +157,12 @@ class _Reader:
     def counts(self) -> tuple[int, int | None]:
         end = self.pattern.find("}", self.at)
         fewest, comma, most = self.pattern[self.at : max(end, self.at)].partition(",")
-        if end < 0 or not fewest.isdecimal() or (most and not most.isdecimal()) or len(fewest + most) > 20:
+        if (
+            end < 0
+            or not fewest.isdecimal()
+            or (most and not most.isdecimal())
+            or len(fewest + most) > 20
+        ):
             self.refuse("{ that is no count: write \\{ for the brace,")
         self.at = end + 1
         low = int(fewest)
@@ -143,10 +175,15 @@ class _Reader:
         is_negated, found = self.take("^"), list[tuple[int, int]]()
         while not self.take("]"):
             low = self.class_letters()
-            if self.pattern[self.at : self.at + 1] == "-" and self.pattern[self.at + 1 : self.at + 2] not in ("]", ""):
+            if self.pattern[self.at : self.at + 1] == "-" and self.pattern[
+                self.at + 1 : self.at + 2
+            ] not in ("]", ""):
                 self.at += 1
                 high = self.class_letters()
-                if [len(ends) == 1 and ends[0][0] == ends[0][1] for ends in (low, high)] != [True, True] or low[0] > high[0]:
+                if [len(ends) == 1 and ends[0][0] == ends[0][1] for ends in (low, high)] != [
+                    True,
+                    True,
+                ] or low[0] > high[0]:
                     self.refuse("a range whose ends are no two characters in order")
                 low = ((low[0][0], high[0][0]),)
             found += low
@@ -167,7 +204,9 @@ class _Reader:
             return kinds[letter]
         if letter.lower() in kinds:
             return complement(kinds[letter.lower()])
-        if letter in _CONTROLS and not (letter == "0" and self.pattern[self.at : self.at + 1].isdecimal()):
+        if letter in _CONTROLS and not (
+            letter == "0" and self.pattern[self.at : self.at + 1].isdecimal()
+        ):
             point = _CONTROLS[letter]
         elif letter == "x":
             point = self.hexadecimal(2)
@@ -186,7 +225,11 @@ class _Reader:
     def hexadecimal(self, count: int) -> int:
         digits = self.pattern[self.at : self.at + count]
         try:
-            point = int(digits, 16) if len(digits) == count and 0 < count <= 6 and digits.isalnum() else -1
+            point = (
+                int(digits, 16)
+                if len(digits) == count and 0 < count <= 6 and digits.isalnum()
+                else -1
+            )
         except ValueError:
             point = -1
         # NUL can be named, in a class to leave it out, though no text has it.

@@ -1,7 +1,8 @@
-"""Decides whether a schema allows a value. It filters the values of enum and const, and tells branches of oneOf apart.
+"""Decides whether a schema allows a value. It filters the values of enum and const, and tells
+branches of oneOf apart.
 
-Patterns are matched by byte automata, which are compiled in a process with limits. Python's own matcher may take exponential
-time, and cannot be interrupted.
+Patterns are matched by byte automata, which are compiled in a process with limits. Python's own
+matcher may take exponential time, and cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dlm_runtime.constraints.byte_automaton import Budget, ByteAutomaton, CompileLimits, byte_automaton
+from dlm_runtime.constraints.byte_automaton import (
+    Budget,
+    ByteAutomaton,
+    CompileLimits,
+    byte_automaton,
+)
 from dlm_runtime.constraints.conjunction import Choice, Conjunction, listed
 from dlm_runtime.constraints.document import KINDS, Document, Part, shown
 from dlm_runtime.constraints.expressions import FORMATS
@@ -22,7 +28,9 @@ _COMPARED_DEPTH = 8  # properties inside each other that tell branches apart
 
 
 def canonical(value: Any) -> Any:
-    """A hashable form of a JSON value that is equal for equal values: 1 and 1.0 are, true and 1 are not."""
+    """A hashable form of a JSON value that is equal for equal values: 1 and 1.0 are, true and 1 are
+    not.
+    """
     if isinstance(value, bool):
         return "boolean", value
     if isinstance(value, list):
@@ -65,7 +73,9 @@ class Validity:
     def _kind(self, value: Any) -> str:
         if isinstance(value, float):  # Draft 4 does not count 1.0 as an integer
             return "integer" if value.is_integer() and self.document.draft > 4 else "fraction"
-        return {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}.get(type(value), "null")
+        return {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}.get(
+            type(value), "null"
+        )
 
     def _fewest(self, found: Conjunction) -> list[Any]:
         """The shortest of the lists of values, without repetitions."""
@@ -85,7 +95,9 @@ class Validity:
         key = id(choice.part.schema), choice.keyword
         branches = self._branches.get(key)
         if branches is None:
-            branches = self._branches[key] = [found.branch_alone(choice, branch) for branch in choice.branches]
+            branches = self._branches[key] = [
+                found.branch_alone(choice, branch) for branch in choice.branches
+            ]
         valid = (self.allows(branch, value) for branch in branches)
         return any(valid) if choice.keyword == "anyOf" else sum(valid) == 1
 
@@ -101,19 +113,27 @@ class Validity:
             return False
         text = COMPACT.dumps(value).encode()
         for part in found.having("pattern"):
-            if not self._matches(inside_text(part.schema["pattern"], f"schema: {part.where}"), part, "pattern", text):
+            if not self._matches(
+                inside_text(part.schema["pattern"], f"schema: {part.where}"), part, "pattern", text
+            ):
                 return False
         formats = [part for part in found.having("format") if part.schema["format"] in FORMATS]
-        return all(self._matches(FORMATS[part.schema["format"]], part, "format", text) for part in formats)
+        return all(
+            self._matches(FORMATS[part.schema["format"]], part, "format", text) for part in formats
+        )
 
     def _matches(self, inside: str | None, part: Part, keyword: str, text: bytes) -> bool:
         if inside is None:
             return False
         if inside not in self._automata:
             try:
-                self._automata[inside] = byte_automaton(f'"{inside}"', self._budget.limits, True, self._budget)
+                self._automata[inside] = byte_automaton(
+                    f'"{inside}"', self._budget.limits, True, self._budget
+                )
             except RequestError as err:
-                raise RequestError(f"schema: {part.where}: {keyword} {shown(part.schema[keyword])}: {err}") from err
+                raise RequestError(
+                    f"schema: {part.where}: {keyword} {shown(part.schema[keyword])}: {err}"
+                ) from err
         return self._automata[inside].matches(text)
 
     def _array(self, found: Conjunction, value: list[Any]) -> bool:
@@ -124,14 +144,22 @@ class Validity:
         is_unique = any(part.schema["uniqueItems"] for part in found.having("uniqueItems"))
         if is_unique and len(set(map(canonical, value))) < len(value):
             return False
-        return all(self.allows(self._joined(found.item(index)), each) for index, each in enumerate(value))
+        return all(
+            self.allows(self._joined(found.item(index)), each) for index, each in enumerate(value)
+        )
 
     def _object(self, found: Conjunction, value: dict[str, Any]) -> bool:
         found.refuse_rejected("object")
         low, high = found.counts("Properties")
-        if len(value) < low or (high is not None and len(value) > high) or not value.keys() >= set(found.required):
+        if (
+            len(value) < low
+            or (high is not None and len(value) > high)
+            or not value.keys() >= set(found.required)
+        ):
             return False
-        return all(self.allows(self._joined(found.property(name)), each) for name, each in value.items())
+        return all(
+            self.allows(self._joined(found.property(name)), each) for name, each in value.items()
+        )
 
     def _joined(self, parts: Sequence[Part]) -> Conjunction:
         return Conjunction(self.document, parts)
@@ -145,11 +173,18 @@ class Validity:
         others = [branch for branch in possible if not branch.lists]
         if not self._have_different_values(with_lists):
             return False
-        if any(self.allows(other, value) for other in others for branch in with_lists for value in self._fewest(branch)):
+        if any(
+            self.allows(other, value)
+            for other in others
+            for branch in with_lists
+            for value in self._fewest(branch)
+        ):
             return False
         if all(branch.kinds == KINDS["object"] for branch in others):
             shared = (
-                set[str]().union(*(branch.required for branch in others)).intersection(*(branch.required for branch in others))
+                set[str]()
+                .union(*(branch.required for branch in others))
+                .intersection(*(branch.required for branch in others))
             )
             if any(self._tells_apart(name, others) for name in sorted(shared)):
                 return True
@@ -161,13 +196,19 @@ class Validity:
         for branch in branches:
             for value in self._fewest(branch):
                 same = allowed.setdefault(canonical(value), [])
-                if same and self.allows(branch, value) and any(self.allows(other, value) for other in same):
+                if (
+                    same
+                    and self.allows(branch, value)
+                    and any(self.allows(other, value) for other in same)
+                ):
                     return False
                 same.append(branch)
         return True
 
     def _tells_apart(self, name: str, branches: Sequence[Conjunction]) -> bool:
-        """Tell whether all branches list values of a property that they require, and no two share one."""
+        """Tell whether all branches list values of a property that they require, and no two share
+        one.
+        """
         values = [self._joined(branch.property(name)) for branch in branches]
         self.document.step(len(values))
         return all(each.lists for each in values) and self._have_different_values(values)
@@ -187,7 +228,9 @@ class Validity:
             common == KINDS["object"]
             and depth > 0
             and any(
-                self._two_are_apart(self._joined(one.property(name)), self._joined(other.property(name)), depth - 1)
+                self._two_are_apart(
+                    self._joined(one.property(name)), self._joined(other.property(name)), depth - 1
+                )
                 for name in dict.fromkeys((*one.required, *other.required))
             )
         )

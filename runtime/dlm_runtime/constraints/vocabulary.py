@@ -1,6 +1,7 @@
 """The bytes of a tokenizer's tokens: what its decoder makes of them, one behind the other.
 
-Only byte-level vocabularies are exact in this: each token is a string of bytes, and a text's bytes are those of its tokens.
+Only byte-level vocabularies are exact in this: each token is a string of bytes, and a text's bytes
+are those of its tokens.
 """
 
 from __future__ import annotations
@@ -14,17 +15,24 @@ from dlm_runtime.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """``tokens``: by id the bytes of each token; None for special and other added tokens, which never stand inside a text."""
+    """``tokens``: by id the bytes of each token; None for special and other added tokens, which
+    never stand inside a text.
+    """
 
     tokens: tuple[bytes | None, ...]
     tokenizer: Tokenizer | None = None
 
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
-        """How the tokenizer starts each of these texts; -1 where its token is not how the text starts, or not known."""
+        """How the tokenizer starts each of these texts; -1 where its token is not how the text
+        starts, or not known.
+        """
         if self.tokenizer is None:
             return [-1] * len(texts)
         found = (ids[0] if ids else -1 for ids in self.tokenizer.encode_each(texts))
-        return [token if self._starts(token, text) else -1 for token, text in zip(found, texts, strict=True)]
+        return [
+            token if self._starts(token, text) else -1
+            for token, text in zip(found, texts, strict=True)
+        ]
 
     def _starts(self, token: int, text: str) -> bool:
         spelled = self.tokens[token] if 0 <= token < len(self.tokens) else None
@@ -50,10 +58,14 @@ def _spelled(name: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's spelling: printable bytes as themselves, the others as the letters from U+0100 on, in order."""
+    """GPT-2's spelling: printable bytes as themselves, the others as the letters from U+0100 on, in
+    order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + number): byte for number, byte in enumerate(others)
+    }
 
 
 BYTES = _byte_letters()

@@ -1,7 +1,8 @@
-// What the fuzz targets share: claims that end the run, bytes taken one by one, and a mutator for files of numbers.
+// What the fuzz targets share: claims that end the run, bytes taken one by one, and a mutator for
+// files of numbers.
 //
-// A target is one file with LLVMFuzzerTestOneInput. clang links it with libFuzzer; elsewhere replay.cc runs it on files that are
-// there. docs/developing.md says how either is run.
+// A target is one file with LLVMFuzzerTestOneInput. clang links it with libFuzzer; elsewhere
+// replay.cc runs it on files that are there. docs/developing.md says how either is run.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +37,9 @@ inline bool is_sentence(std::string_view text) {
 }
 
 // What a call may come to, whatever it was given: never DLM_INTERNAL, which is a defect of ours.
-inline bool is_refusal(dlm_status status) { return status > DLM_OK && status <= DLM_BUSY && status != DLM_INTERNAL; }
+inline bool is_refusal(dlm_status status) {
+  return status > DLM_OK && status <= DLM_BUSY && status != DLM_INTERNAL;
+}
 
 // The input, taken from its front; zeros once it has ended.
 class Input {
@@ -67,10 +70,12 @@ class Input {
   size_t left_;
 };
 
-// Changes a file of little-endian int32 that starts at `first`: mostly a number in its place, so that what the header says of sizes
-// stays true; else whatever libFuzzer would do.
-inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t first, unsigned seed) {
-  static constexpr int32_t kEdges[] = {-1, 0, 1, 2, 3, 255, 256, 0xD800, 0x10FFFF, 0x110000, 1 << 24, 1 << 30, INT32_MAX, INT32_MIN};
+// Changes a file of little-endian int32 that starts at `first`: mostly a number in its place, so
+// that what the header says of sizes stays true; else whatever libFuzzer would do.
+inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t first,
+                             unsigned seed) {
+  static constexpr int32_t kEdges[] = {
+      -1, 0, 1, 2, 3, 255, 256, 0xD800, 0x10FFFF, 0x110000, 1 << 24, 1 << 30, INT32_MAX, INT32_MIN};
   const size_t numbers = size > first ? (size - first) / 4 : 0;
   if (numbers == 0 || seed % 4 == 0) return LLVMFuzzerMutate(data, size, max_size);
   auto draw = [state = uint64_t{seed} * 0x9E3779B97F4A7C15u + 1](size_t below) mutable {
@@ -82,10 +87,18 @@ inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t
     int32_t value;
     std::memcpy(&value, at, 4);
     switch (draw(4)) {
-      case 0: value = kEdges[draw(std::size(kEdges))]; break;
-      case 1: value = static_cast<int32_t>(static_cast<uint32_t>(value) + static_cast<uint32_t>(draw(9)) - 4); break;
-      case 2: std::memcpy(&value, data + first + 4 * draw(numbers), 4); break;  // another one of the file
-      default: value ^= 1 << draw(32);
+      case 0:
+        value = kEdges[draw(std::size(kEdges))];
+        break;
+      case 1:
+        value =
+            static_cast<int32_t>(static_cast<uint32_t>(value) + static_cast<uint32_t>(draw(9)) - 4);
+        break;
+      case 2:
+        std::memcpy(&value, data + first + 4 * draw(numbers), 4);
+        break;  // another one of the file
+      default:
+        value ^= 1 << draw(32);
     }
     std::memcpy(at, &value, 4);
   }

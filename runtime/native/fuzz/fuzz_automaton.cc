@@ -1,12 +1,13 @@
-// An automaton, and requests that are kept to it: whatever it is, they end, by a text of it or with a sentence.
+// An automaton, and requests that are kept to it: whatever it is, they end, by a text of it or with
+// a sentence.
 //
-// The input is four bytes that choose the request, and the file without its SHA-256, which is put behind it here; so is what its
-// sizes ask for, where that is little.
+// The input is four bytes that choose the request, and the file without its SHA-256, which is put
+// behind it here; so is what its sizes ask for, where that is little.
 #include <algorithm>
 #include <vector>
 
+#include "base/sha256.h"
 #include "fuzz.h"
-#include "sha256.h"
 
 namespace {
 
@@ -22,24 +23,31 @@ uint64_t mix(uint64_t x) {
 dlm_status run(void* user, const dlm_pass* pass) {
   const auto vocab = static_cast<uint64_t>(*static_cast<int32_t*>(user));
   for (int32_t row = 0; row < pass->batch * pass->rows; ++row) {
-    const uint64_t word = mix(static_cast<uint64_t>(pass->position_ids[pass->score_rows[row]]) * 31 + static_cast<uint64_t>(row));
-    pass->top_tokens[2 * row] = static_cast<int32_t>(word % (vocab - 2)), pass->top_tokens[2 * row + 1] = static_cast<int32_t>(vocab - 2);
+    const uint64_t word =
+        mix(static_cast<uint64_t>(pass->position_ids[pass->score_rows[row]]) * 31 +
+            static_cast<uint64_t>(row));
+    pass->top_tokens[2 * row] = static_cast<int32_t>(word % (vocab - 2)),
+                         pass->top_tokens[2 * row + 1] = static_cast<int32_t>(vocab - 2);
     pass->top_probs[2 * row] = 0.6f, pass->top_probs[2 * row + 1] = 0.2f;
     if (pass->entropy != nullptr) pass->entropy[row] = -0.5f;
     for (uint64_t v = 0; pass->logits != nullptr && v < vocab; ++v)
-      pass->logits[static_cast<uint64_t>(row) * vocab + v] = v == word % (vocab - 2) ? 9 : static_cast<float>(mix(word + v) % 64) / 8;
+      pass->logits[static_cast<uint64_t>(row) * vocab + v] =
+          v == word % (vocab - 2) ? 9 : static_cast<float>(mix(word + v) % 64) / 8;
   }
   return DLM_OK;
 }
 
 dlm_policy choose(fuzz::Input& input) {
-  static constexpr const char* kCommits[] = {"static", "threshold", "dynamic", "factor", "entropy_bound", "sequential"};
+  static constexpr const char* kCommits[] = {"static", "threshold",     "dynamic",
+                                             "factor", "entropy_bound", "sequential"};
   dlm_policy policy;
   dlm_policy_init(&policy);
   const uint8_t bits = input.byte();
   policy.commit = input.pick(kCommits);
-  if ((bits & 1) != 0) policy.select = "sample", policy.temperature = 0.8, policy.top_p = (bits & 2) != 0 ? 0.7 : 1;
-  if ((bits & 4) != 0) policy.score_of = "marginal", policy.score = (bits & 2) != 0 ? "entropy" : "margin";
+  if ((bits & 1) != 0)
+    policy.select = "sample", policy.temperature = 0.8, policy.top_p = (bits & 2) != 0 ? 0.7 : 1;
+  if ((bits & 4) != 0)
+    policy.score_of = "marginal", policy.score = (bits & 2) != 0 ? "entropy" : "margin";
   if ((bits & 8) != 0) policy.block_length = 5;
   if ((bits & 16) != 0) policy.cache = "dual";
   if ((bits & 32) != 0) policy.top_k = (bits & 1) != 0 ? 3 : 0;
@@ -54,7 +62,8 @@ std::string complete(std::string_view given) {
     std::memcpy(sizes, file.data() + 8, sizeof sizes);
     const auto [vocab, states, classes, groups, members, edges] = sizes;
     uint64_t numbers = 2;
-    for (const int32_t count : {vocab, groups, members, states, states, edges, edges}) numbers += static_cast<uint64_t>(std::max(count, 0));
+    for (const int32_t count : {vocab, groups, members, states, states, edges, edges})
+      numbers += static_cast<uint64_t>(std::max(count, 0));
     if (numbers < 1 << 14) file.resize(kHeader + numbers * 4);
   }
   dlm::Sha256 hash;
@@ -66,12 +75,16 @@ std::string complete(std::string_view given) {
 }  // namespace
 
 int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  fuzz::Input input(data, size), settings(reinterpret_cast<const uint8_t*>(input.text(kChosen).data()), std::min(size, kChosen));
+  fuzz::Input input(data, size),
+      settings(reinterpret_cast<const uint8_t*>(input.text(kChosen).data()),
+               std::min(size, kChosen));
   const std::string file = complete(input.rest());
   char message[512];
   dlm_automaton* automaton = nullptr;
-  const dlm_status status = dlm_automaton_read(file.data(), file.size(), message, sizeof message, &automaton);
-  CLAIM(status == DLM_OK ? automaton != nullptr : fuzz::is_refusal(status) && fuzz::is_sentence(message));
+  const dlm_status status =
+      dlm_automaton_read(file.data(), file.size(), message, sizeof message, &automaton);
+  CLAIM(status == DLM_OK ? automaton != nullptr
+                         : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   if (status != DLM_OK) return 0;
   int32_t vocab;
   std::memcpy(&vocab, file.data() + 8, sizeof vocab);
@@ -82,7 +95,9 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   denoiser.layers = denoiser.kv_heads = denoiser.head_size = denoiser.has_cache = 1;
   denoiser.eos_token_ids = &eos, denoiser.eos_count = 1;
   dlm_bundle* bundle = nullptr;
-  if (vocab >= 4 && vocab <= kMostVocab) CLAIM(dlm_bundle_from_callback(&denoiser, run, &vocab, message, sizeof message, &bundle) == DLM_OK);
+  if (vocab >= 4 && vocab <= kMostVocab)
+    CLAIM(dlm_bundle_from_callback(&denoiser, run, &vocab, message, sizeof message, &bundle) ==
+          DLM_OK);
   if (bundle != nullptr) {
     const dlm_policy policy = choose(settings);
     const uint8_t lengths = settings.byte(), given = settings.byte();
@@ -91,14 +106,18 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     CLAIM(dlm_session_constrain_from(session, automaton, given % 3) == DLM_OK);
     dlm_generate_options options;
     dlm_generate_options_init(&options);
-    options.policy = &policy, options.max_new_tokens = lengths % 20, options.max_steps = given / 3 % 2 * 4;
+    options.policy = &policy, options.max_new_tokens = lengths % 20,
+    options.max_steps = given / 3 % 2 * 4;
     int32_t canvas[24] = {};
     const size_t count = lengths / 20 % 4;
     for (size_t i = 0; i < count; ++i) canvas[i] = given / 6 % vocab;
     size_t length = 0;
-    const dlm_status ended = dlm_session_generate(session, &options, canvas, count, 24, nullptr, &length);
-    CLAIM(ended == DLM_OK || (fuzz::is_refusal(ended) && fuzz::is_sentence(dlm_session_last_error(session))));
-    for (size_t i = 0; ended == DLM_OK && i < length; ++i) CLAIM(canvas[i] >= 0 && canvas[i] < vocab);
+    const dlm_status ended =
+        dlm_session_generate(session, &options, canvas, count, 24, nullptr, &length);
+    CLAIM(ended == DLM_OK ||
+          (fuzz::is_refusal(ended) && fuzz::is_sentence(dlm_session_last_error(session))));
+    for (size_t i = 0; ended == DLM_OK && i < length; ++i)
+      CLAIM(canvas[i] >= 0 && canvas[i] < vocab);
     dlm_session_destroy(session);
   }
   dlm_automaton_destroy(automaton);
@@ -106,6 +125,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   return 0;
 }
 
-extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size, unsigned seed) {
+extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size,
+                                          unsigned seed) {
   return fuzz::mutate_numbers(data, size, max_size, seed % 8 == 1 ? 0 : kChosen, seed);
 }

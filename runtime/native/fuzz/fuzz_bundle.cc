@@ -1,7 +1,9 @@
-// A bundle's folder: whatever its manifest says, opening it refuses with a sentence, or every question about it has an answer.
+// A bundle's folder: whatever its manifest says, opening it refuses with a sentence, or every
+// question about it has an answer.
 //
-// The input is manifest.json and, behind a NUL, the content of every file that it lists, cut or filled with zeros to the bytes that
-// are listed for it. In the manifest 64 times "a" stands for the SHA-256 of the first of them, so that hashes do not end the run.
+// The input is manifest.json and, behind a NUL, the content of every file that it lists, cut or
+// filled with zeros to the bytes that are listed for it. In the manifest 64 times "a" stands for
+// the SHA-256 of the first of them, so that hashes do not end the run.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,10 +13,10 @@
 #include <utility>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
+#include "base/json.h"
+#include "base/sha256.h"
 #include "fuzz.h"
-#include "json.h"
-#include "sha256.h"
 
 namespace {
 
@@ -23,7 +25,8 @@ constexpr size_t kMostFiles = 8, kMostBytes = 1 << 16;
 // On a file system in memory where there is one. Gone when the program ends well.
 struct Folder {
   Folder() {
-    std::string name = std::filesystem::exists("/dev/shm") ? "/dev/shm/dlm-fuzz-XXXXXX" : "/tmp/dlm-fuzz-XXXXXX";
+    std::string name =
+        std::filesystem::exists("/dev/shm") ? "/dev/shm/dlm-fuzz-XXXXXX" : "/tmp/dlm-fuzz-XXXXXX";
     if (mkdtemp(name.data()) == nullptr) std::perror(name.c_str()), std::exit(1);
     path = name;
   }
@@ -38,9 +41,12 @@ const std::filesystem::path& folder() {
 
 // Names that are the harness's own to write.
 bool is_plain(const std::string& name) {
-  const auto is_word = [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' || c == '-' || c == '/'; };
-  return !name.empty() && name.size() < 64 && name.front() != '/' && name.back() != '/' && name.find("..") == std::string::npos &&
-         name.find("//") == std::string::npos && name != "manifest.json" && std::all_of(name.begin(), name.end(), is_word);
+  const auto is_word = [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' || c == '-' || c == '/';
+  };
+  return !name.empty() && name.size() < 64 && name.front() != '/' && name.back() != '/' &&
+         name.find("..") == std::string::npos && name.find("//") == std::string::npos &&
+         name != "manifest.json" && std::all_of(name.begin(), name.end(), is_word);
 }
 
 // The files that the manifest lists with few bytes.
@@ -50,7 +56,8 @@ std::vector<std::pair<std::string, size_t>> listed(const std::string& manifest) 
     const auto root = dlm::json::parse(manifest, kMostBytes);
     for (const auto& entry : root->object("files").members())
       if (is_plain(entry.key()) && found.size() < kMostFiles)
-        found.emplace_back(entry.key(), static_cast<size_t>(entry.integer("bytes", 0, static_cast<int64_t>(kMostBytes))));
+        found.emplace_back(entry.key(), static_cast<size_t>(entry.integer(
+                                            "bytes", 0, static_cast<int64_t>(kMostBytes))));
   } catch (const dlm::Error&) {
   }
   return found;
@@ -75,7 +82,9 @@ void write(std::string manifest, std::string_view content) {
     if (first.empty()) first = hash_of(own);
   }
   const std::string stands(64, 'a');
-  for (size_t at = 0; !first.empty() && (at = manifest.find(stands, at)) != std::string::npos; at += 64) manifest.replace(at, 64, first);
+  for (size_t at = 0; !first.empty() && (at = manifest.find(stands, at)) != std::string::npos;
+       at += 64)
+    manifest.replace(at, 64, first);
   std::ofstream(folder() / "manifest.json", std::ios::binary) << manifest;
 }
 
@@ -83,28 +92,33 @@ void ask(dlm_bundle* bundle) {
   char message[2048];
   dlm_denoiser denoiser;
   dlm_bundle_denoiser(bundle, &denoiser);
-  CLAIM(denoiser.vocab_size >= 3 && denoiser.mask_token_id < denoiser.vocab_size && denoiser.layers >= 1);
+  CLAIM(denoiser.vocab_size >= 3 && denoiser.mask_token_id < denoiser.vocab_size &&
+        denoiser.layers >= 1);
   CLAIM(*dlm_bundle_manifest(bundle) != '\0' && *dlm_bundle_engine(bundle) != '\0');
   dlm_policy policy;
   dlm_policy_init(&policy);
   CLAIM(dlm_bundle_preset(bundle, nullptr, message, sizeof message, &policy) == DLM_OK);
-  CLAIM(dlm_bundle_preset(bundle, "no such", message, sizeof message, &policy) == DLM_NOT_FOUND && fuzz::is_sentence(message));
+  CLAIM(dlm_bundle_preset(bundle, "no such", message, sizeof message, &policy) == DLM_NOT_FOUND &&
+        fuzz::is_sentence(message));
   for (const char* const level : {"instant", "low", "medium", "high", "most"}) {
     const dlm_status status = dlm_bundle_effort(bundle, level, message, sizeof message, &policy);
     CLAIM(status == DLM_OK || status == DLM_NOT_FOUND);
   }
   const dlm_text* text = nullptr;
   const dlm_status status = dlm_bundle_text(bundle, message, sizeof message, &text);
-  CLAIM(status == DLM_OK ? text != nullptr : fuzz::is_refusal(status) && fuzz::is_sentence(message));
+  CLAIM(status == DLM_OK ? text != nullptr
+                         : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   dlm_session* session = nullptr;
   if (denoiser.max_canvas_length > 1 << 12) return;  // whose session may want a lot
-  if (dlm_session_create(bundle, message, sizeof message, &session) != DLM_OK) CLAIM(fuzz::is_sentence(message));
+  if (dlm_session_create(bundle, message, sizeof message, &session) != DLM_OK)
+    CLAIM(fuzz::is_sentence(message));
   dlm_generate_options options;
   dlm_generate_options_init(&options);
   options.max_new_tokens = 1;
   int32_t canvas[1];
   size_t length = 0;
-  CLAIM(dlm_session_generate(session, &options, canvas, 0, 1, nullptr, &length) != DLM_OK);  // there is no engine
+  CLAIM(dlm_session_generate(session, &options, canvas, 0, 1, nullptr, &length) !=
+        DLM_OK);  // there is no engine
   CLAIM(fuzz::is_sentence(dlm_session_last_error(session)));
   dlm_session_destroy(session);
 }
@@ -115,8 +129,11 @@ void open(const char* engine, int32_t check_hashes) {
   dlm_open_options_init(&options);
   options.engine = engine, options.check_hashes = check_hashes;
   dlm_bundle* bundle = nullptr;
-  const dlm_status status = dlm_bundle_open(folder().c_str(), &options, message, sizeof message, &bundle);
-  CLAIM(status == DLM_OK ? bundle != nullptr : fuzz::is_refusal(status) && fuzz::is_sentence(message) && bundle == nullptr);
+  const dlm_status status =
+      dlm_bundle_open(folder().c_str(), &options, message, sizeof message, &bundle);
+  CLAIM(status == DLM_OK
+            ? bundle != nullptr
+            : fuzz::is_refusal(status) && fuzz::is_sentence(message) && bundle == nullptr);
   if (status == DLM_OK) ask(bundle);
   dlm_bundle_destroy(bundle);
 }

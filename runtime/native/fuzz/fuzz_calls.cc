@@ -1,5 +1,6 @@
-// Any calls of the C ABI in any order, over a denoiser that is a callback: with handles that are there or NULL, policies and options
-// of any value, short buffers, callbacks that fail and that call back.
+// Any calls of the C ABI in any order, over a denoiser that is a callback: with handles that are
+// there or NULL, policies and options of any value, short buffers, callbacks that fail and that
+// call back.
 //
 // Each byte of the input chooses: first a denoiser, then a call and its arguments until it ends.
 #include <algorithm>
@@ -11,12 +12,16 @@
 
 namespace {
 
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN(), kInfinite = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN(),
+                 kInfinite = std::numeric_limits<double>::infinity();
 constexpr int32_t kNumbers[] = {0, 1, 2, 3, 4, 7, 16, 31, -1, 1 << 24, INT32_MAX, INT32_MIN};
-constexpr double kReals[] = {0, 0.5, 1, 0.9, 0.3, 1e-3, -1, 2, 1e9, 1e300, kNan, kInfinite, -kInfinite};
-constexpr const char* kStrings[] = {nullptr, "", "sample", "margin", "entropy", "random", "threshold", "dynamic", "factor",
-                                    "entropy_bound", "timestep", "sequential", ">", "edit", "prefix", "dual", "block", "block-dual",
-                                    "none", "reuse", "draw", "marginal", "no such %s\x1b"};
+constexpr double kReals[] = {0, 0.5, 1,     0.9,  0.3,       1e-3,      -1,
+                             2, 1e9, 1e300, kNan, kInfinite, -kInfinite};
+constexpr const char* kStrings[] = {
+    nullptr,     "",        "sample", "margin",        "entropy",       "random",
+    "threshold", "dynamic", "factor", "entropy_bound", "timestep",      "sequential",
+    ">",         "edit",    "prefix", "dual",          "block",         "block-dual",
+    "none",      "reuse",   "draw",   "marginal",      "no such %s\x1b"};
 constexpr dlm_status kOwn = 77;  // of a pass that fails in the caller's way
 constexpr size_t kMostCalls = 48, kRoom = 80;
 
@@ -64,12 +69,14 @@ class World {
     denoiser.eos_token_ids = eos, denoiser.eos_count = static_cast<size_t>(kind / 16 % 3);
     denoiser.visible_block = kind / 64 == 3 ? 8 : 0;
     if (is_rare()) (&denoiser.vocab_size)[input_.byte() % 10] = number() > 1 << 20 ? -1 : number();
-    if (denoiser.vocab_size > 64 || denoiser.max_canvas_length > 64) return;  // nothing that takes long
+    if (denoiser.vocab_size > 64 || denoiser.max_canvas_length > 64)
+      return;  // nothing that takes long
     if (denoiser.vocab_size >= 3) vocab_ = denoiser.vocab_size;
     top_k_ = denoiser.top_k, mask_ = denoiser.mask_token_id;
     if (is_rare()) denoiser.struct_size = input_.byte();
     char message[512] = "";
-    const dlm_status status = dlm_bundle_from_callback(&denoiser, &World::pass, this, message, sizeof message, &bundle_);
+    const dlm_status status =
+        dlm_bundle_from_callback(&denoiser, &World::pass, this, message, sizeof message, &bundle_);
     CLAIM(check(status) == DLM_OK || fuzz::is_sentence(message));
     dlm_session_create(bundle_, message, sizeof message, &session_);
     dlm_scheduler_options options;
@@ -87,14 +94,23 @@ class World {
       const dlm_policy_field* const field = dlm_policy_field_at(input_.byte() % 25);
       if (field == nullptr) continue;
       void* const at = reinterpret_cast<char*>(&made) + field->offset;
-      const int32_t choices = field->choices == nullptr ? 0 : [&] { int32_t n = 0; while (field->choices[n] != nullptr) ++n; return n; }();
+      const int32_t choices = field->choices == nullptr ? 0 : [&] {
+        int32_t n = 0;
+        while (field->choices[n] != nullptr) ++n;
+        return n;
+      }();
       const uint8_t drawn = input_.byte();
-      const char* const choice = choices == 0 || drawn % 16 == 15 ? kStrings[drawn % std::size(kStrings)] : field->choices[drawn % choices];
+      const char* const choice = choices == 0 || drawn % 16 == 15
+                                     ? kStrings[drawn % std::size(kStrings)]
+                                     : field->choices[drawn % choices];
       const int32_t whole = kNumbers[drawn % std::size(kNumbers)];
       const double part = kReals[drawn % std::size(kReals)];
-      if (field->kind == DLM_FIELD_CHOICE) std::memcpy(at, &choice, sizeof choice);
-      else if (field->kind == DLM_FIELD_INT32) std::memcpy(at, &whole, sizeof whole);
-      else if (field->kind == DLM_FIELD_DOUBLE) std::memcpy(at, &part, sizeof part);
+      if (field->kind == DLM_FIELD_CHOICE)
+        std::memcpy(at, &choice, sizeof choice);
+      else if (field->kind == DLM_FIELD_INT32)
+        std::memcpy(at, &whole, sizeof whole);
+      else if (field->kind == DLM_FIELD_DOUBLE)
+        std::memcpy(at, &part, sizeof part);
     }
     if (is_rare()) made.struct_size += input_.byte() % 9u - 4u;
     return made;
@@ -118,7 +134,8 @@ class World {
   // Given tokens, few of them outside the vocabulary.
   size_t fill() {
     const size_t count = input_.byte() % 20;
-    for (size_t i = 0; i < count; ++i) tokens_[i] = input_.byte() % 4 == 0 ? 0 : input_.byte() % vocab_;
+    for (size_t i = 0; i < count; ++i)
+      tokens_[i] = input_.byte() % 4 == 0 ? 0 : input_.byte() % vocab_;
     if (count > 0 && is_rare()) tokens_[0] = number();
     return count;
   }
@@ -126,55 +143,83 @@ class World {
   void call(uint8_t which) {
     char message[64];
     switch (which % 16) {
-      case 0: case 1: generate(); break;
-      case 2: batch(); break;
+      case 0:
+      case 1:
+        generate();
+        break;
+      case 2:
+        batch();
+        break;
       case 3: {
         const dlm_generate_options chosen = options();
         dlm_session* const of = session();
         check(of, dlm_session_start(of, is_rare() ? nullptr : &chosen, tokens_.data(), fill()));
         break;
       }
-      case 4: case 5: {
+      case 4:
+      case 5: {
         dlm_step step;
         dlm_session* const of = session();
         if (check(of, dlm_session_step(of, is_rare() ? nullptr : &step)) == DLM_OK)
-          for (int32_t i = 0; i < step.length; ++i) CLAIM(step.canvas[i] >= 0 && step.canvas[i] < vocab_ && step.guess[i] < vocab_);
+          for (int32_t i = 0; i < step.length; ++i)
+            CLAIM(step.canvas[i] >= 0 && step.canvas[i] < vocab_ && step.guess[i] < vocab_);
         break;
       }
       case 6: {
         dlm_result result;
         dlm_session* const of = session();
-        check(of, dlm_session_result_sized(of, input_.byte() % 4, &result, is_rare() ? input_.byte() % sizeof result : sizeof result));
+        check(of,
+              dlm_session_result_sized(of, input_.byte() % 4, &result,
+                                       is_rare() ? input_.byte() % sizeof result : sizeof result));
         break;
       }
-      case 7: dlm_session_cancel(session(), is_rare() ? DLM_ALL_REQUESTS : input_.byte() % 4); break;
+      case 7:
+        dlm_session_cancel(session(), is_rare() ? DLM_ALL_REQUESTS : input_.byte() % 4);
+        break;
       case 8: {
         float logits[kRoom];
         const int32_t rows[] = {number(), number()};
         const size_t capacity = input_.byte() % kRoom;
         dlm_session* const of = session();
-        check(of, dlm_session_logits(of, tokens_.data(), fill(), rows, input_.byte() % 3, logits, capacity));
+        check(of, dlm_session_logits(of, tokens_.data(), fill(), rows, input_.byte() % 3, logits,
+                                     capacity));
         break;
       }
       case 9: {
         double seconds[2];
         dlm_session* const of = session();
-        const auto few = [&] { const int32_t drawn = number(); return drawn > 100 && drawn < INT32_MAX ? 9 : drawn; };
-        check(of, dlm_session_time_passes(of, few(), few(), few(), few(), seconds, input_.byte() % 3));
+        const auto few = [&] {
+          const int32_t drawn = number();
+          return drawn > 100 && drawn < INT32_MAX ? 9 : drawn;
+        };
+        check(of,
+              dlm_session_time_passes(of, few(), few(), few(), few(), seconds, input_.byte() % 3));
         break;
       }
-      case 10: check(session_, dlm_session_before_pass(session_, input_.byte() % 2 == 0 ? nullptr : &World::before_pass, this)); break;
-      case 11: case 12: {
+      case 10:
+        check(session_,
+              dlm_session_before_pass(
+                  session_, input_.byte() % 2 == 0 ? nullptr : &World::before_pass, this));
+        break;
+      case 11:
+      case 12: {
         const dlm_generate_options chosen = options();
         dlm_job* job = nullptr;
         const size_t count = fill();
-        check(dlm_scheduler_submit(is_rare() ? nullptr : scheduler_, &chosen, nullptr, is_rare() ? number() : 0, tokens_.data(), count,
-                                   message, sizeof message, is_rare() ? nullptr : &job));
+        check(dlm_scheduler_submit(is_rare() ? nullptr : scheduler_, &chosen, nullptr,
+                                   is_rare() ? number() : 0, tokens_.data(), count, message,
+                                   sizeof message, is_rare() ? nullptr : &job));
         if (job != nullptr) jobs_.push_back(job);
         break;
       }
-      case 13: check(dlm_scheduler_run(scheduler_, 1, input_.byte() % 4 == 0 ? &World::before_pass : nullptr, this, message, sizeof message)); break;
-      case 14: ask_job(); break;
+      case 13:
+        check(dlm_scheduler_run(scheduler_, 1,
+                                input_.byte() % 4 == 0 ? &World::before_pass : nullptr, this,
+                                message, sizeof message));
+        break;
+      case 14:
+        ask_job();
+        break;
       default: {
         dlm_stats stats;
         dlm_pass_counts counts;
@@ -183,7 +228,9 @@ class World {
         dlm_session_pass_counts(session(), &counts);
         CLAIM((dlm_session_undecided(session_, &length) == nullptr) == (length == 0));
         if (input_.byte() % 8 == 0) dlm_scheduler_stop(scheduler_);
-        if (is_rare()) dlm_session_destroy(session_), session_ = nullptr, dlm_session_create(bundle_, message, sizeof message, &session_);
+        if (is_rare())
+          dlm_session_destroy(session_),
+              session_ = nullptr, dlm_session_create(bundle_, message, sizeof message, &session_);
       }
     }
   }
@@ -196,10 +243,13 @@ class World {
     dlm_stats stats;
     dlm_session* const of = session();
     const size_t capacity = is_rare() ? input_.byte() % kRoom : kRoom;
-    const dlm_status status = check(of, dlm_session_generate(of, &chosen, tokens_.data(), count, capacity, is_rare() ? nullptr : &stats, &length));
+    const dlm_status status =
+        check(of, dlm_session_generate(of, &chosen, tokens_.data(), count, capacity,
+                                       is_rare() ? nullptr : &stats, &length));
     CLAIM(status == DLM_OK ? length >= count : length == 0 && tokens_ == before);
     for (size_t i = 0; i < length; ++i)
-      CLAIM(tokens_[i] >= 0 && tokens_[i] < vocab_ && (i >= count || before[i] == mask_ || tokens_[i] == before[i]));
+      CLAIM(tokens_[i] >= 0 && tokens_[i] < vocab_ &&
+            (i >= count || before[i] == mask_ || tokens_[i] == before[i]));
   }
 
   void batch() {
@@ -213,8 +263,10 @@ class World {
     }
     dlm_session* const of = session();
     const dlm_status status =
-        check(of, dlm_session_generate_batch(of, &chosen, requests.data(), input_.byte() % 4, is_rare() ? number() : 2, nullptr));
-    for (const dlm_request& request : requests) CLAIM(status == DLM_OK || (request.length == 0 && request.nfe == 0));
+        check(of, dlm_session_generate_batch(of, &chosen, requests.data(), input_.byte() % 4,
+                                             is_rare() ? number() : 2, nullptr));
+    for (const dlm_request& request : requests)
+      CLAIM(status == DLM_OK || (request.length == 0 && request.nfe == 0));
   }
 
   void ask_job() {
@@ -262,11 +314,15 @@ class World {
       }
       if (pass->entropy != nullptr) pass->entropy[row] = -0.5f;
       for (int32_t v = 0; pass->logits != nullptr && v < world.vocab_; ++v)
-        pass->logits[row * world.vocab_ + v] = v == pass->top_tokens[world.top_k_ * row] ? 9.0f : static_cast<float>((v * 5 + what) % 7);
+        pass->logits[row * world.vocab_ + v] = v == pass->top_tokens[world.top_k_ * row]
+                                                   ? 9.0f
+                                                   : static_cast<float>((v * 5 + what) % 7);
     }
     if (pass->rows > 0 && what % 32 == 31) pass->top_tokens[0] = world.input_.pick(kNumbers);
-    if (pass->rows > 0 && what % 32 == 30) pass->top_probs[0] = static_cast<float>(world.input_.pick(kReals));
-    if (pass->rows > 0 && what % 32 == 29 && pass->logits != nullptr) pass->logits[0] = static_cast<float>(world.input_.pick(kReals));
+    if (pass->rows > 0 && what % 32 == 30)
+      pass->top_probs[0] = static_cast<float>(world.input_.pick(kReals));
+    if (pass->rows > 0 && what % 32 == 29 && pass->logits != nullptr)
+      pass->logits[0] = static_cast<float>(world.input_.pick(kReals));
     return what % 32 == 28 ? DLM_ENGINE_FAILED : what % 64 == 27 ? kOwn : DLM_OK;
   }
 

@@ -1,7 +1,8 @@
-// Any text as JSON: refused with its line, or a tree whose every accessor answers or refuses, and whose canonical form is its own.
-#include "error.h"
+// Any text as JSON: refused with its line, or a tree whose every accessor answers or refuses, and
+// whose canonical form is its own.
+#include "base/error.h"
+#include "base/json.h"
 #include "fuzz.h"
-#include "json.h"
 
 namespace {
 
@@ -19,13 +20,19 @@ void walk(const dlm::json::Value& value) {
   CLAIM(dlm::json::is_utf8(value.key()));
   using Kind = dlm::json::Value::Kind;
   switch (value.kind()) {  // what it is, and one thing that it is not: refusals are slow
-    case Kind::null: ask([&] { value.refuse("it is refused"); }); break;
-    case Kind::boolean: value.boolean(), ask([&] { value.string(); }); break;
+    case Kind::null:
+      ask([&] { value.refuse("it is refused"); });
+      break;
+    case Kind::boolean:
+      value.boolean(), ask([&] { value.string(); });
+      break;
     case Kind::number:
       ask([&] { value.number(-1, 1e300); });
       ask([&] { value.integer(INT64_MIN, INT64_MAX); });
       break;
-    case Kind::string: CLAIM(dlm::json::is_utf8(value.string())), ask([&] { value.members(); }); break;
+    case Kind::string:
+      CLAIM(dlm::json::is_utf8(value.string())), ask([&] { value.members(); });
+      break;
     case Kind::array: {
       for (const auto& each : value.elements()) walk(each);
       ask([&] { value.number(-1, 1); });

@@ -1,10 +1,11 @@
-// A compiled text file, and then what it is for: a text to ids and back, whole and in pieces, and a chat.
+// A compiled text file, and then what it is for: a text to ids and back, whole and in pieces, and a
+// chat.
 //
 // The input is a size in one byte, a text of that size, and the file.
 #include <vector>
 
+#include "base/json.h"
 #include "fuzz.h"
-#include "json.h"
 
 namespace {
 
@@ -12,26 +13,31 @@ char message[512];
 
 std::vector<int32_t> encode(const dlm_text* text, std::string_view string, int32_t flags) {
   size_t count = 0;
-  const dlm_status status = dlm_text_encode(text, string.data(), string.size(), flags, message, sizeof message, nullptr, 0, &count);
+  const dlm_status status = dlm_text_encode(text, string.data(), string.size(), flags, message,
+                                            sizeof message, nullptr, 0, &count);
   CLAIM(status == DLM_OK || (fuzz::is_refusal(status) && fuzz::is_sentence(message) && count == 0));
   std::vector<int32_t> ids(count);
   if (status == DLM_OK)
-    CLAIM(dlm_text_encode(text, string.data(), string.size(), flags, nullptr, 0, ids.data(), count, &count) == DLM_OK);
+    CLAIM(dlm_text_encode(text, string.data(), string.size(), flags, nullptr, 0, ids.data(), count,
+                          &count) == DLM_OK);
   CLAIM(count == ids.size());
   return ids;
 }
 
 void decode(const dlm_text* text, const std::vector<int32_t>& ids) {
   size_t size = 0;
-  CLAIM(dlm_text_decode(text, ids.data(), ids.size(), message, sizeof message, nullptr, 0, &size) == DLM_OK);
+  CLAIM(dlm_text_decode(text, ids.data(), ids.size(), message, sizeof message, nullptr, 0, &size) ==
+        DLM_OK);
   std::string whole(size, '\0'), pieces;
-  CLAIM(dlm_text_decode(text, ids.data(), ids.size(), message, sizeof message, whole.data(), size, &size) == DLM_OK);
+  CLAIM(dlm_text_decode(text, ids.data(), ids.size(), message, sizeof message, whole.data(), size,
+                        &size) == DLM_OK);
   CLAIM(size == whole.size() && dlm::json::is_utf8(whole));
   dlm_decoder* decoder = nullptr;
   CLAIM(dlm_decoder_create(text, message, sizeof message, &decoder) == DLM_OK);
   for (size_t i = 0; i <= ids.size(); ++i) {
     const char* added = nullptr;
-    CLAIM(dlm_decoder_push(decoder, ids.data() + i, i < ids.size() ? 1 : 0, i == ids.size(), &added, &size) == DLM_OK);
+    CLAIM(dlm_decoder_push(decoder, ids.data() + i, i < ids.size() ? 1 : 0, i == ids.size(), &added,
+                           &size) == DLM_OK);
     CLAIM(dlm::json::is_utf8({added, size}));
     pieces.append(added, size);
   }
@@ -46,11 +52,15 @@ void render(const dlm_text* text, std::string_view content) {
     chat.push_back({role, content.data(), content.size()});
     char rendered[64];
     size_t size = 0;
-    const dlm_status status = dlm_chat_render(text, chat.data(), chat.size(), message, sizeof message, rendered, sizeof rendered, &size);
-    CLAIM(status == DLM_OK || (fuzz::is_refusal(status) && fuzz::is_sentence(message) && size == 0));
+    const dlm_status status = dlm_chat_render(text, chat.data(), chat.size(), message,
+                                              sizeof message, rendered, sizeof rendered, &size);
+    CLAIM(status == DLM_OK ||
+          (fuzz::is_refusal(status) && fuzz::is_sentence(message) && size == 0));
     size_t count = 0;
-    const dlm_status encoded = dlm_chat_encode(text, chat.data(), chat.size(), 0, message, sizeof message, nullptr, 0, &count);
-    CLAIM(encoded == DLM_OK || (fuzz::is_refusal(encoded) && fuzz::is_sentence(message) && count == 0));
+    const dlm_status encoded = dlm_chat_encode(text, chat.data(), chat.size(), 0, message,
+                                               sizeof message, nullptr, 0, &count);
+    CLAIM(encoded == DLM_OK ||
+          (fuzz::is_refusal(encoded) && fuzz::is_sentence(message) && count == 0));
     CLAIM(encoded != DLM_OK || status == DLM_OK);
     if (status != DLM_OK) chat.pop_back();
   }
@@ -64,7 +74,8 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view file = input.rest();
   dlm_text* text = nullptr;
   const dlm_status status = dlm_text_read(file.data(), file.size(), message, sizeof message, &text);
-  CLAIM(status == DLM_OK ? text != nullptr : fuzz::is_refusal(status) && fuzz::is_sentence(message));
+  CLAIM(status == DLM_OK ? text != nullptr
+                         : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   if (status != DLM_OK) return 0;
   std::vector<int32_t> ids = encode(text, string, 0);
   encode(text, string, DLM_ENCODE_PROMPT | DLM_ENCODE_SPECIAL);
@@ -75,6 +86,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   return 0;
 }
 
-extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size, unsigned seed) {
+extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size,
+                                          unsigned seed) {
   return fuzz::mutate_numbers(data, size, max_size, size_t{1} + (size > 0 ? data[0] : 0), seed);
 }

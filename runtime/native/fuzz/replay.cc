@@ -1,4 +1,5 @@
-// Runs a target on files and on all files of folders, without libFuzzer: `fuzz_json CORPUS...`. Prints how many there were.
+// Runs a target on files and on all files of folders, without libFuzzer: `fuzz_json CORPUS...`.
+// Prints how many there were.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -9,12 +10,15 @@
 
 #include "fuzz.h"
 
-size_t LLVMFuzzerMutate(uint8_t*, size_t size, size_t) { return size; }  // custom mutators are not run here
+size_t LLVMFuzzerMutate(uint8_t*, size_t size, size_t) {
+  return size;
+}  // custom mutators are not run here
 
 int main(int argc, char** argv) {
   std::vector<std::filesystem::path> paths;
   for (int i = 1; i < argc; ++i) {
-    if (!std::filesystem::is_directory(argv[i])) paths.emplace_back(argv[i]);
+    if (!std::filesystem::is_directory(argv[i]))
+      paths.emplace_back(argv[i]);
     else
       for (const auto& entry : std::filesystem::recursive_directory_iterator(argv[i]))
         if (entry.is_regular_file()) paths.push_back(entry.path());
@@ -22,7 +26,8 @@ int main(int argc, char** argv) {
   std::sort(paths.begin(), paths.end());
   for (const auto& path : paths) {
     std::ifstream file(path, std::ios::binary);
-    const std::string data((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    const std::string data((std::istreambuf_iterator<char>(file)),
+                           std::istreambuf_iterator<char>());
     if (!file.good()) {
       std::fprintf(stderr, "%s: cannot be read\n", path.c_str());
       return 1;

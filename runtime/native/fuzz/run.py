@@ -1,8 +1,10 @@
-"""Runs the fuzz targets with libFuzzer: ``python runtime/native/fuzz/run.py [--seconds 60] [TARGET...]``, or ``make fuzz``.
+"""Runs the fuzz targets with libFuzzer: ``python runtime/native/fuzz/run.py [--seconds 60]
+[TARGET...]``, or ``make fuzz``.
 
-Builds them in build/native-fuzz, and keeps what they find new ways with in build/fuzz/TARGET. An input that makes one fail is
-left in build/fuzz and named: put it into runtime/native/fuzz/found/TARGET once what it found is mended. Needs clang. Exit
-status 1: one failed.
+Builds them in build/native-fuzz, and keeps what they find new ways with in build/fuzz/TARGET. An
+input that makes one fail is left in build/fuzz and named: put it into
+runtime/native/fuzz/found/TARGET once what it found is mended. Needs clang. Exit status 1: one
+failed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def find_clang() -> str | None:
-    """clang++, or the newest of those that Debian names by their version; None: it is not installed."""
+    """clang++, or the newest of those that Debian names by their version; None: it is not
+    installed.
+    """
     names = ("clang++", *(f"clang++-{version}" for version in range(30, 13, -1)))
     return next((name for name in names if shutil.which(name, path=TOOLS)), None)
 
@@ -31,11 +35,27 @@ def build() -> Path:
     """The folder of the targets."""
     clang = find_clang()
     if clang is None:
-        raise SystemExit("clang++ is not installed: libFuzzer comes with it (Debian: apt-get install clang)")
+        raise SystemExit(
+            "clang++ is not installed: libFuzzer comes with it (Debian: apt-get install clang)"
+        )
     folder = REPOSITORY / "build" / "native-fuzz"
     compilers = [f"-DCMAKE_CXX_COMPILER={clang}", f"-DCMAKE_C_COMPILER={clang.replace('++', '')}"]
-    options = ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DDLM_SANITIZE=address", "-DDLM_BUILD_FUZZERS=ON"]
-    configure = ["cmake", "-S", str(HERE.parent), "-B", str(folder), "-G", "Ninja", *compilers, *options]
+    options = [
+        "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
+        "-DDLM_SANITIZE=address",
+        "-DDLM_BUILD_FUZZERS=ON",
+    ]
+    configure = [
+        "cmake",
+        "-S",
+        str(HERE.parent),
+        "-B",
+        str(folder),
+        "-G",
+        "Ninja",
+        *compilers,
+        *options,
+    ]
     targets = [f"fuzz_{target}" for target in TARGETS]
     for command in (configure, ["cmake", "--build", str(folder), "--target", *targets]):
         subprocess.run(command, check=True, env=os.environ | {"PATH": TOOLS}, stdout=sys.stderr)
@@ -47,13 +67,21 @@ def run(folder: Path, target: str, seconds: int, corpus: Path) -> bool:
     new = corpus / target
     new.mkdir(parents=True, exist_ok=True)
     given = [HERE / "found" / target] if (HERE / "found" / target).exists() else []
-    limits = [f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=1024", "-print_final_stats=1"]
+    limits = [
+        f"-max_total_time={seconds}",
+        "-timeout=20",
+        "-rss_limit_mb=1024",
+        "-print_final_stats=1",
+    ]
     options = [*limits, f"-artifact_prefix={corpus}/{target}-", f"-dict={corpus / 'words.dict'}"]
     command = [str(folder / f"fuzz_{target}"), str(new), *map(str, given), *options]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     made = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     covered = re.findall(r"cov: (\d+)", done.stderr)
-    print(f"{target}: {int(made[1]) if made else 0:,} executions, {covered[-1] if covered else 0} edges", flush=True)
+    print(
+        f"{target}: {int(made[1]) if made else 0:,} executions, {covered[-1] if covered else 0} edges",
+        flush=True,
+    )
     if done.returncode:
         print(done.stderr[-6000:], file=sys.stderr)
     return done.returncode == 0
@@ -61,7 +89,9 @@ def run(folder: Path, target: str, seconds: int, corpus: Path) -> bool:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description="Run the fuzz targets with libFuzzer.")
-    arguments.add_argument("targets", nargs="*", choices=[*TARGETS, []], help="all of them if none is named")
+    arguments.add_argument(
+        "targets", nargs="*", choices=[*TARGETS, []], help="all of them if none is named"
+    )
     arguments.add_argument("--seconds", type=int, default=60, help="of each target")
     chosen = arguments.parse_args()
     folder, corpus = build(), REPOSITORY / "build" / "fuzz"

@@ -1,4 +1,5 @@
-"""Inputs that the fuzz targets start from: ``python runtime/native/fuzz/seeds.py FOLDER`` writes FOLDER/TARGET/NAME.
+"""Inputs that the fuzz targets start from: ``python runtime/native/fuzz/seeds.py FOLDER`` writes
+FOLDER/TARGET/NAME.
 
 Small files of every kind, made as a build makes them, in the form that each target's comment says.
 """
@@ -25,7 +26,8 @@ from dlm_runtime.policy import PRESETS  # noqa: E402
 from dlm_runtime.tokenizer import Tokenizer  # noqa: E402
 
 CHAT = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TEXT = "turn on the light\u0301s \u2581x"
 HASH = 64 * "a"  # which fuzz_bundle.cc puts the right one for
@@ -42,28 +44,50 @@ def _learned(split: bool, is_composed: bool) -> str:
     parts = [pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"), level]
     made.pre_tokenizer = pre_tokenizers.Sequence(parts) if split else level
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=level.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=level.alphabet(), show_progress=False
+    )
     made.train_from_iterator(["turn on the lights", "turn off the kitchen light"], trainer)
     made.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>"])
     return made.to_str()
 
 
 def _of_characters() -> str:
-    model = {"type": "BPE", "vocab": {f"<0x{byte:02X}>": byte for byte in range(256)}, "merges": [], "byte_fallback": True}
+    model = {
+        "type": "BPE",
+        "vocab": {f"<0x{byte:02X}>": byte for byte in range(256)},
+        "merges": [],
+        "byte_fallback": True,
+    }
     words = ["<unk>", "\u2581", "t", "u", "tu", "n", "tun"]
     model["vocab"] |= {word: 256 + i for i, word in enumerate(words)}  # type: ignore[operator]
     model |= {"merges": [["t", "u"], ["tu", "n"]], "unk_token": "<unk>", "fuse_unk": True}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     decoder = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]}
-    empty: dict[str, Any] = dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor"))
-    return json.dumps(empty | {"version": "1.0", "added_tokens": [], "normalizer": replace, "decoder": decoder, "model": model})
+    empty: dict[str, Any] = dict.fromkeys(
+        ("truncation", "padding", "pre_tokenizer", "post_processor")
+    )
+    return json.dumps(
+        empty
+        | {
+            "version": "1.0",
+            "added_tokens": [],
+            "normalizer": replace,
+            "decoder": decoder,
+            "model": model,
+        }
+    )
 
 
 def texts() -> dict[str, bytes]:
     """Compiled text files: without and with splits and composition, over bytes and over characters."""
     found = {}
-    for name, file in {"plain": _learned(False, False), "whole": _learned(True, True), "characters": _of_characters()}.items():
+    for name, file in {
+        "plain": _learned(False, False),
+        "whole": _learned(True, True),
+        "characters": _of_characters(),
+    }.items():
         tokenizer = Tokenizer(file.encode(), CHAT, {})
         data = compile_text(tokenizer, CHAT).data
         tokenizer.close()
@@ -105,11 +129,15 @@ def manifest(text_bytes: int) -> dict[str, Any]:
                 "simulated": False,
                 "top_k": 2,
                 "cache_dtype": "float32",
-                "ports": ports | {"layers": [layer | {name: f"{name}.{i}" for name in kept} for i in range(2)]},
+                "ports": ports
+                | {"layers": [layer | {name: f"{name}.{i}" for name in kept} for i in range(2)]},
             },
             "presets": presets,
             "default_preset": first,
-            "effort": {"preset": first, "levels": dict.fromkeys(("instant", "low", "medium", "high"), presets[first])},
+            "effort": {
+                "preset": first,
+                "levels": dict.fromkeys(("instant", "low", "medium", "high"), presets[first]),
+            },
             "engines": {"orin": engine},
         },
         "text": {"file": "text.bin"},
@@ -118,7 +146,9 @@ def manifest(text_bytes: int) -> dict[str, Any]:
 
 
 def automata() -> dict[str, bytes]:
-    """Automata of expressions over few tokens, without their SHA-256, behind the bytes that choose a request."""
+    """Automata of expressions over few tokens, without their SHA-256, behind the bytes that choose
+    a request.
+    """
     vocabulary = made_up_vocabulary(128, (126, 127), Longest)
     expressions = ("[ab]*", '\\{"a":(12|true)\\}', "(ab|ba){2,3}", "a")
     choices = ((0, 0, 5, 0), (13, 1, 48, 0), (31, 2, 17, 3), (4, 3, 9, 6))
@@ -136,11 +166,19 @@ def seeds() -> dict[str, dict[str, bytes]]:
     described = manifest(len(plain))
     whole = json.dumps(described).encode()
     small = {key: described[key] for key in ("schema_version", "loop", "files")}
-    small["loop"] = {key: value for key, value in described["loop"].items() if key not in ("effort", "engines")}
+    small["loop"] = {
+        key: value for key, value in described["loop"].items() if key not in ("effort", "engines")
+    }
     draw = random.Random(1)
     return {
-        "json": {"manifest": whole, "values": b'[0, -1.5e3, "\\ud83d\\ude00\\n", {"a": null, "b": [true, false]}]'},
-        "bundle": {"whole": whole + b"\0" + plain, "small": json.dumps(small).encode() + b"\0" + plain},
+        "json": {
+            "manifest": whole,
+            "values": b'[0, -1.5e3, "\\ud83d\\ude00\\n", {"a": null, "b": [true, false]}]',
+        },
+        "bundle": {
+            "whole": whole + b"\0" + plain,
+            "small": json.dumps(small).encode() + b"\0" + plain,
+        },
         "text": {name: bytes([len(spelled)]) + spelled + data for name, data in text.items()},
         "automaton": automata(),
         "calls": {f"{number}": draw.randbytes(200 + 60 * number) for number in range(8)},

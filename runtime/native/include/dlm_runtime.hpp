@@ -1,8 +1,11 @@
-// dlm_runtime.hpp: the C ABI of dlm_runtime.h for C++17. Header only: what it compiles to calls the C ABI alone.
+// dlm_runtime.hpp: the C ABI of dlm_runtime.h for C++17. Header only: what it compiles to calls the
+// C ABI alone.
 //
-// - Handles are classes that move and do not copy. A session, scheduler, job or text keeps its bundle open.
+// - Handles are classes that move and do not copy. A session, scheduler, job or text keeps its
+// bundle open.
 // - What fails throws dlm_runtime::Error, with the status and the sentence.
-// - Callbacks are std::function. What one throws ends its request, and comes out of the call that it ran in: no exception goes
+// - Callbacks are std::function. What one throws ends its request, and comes out of the call that
+// it ran in: no exception goes
 //   through C.
 // - Threads, and what each call does, are as dlm_runtime.h says. Text is UTF-8.
 // - The namespace is not `dlm`, which is the library's own: a program may link it statically.
@@ -29,14 +32,16 @@ namespace dlm_runtime {
 
 class Error : public std::runtime_error {
  public:
-  Error(dlm_status status, const std::string& sentence) : std::runtime_error(sentence), status_(status) {}
+  Error(dlm_status status, const std::string& sentence)
+      : std::runtime_error(sentence), status_(status) {}
   dlm_status status() const noexcept { return status_; }
 
  private:
   dlm_status status_;
 };
 
-// The structs of C, which set themselves up. Strings in them are borrowed: literals, or a bundle's own.
+// The structs of C, which set themselves up. Strings in them are borrowed: literals, or a bundle's
+// own.
 struct Policy : dlm_policy {
   Policy() { dlm_policy_init(this); }
 };
@@ -54,7 +59,7 @@ using BeforePassFn = std::function<bool()>;
 
 // dlm_generate_options. GenerateOptions{} has its defaults.
 struct GenerateOptions {
-  std::optional<Policy> policy;  // none: the bundle's default preset
+  std::optional<Policy> policy;                          // none: the bundle's default preset
   std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // the bundle's own number
   std::int32_t steps = 0;
   std::int32_t max_steps = 0;
@@ -156,7 +161,8 @@ inline dlm_generate_options options_of(const GenerateOptions& from, Callbacks& c
 
 inline std::vector<dlm_message> messages_of(const std::vector<Message>& chat) {
   std::vector<dlm_message> out;
-  for (const Message& message : chat) out.push_back({message.role.c_str(), message.content.data(), message.content.size()});
+  for (const Message& message : chat)
+    out.push_back({message.role.c_str(), message.content.data(), message.content.size()});
   return out;
 }
 
@@ -194,34 +200,44 @@ class Automaton {
 class Text {
  public:
   // flags: DLM_ENCODE_ values, added.
-  std::vector<std::int32_t> encode(std::string_view string, std::int32_t flags = DLM_ENCODE_PROMPT) const {
-    return ids([&](char* text, std::size_t size, std::vector<std::int32_t>& out, std::size_t* count) {
-      return dlm_text_encode(text_, string.data(), string.size(), flags, text, size, out.data(), out.size(), count);
-    });
+  std::vector<std::int32_t> encode(std::string_view string,
+                                   std::int32_t flags = DLM_ENCODE_PROMPT) const {
+    return ids(
+        [&](char* text, std::size_t size, std::vector<std::int32_t>& out, std::size_t* count) {
+          return dlm_text_encode(text_, string.data(), string.size(), flags, text, size, out.data(),
+                                 out.size(), count);
+        });
   }
-  std::vector<std::int32_t> encode_chat(const std::vector<Message>& chat, std::int32_t flags = 0) const {
+  std::vector<std::int32_t> encode_chat(const std::vector<Message>& chat,
+                                        std::int32_t flags = 0) const {
     const std::vector<dlm_message> messages = detail::messages_of(chat);
-    return ids([&](char* text, std::size_t size, std::vector<std::int32_t>& out, std::size_t* count) {
-      return dlm_chat_encode(text_, messages.data(), messages.size(), flags, text, size, out.data(), out.size(), count);
-    });
+    return ids(
+        [&](char* text, std::size_t size, std::vector<std::int32_t>& out, std::size_t* count) {
+          return dlm_chat_encode(text_, messages.data(), messages.size(), flags, text, size,
+                                 out.data(), out.size(), count);
+        });
   }
   std::string decode(const std::int32_t* tokens, std::size_t count) const {
     return filled([&](char* text, std::size_t size, std::string& out, std::size_t* bytes) {
       return dlm_text_decode(text_, tokens, count, text, size, out.data(), out.size(), bytes);
     });
   }
-  std::string decode(const std::vector<std::int32_t>& tokens) const { return decode(tokens.data(), tokens.size()); }
+  std::string decode(const std::vector<std::int32_t>& tokens) const {
+    return decode(tokens.data(), tokens.size());
+  }
   std::string render(const std::vector<Message>& chat) const {
     const std::vector<dlm_message> messages = detail::messages_of(chat);
     return filled([&](char* text, std::size_t size, std::string& out, std::size_t* bytes) {
-      return dlm_chat_render(text_, messages.data(), messages.size(), text, size, out.data(), out.size(), bytes);
+      return dlm_chat_render(text_, messages.data(), messages.size(), text, size, out.data(),
+                             out.size(), bytes);
     });
   }
   const dlm_text* get() const noexcept { return text_; }
 
  private:
   friend class Bundle;
-  Text(std::shared_ptr<dlm_bundle> bundle, const dlm_text* text) : bundle_(std::move(bundle)), text_(text) {}
+  Text(std::shared_ptr<dlm_bundle> bundle, const dlm_text* text)
+      : bundle_(std::move(bundle)), text_(text) {}
 
   template <class Call>
   static std::vector<std::int32_t> ids(Call call) {
@@ -255,18 +271,23 @@ class Bundle {
       : Bundle(detail::made<dlm_bundle>([&](char* text, std::size_t size, dlm_bundle** out) {
           return dlm_bundle_open(path.c_str(), &options, text, size, out);
         })) {}
-  explicit Bundle(dlm_bundle* taken) : handle_(taken, dlm_bundle_destroy) {}  // such as dlm_bundle_from_callback's
+  explicit Bundle(dlm_bundle* taken)
+      : handle_(taken, dlm_bundle_destroy) {}  // such as dlm_bundle_from_callback's
   Bundle(Bundle&&) noexcept = default;
   Bundle& operator=(Bundle&&) noexcept = default;
 
   Policy preset(const char* name = nullptr) const {
     Policy policy;
-    detail::check([&](char* text, std::size_t size) { return dlm_bundle_preset(get(), name, text, size, &policy); });
+    detail::check([&](char* text, std::size_t size) {
+      return dlm_bundle_preset(get(), name, text, size, &policy);
+    });
     return policy;
   }
   Policy effort(const char* level) const {
     Policy policy;
-    detail::check([&](char* text, std::size_t size) { return dlm_bundle_effort(get(), level, text, size, &policy); });
+    detail::check([&](char* text, std::size_t size) {
+      return dlm_bundle_effort(get(), level, text, size, &policy);
+    });
     return policy;
   }
   dlm_denoiser denoiser() const {
@@ -279,7 +300,8 @@ class Bundle {
   std::int32_t max_new_tokens() const { return dlm_bundle_max_new_tokens(get()); }
   Text text() const {
     const dlm_text* found = nullptr;
-    detail::check([&](char* text, std::size_t size) { return dlm_bundle_text(get(), text, size, &found); });
+    detail::check(
+        [&](char* text, std::size_t size) { return dlm_bundle_text(get(), text, size, &found); });
     return {handle_, found};
   }
   dlm_bundle* get() const noexcept { return handle_.get(); }
@@ -301,34 +323,47 @@ class Session {
         })) {}
 
   // The canvas behind the given tokens, these included.
-  std::vector<std::int32_t> generate(std::vector<std::int32_t> tokens, const GenerateOptions& options) {
+  std::vector<std::int32_t> generate(std::vector<std::int32_t> tokens,
+                                     const GenerateOptions& options) {
     detail::Callbacks callbacks{options.on_step, {}, {}};
     const dlm_generate_options given = detail::options_of(options, callbacks);
     const std::size_t count = tokens.size();
     dlm_denoiser denoiser;
-    dlm_bundle_denoiser(bundle_.get(), &denoiser);  // no longer canvas is accepted, whatever is asked for
-    const std::int32_t wanted =
-        options.max_new_tokens == DLM_DEFAULT_NEW_TOKENS ? dlm_bundle_max_new_tokens(bundle_.get()) : options.max_new_tokens;
-    tokens.resize(count + static_cast<std::size_t>(std::clamp(wanted, 0, denoiser.max_canvas_length)));
+    dlm_bundle_denoiser(bundle_.get(),
+                        &denoiser);  // no longer canvas is accepted, whatever is asked for
+    const std::int32_t wanted = options.max_new_tokens == DLM_DEFAULT_NEW_TOKENS
+                                    ? dlm_bundle_max_new_tokens(bundle_.get())
+                                    : options.max_new_tokens;
+    tokens.resize(count +
+                  static_cast<std::size_t>(std::clamp(wanted, 0, denoiser.max_canvas_length)));
     std::size_t length = 0;
-    check(dlm_session_generate(get(), &given, tokens.data(), count, tokens.size(), nullptr, &length), callbacks.thrown);
+    check(
+        dlm_session_generate(get(), &given, tokens.data(), count, tokens.size(), nullptr, &length),
+        callbacks.thrown);
     tokens.resize(length);
     return tokens;
   }
-  std::string generate_text(std::string_view prompt, const GenerateOptions& options, TextFn on_text = {}) {
-    return told(options, std::move(on_text), [&](const dlm_generate_options& given, dlm_text_fn function, void* user,
-                                                 const char** text, std::size_t* size) {
-      return dlm_generate_text(get(), &given, prompt.data(), prompt.size(), function, user, text, size);
-    });
+  std::string generate_text(std::string_view prompt, const GenerateOptions& options,
+                            TextFn on_text = {}) {
+    return told(options, std::move(on_text),
+                [&](const dlm_generate_options& given, dlm_text_fn function, void* user,
+                    const char** text, std::size_t* size) {
+                  return dlm_generate_text(get(), &given, prompt.data(), prompt.size(), function,
+                                           user, text, size);
+                });
   }
-  std::string generate_chat(const std::vector<Message>& chat, const GenerateOptions& options, TextFn on_text = {}) {
+  std::string generate_chat(const std::vector<Message>& chat, const GenerateOptions& options,
+                            TextFn on_text = {}) {
     const std::vector<dlm_message> messages = detail::messages_of(chat);
-    return told(options, std::move(on_text), [&](const dlm_generate_options& given, dlm_text_fn function, void* user,
-                                                 const char** text, std::size_t* size) {
-      return dlm_generate_chat(get(), &given, messages.data(), messages.size(), function, user, text, size);
-    });
+    return told(options, std::move(on_text),
+                [&](const dlm_generate_options& given, dlm_text_fn function, void* user,
+                    const char** text, std::size_t* size) {
+                  return dlm_generate_chat(get(), &given, messages.data(), messages.size(),
+                                           function, user, text, size);
+                });
   }
-  // A step at a time; options.on_step is not called. The step's pointers are valid until the next call.
+  // A step at a time; options.on_step is not called. The step's pointers are valid until the next
+  // call.
   void start(const std::vector<std::int32_t>& tokens, const GenerateOptions& options) {
     detail::Callbacks none;
     const dlm_generate_options given = detail::options_of(options, none);
@@ -395,7 +430,8 @@ class Session {
     };
     const char* text = nullptr;
     std::size_t size = 0;
-    check(call(given, callbacks.on_text ? function : nullptr, &callbacks, &text, &size), callbacks.thrown);
+    check(call(given, callbacks.on_text ? function : nullptr, &callbacks, &text, &size),
+          callbacks.thrown);
     return {text, size};
   }
 
@@ -412,7 +448,8 @@ struct Handed {
   Owned<dlm_job, dlm_job_destroy> job;  // goes first
 };
 
-// Requests whose job went before they were done: a pass that is being made may still call what they hold.
+// Requests whose job went before they were done: a pass that is being made may still call what they
+// hold.
 class Orphans {
  public:
   void take(std::unique_ptr<Handed> one) {
@@ -428,7 +465,9 @@ class Orphans {
 
  private:
   void sweep() {
-    const auto is_done = [](const std::unique_ptr<Handed>& one) { return dlm_job_wait(one->job.get(), 0) != 0; };
+    const auto is_done = [](const std::unique_ptr<Handed>& one) {
+      return dlm_job_wait(one->job.get(), 0) != 0;
+    };
     list_.erase(std::remove_if(list_.begin(), list_.end(), is_done), list_.end());
   }
 
@@ -438,7 +477,8 @@ class Orphans {
 
 }  // namespace detail
 
-// A request that was handed to a scheduler, which it may outlive. One that goes before it is done is cancelled.
+// A request that was handed to a scheduler, which it may outlive. One that goes before it is done
+// is cancelled.
 class Job {
  public:
   Job(Job&&) noexcept = default;
@@ -460,7 +500,8 @@ class Job {
     dlm_result found;
     const dlm_status status = dlm_job_result(get(), &found);
     if (wait(0)) handed_->callbacks.thrown.rethrow();
-    if (status != DLM_OK) throw Error(status, wait(0) ? dlm_job_message(get()) : "the job is not done: wait for it");
+    if (status != DLM_OK)
+      throw Error(status, wait(0) ? dlm_job_message(get()) : "the job is not done: wait for it");
     return detail::result_of(found);
   }
   std::vector<std::int32_t> tokens() const {
@@ -489,16 +530,17 @@ class Scheduler {
           return dlm_scheduler_create(bundle_.get(), &options, text, size, out);
         })) {}
 
-  // options.on_step is called on the thread that makes the passes. What it throws ends the request, and Job::result throws it.
-  Job submit(const std::vector<std::int32_t>& tokens, const GenerateOptions& options, const Automaton* automaton = nullptr,
-             std::int32_t given = 0) {
+  // options.on_step is called on the thread that makes the passes. What it throws ends the request,
+  // and Job::result throws it.
+  Job submit(const std::vector<std::int32_t>& tokens, const GenerateOptions& options,
+             const Automaton* automaton = nullptr, std::int32_t given = 0) {
     orphans_->sweep_locked();
     auto handed = std::make_unique<detail::Handed>();
     handed->callbacks.on_step = options.on_step;
     const dlm_generate_options chosen = detail::options_of(options, handed->callbacks);
     handed->job.reset(detail::made<dlm_job>([&](char* text, std::size_t size, dlm_job** out) {
-      return dlm_scheduler_submit(get(), &chosen, automaton == nullptr ? nullptr : automaton->get(), given, tokens.data(),
-                                  tokens.size(), text, size, out);
+      return dlm_scheduler_submit(get(), &chosen, automaton == nullptr ? nullptr : automaton->get(),
+                                  given, tokens.data(), tokens.size(), text, size, out);
     }));
     return {std::move(handed), orphans_};
   }
@@ -513,8 +555,8 @@ class Scheduler {
       return found.thrown.guard(found.function);
     };
     char message[1024];
-    const dlm_status status =
-        dlm_scheduler_run(get(), until_idle, before_pass ? ask : nullptr, &asked, message, sizeof message);
+    const dlm_status status = dlm_scheduler_run(get(), until_idle, before_pass ? ask : nullptr,
+                                                &asked, message, sizeof message);
     asked.thrown.rethrow();
     if (status != DLM_OK) throw Error(status, message);
   }

@@ -1,5 +1,6 @@
-// Runs AMX's instructions where the processor faults at them: each is taken apart, by Intel's manual (volume 2, chapters 2.3 and
-// "TDPBSSD" and others), and done on emulated registers. What matrix_amx.h never says ends the program.
+// Runs AMX's instructions where the processor faults at them: each is taken apart, by Intel's
+// manual (volume 2, chapters 2.3 and "TDPBSSD" and others), and done on emulated registers. What
+// kernels/x86/matrix_amx.h never says ends the program.
 #include "amx_trap.h"
 
 #include <signal.h>
@@ -12,7 +13,8 @@ namespace {
 
 using matrix::demand;
 
-// An instruction with a VEX prefix of three bytes: C4, R X B and the map, W vvvv L pp; then the opcode, ModRM, and an address.
+// An instruction with a VEX prefix of three bytes: C4, R X B and the map, W vvvv L pp; then the
+// opcode, ModRM, and an address.
 struct Instruction {
   int prefix, opcode, mode;  // pp: none, 66, F3, F2; mode 3: of registers alone
   int reg, rm, vvvv;
@@ -21,7 +23,8 @@ struct Instruction {
 
   explicit Instruction(const ucontext_t& context) {
     const auto* const at = reinterpret_cast<const uint8_t*>(context.uc_mcontext.gregs[REG_RIP]);
-    demand(at[0] == 0xc4 && (at[1] & 31) == 2 && (at[2] & 0x84) == 0, "an instruction that is not AMX's");
+    demand(at[0] == 0xc4 && (at[1] & 31) == 2 && (at[2] & 0x84) == 0,
+           "an instruction that is not AMX's");
     const auto high = [&](int bit) { return (at[1] >> bit & 1) == 0 ? 8 : 0; };
     prefix = at[2] & 3, vvvv = ~at[2] >> 3 & 15, opcode = at[3];
     mode = at[4] >> 6, reg = (at[4] >> 3 & 7) + high(7), rm = at[4] & 7;
@@ -45,8 +48,9 @@ struct Instruction {
   }
 
   static uint64_t read(const ucontext_t& context, int number) {
-    static constexpr int kRegisters[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
-                                         REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
+    static constexpr int kRegisters[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
+                                         REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
+                                         REG_R12, REG_R13, REG_R14, REG_R15};
     return static_cast<uint64_t>(context.uc_mcontext.gregs[kRegisters[number]]);
   }
 };
@@ -54,7 +58,8 @@ struct Instruction {
 void configure(const uint8_t* shapes) {
   uint8_t rows[16];
   uint16_t row_bytes[16];
-  std::memcpy(row_bytes, shapes + 16, sizeof row_bytes), std::memcpy(rows, shapes + 48, sizeof rows);
+  std::memcpy(row_bytes, shapes + 16, sizeof row_bytes),
+      std::memcpy(rows, shapes + 48, sizeof rows);
   demand(shapes[0] == 1, "another palette than 1");
   for (int i = 1; i < 16; ++i) demand(shapes[i] == 0, "a first row, or reserved bytes");
   for (int i = 8; i < 16; ++i) demand(rows[i] == 0 && row_bytes[i] == 0, "more than eight");
@@ -75,7 +80,7 @@ void run(const Instruction& one) {
   if (is(kF2, 0x4b, true)) return file.load(one.reg, memory, stride);
   if (is(kF3, 0x4b, true)) return file.store(one.reg, memory, stride);
   if (is(kF3, 0x5e, false)) return file.multiply(one.reg, one.rm, one.vvvv);
-  demand(false, "an instruction that matrix_amx.h does not use");
+  demand(false, "an instruction that kernels/x86/matrix_amx.h does not use");
 }
 
 void handle(int, siginfo_t*, void* context) {
@@ -88,7 +93,7 @@ void handle(int, siginfo_t*, void* context) {
 }  // namespace
 
 AmxTrap::AmxTrap() {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = handle;
   action.sa_flags = SA_SIGINFO;
   demand(sigaction(SIGILL, &action, &before_) == 0, "no signal handler");

@@ -5,7 +5,7 @@
 
 namespace kernels_test {
 
-// While it lives, those that matrix_amx.h uses are run by a handler of SIGILL.
+// While it lives, those that kernels/x86/matrix_amx.h uses are run by a handler of SIGILL.
 class AmxTrap {
  public:
   AmxTrap();

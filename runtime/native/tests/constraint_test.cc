@@ -1,7 +1,8 @@
-// Tests of constraints: files of automata, whole and damaged, and the most likely text against all there are.
+// Tests of constraints: files of automata, whole and damaged, and the most likely text against all
+// there are.
 //
-// Compiled together with the sources, whose classes are hidden in the library. Prints "N passed, N failed"; the exit status is 1 if
-// one failed.
+// Compiled together with the sources, whose classes are hidden in the library. Prints "N passed, N
+// failed"; the exit status is 1 if one failed.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -15,13 +16,13 @@
 #include <string>
 #include <vector>
 
-#include "automaton.h"
+#include "base/error.h"
+#include "base/sha256.h"
+#include "constraints/automaton.h"
+#include "constraints/marginals.h"
+#include "constraints/viterbi.h"
+#include "decode/exact_sum.h"
 #include "dlm_runtime.h"
-#include "error.h"
-#include "exact_sum.h"
-#include "sha256.h"
-#include "texts.h"
-#include "viterbi.h"
 
 namespace {
 
@@ -35,7 +36,8 @@ void check(bool holds, int line, const char* what) {
 
 struct Made {
   int32_t vocab_size, states, classes;
-  std::vector<int32_t> token_class, group_starts, group_classes, edge_starts, edge_states, edge_groups, distances;
+  std::vector<int32_t> token_class, group_starts, group_classes, edge_starts, edge_states,
+      edge_groups, distances;
 };
 
 void put(std::vector<uint8_t>& out, const std::vector<int32_t>& values) {
@@ -54,20 +56,27 @@ std::vector<uint8_t> signed_file(std::vector<uint8_t> data) {
 std::vector<uint8_t> content(const Made& made) {
   const char magic[] = "DLMAUTO\x01";
   std::vector<uint8_t> out(magic, magic + 8);
-  put(out, {made.vocab_size, made.states, made.classes, static_cast<int32_t>(made.group_starts.size()) - 1,
-            static_cast<int32_t>(made.group_classes.size()), static_cast<int32_t>(made.edge_states.size())});
+  put(out, {made.vocab_size, made.states, made.classes,
+            static_cast<int32_t>(made.group_starts.size()) - 1,
+            static_cast<int32_t>(made.group_classes.size()),
+            static_cast<int32_t>(made.edge_states.size())});
   out.resize(out.size() + 32);
-  for (const auto* const values : {&made.token_class, &made.group_starts, &made.group_classes, &made.edge_starts, &made.edge_states,
-                                   &made.edge_groups, &made.distances})
+  for (const auto* const values :
+       {&made.token_class, &made.group_starts, &made.group_classes, &made.edge_starts,
+        &made.edge_states, &made.edge_groups, &made.distances})
     put(out, *values);
   return out;
 }
 
-dlm::Automaton read(const std::vector<uint8_t>& file) { return dlm::read_automaton(file.data(), file.size(), "it"); }
+dlm::Automaton read(const std::vector<uint8_t>& file) {
+  return dlm::read_automaton(file.data(), file.size(), "it");
+}
 
 // Any automaton of few tokens: of every state each class leads to one state, or nowhere.
 Made random_automaton(std::mt19937& random) {
-  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
+  const auto draw = [&](int32_t low, int32_t high) {
+    return std::uniform_int_distribution<int32_t>(low, high)(random);
+  };
   for (;;) {
     Made made;
     made.vocab_size = draw(2, 6), made.states = draw(1, 5);
@@ -79,29 +88,35 @@ Made random_automaton(std::mt19937& random) {
     for (int32_t state = 0; state < made.states; ++state) {
       std::vector<std::vector<int32_t>> by_state(static_cast<size_t>(made.states));
       for (int32_t number = 0; number < made.classes; ++number)
-        if (const int32_t to = draw(-1, made.states - 1); to >= 0) by_state[static_cast<size_t>(to)].push_back(number);
+        if (const int32_t to = draw(-1, made.states - 1); to >= 0)
+          by_state[static_cast<size_t>(to)].push_back(number);
       for (size_t to = 0; to < by_state.size(); ++to) {
         if (by_state[to].empty()) continue;
         made.edge_groups.push_back(static_cast<int32_t>(made.group_starts.size()) - 1);
         made.edge_states.push_back(static_cast<int32_t>(to));
-        made.group_classes.insert(made.group_classes.end(), by_state[to].begin(), by_state[to].end());
+        made.group_classes.insert(made.group_classes.end(), by_state[to].begin(),
+                                  by_state[to].end());
         made.group_starts.push_back(static_cast<int32_t>(made.group_classes.size()));
       }
       made.edge_starts.push_back(static_cast<int32_t>(made.edge_states.size()));
     }
     const int32_t never = std::numeric_limits<int32_t>::max();
-    for (int32_t state = 0; state < made.states; ++state) made.distances.push_back(draw(0, 2) == 0 ? 0 : never);
+    for (int32_t state = 0; state < made.states; ++state)
+      made.distances.push_back(draw(0, 2) == 0 ? 0 : never);
     for (int32_t round = 0; round < made.states; ++round)
       for (size_t state = 0; state < made.distances.size(); ++state)
         for (int32_t edge = made.edge_starts[state]; edge < made.edge_starts[state + 1]; ++edge) {
-          const int32_t behind = made.distances[static_cast<size_t>(made.edge_states[static_cast<size_t>(edge)])];
+          const int32_t behind =
+              made.distances[static_cast<size_t>(made.edge_states[static_cast<size_t>(edge)])];
           if (behind != never) made.distances[state] = std::min(made.distances[state], behind + 1);
         }
     bool is_whole = true;
     for (size_t state = 0; state < made.distances.size(); ++state) {
       int32_t least = never;
       for (int32_t edge = made.edge_starts[state]; edge < made.edge_starts[state + 1]; ++edge)
-        least = std::min(least, made.distances[static_cast<size_t>(made.edge_states[static_cast<size_t>(edge)])]);
+        least = std::min(
+            least,
+            made.distances[static_cast<size_t>(made.edge_states[static_cast<size_t>(edge)])]);
       is_whole = is_whole && least == std::max(made.distances[state] - 1, 0);
     }
     if (is_whole) return made;
@@ -124,10 +139,19 @@ void test_files(std::mt19937& random) {
     // What somebody signed may still say anything: it is refused, or harmless.
     for (int32_t change = 0; change < 40; ++change) {
       std::vector<uint8_t> hostile = whole;
-      const size_t number = std::uniform_int_distribution<size_t>(0, hostile.size() / 4 - 1)(random);
-      const int32_t values[] = {-1, 0, 1, 2, 7, 1 << 30, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min()};
+      const size_t number =
+          std::uniform_int_distribution<size_t>(0, hostile.size() / 4 - 1)(random);
+      const int32_t values[] = {-1,
+                                0,
+                                1,
+                                2,
+                                7,
+                                1 << 30,
+                                std::numeric_limits<int32_t>::max(),
+                                std::numeric_limits<int32_t>::min()};
       std::memcpy(hostile.data() + number * 4, &values[change % 8], 4);
-      if (change % 10 == 9) hostile.resize(std::uniform_int_distribution<size_t>(0, hostile.size())(random));
+      if (change % 10 == 9)
+        hostile.resize(std::uniform_int_distribution<size_t>(0, hostile.size())(random));
       try {
         const dlm::Automaton found = read(signed_file(hostile));
         dlm::Viterbi viterbi(found);
@@ -137,8 +161,10 @@ void test_files(std::mt19937& random) {
         viterbi.solve(0, places, ends, tokens);
         dlm::Texts texts(found, found.vocab_size);
         std::vector<dlm::Marginal> marginals;
-        if (texts.sum(0, places, ends, {1, 1, 0})) texts.draw({7, 0, 0}, tokens), texts.find_marginals(tokens, true, marginals);
-        for (int32_t token = 0; token < found.vocab_size; ++token) CHECK(found.next(0, token) < found.states);
+        if (texts.sum(0, places, ends, {1, 1, 0}))
+          texts.draw({7, 0, 0}, tokens), texts.find_marginals(tokens, true, marginals);
+        for (int32_t token = 0; token < found.vocab_size; ++token)
+          CHECK(found.next(0, token) < found.states);
       } catch (const dlm::Error& error) {
         CHECK(error.status() == DLM_BAD_BUNDLE || error.status() == DLM_UNSUPPORTED);
       }
@@ -155,7 +181,9 @@ void test_ambiguous_files() {
       read(signed_file(content(made)));
     } catch (const dlm::Error& error) {
       return error.status() == DLM_BAD_BUNDLE &&
-             std::strstr(error.what(), "state 0 has two edges for class 1, so its texts are ambiguous: compile the constraint again") != nullptr;
+             std::strstr(error.what(),
+                         "state 0 has two edges for class 1, so its texts are ambiguous: compile "
+                         "the constraint again") != nullptr;
     }
     return false;
   };
@@ -168,7 +196,8 @@ void test_ambiguous_files() {
   CHECK(!is_refused());
 }
 
-// The exact sum of doubles as a list of partial sums that do not overlap (Shewchuk, 1997; math.fsum of Python).
+// The exact sum of doubles as a list of partial sums that do not overlap (Shewchuk, 1997; math.fsum
+// of Python).
 class Partials {
  public:
   void add(double x) {
@@ -195,9 +224,12 @@ void test_exact_sums(std::mt19937& random) {
     dlm::ExactSum sum;
     Partials wanted;
     for (int32_t i = 0; i < 20; ++i) {
-      const float value = std::ldexp(std::normal_distribution<float>(0, 1)(random), std::uniform_int_distribution<int32_t>(-149, 125)(random));
-      if (i % 2 == 0) sum = sum + dlm::ExactSum(value), wanted.add(static_cast<double>(value));
-      else sum = sum - dlm::ExactSum(value), wanted.add(-static_cast<double>(value));
+      const float value = std::ldexp(std::normal_distribution<float>(0, 1)(random),
+                                     std::uniform_int_distribution<int32_t>(-149, 125)(random));
+      if (i % 2 == 0)
+        sum = sum + dlm::ExactSum(value), wanted.add(static_cast<double>(value));
+      else
+        sum = sum - dlm::ExactSum(value), wanted.add(-static_cast<double>(value));
     }
     CHECK(std::fabs(sum.value() - wanted.value()) <= std::fabs(wanted.value()) * 0x1p-51);
     CHECK(!(sum < sum) && sum == sum && (sum < dlm::ExactSum(0.0f)) == (wanted.value() < 0));
@@ -214,15 +246,20 @@ struct Problem {
 
 // Whole numbers as logits: many texts are equally likely.
 Problem random_problem(std::mt19937& random) {
-  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
+  const auto draw = [&](int32_t low, int32_t high) {
+    return std::uniform_int_distribution<int32_t>(low, high)(random);
+  };
   Problem problem{read(signed_file(content(random_automaton(random)))), {}, {}, draw(0, 3), 0};
   problem.start = draw(0, problem.automaton.states - 1);
   const auto length = static_cast<size_t>(draw(1, 4));
   problem.logits.resize(length), problem.places.resize(length);
   for (size_t i = 0; i < length; ++i) {
     std::vector<float>& logits = problem.logits[i];
-    for (int32_t token = 0; token < problem.automaton.vocab_size; ++token) logits.push_back(static_cast<float>(draw(-3, 3)));
-    const int32_t kind = draw(0, 4), best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    for (int32_t token = 0; token < problem.automaton.vocab_size; ++token)
+      logits.push_back(static_cast<float>(draw(-3, 3)));
+    const int32_t kind = draw(0, 4),
+                  best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) -
+                                              logits.begin());
     dlm::Place& place = problem.places[i];
     if (kind < 3) place.logits = logits.data(), place.best = best;
     if (kind == 1 || kind == 3) place.token = draw(0, problem.automaton.vocab_size - 1);
@@ -234,13 +271,18 @@ Problem random_problem(std::mt19937& random) {
 
 // What may stand at a place, and what it weighs.
 bool weighs(const dlm::Place& place, int32_t token, double& weight) {
-  if (place.logits != nullptr) weight = static_cast<double>(place.logits[token]) - static_cast<double>(place.logits[place.best]);
-  else weight = place.best < 0 || token == place.best ? 0 : -1;
+  if (place.logits != nullptr)
+    weight =
+        static_cast<double>(place.logits[token]) - static_cast<double>(place.logits[place.best]);
+  else
+    weight = place.best < 0 || token == place.best ? 0 : -1;
   return place.token < 0 || token == place.token || token == place.other;
 }
 
-// Calls see(text) for each text of the problem that ends where it may, in the order of their tokens.
-void each_text(const Problem& problem, const std::vector<uint8_t>& ends, const std::function<void(const std::vector<int32_t>&)>& see) {
+// Calls see(text) for each text of the problem that ends where it may, in the order of their
+// tokens.
+void each_text(const Problem& problem, const std::vector<uint8_t>& ends,
+               const std::function<void(const std::vector<int32_t>&)>& see) {
   std::vector<int32_t> text;
   const std::function<void(int32_t)> extend = [&](int32_t state) {
     if (text.size() == problem.places.size()) {
@@ -269,7 +311,8 @@ void test_most_likely_text(std::mt19937& random) {
     dlm::Viterbi viterbi(automaton);
     const std::vector<uint8_t> ends = viterbi.ways().reaching({}, problem.room);
     for (int32_t state = 0; state < automaton.states; ++state)
-      CHECK((ends[static_cast<size_t>(state)] != 0) == (automaton.distances[static_cast<size_t>(state)] <= problem.room));
+      CHECK((ends[static_cast<size_t>(state)] != 0) ==
+            (automaton.distances[static_cast<size_t>(state)] <= problem.room));
     std::vector<std::vector<int32_t>> seen(length);  // the classes at each place
     double best = -std::numeric_limits<double>::infinity();
     std::vector<int32_t> winner;  // the first one of the best weight
@@ -277,7 +320,8 @@ void test_most_likely_text(std::mt19937& random) {
       double sum = 0, weight = 0;
       for (size_t k = length; k-- > 0;) weighs(places[k], text[k], weight), sum = weight + sum;
       if (sum > best) best = sum, winner = text;
-      for (size_t k = 0; k < length; ++k) seen[k].push_back(automaton.token_class[static_cast<size_t>(text[k])]);
+      for (size_t k = 0; k < length; ++k)
+        seen[k].push_back(automaton.token_class[static_cast<size_t>(text[k])]);
     });
     std::vector<int32_t> found;
     const bool has_text = viterbi.solve(problem.start, places, ends, found);
@@ -286,10 +330,12 @@ void test_most_likely_text(std::mt19937& random) {
     viterbi.find_only(problem.start, places, ends, found);
     for (size_t k = 0; has_text && k < length; ++k)
       if (places[k].token < 0) {
-        const bool is_one = std::count(seen[k].begin(), seen[k].end(), seen[k][0]) == static_cast<ptrdiff_t>(seen[k].size());
+        const bool is_one = std::count(seen[k].begin(), seen[k].end(), seen[k][0]) ==
+                            static_cast<ptrdiff_t>(seen[k].size());
         CHECK(found[k] == (is_one ? seen[k][0] : -1));
       }
-    CHECK((viterbi.ways().reaching(places, problem.room)[static_cast<size_t>(problem.start)] != 0) == has_text);
+    CHECK((viterbi.ways().reaching(places, problem.room)[static_cast<size_t>(problem.start)] !=
+           0) == has_text);
   }
 }
 
@@ -297,13 +343,16 @@ void test_most_likely_text(std::mt19937& random) {
 void test_long_classes(std::mt19937& random) {
   constexpr int32_t vocab_size = 3000;
   Made made{vocab_size, 2, 2, {}, {0, 1, 2}, {0, 1}, {0, 1, 2}, {1, 1}, {0, 1}, {1, 0}};
-  for (int32_t token = 0; token < vocab_size; ++token) made.token_class.push_back(token % 3 == 0 ? 0 : token == 2999 ? -1 : 1);
+  for (int32_t token = 0; token < vocab_size; ++token)
+    made.token_class.push_back(token % 3 == 0 ? 0 : token == 2999 ? -1 : 1);
   const dlm::Automaton automaton = read(signed_file(content(made)));
   dlm::Viterbi viterbi(automaton);
   for (int32_t round = 0; round < 50; ++round) {
     std::vector<float> logits(vocab_size);
-    for (float& logit : logits) logit = static_cast<float>(std::uniform_int_distribution<int32_t>(-40, 40)(random));
-    if (round % 5 == 0) std::fill(logits.begin(), logits.end(), -std::numeric_limits<float>::infinity());
+    for (float& logit : logits)
+      logit = static_cast<float>(std::uniform_int_distribution<int32_t>(-40, 40)(random));
+    if (round % 5 == 0)
+      std::fill(logits.begin(), logits.end(), -std::numeric_limits<float>::infinity());
     logits[1] = 50;  // of the other class
     int32_t wanted = 0;
     for (int32_t token = 0; token < vocab_size; token += 3)
@@ -316,8 +365,10 @@ void test_long_classes(std::mt19937& random) {
   }
 }
 
-// What a token of a place weighs among those drawn from: its tempered logit, with much taken off where it is cut.
-std::vector<double> tempered(const dlm::Place& place, int32_t vocab_size, const dlm::Sampling& sampling) {
+// What a token of a place weighs among those drawn from: its tempered logit, with much taken off
+// where it is cut.
+std::vector<double> tempered(const dlm::Place& place, int32_t vocab_size,
+                             const dlm::Sampling& sampling) {
   std::vector<double> weights;
   std::vector<int32_t> order;
   for (int32_t token = 0; token < vocab_size; ++token) {
@@ -326,21 +377,27 @@ std::vector<double> tempered(const dlm::Place& place, int32_t vocab_size, const 
     weights.push_back(place.logits == nullptr ? 0 : weight / sampling.temperature);
     order.push_back(token);
   }
-  if (place.logits == nullptr || place.token >= 0) return std::vector<double>(static_cast<size_t>(vocab_size), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return place.logits[a] > place.logits[b]; });
+  if (place.logits == nullptr || place.token >= 0)
+    return std::vector<double>(static_cast<size_t>(vocab_size), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t a, int32_t b) { return place.logits[a] > place.logits[b]; });
   double total = 0, before = 0;
   for (const double weight : weights) total += std::exp(weight);
   for (size_t rank = 0; rank < order.size(); ++rank) {
     double& weight = weights[static_cast<size_t>(order[rank])];
     const bool is_behind = sampling.top_k > 0 && rank >= static_cast<size_t>(sampling.top_k);
     before += std::exp(weight);
-    if (rank > 0 && (is_behind || (sampling.top_p < 1 && before - std::exp(weight) > sampling.top_p * total))) weight -= 1e6;
+    if (rank > 0 &&
+        (is_behind || (sampling.top_p < 1 && before - std::exp(weight) > sampling.top_p * total)))
+      weight -= 1e6;
   }
   return weights;
 }
 
 void test_all_texts(std::mt19937& random) {
-  const auto is_near = [](double a, double b) { return std::fabs(a - b) <= 1e-9 * (1 + std::fabs(b)); };
+  const auto is_near = [](double a, double b) {
+    return std::fabs(a - b) <= 1e-9 * (1 + std::fabs(b));
+  };
   const dlm::Sampling samplings[] = {{1, 1, 0}, {0.3, 1, 0}, {5, 1, 2}, {1, 0.6, 0}, {2, 0.8, 3}};
   for (int32_t round = 0; round < 2000; ++round) {
     Problem problem = random_problem(random);
@@ -353,7 +410,8 @@ void test_all_texts(std::mt19937& random) {
     dlm::Texts texts(automaton, automaton.vocab_size);
     const std::vector<uint8_t> ends = dlm::Ways(automaton).reaching({}, problem.room);
     std::vector<std::vector<double>> weights;
-    for (const dlm::Place& place : problem.places) weights.push_back(tempered(place, automaton.vocab_size, sampling));
+    for (const dlm::Place& place : problem.places)
+      weights.push_back(tempered(place, automaton.vocab_size, sampling));
     std::vector<std::pair<std::vector<int32_t>, double>> all;
     double largest = -std::numeric_limits<double>::infinity(), total = 0;
     each_text(problem, ends, [&](const std::vector<int32_t>& text) {
@@ -365,9 +423,11 @@ void test_all_texts(std::mt19937& random) {
     CHECK(texts.sum(problem.start, problem.places, ends, sampling) == !all.empty());
     if (all.empty()) continue;
     for (auto& [text, weight] : all) total += weight = std::exp(weight - largest);
-    std::vector<std::vector<double>> probs(problem.places.size(), std::vector<double>(static_cast<size_t>(automaton.vocab_size)));
+    std::vector<std::vector<double>> probs(
+        problem.places.size(), std::vector<double>(static_cast<size_t>(automaton.vocab_size)));
     for (auto& [text, weight] : all)
-      for (size_t k = 0; k < text.size(); ++k) probs[k][static_cast<size_t>(text[k])] += weight / total;
+      for (size_t k = 0; k < text.size(); ++k)
+        probs[k][static_cast<size_t>(text[k])] += weight / total;
     const auto& chosen = all[static_cast<size_t>(random() % all.size())].first;
     std::vector<dlm::Marginal> marginals;
     texts.find_marginals(chosen, true, marginals);
@@ -382,22 +442,30 @@ void test_all_texts(std::mt19937& random) {
     }
     std::vector<int32_t> drawn;
     texts.draw({static_cast<uint64_t>(round), 1, 2}, drawn);
-    CHECK(std::any_of(all.begin(), all.end(), [&](const auto& each) { return each.first == drawn && each.second > 0; }));
-    // Chi-squared over seeds, of texts that are expected five times at least, and of all others together.
+    CHECK(std::any_of(all.begin(), all.end(),
+                      [&](const auto& each) { return each.first == drawn && each.second > 0; }));
+    // Chi-squared over seeds, of texts that are expected five times at least, and of all others
+    // together.
     if (round % 50 != 0) continue;
     constexpr int32_t draws = 3000;
     double statistic = 0, rest = 0, rest_seen = 0;
     int32_t freedom = -1;
     std::map<std::vector<int32_t>, int32_t> counts;
-    for (int32_t seed = 0; seed < draws; ++seed) texts.draw({static_cast<uint64_t>(seed), 3, 7}, drawn), ++counts[drawn];
-    const auto meet = [&](double expected, double count) { statistic += (count - expected) * (count - expected) / expected, ++freedom; };
+    for (int32_t seed = 0; seed < draws; ++seed)
+      texts.draw({static_cast<uint64_t>(seed), 3, 7}, drawn), ++counts[drawn];
+    const auto meet = [&](double expected, double count) {
+      statistic += (count - expected) * (count - expected) / expected, ++freedom;
+    };
     for (const auto& [text, weight] : all) {
       const double expected = draws * weight / total;
-      if (expected >= 5) meet(expected, counts[text]);
-      else rest += expected, rest_seen += counts[text];
+      if (expected >= 5)
+        meet(expected, counts[text]);
+      else
+        rest += expected, rest_seen += counts[text];
     }
     if (rest >= 5) meet(rest, rest_seen);
-    CHECK(statistic <= freedom + 4.5 * std::sqrt(2.0 * freedom) + 9);  // beyond it one of 10^5 lies at most
+    CHECK(statistic <=
+          freedom + 4.5 * std::sqrt(2.0 * freedom) + 9);  // beyond it one of 10^5 lies at most
   }
 }
 
@@ -420,42 +488,59 @@ double exact_difference(const Known& a, const Known& b) {
 
 float extreme_logit(std::mt19937& random, int32_t palette) {
   constexpr float kInfinite = std::numeric_limits<float>::infinity();
-  const float values[] = {-kInfinite, -3.4028235e38f, -3e38f, -1e30f, -1e14f, -20, -1, 0, 1, 3, 20, 1e12f, 3e38f, 3.4028235e38f, 1e-38f, 1e-45f};
-  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
+  const float values[] = {
+      -kInfinite, -3.4028235e38f, -3e38f, -1e30f,        -1e14f, -20,   -1, 0, 1, 3,
+      20,         1e12f,          3e38f,  3.4028235e38f, 1e-38f, 1e-45f};
+  const auto draw = [&](int32_t low, int32_t high) {
+    return std::uniform_int_distribution<int32_t>(low, high)(random);
+  };
   switch (palette) {
-    case 0: return draw(0, 1) == 0 ? -kInfinite : static_cast<float>(draw(-3, 3));
-    case 1: return values[draw(0, 15)];
-    case 2: return values[draw(0, 3)];
-    case 3: return draw(0, 2) == 0 ? -3.4028235e38f : static_cast<float>(draw(-20, 20)) / 4;
-    case 4: return std::ldexp(std::normal_distribution<float>(0, 1)(random), draw(-40, 40));
-    default: return std::normal_distribution<float>(0, 4)(random);
+    case 0:
+      return draw(0, 1) == 0 ? -kInfinite : static_cast<float>(draw(-3, 3));
+    case 1:
+      return values[draw(0, 15)];
+    case 2:
+      return values[draw(0, 3)];
+    case 3:
+      return draw(0, 2) == 0 ? -3.4028235e38f : static_cast<float>(draw(-20, 20)) / 4;
+    case 4:
+      return std::ldexp(std::normal_distribution<float>(0, 1)(random), draw(-40, 40));
+    default:
+      return std::normal_distribution<float>(0, 4)(random);
   }
 }
 
-// Fills what is cut at each place; the definition of sampling.h, one token after the other.
-std::vector<std::vector<uint8_t>> cut_tokens(const Problem& problem, const dlm::Sampling& sampling) {
+// Fills what is cut at each place; the definition of decode/sampling.h, one token after the other.
+std::vector<std::vector<uint8_t>> cut_tokens(const Problem& problem,
+                                             const dlm::Sampling& sampling) {
   std::vector<std::vector<uint8_t>> cut;
   for (const dlm::Place& place : problem.places) {
     cut.emplace_back(static_cast<size_t>(problem.automaton.vocab_size));
-    if (place.logits == nullptr || place.token >= 0 || std::isinf(place.logits[place.best])) continue;
+    if (place.logits == nullptr || place.token >= 0 || std::isinf(place.logits[place.best]))
+      continue;
     std::vector<int32_t> order(cut.back().size());
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return place.logits[a] > place.logits[b]; });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return place.logits[a] > place.logits[b]; });
     const auto weight = [&](int32_t token) {
-      return std::exp((static_cast<double>(place.logits[token]) - static_cast<double>(place.logits[place.best])) / sampling.temperature);
+      return std::exp((static_cast<double>(place.logits[token]) -
+                       static_cast<double>(place.logits[place.best])) /
+                      sampling.temperature);
     };
     double total = 0, before = 0;
     for (const int32_t token : order) total += weight(token);
     for (size_t rank = 0; rank < order.size(); ++rank) {
       const bool is_behind = sampling.top_k > 0 && rank >= static_cast<size_t>(sampling.top_k);
-      cut.back()[static_cast<size_t>(order[rank])] = is_behind || (rank > 0 && sampling.top_p < 1 && before > sampling.top_p * total) ? 1 : 0;
+      cut.back()[static_cast<size_t>(order[rank])] =
+          is_behind || (rank > 0 && sampling.top_p < 1 && before > sampling.top_p * total) ? 1 : 0;
       before += weight(order[rank]);
     }
   }
   return cut;
 }
 
-std::vector<Known> know_texts(const Problem& problem, const std::vector<uint8_t>& ends, const std::vector<std::vector<uint8_t>>& cut, bool is_drawn) {
+std::vector<Known> know_texts(const Problem& problem, const std::vector<uint8_t>& ends,
+                              const std::vector<std::vector<uint8_t>>& cut, bool is_drawn) {
   std::vector<Known> all;
   each_text(problem, ends, [&](const std::vector<int32_t>& text) {
     Known known;
@@ -489,7 +574,9 @@ void check_best_text(const Problem& problem, const std::vector<uint8_t>& ends, b
   const Known* best = &all.front();
   const Known* taken = nullptr;
   for (const Known& known : all) {
-    if (known.ruled_out < best->ruled_out || (known.ruled_out == best->ruled_out && exact_difference(known, *best) > 0)) best = &known;
+    if (known.ruled_out < best->ruled_out ||
+        (known.ruled_out == best->ruled_out && exact_difference(known, *best) > 0))
+      best = &known;
     if (known.tokens == found) taken = &known;
   }
   CHECK(taken != nullptr);
@@ -500,7 +587,8 @@ void check_best_text(const Problem& problem, const std::vector<uint8_t>& ends, b
         exact_difference(*best, *taken) <= static_cast<double>(found.size()) * total * 0x1p-52);
 }
 
-void check_draws(Problem problem, const std::vector<uint8_t>& ends, const dlm::Sampling& sampling, int32_t draws) {
+void check_draws(Problem problem, const std::vector<uint8_t>& ends, const dlm::Sampling& sampling,
+                 int32_t draws) {
   for (dlm::Place& place : problem.places) {
     place.other = -1;
     if (place.logits == nullptr) place.best = -1;
@@ -509,17 +597,25 @@ void check_draws(Problem problem, const std::vector<uint8_t>& ends, const dlm::S
   dlm::Texts texts(problem.automaton, problem.automaton.vocab_size);
   CHECK(texts.sum(problem.start, problem.places, ends, sampling) == !all.empty());
   if (all.empty()) return;
-  const auto avoids_more = [](const Known& a, const Known& b) { return std::pair(a.ruled_out, a.cut) < std::pair(b.ruled_out, b.cut); };
+  const auto avoids_more = [](const Known& a, const Known& b) {
+    return std::pair(a.ruled_out, a.cut) < std::pair(b.ruled_out, b.cut);
+  };
   const Known* best = &all.front();
   for (const Known& known : all)
-    if (avoids_more(known, *best) || (!avoids_more(*best, known) && exact_difference(known, *best) > 0)) best = &known;
+    if (avoids_more(known, *best) ||
+        (!avoids_more(*best, known) && exact_difference(known, *best) > 0))
+      best = &known;
   double total = 0;
   for (Known& known : all)
-    if (!avoids_more(*best, known)) total += known.prob = std::exp(exact_difference(known, *best) / sampling.temperature);
-  std::vector<std::vector<double>> probs(problem.places.size(), std::vector<double>(static_cast<size_t>(problem.automaton.vocab_size)));
+    if (!avoids_more(*best, known))
+      total += known.prob = std::exp(exact_difference(known, *best) / sampling.temperature);
+  std::vector<std::vector<double>> probs(
+      problem.places.size(),
+      std::vector<double>(static_cast<size_t>(problem.automaton.vocab_size)));
   for (Known& known : all) {
     known.prob /= total;
-    for (size_t k = 0; k < known.tokens.size(); ++k) probs[k][static_cast<size_t>(known.tokens[k])] += known.prob;
+    for (size_t k = 0; k < known.tokens.size(); ++k)
+      probs[k][static_cast<size_t>(known.tokens[k])] += known.prob;
   }
   std::vector<dlm::Marginal> marginals;
   const Known& chosen = *best;
@@ -530,26 +626,36 @@ void check_draws(Problem problem, const std::vector<uint8_t>& ends, const dlm::S
   }
   std::map<std::vector<int32_t>, int32_t> counts;
   std::vector<int32_t> drawn;
-  for (int32_t seed = 0; seed < draws; ++seed) texts.draw({static_cast<uint64_t>(seed), 5, 11}, drawn), ++counts[drawn];
+  for (int32_t seed = 0; seed < draws; ++seed)
+    texts.draw({static_cast<uint64_t>(seed), 5, 11}, drawn), ++counts[drawn];
   double statistic = 0, rest = 0, rest_seen = 0;
   int32_t freedom = -1, seen = 0;
-  const auto meet = [&](double expected, double count) { statistic += (count - expected) * (count - expected) / expected, ++freedom; };
+  const auto meet = [&](double expected, double count) {
+    statistic += (count - expected) * (count - expected) / expected, ++freedom;
+  };
   for (const Known& known : all) {
     const auto found = counts.find(known.tokens);
     const int32_t count = found == counts.end() ? 0 : found->second;
     seen += count;
     CHECK(count == 0 || known.prob > 1e-15);
-    if (draws * known.prob >= 5) meet(draws * known.prob, count);
-    else rest += draws * known.prob, rest_seen += count;
+    if (draws * known.prob >= 5)
+      meet(draws * known.prob, count);
+    else
+      rest += draws * known.prob, rest_seen += count;
   }
   CHECK(seen == draws);  // a draw is one of the texts
   if (rest >= 5) meet(rest, rest_seen);
-  if (freedom > 0) CHECK(statistic <= freedom + 5 * std::sqrt(2.0 * freedom) + 14);  // one of 10^6 is above it at most
+  if (freedom > 0)
+    CHECK(statistic <=
+          freedom + 5 * std::sqrt(2.0 * freedom) + 14);  // one of 10^6 is above it at most
 }
 
 void test_extreme_logits(std::mt19937& random, int32_t rounds) {
-  const double temperatures[] = {5e-324, 1e-310, 1e-300, 1e-100, 1e-28, 1e-16, 1e-8, 1e-3, 0.3, 1, 5, 1e3, 1e8, 1e38, 1e100, 1e300};
-  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
+  const double temperatures[] = {5e-324, 1e-310, 1e-300, 1e-100, 1e-28, 1e-16, 1e-8,  1e-3,
+                                 0.3,    1,      5,      1e3,    1e8,   1e38,  1e100, 1e300};
+  const auto draw = [&](int32_t low, int32_t high) {
+    return std::uniform_int_distribution<int32_t>(low, high)(random);
+  };
   for (int32_t round = 0; round < rounds; ++round) {
     Problem problem = random_problem(random);
     const int32_t palette = round % 6;
@@ -560,11 +666,13 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
       if (has_nan && i == 0) logits[0] = std::numeric_limits<float>::quiet_NaN();
       dlm::Place& place = problem.places[i];
       if (place.logits == nullptr) continue;
-      place.best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+      place.best =
+          static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
       if (place.other >= 0) place.other = place.best;
     }
     const std::vector<uint8_t> ends = dlm::Ways(problem.automaton).reaching({}, problem.room);
-    const dlm::Sampling sampling{temperatures[draw(0, 15)], draw(0, 2) == 0 ? 0.7 : 1, draw(0, 2) == 0 ? draw(1, 3) : 0};
+    const dlm::Sampling sampling{temperatures[draw(0, 15)], draw(0, 2) == 0 ? 0.7 : 1,
+                                 draw(0, 2) == 0 ? draw(1, 3) : 0};
     if (has_nan) {  // engines refuse such rows; nothing may crash on one
       dlm::Viterbi viterbi(problem.automaton);
       dlm::Texts texts(problem.automaton, problem.automaton.vocab_size);
@@ -578,7 +686,8 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
       }
       continue;
     }
-    // Sums of the first four palettes are whole multiples of a small power of 2, or too large for double.
+    // Sums of the first four palettes are whole multiples of a small power of 2, or too large for
+    // double.
     check_best_text(problem, ends, palette == 0 || palette == 2 || palette == 3);
     check_draws(problem, ends, sampling, round % 5 == 0 ? 800 : 5);
   }
@@ -590,8 +699,16 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
 constexpr int32_t kLetters = 8, kEnd = 6, kMask = 7;
 
 Made letters() {
-  return {kLetters, 3, 5, {0, 1, 2, 2, 3, -1, 4, -1}, {0, 1, 2, 3, 4, 5}, {2, 0, 3, 1, 4}, {0, 3, 4, 5}, {0, 1, 2, 0, 2},
-          {0, 1, 2, 3, 4}, {1, 2, 0}};
+  return {kLetters,
+          3,
+          5,
+          {0, 1, 2, 2, 3, -1, 4, -1},
+          {0, 1, 2, 3, 4, 5},
+          {2, 0, 3, 1, 4},
+          {0, 3, 4, 5},
+          {0, 1, 2, 0, 2},
+          {0, 1, 2, 3, 4},
+          {1, 2, 0}};
 }
 
 // A denoiser of random logits, one of whose passes fails.
@@ -603,28 +720,35 @@ struct Noise {
 
 dlm_status run_noise(void* user, const dlm_pass* pass) {
   auto& noise = *static_cast<Noise*>(user);
-  if (noise.cancels != nullptr && noise.passes + 1 == noise.fails_at) dlm_session_cancel(noise.cancels, DLM_ALL_REQUESTS);
+  if (noise.cancels != nullptr && noise.passes + 1 == noise.fails_at)
+    dlm_session_cancel(noise.cancels, DLM_ALL_REQUESTS);
   if (noise.passes++ == noise.fails_at) return DLM_ENGINE_FAILED;
   for (int32_t row = 0; row < pass->batch * pass->rows; ++row) {
     float logits[kLetters], sum = 0;
     for (float& logit : logits) logit = std::normal_distribution<float>(0, 3)(noise.random);
     logits[kMask] = -std::numeric_limits<float>::infinity();
     int32_t order[kLetters];
-    for (int32_t token = 0; token < kLetters; ++token) order[token] = token, sum += std::exp(logits[token]);
-    std::stable_sort(order, order + kLetters, [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+    for (int32_t token = 0; token < kLetters; ++token)
+      order[token] = token, sum += std::exp(logits[token]);
+    std::stable_sort(order, order + kLetters,
+                     [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
     for (int32_t rank = 0; rank < 2; ++rank) {
       pass->top_tokens[2 * row + rank] = order[rank];
       pass->top_probs[2 * row + rank] = std::exp(logits[order[rank]]) / sum;
     }
-    if (pass->logits != nullptr) std::copy(logits, logits + kLetters, pass->logits + row * kLetters);
+    if (pass->logits != nullptr)
+      std::copy(logits, logits + kLetters, pass->logits + row * kLetters);
     if (pass->entropy != nullptr) pass->entropy[row] = -1;
   }
   return DLM_OK;
 }
 
-// Requests that are cancelled, run out of passes or time, or fail: those that end well have a whole text, and nothing leaks.
+// Requests that are cancelled, run out of passes or time, or fail: those that end well have a whole
+// text, and nothing leaks.
 void test_requests(std::mt19937& random) {
-  const auto draw = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(random); };
+  const auto draw = [&](int32_t low, int32_t high) {
+    return std::uniform_int_distribution<int32_t>(low, high)(random);
+  };
   const std::vector<uint8_t> file = signed_file(content(letters()));
   const dlm::Automaton known = read(file);
   Noise noise;
@@ -647,19 +771,24 @@ void test_requests(std::mt19937& random) {
     dlm_automaton_destroy(automaton);
     dlm_policy policy;
     dlm_policy_init(&policy);
-    policy.block_length = draw(1, 9), policy.score_of = scores[draw(0, 2)], policy.seed = static_cast<uint64_t>(round);
-    if (draw(0, 1) == 0) policy.select = "sample", policy.temperature = 0.7, policy.top_p = draw(0, 1) == 0 ? 1 : 0.6;
+    policy.block_length = draw(1, 9), policy.score_of = scores[draw(0, 2)],
+    policy.seed = static_cast<uint64_t>(round);
+    if (draw(0, 1) == 0)
+      policy.select = "sample", policy.temperature = 0.7, policy.top_p = draw(0, 1) == 0 ? 1 : 0.6;
     dlm_generate_options options;
     dlm_generate_options_init(&options);
     options.policy = &policy, options.max_new_tokens = draw(0, 12), options.max_steps = draw(0, 4);
     if (draw(0, 9) == 0) options.deadline_ms = 1e-6;
-    noise.passes = 0, noise.fails_at = draw(0, 20), noise.cancels = draw(0, 2) == 0 ? session : nullptr;
+    noise.passes = 0, noise.fails_at = draw(0, 20),
+    noise.cancels = draw(0, 2) == 0 ? session : nullptr;
     std::vector<int32_t> tokens(32);
     const int32_t given[] = {5, 0, draw(0, 7) == 0 ? 2 : 1};
     std::copy(given, given + 3, tokens.begin());
     size_t length = 0;
-    const dlm_status status = dlm_session_generate(session, &options, tokens.data(), 3, tokens.size(), nullptr, &length);
-    if (status == DLM_INVALID_ARGUMENT) CHECK(options.max_new_tokens == 0 || (has_beginning && given[2] == 2)), ++refused;
+    const dlm_status status =
+        dlm_session_generate(session, &options, tokens.data(), 3, tokens.size(), nullptr, &length);
+    if (status == DLM_INVALID_ARGUMENT)
+      CHECK(options.max_new_tokens == 0 || (has_beginning && given[2] == 2)), ++refused;
     if (status == DLM_ENGINE_FAILED) ++failures;
     CHECK(status == DLM_OK || status == DLM_INVALID_ARGUMENT || status == DLM_ENGINE_FAILED);
     if (status != DLM_OK) continue;
@@ -667,11 +796,15 @@ void test_requests(std::mt19937& random) {
     CHECK(dlm_session_result(session, 0, &result) == DLM_OK);
     ++seen[result.finish];
     int32_t state = 0;
-    for (size_t i = has_beginning ? 1 : 3; i < length && state >= 0; ++i) state = known.next(state, tokens[i]);
-    CHECK(options.max_new_tokens == 0 || (state >= 0 && known.distances[static_cast<size_t>(state)] == 0));
+    for (size_t i = has_beginning ? 1 : 3; i < length && state >= 0; ++i)
+      state = known.next(state, tokens[i]);
+    CHECK(options.max_new_tokens == 0 ||
+          (state >= 0 && known.distances[static_cast<size_t>(state)] == 0));
   }
-  CHECK(refused > 0 && failures > 0 && dlm_session_constrain_from(session, nullptr, -1) == DLM_INVALID_ARGUMENT);
-  for (const int32_t finish : {DLM_FINISH_STOP, DLM_FINISH_STEPS, DLM_FINISH_DEADLINE, DLM_FINISH_CANCELLED, DLM_FINISH_CONSTRAINT})
+  CHECK(refused > 0 && failures > 0 &&
+        dlm_session_constrain_from(session, nullptr, -1) == DLM_INVALID_ARGUMENT);
+  for (const int32_t finish : {DLM_FINISH_STOP, DLM_FINISH_STEPS, DLM_FINISH_DEADLINE,
+                               DLM_FINISH_CANCELLED, DLM_FINISH_CONSTRAINT})
     CHECK(seen[finish] > 0);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);

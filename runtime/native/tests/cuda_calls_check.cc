@@ -1,15 +1,17 @@
-// Compares src/cuda_api.h with CUDA's own cuda.h, at compile time: signatures, the numbers of enums, and a struct's fields.
+// Compares src/engines/cuda/cuda_api.h with CUDA's own cuda.h, at compile time: signatures, the
+// numbers of enums, and a struct's fields.
 //
 // Built only where the header is found. That it compiles is the test; the program does nothing.
-#include "cuda_api.h"
-
 #include <cuda.h>
 
 #include <type_traits>
 
+#include "engines/cuda/cuda_api.h"
+
 namespace {
 
-// A type as cuda_api.h writes it: enums are int, and the struct that it declares itself is its own.
+// A type as engines/cuda/cuda_api.h writes it: enums are int, and the struct that it declares
+// itself is its own.
 template <class T>
 struct Plain {
   using type = std::conditional_t<std::is_enum_v<T>, int, T>;
@@ -27,13 +29,15 @@ struct Plain<R(A...)> {
   using type = typename Plain<R>::type(typename Plain<A>::type...);
 };
 
-#define CHECK_CALL(name, ...)                                                                                       \
-  static_assert(std::is_same_v<decltype(dlm::Cuda::name), Plain<std::remove_reference_t<decltype(::name)>>::type*>, \
+#define CHECK_CALL(name, ...)                                                            \
+  static_assert(std::is_same_v<decltype(dlm::Cuda::name),                                \
+                               Plain<std::remove_reference_t<decltype(::name)>>::type*>, \
                 "another signature: " #name);
 DLM_CUDA_CALLS(CHECK_CALL)
 
-#define CHECK_NUMBER(name) \
-  static_assert(dlm::name == static_cast<std::remove_const_t<decltype(dlm::name)>>(::name), "another number: " #name)
+#define CHECK_NUMBER(name)                                                                  \
+  static_assert(dlm::name == static_cast<std::remove_const_t<decltype(dlm::name)>>(::name), \
+                "another number: " #name)
 CHECK_NUMBER(CUDA_SUCCESS);
 CHECK_NUMBER(CUDA_ERROR_NO_DEVICE);
 CHECK_NUMBER(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
@@ -42,9 +46,9 @@ CHECK_NUMBER(CU_MEMORYTYPE_DEVICE);
 CHECK_NUMBER(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
 CHECK_NUMBER(CU_STREAM_NON_BLOCKING);
 
-#define CHECK_FIELD(name)                                                                                       \
-  static_assert(offsetof(dlm::CUDA_MEMCPY2D, name) == offsetof(::CUDA_MEMCPY2D, name) &&                        \
-                    sizeof(dlm::CUDA_MEMCPY2D::name) == sizeof(::CUDA_MEMCPY2D::name),                          \
+#define CHECK_FIELD(name)                                                                \
+  static_assert(offsetof(dlm::CUDA_MEMCPY2D, name) == offsetof(::CUDA_MEMCPY2D, name) && \
+                    sizeof(dlm::CUDA_MEMCPY2D::name) == sizeof(::CUDA_MEMCPY2D::name),   \
                 "another place: " #name)
 CHECK_FIELD(srcXInBytes);
 CHECK_FIELD(srcY);

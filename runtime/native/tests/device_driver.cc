@@ -1,17 +1,21 @@
-// Generates with an engine on a device, over the mocks of CUDA and of TensorRT or ONNX Runtime, and with a callback engine that makes
-// the same passes in host memory, and compares. tests/test_native_tensorrt.py and tests/test_providers.py run it, mostly under
-// sanitizers.
+// Generates with an engine on a device, over the mocks of CUDA and of TensorRT or ONNX Runtime, and
+// with a callback engine that makes the same passes in host memory, and compares.
+// tests/test_native_tensorrt.py and tests/test_providers.py run it, mostly under sanitizers.
 //
-// The callback engine's layers are all alike, those of a bundle need not be: its layers are of one head as wide as the widest
-// layer of the bundle, and each pass is made on a copy in the bundle's own layout.
+// The callback engine's layers are all alike, those of a bundle need not be: its layers are of one
+// head as wide as the widest layer of the bundle, and each pass is made on a copy in the bundle's
+// own layout.
 //
-//   device_driver BUNDLE [KEY=VALUE ...]   layers: KV_HEADSxHEAD_SIZE of each, with commas between; cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits,
-//                                            engine, provider, device, allow_fallback, cycle: round r asks for r % cycle more tokens;
-//                                            alternate=1: every second round asks for no more
-//                                            batch: requests at once, all of the same tokens, in batches of max_batch
+//   device_driver BUNDLE [KEY=VALUE ...]   layers: KV_HEADSxHEAD_SIZE of each, with commas between;
+//   cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits,
+//                                            engine, provider, device, allow_fallback, cycle: round
+//                                            r asks for r % cycle more tokens; alternate=1: every
+//                                            second round asks for no more batch: requests at once,
+//                                            all of the same tokens, in batches of max_batch
 //
-// Prints, a line each: "open STATUS text"; for every round and thread "round STATUS text", where text is "same" if both engines
-// gave the same canvas or logits; after every round "counts NAME=NUMBER ..."; last "live N".
+// Prints, a line each: "open STATUS text"; for every round and thread "round STATUS text", where
+// text is "same" if both engines gave the same canvas or logits; after every round "counts
+// NAME=NUMBER ..."; last "live N".
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -29,36 +33,41 @@
 
 namespace {
 
-std::map<std::string, std::string> options = {{"layers", ""},     {"cache", "none"}, {"commit", "static"}, {"score", "confidence"},
-                                              {"block", "8"},    {"given", "5"},       {"new", "24"},
-                                              {"infill", "0"},   {"rounds", "1"},      {"threads", "1"},
-                                              {"logits", "0"},   {"engine", "tensorrt"},
-                                              {"provider", "cpu"}, {"device", "0"},    {"allow_fallback", "0"},
-                                              {"cycle", "1"},    {"alternate", "0"}, {"refresh", "0"},
-                                              {"batch", "0"},    {"max_batch", "1"}};
+std::map<std::string, std::string> options = {
+    {"layers", ""},      {"cache", "none"}, {"commit", "static"},    {"score", "confidence"},
+    {"block", "8"},      {"given", "5"},    {"new", "24"},           {"infill", "0"},
+    {"rounds", "1"},     {"threads", "1"},  {"logits", "0"},         {"engine", "tensorrt"},
+    {"provider", "cpu"}, {"device", "0"},   {"allow_fallback", "0"}, {"cycle", "1"},
+    {"alternate", "0"},  {"refresh", "0"},  {"batch", "0"},          {"max_batch", "1"}};
 
 int number(const char* key) { return std::atoi(options[key].c_str()); }
 
-// Rows of a layer between the callback engine's layout, [rows, width], and the bundle's, [kv_heads, rows, row_bytes].
-std::vector<uint8_t> unpack(const mock::Layer& layer, const uint8_t* packed, int32_t rows, int32_t width) {
+// Rows of a layer between the callback engine's layout, [rows, width], and the bundle's, [kv_heads,
+// rows, row_bytes].
+std::vector<uint8_t> unpack(const mock::Layer& layer, const uint8_t* packed, int32_t rows,
+                            int32_t width) {
   std::vector<uint8_t> out(static_cast<size_t>(layer.bytes(rows)));
   for (int32_t head = 0; head < layer.kv_heads; ++head)
     for (int32_t row = 0; row < rows; ++row)
       std::memcpy(out.data() + (ptrdiff_t{head} * rows + row) * layer.row_bytes,
-                  packed + ptrdiff_t{row} * width + ptrdiff_t{head} * layer.row_bytes, static_cast<size_t>(layer.row_bytes));
+                  packed + ptrdiff_t{row} * width + ptrdiff_t{head} * layer.row_bytes,
+                  static_cast<size_t>(layer.row_bytes));
   return out;
 }
 
-void pack(const mock::Layer& layer, const std::vector<uint8_t>& from, uint8_t* packed, int32_t rows, int32_t width) {
+void pack(const mock::Layer& layer, const std::vector<uint8_t>& from, uint8_t* packed, int32_t rows,
+          int32_t width) {
   for (int32_t head = 0; head < layer.kv_heads; ++head)
     for (int32_t row = 0; row < rows; ++row)
       std::memcpy(packed + ptrdiff_t{row} * width + ptrdiff_t{head} * layer.row_bytes,
-                  from.data() + (ptrdiff_t{head} * rows + row) * layer.row_bytes, static_cast<size_t>(layer.row_bytes));
+                  from.data() + (ptrdiff_t{head} * rows + row) * layer.row_bytes,
+                  static_cast<size_t>(layer.row_bytes));
 }
 
 int32_t widest(const mock::Shape& shape) {
   int32_t width = 0;
-  for (const mock::Layer& layer : shape.layers) width = std::max(width, static_cast<int32_t>(layer.bytes(1)));
+  for (const mock::Layer& layer : shape.layers)
+    width = std::max(width, static_cast<int32_t>(layer.bytes(1)));
   return width;
 }
 
@@ -70,14 +79,18 @@ dlm_status run_pass(void* user, const dlm_pass* p) {
     const ptrdiff_t token = ptrdiff_t{request} * p->tokens, row = ptrdiff_t{request} * p->rows;
     const ptrdiff_t bytes = ptrdiff_t{request} * width;
     pass.tokens = p->tokens, pass.cached = p->cached, pass.rows = p->rows;
-    pass.ids = p->input_ids + token, pass.positions = p->position_ids + token, pass.score_rows = p->score_rows + row;
-    pass.top_tokens = p->top_tokens + row * shape.top_k, pass.top_probs = p->top_probs + row * shape.top_k;
+    pass.ids = p->input_ids + token, pass.positions = p->position_ids + token,
+    pass.score_rows = p->score_rows + row;
+    pass.top_tokens = p->top_tokens + row * shape.top_k,
+    pass.top_probs = p->top_probs + row * shape.top_k;
     pass.entropy = p->entropy == nullptr ? nullptr : p->entropy + row;
     pass.logits = p->logits == nullptr ? nullptr : p->logits + row * shape.vocab;
     std::vector<std::vector<uint8_t>> pasts, presents;  // keys and values of every layer
     for (size_t i = 0; i < shape.layers.size(); ++i)
       for (const void* const past : {p->past_keys[i], p->past_values[i]}) {
-        pasts.push_back(unpack(shape.layers[i], static_cast<const uint8_t*>(past) + bytes * p->cached, p->cached, width));
+        pasts.push_back(unpack(shape.layers[i],
+                               static_cast<const uint8_t*>(past) + bytes * p->cached, p->cached,
+                               width));
         presents.emplace_back(static_cast<size_t>(shape.layers[i].bytes(p->tokens)));
       }
     for (const auto& past : pasts) pass.past.push_back(past.data());
@@ -85,7 +98,8 @@ dlm_status run_pass(void* user, const dlm_pass* p) {
     mock::denoise(shape, pass);
     for (size_t i = 0; p->present_keys != nullptr && i < presents.size(); ++i) {
       void* const present = (i % 2 == 0 ? p->present_keys : p->present_values)[i / 2];
-      pack(shape.layers[i / 2], presents[i], static_cast<uint8_t*>(present) + bytes * p->tokens, p->tokens, width);
+      pack(shape.layers[i / 2], presents[i], static_cast<uint8_t*>(present) + bytes * p->tokens,
+           p->tokens, width);
     }
   }
   return DLM_OK;
@@ -117,23 +131,26 @@ Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread, int r
   const auto given = static_cast<size_t>(number("given"));
   std::vector<int32_t> canvas(given + static_cast<size_t>(generate.max_new_tokens));
   for (size_t i = 0; i < given; ++i)
-    canvas[i] = number("infill") != 0 && i % 3 == 1 ? denoiser.mask_token_id : static_cast<int32_t>(i) % 7 + thread;
+    canvas[i] = number("infill") != 0 && i % 3 == 1 ? denoiser.mask_token_id
+                                                    : static_cast<int32_t>(i) % 7 + thread;
   if (const int rows = number("logits"); rows > 0) {
     std::vector<int32_t> wanted;
     for (int i = 0; i < rows; ++i) wanted.push_back(i * 5 % static_cast<int>(given));
     answer.logits.resize(wanted.size() * static_cast<size_t>(denoiser.vocab_size));
-    answer.status = dlm_session_logits(session, canvas.data(), given, wanted.data(), wanted.size(), answer.logits.data(),
-                                       answer.logits.size());
+    answer.status = dlm_session_logits(session, canvas.data(), given, wanted.data(), wanted.size(),
+                                       answer.logits.data(), answer.logits.size());
   } else if (const int batch = number("batch"); batch > 0) {
     std::vector<std::vector<int32_t>> canvases(static_cast<size_t>(batch), canvas);
     std::vector<dlm_request> requests;
     for (auto& one : canvases) requests.push_back({one.data(), given, one.size(), 0, 0});
-    answer.status = dlm_session_generate_batch(session, &generate, requests.data(), requests.size(), number("max_batch"),
-                                               &answer.stats);
-    for (const auto& one : canvases) answer.canvas.insert(answer.canvas.end(), one.begin(), one.end());
+    answer.status = dlm_session_generate_batch(session, &generate, requests.data(), requests.size(),
+                                               number("max_batch"), &answer.stats);
+    for (const auto& one : canvases)
+      answer.canvas.insert(answer.canvas.end(), one.begin(), one.end());
   } else {
     size_t length = 0;
-    answer.status = dlm_session_generate(session, &generate, canvas.data(), given, canvas.size(), &answer.stats, &length);
+    answer.status = dlm_session_generate(session, &generate, canvas.data(), given, canvas.size(),
+                                         &answer.stats, &length);
     canvas.resize(length);
     answer.canvas = canvas;
   }
@@ -142,7 +159,9 @@ Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread, int r
 }
 
 struct Session {
-  Session(dlm_bundle* bundle) { status = dlm_session_create(bundle, message, sizeof message, &handle); }
+  Session(dlm_bundle* bundle) {
+    status = dlm_session_create(bundle, message, sizeof message, &handle);
+  }
   ~Session() { dlm_session_destroy(handle); }
   Session(const Session&) = delete;
   char message[2048] = "";
@@ -171,8 +190,11 @@ int main(int argc, char** argv) {
   open.provider = options["provider"].c_str();
   open.device = number("device");
   open.allow_fallback = number("allow_fallback");
-  const dlm_status opened = argc > 1 ? dlm_bundle_open(argv[1], &open, message, sizeof message, &bundle) : DLM_INVALID_ARGUMENT;
-  std::printf("open %s %s\n", dlm_status_name(opened), opened == DLM_OK ? dlm_bundle_engine(bundle) : message);
+  const dlm_status opened = argc > 1
+                                ? dlm_bundle_open(argv[1], &open, message, sizeof message, &bundle)
+                                : DLM_INVALID_ARGUMENT;
+  std::printf("open %s %s\n", dlm_status_name(opened),
+              opened == DLM_OK ? dlm_bundle_engine(bundle) : message);
   if (opened == DLM_OK) {
     dlm_denoiser denoiser;
     dlm_bundle_denoiser(bundle, &denoiser);
@@ -184,9 +206,12 @@ int main(int argc, char** argv) {
       shape.layers.push_back({kv_heads, head_size * denoiser.kv_element_bytes});
     }
     if (shape.layers.empty())
-      shape.layers.assign(static_cast<size_t>(denoiser.layers), {denoiser.kv_heads, denoiser.head_size * denoiser.kv_element_bytes});
+      shape.layers.assign(static_cast<size_t>(denoiser.layers),
+                          {denoiser.kv_heads, denoiser.head_size * denoiser.kv_element_bytes});
     denoiser.kv_heads = 1, denoiser.head_size = widest(shape) / denoiser.kv_element_bytes;
-    if (dlm_bundle_from_callback(&denoiser, run_pass, &shape, message, sizeof message, &callback) != DLM_OK) return 1;
+    if (dlm_bundle_from_callback(&denoiser, run_pass, &shape, message, sizeof message, &callback) !=
+        DLM_OK)
+      return 1;
     const auto threads = static_cast<size_t>(number("threads"));
     std::vector<std::unique_ptr<Session>> sessions;
     for (size_t i = 0; i < threads; ++i) sessions.push_back(std::make_unique<Session>(bundle));
@@ -195,21 +220,26 @@ int main(int argc, char** argv) {
       std::vector<std::thread> workers;
       for (size_t i = 0; i < threads; ++i)
         if (sessions[i]->status == DLM_OK)
-          workers.emplace_back([&, i] { answers[i] = ask(sessions[i]->handle, denoiser, static_cast<int>(i), round); });
+          workers.emplace_back([&, i] {
+            answers[i] = ask(sessions[i]->handle, denoiser, static_cast<int>(i), round);
+          });
       for (std::thread& worker : workers) worker.join();
       for (size_t i = 0; i < threads; ++i) {
         if (sessions[i]->status != DLM_OK) {
           std::printf("round %s %s\n", dlm_status_name(sessions[i]->status), sessions[i]->message);
           continue;
         }
-        const Answer &ours = answers[i], theirs = ask(Session(callback).handle, denoiser, static_cast<int>(i), round);
-        const bool is_same = ours.canvas == theirs.canvas && ours.logits == theirs.logits && ours.stats.nfe == theirs.stats.nfe &&
-                             theirs.status == DLM_OK;
+        const Answer &ours = answers[i],
+                     theirs = ask(Session(callback).handle, denoiser, static_cast<int>(i), round);
+        const bool is_same = ours.canvas == theirs.canvas && ours.logits == theirs.logits &&
+                             ours.stats.nfe == theirs.stats.nfe && theirs.status == DLM_OK;
         std::printf("round %s %s\n", dlm_status_name(ours.status),
-                    ours.status != DLM_OK ? ours.message.c_str() : is_same ? "same" : "different");
+                    ours.status != DLM_OK ? ours.message.c_str()
+                    : is_same             ? "same"
+                                          : "different");
       }
-      std::printf("counts nfe=%d cache_bytes=%d %s\n", answers[0].stats.nfe, static_cast<int>(answers[0].stats.cache_bytes),
-                  mock::counts().c_str());
+      std::printf("counts nfe=%d cache_bytes=%d %s\n", answers[0].stats.nfe,
+                  static_cast<int>(answers[0].stats.cache_bytes), mock::counts().c_str());
     }
   }
   dlm_bundle_destroy(callback);

@@ -1,8 +1,8 @@
-// When AMX may be used: each thing that may stand in the way, and the proof that kernels multiply rightly.
-#include "amx.h"
-
+// When AMX may be used: each thing that may stand in the way, and the proof that kernels multiply
+// rightly.
 #include <cerrno>
 
+#include "kernels/x86/amx.h"
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -12,7 +12,8 @@ int asked = 0, proven = 0;  // how often
 
 dlm::AmxHost make_host() {
   asked = proven = 0;
-  return {3u << 24, true, 3u << 17 | 0xe7, [] { return ++asked, 0; }, [] { return ++proven, true; }};
+  return {3u << 24, true, 3u << 17 | 0xe7, [] { return ++asked, 0; },
+          [] { return ++proven, true; }};
 }
 
 void test_everything_that_stands_in_the_way_is_named(Tally& tally) {
@@ -46,7 +47,8 @@ int64_t spoilt_format = 0, spoilt_at = 0;  // which group size, and which result
 
 void multiply_wrongly(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   whole->linear(layer, scratch, parallel);
-  if (layer.group_size == spoilt_format) layer.outputs[0][layer.rows * layer.weights[0].columns - spoilt_at] += 1;
+  if (layer.group_size == spoilt_format)
+    layer.outputs[0][layer.rows * layer.weights[0].columns - spoilt_at] += 1;
 }
 
 void test_the_proof_sees_one_wrong_number(Tally& tally, const dlm::Kernels& kernels) {

@@ -12,7 +12,9 @@ using dlm::CacheType;
 constexpr CacheType kCaches[] = {CacheType::fp32, CacheType::fp16, CacheType::int8};
 
 // x to the nearest multiple of 2 ^ exponent, half to even, which a double holds exactly.
-double rounded_to(double x, int exponent) { return std::ldexp(std::nearbyint(std::ldexp(x, -exponent)), exponent); }
+double rounded_to(double x, int exponent) {
+  return std::ldexp(std::nearbyint(std::ldexp(x, -exponent)), exponent);
+}
 
 double read_half(const uint8_t* from) {
   const int bits = from[0] | from[1] << 8, exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -36,18 +38,22 @@ std::vector<double> read_rows(CacheType cache, const Bytes& stored, int64_t D) {
       float one = 0;
       if (cache == CacheType::fp32) std::memcpy(&one, at + 4 * d, sizeof one);
       const auto byte = [&](int64_t i) { return static_cast<int8_t>(at[i]); };
-      const double scale = byte(D + 1) == 127 ? kInfinity : std::ldexp(128 + byte(D), byte(D + 1) + 1);
-      if (cache == CacheType::fp16) all.push_back(read_half(at + 2 * d));
-      else all.push_back(cache == CacheType::fp32 ? double{one} : byte(d) * scale);
+      const double scale =
+          byte(D + 1) == 127 ? kInfinity : std::ldexp(128 + byte(D), byte(D + 1) + 1);
+      if (cache == CacheType::fp16)
+        all.push_back(read_half(at + 2 * d));
+      else
+        all.push_back(cache == CacheType::fp32 ? double{one} : byte(d) * scale);
     }
   return all;
 }
 
-// What rows [rows, D] are read back as: in fp16 each number alone, in INT8 codes of the least scale of 8 bits that is not below
-// amax / 127.
+// What rows [rows, D] are read back as: in fp16 each number alone, in INT8 codes of the least scale
+// of 8 bits that is not below amax / 127.
 std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
   std::vector<double> all(x.begin(), x.end());
-  for (size_t from = 0; from < x.size() && cache != CacheType::fp32; from += static_cast<size_t>(D)) {
+  for (size_t from = 0; from < x.size() && cache != CacheType::fp32;
+       from += static_cast<size_t>(D)) {
     const auto first = all.begin() + static_cast<std::ptrdiff_t>(from), last = first + D;
     float amax = 1e-30f;
     bool is_finite = true;
@@ -64,7 +70,8 @@ std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
     const double wanted = amax / 127.0f;
     int exponent = std::ilogb(wanted) - 7;
     if (wanted > std::ldexp(255, exponent)) ++exponent;
-    const auto scale = static_cast<float>(std::ldexp(std::ceil(std::ldexp(wanted, -exponent)), exponent));
+    const auto scale =
+        static_cast<float>(std::ldexp(std::ceil(std::ldexp(wanted, -exponent)), exponent));
     for (auto one = first; one != last; ++one)
       *one = is_finite ? std::nearbyint(static_cast<float>(*one) / scale) * scale : double{kNan};
   }
@@ -83,8 +90,10 @@ Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
     } else if (cache == CacheType::fp16) {
       const bool is_number = x[i] != 0 && !std::isnan(x[i]);
       const int exponent = is_number ? std::ilogb(x[i]) + 15 : 0;
-      const int fraction = is_number ? static_cast<int>(std::ldexp(std::abs(x[i]), 25 - exponent)) - 1024 : 0;
-      const int bits = std::isnan(x[i]) ? 0x7e00 : (std::signbit(x[i]) ? 0x8000 : 0) | exponent << 10 | fraction;
+      const int fraction =
+          is_number ? static_cast<int>(std::ldexp(std::abs(x[i]), 25 - exponent)) - 1024 : 0;
+      const int bits =
+          std::isnan(x[i]) ? 0x7e00 : (std::signbit(x[i]) ? 0x8000 : 0) | exponent << 10 | fraction;
       at[0] = static_cast<uint8_t>(bits), at[1] = static_cast<uint8_t>(bits >> 8);
     } else {
       if (i % size == 0) row[size] = 0, row[size + 1] = static_cast<uint8_t>(-5 - 7 - 1);
@@ -109,10 +118,12 @@ struct Attention {
 
   Attention(Numbers& numbers, int64_t b, int64_t t, int64_t s, int64_t h, int64_t g, int64_t d)
       : B(b), T(t), S(s), H(h), G(g), D(d) {
-    q = numbers.normals(B * T * H * D), k = numbers.normals(B * T * G * D), v = numbers.normals(B * T * G * D);
+    q = numbers.normals(B * T * H * D), k = numbers.normals(B * T * G * D),
+    v = numbers.normals(B * T * G * D);
     past_keys = numbers.normals(B * G * S * D), past_values = numbers.normals(B * G * S * D);
     for (Floats* const past : {&past_keys, &past_values})
-      for (float& one : *past) one = static_cast<float>(rounded_to(std::clamp(one, -3.9f, 3.9f), -5));
+      for (float& one : *past)
+        one = static_cast<float>(rounded_to(std::clamp(one, -3.9f, 3.9f), -5));
     for (int64_t i = 0; i < table_rows * D / 2; ++i) {
       const float angle = numbers.normal() * 3;
       cos.push_back(std::cos(angle)), sin.push_back(std::sin(angle));
@@ -123,26 +134,46 @@ struct Attention {
   }
 
   dlm::CachedAttention pass() {
-    y.assign(q.size(), 12345.0f), new_keys.assign(k.size(), 12345.0f), new_values.assign(v.size(), 12345.0f);
-    stored_keys = store_rows(cache, past_keys, D), stored_values = store_rows(cache, past_values, D);
-    present_keys.assign(static_cast<size_t>(B * G * T * row_bytes(cache, D)), 99), present_values = present_keys;
+    y.assign(q.size(), 12345.0f), new_keys.assign(k.size(), 12345.0f),
+        new_values.assign(v.size(), 12345.0f);
+    stored_keys = store_rows(cache, past_keys, D),
+    stored_values = store_rows(cache, past_values, D);
+    present_keys.assign(static_cast<size_t>(B * G * T * row_bytes(cache, D)), 99),
+        present_values = present_keys;
     const bool is_fp32 = cache == CacheType::fp32;
     return {cache,
-            q.data(), k.data(), v.data(),
-            stored_keys.data(), stored_values.data(),
+            q.data(),
+            k.data(),
+            v.data(),
+            stored_keys.data(),
+            stored_values.data(),
             positions.data(),
-            cos.data(), sin.data(),
-            B, T, S, H, G, D, rotary_size, table_rows, visible_block,
-            segments.data(), static_cast<int64_t>(segments.size()),
+            cos.data(),
+            sin.data(),
+            B,
+            T,
+            S,
+            H,
+            G,
+            D,
+            rotary_size,
+            table_rows,
+            visible_block,
+            segments.data(),
+            static_cast<int64_t>(segments.size()),
             y.data(),
-            new_keys.data(), new_values.data(),
+            new_keys.data(),
+            new_values.data(),
             is_fp32 ? static_cast<void*>(new_keys.data()) : present_keys.data(),
             is_fp32 ? static_cast<void*>(new_values.data()) : present_values.data()};
   }
-  void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) { kernels.attention(pass(), parallel); }
+  void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
+    kernels.attention(pass(), parallel);
+  }
 
   // x [B, T, heads, D] turned, at [b, t, head].
-  std::vector<double> turned(const Floats& x, int64_t heads, int64_t b, int64_t t, int64_t head) const {
+  std::vector<double> turned(const Floats& x, int64_t heads, int64_t b, int64_t t,
+                             int64_t head) const {
     const float* const row = x.data() + ((b * T + t) * heads + head) * D;
     const int64_t half = rotary_size / 2, at = positions[static_cast<size_t>(b * T + t)] * half;
     std::vector<double> out(row, row + D);
@@ -167,7 +198,9 @@ struct Attention {
 
   // Whether the query of token t sees the key of token j.
   bool sees(int64_t b, int64_t t, int64_t j) const {
-    const auto block = [&](int64_t token) { return positions[static_cast<size_t>(b * T + token)] / visible_block; };
+    const auto block = [&](int64_t token) {
+      return positions[static_cast<size_t>(b * T + token)] / visible_block;
+    };
     return visible_block == 0 || block(j) <= block(t);
   }
 
@@ -177,14 +210,17 @@ struct Attention {
     one.segments.clear();
     one.T = part.tokens, one.S = part.cached;
     const auto cut = [&](const Floats& all, int64_t heads) {
-      return Floats(all.data() + part.first * heads * D, all.data() + (part.first + part.tokens) * heads * D);
+      return Floats(all.data() + part.first * heads * D,
+                    all.data() + (part.first + part.tokens) * heads * D);
     };
     one.q = cut(q, H), one.k = cut(k, G), one.v = cut(v, G);
-    one.positions.assign(positions.begin() + part.first, positions.begin() + part.first + part.tokens);
+    one.positions.assign(positions.begin() + part.first,
+                         positions.begin() + part.first + part.tokens);
     const auto past = [&](const Floats& all) {
       Floats rows;
       for (int64_t g = 0; g < G; ++g)
-        rows.insert(rows.end(), all.data() + (g * S + part.start) * D, all.data() + (g * S + part.start + part.cached) * D);
+        rows.insert(rows.end(), all.data() + (g * S + part.start) * D,
+                    all.data() + (g * S + part.start + part.cached) * D);
       return rows;
     };
     one.past_keys = past(past_keys), one.past_values = past(past_values);
@@ -202,7 +238,8 @@ struct Attention {
         continue;
       }
       const float* const past = past_keys.data() + cache + j * D;
-      const std::vector<double> key = j < S ? std::vector<double>(past, past + D) : turned(k, G, b, j - S, g);
+      const std::vector<double> key =
+          j < S ? std::vector<double>(past, past + D) : turned(k, G, b, j - S, g);
       double score = 0;
       for (size_t d = 0; d < key.size(); ++d) score += query[d] * key[d];
       weights.push_back(score / std::sqrt(static_cast<double>(D)));
@@ -212,22 +249,25 @@ struct Attention {
     for (double& weight : weights) total += weight = std::exp(weight - largest);
     std::vector<double> out(static_cast<size_t>(D));
     for (int64_t j = 0; j < S + T; ++j) {
-      const float* const value = j < S ? past_values.data() + cache + j * D : v.data() + ((b * T + j - S) * G + g) * D;
+      const float* const value =
+          j < S ? past_values.data() + cache + j * D : v.data() + ((b * T + j - S) * G + g) * D;
       const double weight = weights[static_cast<size_t>(j)] / total;
-      for (int64_t d = 0; d < D && weight != 0; ++d) out[static_cast<size_t>(d)] += weight * value[d];
+      for (int64_t d = 0; d < D && weight != 0; ++d)
+        out[static_cast<size_t>(d)] += weight * value[d];
     }
     return out;
   }
 };
 
-// Scores of D products are off by about sqrt(D) * 2^-24 of their size, at most 100 here, and weights by as much; the rest is
-// less.
+// Scores of D products are off by about sqrt(D) * 2^-24 of their size, at most 100 here, and
+// weights by as much; the rest is less.
 constexpr double kAttentionTolerance = 5e-5;
 
 void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(5);
   InOrder in_order;
-  const auto check = [&](CacheType cache, int64_t B, int64_t T, int64_t S, int64_t H, int64_t G, int64_t D) {
+  const auto check = [&](CacheType cache, int64_t B, int64_t T, int64_t S, int64_t H, int64_t G,
+                         int64_t D) {
     tally.about = std::string(kernels.name) + " " + std::to_string(static_cast<int>(cache));
     for (const int64_t one : {B, T, S, H, G, D}) tally.about += " " + std::to_string(one);
     Attention attention(numbers, B, T, S, H, G, D);
@@ -238,32 +278,40 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
       for (int64_t g = 0; g < G; ++g)
         for (int64_t t = 0; t < T; ++t) {
           const int64_t from = ((b * T + t) * G + g) * D, to = ((b * G + g) * T + t) * D;
-          const auto cut = [D](const Floats& all, int64_t at) { return Floats(all.data() + at, all.data() + at + D); };
+          const auto cut = [D](const Floats& all, int64_t at) {
+            return Floats(all.data() + at, all.data() + at + D);
+          };
           CHECK(same_bits(cut(attention.new_values, to), cut(attention.v, from)));
-          CHECK(distance(cut(attention.new_keys, to), attention.turned(attention.k, G, b, t, g), 1) < 2e-6);
+          CHECK(distance(cut(attention.new_keys, to), attention.turned(attention.k, G, b, t, g),
+                         1) < 2e-6);
         }
     if (cache == CacheType::fp32) return;
     CHECK(read_rows(cache, attention.present_keys, D) == round_rows(cache, attention.new_keys, D));
-    CHECK(read_rows(cache, attention.present_values, D) == round_rows(cache, attention.new_values, D));
+    CHECK(read_rows(cache, attention.present_values, D) ==
+          round_rows(cache, attention.new_values, D));
   };
   for (const CacheType cache : kCaches) {
     for (const int64_t T : {1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 65})
       for (const int64_t S : {0, 1, 7, 64, 131}) check(cache, 1, T, S, 2, 1, 20);
-    for (const int64_t D : {2, 4, 6, 10, 16, 32, 36, 64, 80, 96, 126, 128, 512}) check(cache, 1, 5, 9, 2, 2, D);
+    for (const int64_t D : {2, 4, 6, 10, 16, 32, 36, 64, 80, 96, 126, 128, 512})
+      check(cache, 1, 5, 9, 2, 2, D);
     for (const int64_t G : {1, 2, 3, 6}) check(cache, 3, 9, 5, 6, G, 12);
     check(cache, 2, 33, 70, 4, 2, 64);
     check(cache, 1, 3, 70, 1, 1, 512);
   }
 }
 
-// Blocks of any length over positions in order, from wherever they start, and in any order, some of them left out; a part of
-// each head turned. Rows are equal to the bit whatever stands behind their blocks.
+// Blocks of any length over positions in order, from wherever they start, and in any order, some of
+// them left out; a part of each head turned. Rows are equal to the bit whatever stands behind their
+// blocks.
 void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(15);
   InOrder in_order;
-  const auto check = [&](int64_t n, bool is_shuffled, int64_t T, int64_t S, int64_t H, int64_t G, int64_t D) {
+  const auto check = [&](int64_t n, bool is_shuffled, int64_t T, int64_t S, int64_t H, int64_t G,
+                         int64_t D) {
     tally.about = std::string(kernels.name) + ", blocks of";
-    for (const int64_t one : {n, int64_t{is_shuffled}, T, S, H, G, D}) tally.about += " " + std::to_string(one);
+    for (const int64_t one : {n, int64_t{is_shuffled}, T, S, H, G, D})
+      tally.about += " " + std::to_string(one);
     Attention attention(numbers, 2, T, S, H, G, D);
     attention.visible_block = n;
     attention.rotary_size = D / 4 * 2;
@@ -272,7 +320,8 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
     for (size_t i = order.size(); is_shuffled && i-- > 1;)
       std::swap(order[i], order[static_cast<size_t>(numbers.below(static_cast<int64_t>(i) + 1))]);
-    for (int64_t i = 0; i < 2 * T; ++i) attention.positions[static_cast<size_t>(i)] = order[static_cast<size_t>(first + i % T)];
+    for (int64_t i = 0; i < 2 * T; ++i)
+      attention.positions[static_cast<size_t>(i)] = order[static_cast<size_t>(first + i % T)];
     for (const CacheType cache : kCaches) {
       attention.cache = cache;
       attention.run(kernels, in_order);
@@ -285,8 +334,11 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
       }
       other.run(kernels, in_order);
       for (int64_t t = 0; t < 2 * T; ++t) {
-        const auto row = [&](const Floats& y) { return Floats(y.data() + t * H * D, y.data() + (t + 1) * H * D); };
-        CHECK((t < T && attention.sees(0, t, changed)) || same_bits(row(attention.y), row(other.y)));
+        const auto row = [&](const Floats& y) {
+          return Floats(y.data() + t * H * D, y.data() + (t + 1) * H * D);
+        };
+        CHECK((t < T && attention.sees(0, t, changed)) ||
+              same_bits(row(attention.y), row(other.y)));
       }
     }
   };
@@ -311,15 +363,18 @@ void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kerne
   }
 }
 
-// Rows of any size, at the ends of what scales and codes reach; what is not finite stays in its row.
+// Rows of any size, at the ends of what scales and codes reach; what is not finite stays in its
+// row.
 void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(14);
   InOrder in_order;
   for (const CacheType cache : {CacheType::fp16, CacheType::int8})
     for (const int64_t D : {2, 6, 20, 64, 130})
-      for (const float size : {0.0f, 1e-38f, 1e-31f, 1e-30f, 1e-7f, 6.1e-5f, 1.0f, 127.0f, 255.0f, 65519.0f, 65520.0f, 3.4e38f})
+      for (const float size : {0.0f, 1e-38f, 1e-31f, 1e-30f, 1e-7f, 6.1e-5f, 1.0f, 127.0f, 255.0f,
+                               65519.0f, 65520.0f, 3.4e38f})
         for (const float bad : {0.0f, kNan, -kNan, kInfinity, -kInfinity}) {
-          tally.about = std::string(kernels.name) + ", rows of " + std::to_string(D) + " up to " + std::to_string(size);
+          tally.about = std::string(kernels.name) + ", rows of " + std::to_string(D) + " up to " +
+                        std::to_string(size);
           Attention attention(numbers, 1, 40, 0, 1, 1, D);
           attention.cache = cache;
           for (size_t i = 0; i < attention.v.size(); ++i) {
@@ -327,7 +382,8 @@ void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Ker
             // Every fourth number is a multiple of a half of the step between two codes: the ties.
             attention.v[i] = size * (i % 4 == 0 ? std::nearbyint(part * 254) / 254 : part);
           }
-          for (int64_t t = 0; t < 40; ++t) attention.v[static_cast<size_t>(t * D + t % D)] = t % 2 == 0 ? size : -size;
+          for (int64_t t = 0; t < 40; ++t)
+            attention.v[static_cast<size_t>(t * D + t % D)] = t % 2 == 0 ? size : -size;
           if (bad != 0) attention.v[static_cast<size_t>(13 * D + 1)] = bad;
           attention.run(kernels, in_order);
           const std::vector<double> found = read_rows(cache, attention.present_values, D);
@@ -351,23 +407,30 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
         const std::vector<double> expected = attention.expected();
         for (int64_t i = 0; i < B * T * H * D; ++i) {
           const auto at = static_cast<size_t>(i);
-          CHECK(std::isnan(attention.y[at]) == is_bad(i / D / H / T, i / D / H % T, i / D % H, i % D));
-          CHECK(std::isnan(attention.y[at]) || std::abs(attention.y[at] - expected[at]) < kAttentionTolerance);
+          CHECK(std::isnan(attention.y[at]) ==
+                is_bad(i / D / H / T, i / D / H % T, i / D % H, i % D));
+          CHECK(std::isnan(attention.y[at]) ||
+                std::abs(attention.y[at] - expected[at]) < kAttentionTolerance);
         }
       };
       Attention query(numbers, B, T, S, H, G, D), key = query, cached = query, value = query;
       query.q[static_cast<size_t>(((B - 1) * T * H + (T - 1) * H + 1) * D)] = kNan;
-      check(query, [&](int64_t b, int64_t t, int64_t h, int64_t) { return b == B - 1 && t == T - 1 && h == 1; });
+      check(query, [&](int64_t b, int64_t t, int64_t h, int64_t) {
+        return b == B - 1 && t == T - 1 && h == 1;
+      });
       key.k[static_cast<size_t>((T - 1) * G * D)] = kNan;
       check(key, [&](int64_t b, int64_t, int64_t h, int64_t) { return b == 0 && h / 2 == 0; });
       cached.past_keys[static_cast<size_t>((G + 1) * S * D + 66 * D + 3)] = kNan;
       check(cached, [&](int64_t b, int64_t, int64_t h, int64_t) { return b == 1 && h / 2 == 1; });
       value.past_values[static_cast<size_t>(G * S * D + 3 * D + 7)] = kNan;
-      check(value, [&](int64_t b, int64_t, int64_t h, int64_t d) { return b == 1 && h / 2 == 0 && (by_rows || d == 7); });
+      check(value, [&](int64_t b, int64_t, int64_t h, int64_t d) {
+        return b == 1 && h / 2 == 0 && (by_rows || d == 7);
+      });
     }
 }
 
-// Several requests in one row, with cached rows of their own that stand anywhere: equal to the bit to each by itself.
+// Several requests in one row, with cached rows of their own that stand anywhere: equal to the bit
+// to each by itself.
 void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(16);
   InOrder in_order;
@@ -381,25 +444,31 @@ void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& ker
     for (const int64_t visible_block : {0, 5})
       for (const std::vector<dlm::Segment>& segments : all)
         for (const int64_t G : {1, 2}) {
-          tally.about = std::string(kernels.name) + " " + std::to_string(static_cast<int>(cache)) + " segments";
+          tally.about = std::string(kernels.name) + " " + std::to_string(static_cast<int>(cache)) +
+                        " segments";
           const int64_t T = segments.back().first + segments.back().tokens, D = 20;
           Attention attention(numbers, 1, T, 71, 4, G, D);
-          attention.cache = cache, attention.visible_block = visible_block, attention.segments = segments;
+          attention.cache = cache, attention.visible_block = visible_block,
+          attention.segments = segments;
           CHECK(attention.pass().has_good_segments());
           attention.run(kernels, in_order);
           for (const dlm::Segment& part : segments) {
             Attention one = attention.alone(part);
             one.run(kernels, in_order);
-            const Floats own(attention.y.data() + part.first * 4 * D, attention.y.data() + (part.first + part.tokens) * 4 * D);
+            const Floats own(attention.y.data() + part.first * 4 * D,
+                             attention.y.data() + (part.first + part.tokens) * 4 * D);
             // The same sums, but for how many queries are taken together.
-            CHECK(distance(own, std::vector<double>(one.y.begin(), one.y.end()), 1) < kAttentionTolerance);
+            CHECK(distance(own, std::vector<double>(one.y.begin(), one.y.end()), 1) <
+                  kAttentionTolerance);
             for (int64_t g = 0; g < G; ++g) {
               const auto rows = [&](const Attention& of, const Floats& kept, int64_t first) {
                 const float* const at = kept.data() + (g * of.T + first) * D;
                 return Floats(at, at + part.tokens * D);
               };
-              CHECK(same_bits(rows(attention, attention.new_keys, part.first), rows(one, one.new_keys, 0)));
-              CHECK(same_bits(rows(attention, attention.new_values, part.first), rows(one, one.new_values, 0)));
+              CHECK(same_bits(rows(attention, attention.new_keys, part.first),
+                              rows(one, one.new_keys, 0)));
+              CHECK(same_bits(rows(attention, attention.new_values, part.first),
+                              rows(one, one.new_values, 0)));
             }
           }
           check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
@@ -419,7 +488,8 @@ void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels&
     check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
       attention.run(kernels, parallel);
       const auto as_floats = [](const Bytes& bytes) { return Floats(bytes.begin(), bytes.end()); };
-      return std::vector<Floats>{attention.y, attention.new_keys, attention.new_values, as_floats(attention.present_keys),
+      return std::vector<Floats>{attention.y, attention.new_keys, attention.new_values,
+                                 as_floats(attention.present_keys),
                                  as_floats(attention.present_values)};
     });
   }
@@ -445,10 +515,19 @@ void test_segments_that_lie_are_seen(Tally& tally) {
   Attention attention(numbers, 1, 9, 20, 1, 1, 2);
   attention.segments = {{0, 20, 0, 4}, {5, 0, 4, 5}};
   CHECK(attention.pass().has_good_segments());
-  const std::vector<std::vector<dlm::Segment>> lies = {
-      {{0, 21, 0, 9}},         {{1, 20, 0, 9}},  {{-1, 3, 0, 9}},        {{0, -1, 0, 9}},       {{0, 0, 0, 8}},
-      {{0, 0, 0, 10}},         {{0, 0, 1, 8}},   {{0, 0, 0, 0}},         {{0, 0, 0, 9}, {0, 0, 9, 0}},
-      {{0, 0, 0, 5}, {0, 0, 4, 5}}, {{0, 0, 0, INT64_MAX}}, {{INT64_MAX, 1, 0, 9}}, {{1, INT64_MAX, 0, 9}}};
+  const std::vector<std::vector<dlm::Segment>> lies = {{{0, 21, 0, 9}},
+                                                       {{1, 20, 0, 9}},
+                                                       {{-1, 3, 0, 9}},
+                                                       {{0, -1, 0, 9}},
+                                                       {{0, 0, 0, 8}},
+                                                       {{0, 0, 0, 10}},
+                                                       {{0, 0, 1, 8}},
+                                                       {{0, 0, 0, 0}},
+                                                       {{0, 0, 0, 9}, {0, 0, 9, 0}},
+                                                       {{0, 0, 0, 5}, {0, 0, 4, 5}},
+                                                       {{0, 0, 0, INT64_MAX}},
+                                                       {{INT64_MAX, 1, 0, 9}},
+                                                       {{1, INT64_MAX, 0, 9}}};
   for (const std::vector<dlm::Segment>& segments : lies) {
     attention.segments = segments;
     CHECK(!attention.pass().has_good_segments());

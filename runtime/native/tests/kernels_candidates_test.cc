@@ -14,12 +14,16 @@ struct Rows {
       : rows(r), vocab_size(v), logits(numbers.normals(r * v)), bias(static_cast<size_t>(v)) {
     for (float& logit : logits) logit *= 4;
   }
-  float& at(int64_t row, int64_t token) { return logits[static_cast<size_t>(row * vocab_size + token)]; }
+  float& at(int64_t row, int64_t token) {
+    return logits[static_cast<size_t>(row * vocab_size + token)];
+  }
 
   void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     tokens.assign(static_cast<size_t>(2 * rows), -1), probs.assign(tokens.size(), kNan);
     entropy.assign(static_cast<size_t>(rows), kNan);
-    kernels.candidates({logits.data(), bias.data(), rows, vocab_size, tokens.data(), probs.data(), entropy.data()}, parallel);
+    kernels.candidates(
+        {logits.data(), bias.data(), rows, vocab_size, tokens.data(), probs.data(), entropy.data()},
+        parallel);
   }
 };
 
@@ -44,7 +48,8 @@ void check_candidates(Tally& tally, const dlm::Kernels& kernels, Rows& rows) {
     const auto r = static_cast<size_t>(row);
     for (size_t rank = 0; rank < 2; ++rank) {
       CHECK(rows.tokens[2 * r + rank] == order[rank]);
-      const double behind = masked[static_cast<size_t>(order[rank])] - largest, prob = std::exp(behind) / total;
+      const double behind = masked[static_cast<size_t>(order[rank])] - largest,
+                   prob = std::exp(behind) / total;
       // Exponentials as in test_gated_linear, and a sum of V of them.
       CHECK(std::abs(rows.probs[2 * r + rank] - prob) <= (1e-6 - 1e-7 * behind) * prob + 1e-37);
     }
@@ -65,7 +70,8 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
       for (int64_t row = 0; row < other.rows; ++row) other.at(row, masked) = 30;
       check_candidates(tally, kernels, other);
     }
-    for (float& logit : rows.logits) logit = static_cast<float>(numbers.below(3));  // many are equal
+    for (float& logit : rows.logits)
+      logit = static_cast<float>(numbers.below(3));  // many are equal
     check_candidates(tally, kernels, rows);
     std::fill(rows.logits.begin(), rows.logits.end(), 1.5f);
     check_candidates(tally, kernels, rows);
@@ -100,7 +106,8 @@ void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels&
   Rows rows(numbers, 9, 160);
   check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
     rows.run(kernels, parallel);
-    return std::vector<Floats>{Floats(rows.tokens.begin(), rows.tokens.end()), rows.probs, rows.entropy};
+    return std::vector<Floats>{Floats(rows.tokens.begin(), rows.tokens.end()), rows.probs,
+                               rows.entropy};
   });
 }
 

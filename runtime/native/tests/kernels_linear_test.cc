@@ -1,7 +1,7 @@
 // INT8 and INT4 linear layers: to the bit, but for the gate.
-#include "kernels_test.h"
-
 #include <cstdlib>
+
+#include "kernels_test.h"
 
 namespace kernels_test {
 namespace {
@@ -15,23 +15,32 @@ uint16_t half_of(float x) {
 
 struct Weight {
   int64_t inputs, columns, group_size;  // 0: INT8
-  std::vector<uint8_t> plain;   // [K, N], 128 too large, in INT4 8
-  std::vector<uint8_t> panels;  // as kernels want them
+  std::vector<uint8_t> plain;           // [K, N], 128 too large, in INT4 8
+  std::vector<uint8_t> panels;          // as kernels want them
   Floats scales;
   std::vector<uint16_t> halves;  // the scales of INT4, as kernels want them
 
   Weight(int64_t K, int64_t N, int64_t size)
-      : inputs(K), columns(N), group_size(size), plain(static_cast<size_t>(K * N)), scales(width() * groups()) {}
+      : inputs(K),
+        columns(N),
+        group_size(size),
+        plain(static_cast<size_t>(K * N)),
+        scales(width() * groups()) {}
   size_t width() const { return static_cast<size_t>(dlm::padded_columns(columns)); }
-  size_t groups() const { return group_size == 0 ? 1 : static_cast<size_t>(dlm::groups_of(inputs, group_size)); }
+  size_t groups() const {
+    return group_size == 0 ? 1 : static_cast<size_t>(dlm::groups_of(inputs, group_size));
+  }
   int offset() const { return group_size == 0 ? 128 : 8; }
   uint8_t& at(int64_t k, int64_t n) { return plain[static_cast<size_t>(k * columns + n)]; }
   float scale(int64_t k, int64_t n) const {
-    const int64_t all = static_cast<int64_t>(groups()), group = group_size == 0 ? 0 : k / group_size;
+    const int64_t all = static_cast<int64_t>(groups()),
+                  group = group_size == 0 ? 0 : k / group_size;
     return scales[static_cast<size_t>((n / 32 * all + group) * 32 + n % 32)];
   }
 
-  const void* stored_scales() const { return group_size == 0 ? static_cast<const void*>(scales.data()) : halves.data(); }
+  const void* stored_scales() const {
+    return group_size == 0 ? static_cast<const void*>(scales.data()) : halves.data();
+  }
 
   // What fills up the last panel must not matter, so it is not zero here.
   Weight& pack() {
@@ -43,9 +52,12 @@ struct Weight {
       for (int64_t n = 0; n < columns; ++n) {
         const int64_t together = 4 * parts, row = n / 32 * (inputs / together) + k / together;
         uint8_t& byte = panels[static_cast<size_t>((row * 32 + n % 32) * 4 + k % 4)];
-        if (parts == 1) byte = at(k, n);
-        else if (k % 8 < 4) byte = static_cast<uint8_t>((byte & 0xf0) | at(k, n));
-        else byte = static_cast<uint8_t>((byte & 0x0f) | at(k, n) << 4);
+        if (parts == 1)
+          byte = at(k, n);
+        else if (k % 8 < 4)
+          byte = static_cast<uint8_t>((byte & 0xf0) | at(k, n));
+        else
+          byte = static_cast<uint8_t>((byte & 0x0f) | at(k, n) << 4);
       }
     return *this;
   }
@@ -53,21 +65,25 @@ struct Weight {
 
 Weight make_weight(Numbers& numbers, int64_t K, int64_t N, int64_t group_size = 0) {
   Weight weight(K, N, group_size);
-  for (uint8_t& code : weight.plain) code = static_cast<uint8_t>(numbers.below(2 * weight.offset()));
-  for (float& scale : weight.scales) scale = std::ldexp(static_cast<float>(1024 + numbers.below(1024)), -17);
+  for (uint8_t& code : weight.plain)
+    code = static_cast<uint8_t>(numbers.below(2 * weight.offset()));
+  for (float& scale : weight.scales)
+    scale = std::ldexp(static_cast<float>(1024 + numbers.below(1024)), -17);
   weight.pack();
   return weight;
 }
 
 // Results of a layer of one kernel or of the plain loops, one for each output.
-std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& parallel, const Floats& x, int64_t rows,
-                               const std::vector<Weight>& weights, bool is_gated) {
+std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& parallel,
+                               const Floats& x, int64_t rows, const std::vector<Weight>& weights,
+                               bool is_gated) {
   std::vector<dlm::LinearWeight> given;
   std::vector<Floats> results;
   std::vector<float*> outputs;
   for (const Weight& weight : weights) {
     given.push_back({weight.panels.data(), weight.stored_scales(), weight.columns});
-    if (results.empty() || !is_gated) results.emplace_back(static_cast<size_t>(rows * weight.columns), 12345.0f);
+    if (results.empty() || !is_gated)
+      results.emplace_back(static_cast<size_t>(rows * weight.columns), 12345.0f);
   }
   for (Floats& result : results) outputs.push_back(result.data());
   const dlm::Linear layer{x.data(),       rows,         weights[0].inputs, given.data(),
@@ -79,7 +95,8 @@ std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& paral
   return results;
 }
 
-// One product in the arithmetic that the exporter's functions.py defines: any other order of the sums gives the same.
+// One product in the arithmetic that the exporter's functions.py defines: any other order of the
+// sums gives the same.
 Floats multiply(const Floats& x, int64_t rows, const Weight& weight) {
   const int64_t K = weight.inputs, N = weight.columns;
   Floats y;
@@ -87,17 +104,20 @@ Floats multiply(const Floats& x, int64_t rows, const Weight& weight) {
     const float* const row = x.data() + r * K;
     float amax = 1e-30f;
     bool is_finite = true;
-    for (int64_t k = 0; k < K; ++k) amax = std::max(amax, std::abs(row[k])), is_finite &= std::isfinite(row[k]);
+    for (int64_t k = 0; k < K; ++k)
+      amax = std::max(amax, std::abs(row[k])), is_finite &= std::isfinite(row[k]);
     const float inverse = 127.0f / amax, scale = amax / 127.0f;
     std::vector<int64_t> codes(static_cast<size_t>(K));
-    for (int64_t k = 0; k < K && is_finite; ++k) codes[static_cast<size_t>(k)] = std::lrintf(row[k] * inverse);
+    for (int64_t k = 0; k < K && is_finite; ++k)
+      codes[static_cast<size_t>(k)] = std::lrintf(row[k] * inverse);
     for (int64_t n = 0; n < N; ++n) {
       const int64_t together = weight.group_size == 0 ? K : weight.group_size;
       float total = 0;
       for (int64_t from = 0; from < K && is_finite; from += together) {
         int64_t sum = 0;
         for (int64_t k = from; k < std::min(from + together, K); ++k)
-          sum += codes[static_cast<size_t>(k)] * (weight.plain[static_cast<size_t>(k * N + n)] - weight.offset());
+          sum += codes[static_cast<size_t>(k)] *
+                 (weight.plain[static_cast<size_t>(k * N + n)] - weight.offset());
         const float whole = static_cast<float>(sum), step = weight.scale(from, n);
         total = weight.group_size == 0 ? whole * scale * step : std::fma(whole, step, total);
       }
@@ -109,7 +129,9 @@ Floats multiply(const Floats& x, int64_t rows, const Weight& weight) {
 
 bool same_numbers(const Floats& got, const Floats& expected) {
   for (size_t i = 0; i < got.size(); ++i)
-    if (std::isnan(got[i]) != std::isnan(expected[i]) || (!std::isnan(got[i]) && got[i] != expected[i])) return false;
+    if (std::isnan(got[i]) != std::isnan(expected[i]) ||
+        (!std::isnan(got[i]) && got[i] != expected[i]))
+      return false;
   return got.size() == expected.size();
 }
 
@@ -117,7 +139,8 @@ void check_linear(Tally& tally, const dlm::Kernels& kernels, const Floats& x, in
                   const std::vector<Weight>& weights) {
   InOrder in_order;
   const std::vector<Floats> y = run_linear(kernels, in_order, x, rows, weights, false);
-  for (size_t i = 0; i < weights.size(); ++i) CHECK(same_numbers(y[i], multiply(x, rows, weights[i])));
+  for (size_t i = 0; i < weights.size(); ++i)
+    CHECK(same_numbers(y[i], multiply(x, rows, weights[i])));
 }
 
 void test_int8(Tally& tally, const dlm::Kernels& kernels) {
@@ -125,15 +148,18 @@ void test_int8(Tally& tally, const dlm::Kernels& kernels) {
   for (int64_t rows = 1; rows <= 40; ++rows) {
     for (const int64_t K : {4, 12, 16, 20, 68, 132}) {
       std::vector<Weight> weights;
-      for (int64_t i = 0; i < 1 + rows % 3; ++i) weights.push_back(make_weight(numbers, K, 1 + numbers.below(100)));
-      tally.about = std::string(kernels.name) + ", " + std::to_string(rows) + " rows of " + std::to_string(K);
+      for (int64_t i = 0; i < 1 + rows % 3; ++i)
+        weights.push_back(make_weight(numbers, K, 1 + numbers.below(100)));
+      tally.about =
+          std::string(kernels.name) + ", " + std::to_string(rows) + " rows of " + std::to_string(K);
       check_linear(tally, kernels, numbers.normals(rows * K), rows, weights);
     }
   }
   for (int64_t columns = 1; columns <= 100; ++columns) {
     tally.about = std::string(kernels.name) + ", " + std::to_string(columns) + " columns";
     for (const int64_t rows : {3, 18})
-      check_linear(tally, kernels, numbers.normals(rows * 20), rows, {make_weight(numbers, 20, columns)});
+      check_linear(tally, kernels, numbers.normals(rows * 20), rows,
+                   {make_weight(numbers, 20, columns)});
   }
   tally.about = std::string(kernels.name) + ", rows that are quantised by tasks";
   check_linear(tally, kernels, numbers.normals(300 * 340), 300, {make_weight(numbers, 340, 70)});
@@ -146,11 +172,13 @@ constexpr int64_t kGroupSizes[] = {8, 24, 32, 40, 64, 96, 128, 288};
 void test_int4(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(13);
   for (const int64_t size : kGroupSizes) {
-    const std::string about = std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
+    const std::string about =
+        std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
     for (int64_t rows = 1; rows <= 40; ++rows) {
       for (const int64_t K : {8, 32, 40, 136, 264}) {  // some with a last group that is short
         std::vector<Weight> weights;
-        for (int64_t i = 0; i < 1 + rows % 3; ++i) weights.push_back(make_weight(numbers, K, 1 + numbers.below(100), size));
+        for (int64_t i = 0; i < 1 + rows % 3; ++i)
+          weights.push_back(make_weight(numbers, K, 1 + numbers.below(100), size));
         tally.about = about + std::to_string(rows) + " rows of " + std::to_string(K);
         check_linear(tally, kernels, numbers.normals(rows * K), rows, weights);
       }
@@ -158,10 +186,12 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
     for (int64_t columns = 1; columns <= 100; ++columns) {
       tally.about = about + std::to_string(columns) + " columns";
       for (const int64_t rows : {3, 18})
-        check_linear(tally, kernels, numbers.normals(rows * 48), rows, {make_weight(numbers, 48, columns, size)});
+        check_linear(tally, kernels, numbers.normals(rows * 48), rows,
+                     {make_weight(numbers, 48, columns, size)});
     }
     tally.about = about + "rows that are quantised by tasks";
-    check_linear(tally, kernels, numbers.normals(300 * 344), 300, {make_weight(numbers, 344, 70, size)});
+    check_linear(tally, kernels, numbers.normals(300 * 344), 300,
+                 {make_weight(numbers, 344, 70, size)});
     tally.about = about + "no rows";
     check_linear(tally, kernels, {}, 0, {make_weight(numbers, 24, 33, size)});
   }
@@ -185,7 +215,8 @@ void test_int4_extremes(Tally& tally, const dlm::Kernels& kernels) {
       std::fill(weight.plain.begin(), weight.plain.end(), code);
       std::fill(weight.scales.begin(), weight.scales.end(), 1.0f);
       weight.pack();
-      for (const int64_t rows : {3, 18}) check_linear(tally, kernels, make_extreme_rows(rows, K), rows, {weight});
+      for (const int64_t rows : {3, 18})
+        check_linear(tally, kernels, make_extreme_rows(rows, K), rows, {weight});
     }
   }
 }
@@ -199,14 +230,16 @@ void test_int8_extremes(Tally& tally, const dlm::Kernels& kernels) {
     std::fill(weight.plain.begin(), weight.plain.end(), code);
     std::fill(weight.scales.begin(), weight.scales.end(), 1.0f);
     weight.pack();
-    for (const int64_t rows : {3, 18}) check_linear(tally, kernels, make_extreme_rows(rows, K), rows, {weight});
+    for (const int64_t rows : {3, 18})
+      check_linear(tally, kernels, make_extreme_rows(rows, K), rows, {weight});
   }
   Numbers numbers(2);
   const Weight weight = make_weight(numbers, 20, 40);
   for (const float magnitude : {0.0f, 1e-38f, 1e-30f, 1e-20f, 1e30f, 3e38f}) {
     Floats x = numbers.normals(20 * 20);
     for (float& one : x) one = std::clamp(one, -1.0f, 1.0f) * magnitude;
-    for (const int64_t rows : {5, 20}) check_linear(tally, kernels, Floats(x.data(), x.data() + rows * 20), rows, {weight});
+    for (const int64_t rows : {5, 20})
+      check_linear(tally, kernels, Floats(x.data(), x.data() + rows * 20), rows, {weight});
   }
 }
 
@@ -220,11 +253,13 @@ void test_what_is_not_finite_stays_in_its_row(Tally& tally, const dlm::Kernels& 
         const int64_t rows = k % 2 == 0 ? 15 : 33;
         Floats x = numbers.normals(rows * K);
         x[static_cast<size_t>(13 * K + k)] = bad;
-        const std::vector<Weight> weights = {make_weight(numbers, K, 40, size), make_weight(numbers, K, 40, size)};
+        const std::vector<Weight> weights = {make_weight(numbers, K, 40, size),
+                                             make_weight(numbers, K, 40, size)};
         check_linear(tally, kernels, x, rows, weights);
         InOrder in_order;
         const Floats gated = run_linear(kernels, in_order, x, rows, weights, true)[0];
-        for (int64_t i = 0; i < rows * 40; ++i) CHECK(std::isfinite(gated[static_cast<size_t>(i)]) == (i / 40 != 13));
+        for (int64_t i = 0; i < rows * 40; ++i)
+          CHECK(std::isfinite(gated[static_cast<size_t>(i)]) == (i / 40 != 13));
       }
     }
   }
@@ -236,18 +271,23 @@ void test_gated(Tally& tally, const dlm::Kernels& kernels) {
   for (const int64_t rows : {1, 2, 7, 12, 13, 17, 18, 40, 65}) {
     for (const int64_t columns : {1, 31, 32, 33, 100}) {
       const int64_t size = rows % 4 * 32, K = 40;
-      tally.about = std::string(kernels.name) + ", " + std::to_string(rows) + " rows, " + std::to_string(columns) + " columns";
-      const std::vector<Weight> weights = {make_weight(numbers, K, columns, size), make_weight(numbers, K, columns, size)};
+      tally.about = std::string(kernels.name) + ", " + std::to_string(rows) + " rows, " +
+                    std::to_string(columns) + " columns";
+      const std::vector<Weight> weights = {make_weight(numbers, K, columns, size),
+                                           make_weight(numbers, K, columns, size)};
       Floats x = numbers.normals(rows * K);
-      for (int64_t k = 0; k < K; ++k) x[static_cast<size_t>(k)] *= 1000;  // far into both ends of the sigmoid
+      for (int64_t k = 0; k < K; ++k)
+        x[static_cast<size_t>(k)] *= 1000;  // far into both ends of the sigmoid
       const Floats gate = multiply(x, rows, weights[0]), up = multiply(x, rows, weights[1]);
       const Floats y = run_linear(kernels, in_order, x, rows, weights, true)[0];
-      // Exponentials are within 2e-7 and rounding their exponent's share, and what follows rounds three times, 6e-8 each.
-      // Below 2 ^ -126 of the other factor they end.
+      // Exponentials are within 2e-7 and rounding their exponent's share, and what follows rounds
+      // three times, 6e-8 each. Below 2 ^ -126 of the other factor they end.
       for (size_t i = 0; i < y.size(); ++i) {
-        const double expected = static_cast<double>(gate[i]) / (1 + std::exp(-static_cast<double>(gate[i]))) * up[i];
+        const double expected =
+            static_cast<double>(gate[i]) / (1 + std::exp(-static_cast<double>(gate[i]))) * up[i];
         const double relative = 5e-7 + 1e-7 * std::abs(gate[i]);
-        CHECK(std::abs(y[i] - expected) <= relative * std::abs(expected) + 1e-36 * std::abs(double{gate[i]} * up[i]));
+        CHECK(std::abs(y[i] - expected) <=
+              relative * std::abs(expected) + 1e-36 * std::abs(double{gate[i]} * up[i]));
       }
     }
   }
@@ -258,10 +298,12 @@ void test_order_of_tasks_does_not_change_a_bit(Tally& tally, const dlm::Kernels&
   Numbers numbers(10);
   const Floats x = numbers.normals(300 * 344);
   for (const int64_t size : {0, 32, 64}) {
-    const std::vector<Weight> weights = {make_weight(numbers, 344, 170, size), make_weight(numbers, 344, 170, size)};
+    const std::vector<Weight> weights = {make_weight(numbers, 344, 170, size),
+                                         make_weight(numbers, 344, 170, size)};
     for (const bool is_gated : {false, true})
-      check_order_of_tasks(
-          tally, [&](dlm::Parallel& parallel) { return run_linear(kernels, parallel, x, 300, weights, is_gated); });
+      check_order_of_tasks(tally, [&](dlm::Parallel& parallel) {
+        return run_linear(kernels, parallel, x, 300, weights, is_gated);
+      });
   }
 }
 

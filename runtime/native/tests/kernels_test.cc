@@ -1,5 +1,6 @@
-// Every set of kernels that this processor has against plain loops: INT8 and INT4 layers to the bit, what sums floats to a
-// tolerance. Sets that it lacks are tested as far as others of its instructions can stand for theirs.
+// Every set of kernels that this processor has against plain loops: INT8 and INT4 layers to the
+// bit, what sums floats to a tolerance. Sets that it lacks are tested as far as others of its
+// instructions can stand for theirs.
 //
 // Prints a line for each set and "N passed, N failed"; the exit status is 1 if one failed.
 #include "kernels_test.h"
@@ -16,7 +17,8 @@ int main() {
   kernels_test::Tally tally;
   std::vector<const dlm::Kernels*> all = dlm::list_kernels();
 #ifdef __x86_64__
-  if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) all.push_back(&dlm::kAvxVnniStandIn);
+  if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+    all.push_back(&dlm::kAvxVnniStandIn);
 #endif
   test_positions_outside_the_tables_are_seen(tally);
   test_segments_that_lie_are_seen(tally);

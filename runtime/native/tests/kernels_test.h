@@ -1,7 +1,6 @@
-// What the tests of kernels share. Each file tests one set of kernels against plain loops: kernels_test.cc runs them all.
+// What the tests of kernels share. Each file tests one set of kernels against plain loops:
+// kernels_test.cc runs them all.
 #pragma once
-
-#include "kernels.h"
 
 #include <algorithm>
 #include <atomic>
@@ -14,11 +13,14 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/kernels.h"
+
 namespace kernels_test {
 
 using Floats = std::vector<float>;
 
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
+                kInfinity = std::numeric_limits<float>::infinity();
 
 struct Tally {
   int passed = 0, failed = 0;
@@ -62,7 +64,9 @@ class Numbers {
  public:
   explicit Numbers(unsigned seed) : source_(seed) {}
   float normal() { return normal_(source_); }
-  int64_t below(int64_t count) { return static_cast<int64_t>(source_() % static_cast<uint64_t>(count)); }
+  int64_t below(int64_t count) {
+    return static_cast<int64_t>(source_() % static_cast<uint64_t>(count));
+  }
   Floats normals(int64_t count) {
     Floats all(static_cast<size_t>(count));
     for (float& one : all) one = normal();
@@ -75,7 +79,8 @@ class Numbers {
 };
 
 inline bool same_bits(const Floats& a, const Floats& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
 // The greatest distance, as a part of `scale`; infinite where one is not finite and the other is.
@@ -96,7 +101,8 @@ void check_order_of_tasks(Tally& tally, Run run) {
   Reversed reversed;
   Threaded threaded;
   const std::vector<Floats> expected = run(in_order);
-  for (dlm::Parallel* const other : {static_cast<dlm::Parallel*>(&reversed), static_cast<dlm::Parallel*>(&threaded)}) {
+  for (dlm::Parallel* const other :
+       {static_cast<dlm::Parallel*>(&reversed), static_cast<dlm::Parallel*>(&threaded)}) {
     const std::vector<Floats> got = run(*other);
     CHECK(std::equal(got.begin(), got.end(), expected.begin(), expected.end(), same_bits));
   }

@@ -1,5 +1,6 @@
-// The matrix registers of matrix_amx.h in plain C++, by Intel's description of the instructions. What the processor would fault
-// at, or take from a thread's last owner of the registers, ends the program.
+// The matrix registers of kernels/x86/matrix_amx.h in plain C++, by Intel's description of the
+// instructions. What the processor would fault at, or take from a thread's last owner of the
+// registers, ends the program.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,8 @@ class File {
   void configure(const uint8_t* rows, const uint16_t* row_bytes) {
     demand(!is_configured_, "configured twice");
     for (int i = 0; i < 8; ++i) {
-      demand(rows[i] > 0 && rows[i] <= 16 && row_bytes[i] > 0 && row_bytes[i] <= 64, "a shape that no register has");
+      demand(rows[i] > 0 && rows[i] <= 16 && row_bytes[i] > 0 && row_bytes[i] <= 64,
+             "a shape that no register has");
       registers_[i] = {rows[i], row_bytes[i], {}};
     }
     is_configured_ = true;
@@ -47,19 +49,23 @@ class File {
     zero(number);
     Register& to = find(number);
     for (int64_t row = 0; row < to.rows; ++row)
-      std::memcpy(to.bytes[row], static_cast<const uint8_t*>(from) + row * stride, static_cast<size_t>(to.row_bytes));
+      std::memcpy(to.bytes[row], static_cast<const uint8_t*>(from) + row * stride,
+                  static_cast<size_t>(to.row_bytes));
   }
   void store(int number, void* to, int64_t stride) {
     const Register& from = find(number);
     for (int64_t row = 0; row < from.rows; ++row)
-      std::memcpy(static_cast<uint8_t*>(to) + row * stride, from.bytes[row], static_cast<size_t>(from.row_bytes));
+      std::memcpy(static_cast<uint8_t*>(to) + row * stride, from.bytes[row],
+                  static_cast<size_t>(from.row_bytes));
   }
 
   void multiply(int to, int signed_bytes, int unsigned_bytes) {
     Register& sums = find(to);
     const Register &codes = find(signed_bytes), &weights = find(unsigned_bytes);
-    demand(to != signed_bytes && to != unsigned_bytes && signed_bytes != unsigned_bytes, "one register twice");
-    demand(sums.rows == codes.rows && sums.row_bytes == weights.row_bytes && codes.row_bytes == 4 * weights.rows,
+    demand(to != signed_bytes && to != unsigned_bytes && signed_bytes != unsigned_bytes,
+           "one register twice");
+    demand(sums.rows == codes.rows && sums.row_bytes == weights.row_bytes &&
+               codes.row_bytes == 4 * weights.rows,
            "shapes that do not fit each other");
     for (int64_t row = 0; row < sums.rows; ++row) {
       uint32_t totals[16];  // which wrap around, as the processor's do
@@ -68,7 +74,8 @@ class File {
         for (int64_t column = 0; column < sums.row_bytes / 4; ++column) {
           int32_t four = 0;
           for (int64_t i = 0; i < 4; ++i)
-            four += static_cast<int8_t>(codes.bytes[row][4 * line + i]) * weights.bytes[line][4 * column + i];
+            four += static_cast<int8_t>(codes.bytes[row][4 * line + i]) *
+                    weights.bytes[line][4 * column + i];
           totals[column] += static_cast<uint32_t>(four);
         }
       std::memcpy(sums.bytes[row], totals, sizeof totals);

@@ -1,8 +1,9 @@
-// Calls of the C ABI whose every allocation fails once: each ends with a status, nothing leaks, what it was called on takes the next
-// call, and that comes to what it always comes to.
+// Calls of the C ABI whose every allocation fails once: each ends with a status, nothing leaks,
+// what it was called on takes the next call, and that comes to what it always comes to.
 //
-// memory_test STRIDE [BUNDLE]: every STRIDE-th allocation; BUNDLE, a folder with a compiled text, is opened as well. Compiled with the
-// core's sources, to give a bundle of files an engine that is made up. Prints "N allocations failed, N claims did".
+// memory_test STRIDE [BUNDLE]: every STRIDE-th allocation; BUNDLE, a folder with a compiled text,
+// is opened as well. Compiled with the core's sources, to give a bundle of files an engine that is
+// made up. Prints "N allocations failed, N claims did".
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -19,10 +20,10 @@
 #include <utility>
 #include <vector>
 
-#include "c_api.h"
+#include "api/c_api.h"
+#include "base/sha256.h"
 #include "dlm_runtime.h"
-#include "engine.h"
-#include "sha256.h"
+#include "engines/engine.h"
 
 namespace {
 
@@ -31,12 +32,15 @@ std::atomic<long> allocations_left{-1};
 std::atomic<bool> has_failed{false};
 
 bool fails_now() {
-  if (allocations_left.load(std::memory_order_relaxed) < 0 || allocations_left.fetch_sub(1) != 0) return false;
+  if (allocations_left.load(std::memory_order_relaxed) < 0 || allocations_left.fetch_sub(1) != 0)
+    return false;
   has_failed = true;
   return true;
 }
 
-void* try_to_allocate(std::size_t bytes) noexcept { return fails_now() ? nullptr : std::malloc(bytes == 0 ? 1 : bytes); }
+void* try_to_allocate(std::size_t bytes) noexcept {
+  return fails_now() ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
+}
 
 void* allocate(std::size_t bytes) {
   void* const found = try_to_allocate(bytes);
@@ -61,8 +65,9 @@ struct Came {
   std::string result;
 };
 
-// `prepare` makes what `call` is called on, anew for each allocation that fails. A call that finds no memory says OUT_OF_MEMORY, or
-// does without and comes to the same; and so does the same call behind it. `wanted`: what it says where memory is there.
+// `prepare` makes what `call` is called on, anew for each allocation that fails. A call that finds
+// no memory says OUT_OF_MEMORY, or does without and comes to the same; and so does the same call
+// behind it. `wanted`: what it says where memory is there.
 template <class Prepare, class Call>
 void sweep(const char* name, long stride, Prepare prepare, Call call, dlm_status wanted = DLM_OK) {
   Came whole;
@@ -80,9 +85,11 @@ void sweep(const char* name, long stride, Prepare prepare, Call call, dlm_status
     if (!has_failed) break;
     ++failures;
     const bool is_same = found.status == whole.status && found.result == whole.result;
-    check(found.status == DLM_OUT_OF_MEMORY || is_same, name, number, dlm_status_name(found.status));
+    check(found.status == DLM_OUT_OF_MEMORY || is_same, name, number,
+          dlm_status_name(found.status));
     const Came next = call(on);
-    check(next.status == whole.status && next.result == whole.result, name, number, "the next call comes to something else");
+    check(next.status == whole.status && next.result == whole.result, name, number,
+          "the next call comes to something else");
   }
 }
 
@@ -90,13 +97,15 @@ constexpr int32_t kVocab = 40, kMask = 39, kEos = 5, kLength = 24;
 
 dlm_status run(void*, const dlm_pass* pass) {
   for (int32_t row = 0; row < pass->batch * pass->rows; ++row) {
-    const int64_t position = pass->position_ids[row / pass->rows * pass->tokens + pass->score_rows[row]];
+    const int64_t position =
+        pass->position_ids[row / pass->rows * pass->tokens + pass->score_rows[row]];
     const auto token = static_cast<int32_t>(6 + position % 30);
     pass->top_tokens[2 * row] = token, pass->top_tokens[2 * row + 1] = token + 1;
     pass->top_probs[2 * row] = 0.5f, pass->top_probs[2 * row + 1] = 0.25f;
     if (pass->entropy != nullptr) pass->entropy[row] = -1;
     for (int32_t v = 0; pass->logits != nullptr && v < kVocab; ++v)
-      pass->logits[row * kVocab + v] = v == token ? 3.0f : static_cast<float>((v * 7 + token) % 16) / 8;
+      pass->logits[row * kVocab + v] =
+          v == token ? 3.0f : static_cast<float>((v * 7 + token) % 16) / 8;
   }
   return DLM_OK;
 }
@@ -107,7 +116,9 @@ class Sharing final : public dlm::HostEngine {
   explicit Sharing(dlm::CacheShape cache) : HostEngine(std::move(cache)) {}
   bool takes_segments() const override { return true; }
   std::string description() const override { return "shared"; }
-  void run(const dlm_pass& pass, const std::vector<dlm::Segment>&) override { ::run(nullptr, &pass); }
+  void run(const dlm_pass& pass, const std::vector<dlm::Segment>&) override {
+    ::run(nullptr, &pass);
+  }
 };
 
 struct Destroy {
@@ -142,7 +153,9 @@ dlm_denoiser denoiser() {
 
 Owned<dlm_bundle> bundle_of_callback() {
   const dlm_denoiser told = denoiser();
-  return made<dlm_bundle>([&](dlm_bundle** out) { return dlm_bundle_from_callback(&told, run, nullptr, message, sizeof message, out); });
+  return made<dlm_bundle>([&](dlm_bundle** out) {
+    return dlm_bundle_from_callback(&told, run, nullptr, message, sizeof message, out);
+  });
 }
 
 Owned<dlm_bundle> bundle_that_shares() {
@@ -152,7 +165,8 @@ Owned<dlm_bundle> bundle_that_shares() {
 }
 
 Owned<dlm_session> session_of(dlm_bundle& bundle) {
-  return made<dlm_session>([&](dlm_session** out) { return dlm_session_create(&bundle, message, sizeof message, out); });
+  return made<dlm_session>(
+      [&](dlm_session** out) { return dlm_session_create(&bundle, message, sizeof message, out); });
 }
 
 dlm_generate_options options_of(const dlm_policy& policy) {
@@ -165,14 +179,16 @@ dlm_generate_options options_of(const dlm_policy& policy) {
 dlm_policy policy(bool is_guided) {
   dlm_policy made;
   dlm_policy_init(&made);
-  made.block_length = 8, made.cache = "dual", made.select = "sample", made.temperature = 1, made.top_p = 0.9;
+  made.block_length = 8, made.cache = "dual", made.select = "sample", made.temperature = 1,
+  made.top_p = 0.9;
   made.cfg_scale = is_guided ? 1 : 0;
   return made;
 }
 
 std::string told(const dlm_result& result) {
   std::string text = std::to_string(result.finish) + ":";
-  for (size_t i = 0; i < result.length; ++i) text += std::isnan(result.log_probs[i]) ? 'g' : result.undecided[i] != 0 ? 'u' : 'd';
+  for (size_t i = 0; i < result.length; ++i)
+    text += std::isnan(result.log_probs[i]) ? 'g' : result.undecided[i] != 0 ? 'u' : 'd';
   return text;
 }
 
@@ -191,7 +207,8 @@ Came of(dlm_session& session, dlm_status status) {
 Came generate(dlm_session& session, const dlm_generate_options& options) {
   int32_t canvas[kLength] = {1, 2};
   size_t length = 0;
-  dlm_status status = dlm_session_generate(&session, &options, canvas, 2, kLength, nullptr, &length);
+  dlm_status status =
+      dlm_session_generate(&session, &options, canvas, 2, kLength, nullptr, &length);
   dlm_result result;
   if (status == DLM_OK) status = dlm_session_result(&session, 0, &result);
   Came came = of(session, status);
@@ -202,12 +219,15 @@ Came generate(dlm_session& session, const dlm_generate_options& options) {
 Came generate_batch(dlm_session& session, const dlm_generate_options& options) {
   int32_t canvases[3][kLength] = {{1, 2}, {2, 3}, {3, 4}};
   dlm_request requests[3] = {};
-  for (int i = 0; i < 3; ++i) requests[i].tokens = canvases[i], requests[i].count = 2, requests[i].capacity = kLength;
+  for (int i = 0; i < 3; ++i)
+    requests[i].tokens = canvases[i], requests[i].count = 2, requests[i].capacity = kLength;
   dlm_status status = dlm_session_generate_batch(&session, &options, requests, 3, 2, nullptr);
   dlm_result results[3];
-  for (size_t i = 0; status == DLM_OK && i < 3; ++i) status = dlm_session_result(&session, i, &results[i]);
+  for (size_t i = 0; status == DLM_OK && i < 3; ++i)
+    status = dlm_session_result(&session, i, &results[i]);
   Came came = of(session, status);
-  for (size_t i = 0; status == DLM_OK && i < 3; ++i) came.result += shown(canvases[i], requests[i].length) + told(results[i]);
+  for (size_t i = 0; status == DLM_OK && i < 3; ++i)
+    came.result += shown(canvases[i], requests[i].length) + told(results[i]);
   return came;
 }
 
@@ -223,27 +243,35 @@ Came generate_stepwise(dlm_session& session, const dlm_generate_options& options
 
 void sweep_sessions(long stride) {
   const dlm_denoiser wanted = denoiser();
-  sweep("dlm_bundle_from_callback", stride, [] { return 0; }, [&](int) {
-    dlm_bundle* bundle = nullptr;
-    const dlm_status status = dlm_bundle_from_callback(&wanted, run, nullptr, nullptr, 0, &bundle);
-    const Owned<dlm_bundle> owned(bundle);
-    return Came{status, ""};
-  });
+  sweep(
+      "dlm_bundle_from_callback", stride, [] { return 0; },
+      [&](int) {
+        dlm_bundle* bundle = nullptr;
+        const dlm_status status =
+            dlm_bundle_from_callback(&wanted, run, nullptr, nullptr, 0, &bundle);
+        const Owned<dlm_bundle> owned(bundle);
+        return Came{status, ""};
+      });
   const Owned<dlm_bundle> alone = bundle_of_callback(), shared = bundle_that_shares();
   const auto anew = [&](dlm_bundle& bundle) { return [&bundle] { return session_of(bundle); }; };
   for (const bool is_guided : {false, true}) {
     const dlm_policy chosen = policy(is_guided);
     const dlm_generate_options options = options_of(chosen);
-    sweep("dlm_session_create and generate", stride, [] { return 0; }, [&](int) {
-      dlm_session* session = nullptr;
-      const dlm_status status = dlm_session_create(alone.get(), nullptr, 0, &session);
-      const Owned<dlm_session> owned(session);
-      return status == DLM_OK ? generate(*session, options) : Came{status, ""};
-    });
+    sweep(
+        "dlm_session_create and generate", stride, [] { return 0; },
+        [&](int) {
+          dlm_session* session = nullptr;
+          const dlm_status status = dlm_session_create(alone.get(), nullptr, 0, &session);
+          const Owned<dlm_session> owned(session);
+          return status == DLM_OK ? generate(*session, options) : Came{status, ""};
+        });
     for (dlm_bundle* const bundle : {alone.get(), shared.get()}) {
-      sweep("dlm_session_generate", stride, anew(*bundle), [&](auto& session) { return generate(*session, options); });
-      sweep("dlm_session_generate_batch", stride, anew(*bundle), [&](auto& session) { return generate_batch(*session, options); });
-      sweep("dlm_session_step", stride, anew(*bundle), [&](auto& session) { return generate_stepwise(*session, options); });
+      sweep("dlm_session_generate", stride, anew(*bundle),
+            [&](auto& session) { return generate(*session, options); });
+      sweep("dlm_session_generate_batch", stride, anew(*bundle),
+            [&](auto& session) { return generate_batch(*session, options); });
+      sweep("dlm_session_step", stride, anew(*bundle),
+            [&](auto& session) { return generate_stepwise(*session, options); });
     }
   }
   sweep("dlm_session_logits", stride, anew(*alone), [&](auto& session) {
@@ -256,17 +284,23 @@ void sweep_sessions(long stride) {
     return of(*session, dlm_session_time_passes(session.get(), 2, 4, 8, 2, seconds, 2));
   });
   // Refusals, whose sentences want memory too.
-  sweep("a canvas that is too long", stride, anew(*alone), [&](auto& session) {
-    dlm_generate_options options;
-    dlm_generate_options_init(&options);
-    options.max_new_tokens = 1000;
-    return generate(*session, options);
-  }, DLM_INVALID_ARGUMENT);
-  sweep("a batch of a wrong request", stride, anew(*alone), [&](auto& session) {
-    dlm_policy chosen = policy(false);
-    chosen.commit = "a commit that there is not";
-    return generate_batch(*session, options_of(chosen));
-  }, DLM_INVALID_ARGUMENT);
+  sweep(
+      "a canvas that is too long", stride, anew(*alone),
+      [&](auto& session) {
+        dlm_generate_options options;
+        dlm_generate_options_init(&options);
+        options.max_new_tokens = 1000;
+        return generate(*session, options);
+      },
+      DLM_INVALID_ARGUMENT);
+  sweep(
+      "a batch of a wrong request", stride, anew(*alone),
+      [&](auto& session) {
+        dlm_policy chosen = policy(false);
+        chosen.commit = "a commit that there is not";
+        return generate_batch(*session, options_of(chosen));
+      },
+      DLM_INVALID_ARGUMENT);
 }
 
 // An automaton of all texts: one state, one class, one group.
@@ -274,7 +308,8 @@ std::string any_text() {
   std::vector<int32_t> numbers = {kVocab, 1, 1, 1, 1, 1};
   numbers.resize(numbers.size() + 8);  // what it was made of
   for (int32_t token = 0; token < kVocab; ++token) numbers.push_back(token == kMask ? -1 : 0);
-  for (const int32_t number : {0, 1, 0, 0, 1, 0, 0, 0}) numbers.push_back(number);  // groups, edges, distances
+  for (const int32_t number : {0, 1, 0, 0, 1, 0, 0, 0})
+    numbers.push_back(number);  // groups, edges, distances
   std::string file = "DLMAUTO\x01";
   file.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int32_t));
   dlm::Sha256 hash;
@@ -285,24 +320,30 @@ std::string any_text() {
 
 void sweep_constraints(long stride) {
   const std::string file = any_text();
-  const auto read = [&](dlm_automaton** out) { return dlm_automaton_read(file.data(), file.size(), message, sizeof message, out); };
-  sweep("dlm_automaton_read", stride, [] { return 0; }, [&](int) {
-    dlm_automaton* automaton = nullptr;
-    const dlm_status status = read(&automaton);
-    const Owned<dlm_automaton> owned(automaton);
-    stop_failing();
-    return Came{status, std::to_string(dlm_automaton_shortest(automaton))};
-  });
+  const auto read = [&](dlm_automaton** out) {
+    return dlm_automaton_read(file.data(), file.size(), message, sizeof message, out);
+  };
+  sweep(
+      "dlm_automaton_read", stride, [] { return 0; },
+      [&](int) {
+        dlm_automaton* automaton = nullptr;
+        const dlm_status status = read(&automaton);
+        const Owned<dlm_automaton> owned(automaton);
+        stop_failing();
+        return Came{status, std::to_string(dlm_automaton_shortest(automaton))};
+      });
   const Owned<dlm_bundle> bundle = bundle_of_callback();
   const Owned<dlm_automaton> automaton = made<dlm_automaton>(read);
   for (const char* const score_of : {"prediction", "marginal"}) {
     dlm_policy chosen = policy(false);
     chosen.score_of = score_of;
     const dlm_generate_options options = options_of(chosen);
-    sweep("a constrained request", stride, [&] { return session_of(*bundle); }, [&](auto& session) {
-      const dlm_status status = dlm_session_constrain(session.get(), automaton.get());
-      return status == DLM_OK ? generate(*session, options) : Came{status, ""};
-    });
+    sweep(
+        "a constrained request", stride, [&] { return session_of(*bundle); },
+        [&](auto& session) {
+          const dlm_status status = dlm_session_constrain(session.get(), automaton.get());
+          return status == DLM_OK ? generate(*session, options) : Came{status, ""};
+        });
   }
 }
 
@@ -321,7 +362,9 @@ Came schedule(dlm_scheduler& scheduler, const dlm_generate_options& options) {
   }
   const dlm_status ran = dlm_scheduler_run(&scheduler, 1, nullptr, nullptr, nullptr, 0);
   keep(ran);
-  if (ran != DLM_OK) keep(dlm_scheduler_run(&scheduler, 1, nullptr, nullptr, nullptr, 0));  // goes on with what there is
+  if (ran != DLM_OK)
+    keep(dlm_scheduler_run(&scheduler, 1, nullptr, nullptr, nullptr,
+                           0));  // goes on with what there is
   for (const Owned<dlm_job>& job : jobs) {
     if (job == nullptr) continue;
     stop_failing();
@@ -330,7 +373,8 @@ Came schedule(dlm_scheduler& scheduler, const dlm_generate_options& options) {
     const dlm_status status = dlm_job_result(job.get(), &result);
     keep(status);
     if (status == DLM_OK && result.length == 0) return {DLM_INTERNAL, "a job without a canvas"};
-    if (status == DLM_OK) came.result += shown(dlm_job_tokens(job.get(), nullptr), result.length) + told(result);
+    if (status == DLM_OK)
+      came.result += shown(dlm_job_tokens(job.get(), nullptr), result.length) + told(result);
   }
   if (came.status != DLM_OK) came.result.clear();
   return came;
@@ -339,18 +383,23 @@ Came schedule(dlm_scheduler& scheduler, const dlm_generate_options& options) {
 void sweep_scheduler(long stride) {
   for (const auto bundle_of : {bundle_of_callback, bundle_that_shares}) {
     const Owned<dlm_bundle> bundle = bundle_of();
-    const auto create = [&](dlm_scheduler** out) { return dlm_scheduler_create(bundle.get(), nullptr, nullptr, 0, out); };
-    sweep("dlm_scheduler_create", stride, [] { return 0; }, [&](int) {
-      dlm_scheduler* scheduler = nullptr;
-      const dlm_status status = create(&scheduler);
-      const Owned<dlm_scheduler> owned(scheduler);
-      return Came{status, ""};
-    });
+    const auto create = [&](dlm_scheduler** out) {
+      return dlm_scheduler_create(bundle.get(), nullptr, nullptr, 0, out);
+    };
+    sweep(
+        "dlm_scheduler_create", stride, [] { return 0; },
+        [&](int) {
+          dlm_scheduler* scheduler = nullptr;
+          const dlm_status status = create(&scheduler);
+          const Owned<dlm_scheduler> owned(scheduler);
+          return Came{status, ""};
+        });
     for (const bool is_guided : {false, true}) {
       const dlm_policy chosen = policy(is_guided);
       const dlm_generate_options options = options_of(chosen);
-      sweep("dlm_scheduler_submit and run", stride, [&] { return made<dlm_scheduler>(create); },
-            [&](auto& scheduler) { return schedule(*scheduler, options); });
+      sweep(
+          "dlm_scheduler_submit and run", stride, [&] { return made<dlm_scheduler>(create); },
+          [&](auto& scheduler) { return schedule(*scheduler, options); });
     }
   }
 }
@@ -384,14 +433,16 @@ Came decoded(const dlm_text* text) {
   size_t whole = 0;
   if (status == DLM_OK) status = dlm_text_decode(text, ids, 4, nullptr, 0, out, sizeof out, &whole);
   stop_failing();
-  if (status == DLM_OK && (whole != size || std::memcmp(out, added, size) != 0)) return {DLM_INTERNAL, "in pieces it is another text"};
+  if (status == DLM_OK && (whole != size || std::memcmp(out, added, size) != 0))
+    return {DLM_INTERNAL, "in pieces it is another text"};
   return {status, status == DLM_OK ? std::string(out, whole) : ""};
 }
 
 Came encoded(const dlm_text* text) {
   int32_t ids[64];
   size_t count = 0;
-  const dlm_status status = dlm_text_encode(text, "turn on the e\xCC\x81 lights", 21, 1, nullptr, 0, ids, 64, &count);
+  const dlm_status status =
+      dlm_text_encode(text, "turn on the e\xCC\x81 lights", 21, 1, nullptr, 0, ids, 64, &count);
   stop_failing();
   return {status, status == DLM_OK ? shown(ids, count) : ""};
 }
@@ -401,66 +452,92 @@ void sweep_files(long stride, const std::string& folder) {
   dlm_open_options options;
   dlm_open_options_init(&options);
   options.engine = "none", options.check_hashes = 0;  // which take time, and no memory
-  const auto open = [&](dlm_bundle** out) { return dlm_bundle_open(folder.c_str(), &options, nullptr, 0, out); };
-  sweep("dlm_bundle_open", 7 * stride, [] { return 0; }, [&](int) {  // a manifest is thousands of values
-    dlm_bundle* bundle = nullptr;
-    const dlm_status status = open(&bundle);
-    const Owned<dlm_bundle> owned(bundle);
-    stop_failing();
-    return Came{status, dlm_bundle_engine(bundle)};
-  });
+  const auto open = [&](dlm_bundle** out) {
+    return dlm_bundle_open(folder.c_str(), &options, nullptr, 0, out);
+  };
+  sweep(
+      "dlm_bundle_open", 7 * stride, [] { return 0; },
+      [&](int) {  // a manifest is thousands of values
+        dlm_bundle* bundle = nullptr;
+        const dlm_status status = open(&bundle);
+        const Owned<dlm_bundle> owned(bundle);
+        stop_failing();
+        return Came{status, dlm_bundle_engine(bundle)};
+      });
   const std::string nowhere = folder + "/nowhere";
-  sweep("a bundle that is not there", stride, [] { return 0; }, [&](int) {
-    dlm_bundle* bundle = nullptr;
-    return Came{dlm_bundle_open(nowhere.c_str(), nullptr, nullptr, 0, &bundle), ""};
-  }, DLM_NOT_FOUND);
+  sweep(
+      "a bundle that is not there", stride, [] { return 0; },
+      [&](int) {
+        dlm_bundle* bundle = nullptr;
+        return Came{dlm_bundle_open(nowhere.c_str(), nullptr, nullptr, 0, &bundle), ""};
+      },
+      DLM_NOT_FOUND);
   const Owned<dlm_bundle> bundle = made<dlm_bundle>(open);
   dlm_policy filled;
   dlm_policy_init(&filled);
-  sweep("dlm_bundle_preset", stride, [] { return 0; }, [&](int) {
-    return Came{dlm_bundle_preset(bundle.get(), "no such preset as this one", nullptr, 0, &filled), ""};
-  }, DLM_NOT_FOUND);
+  sweep(
+      "dlm_bundle_preset", stride, [] { return 0; },
+      [&](int) {
+        return Came{
+            dlm_bundle_preset(bundle.get(), "no such preset as this one", nullptr, 0, &filled), ""};
+      },
+      DLM_NOT_FOUND);
   const std::string file = content(bundle->manifest.text_path);
-  sweep("dlm_text_read", stride, [] { return 0; }, [&](int) {
-    dlm_text* text = nullptr;
-    const dlm_status status = dlm_text_read(file.data(), file.size(), nullptr, 0, &text);
-    const Owned<dlm_text> owned(text);
-    return Came{status, ""};
-  });
-  sweep("dlm_bundle_text", stride, [&] { return made<dlm_bundle>(open); }, [&](auto& opened) {
-    const dlm_text* text = nullptr;
-    const dlm_status status = dlm_bundle_text(opened.get(), nullptr, 0, &text);
-    return status == DLM_OK ? encoded(text) : Came{status, ""};
-  });
+  sweep(
+      "dlm_text_read", stride, [] { return 0; },
+      [&](int) {
+        dlm_text* text = nullptr;
+        const dlm_status status = dlm_text_read(file.data(), file.size(), nullptr, 0, &text);
+        const Owned<dlm_text> owned(text);
+        return Came{status, ""};
+      });
+  sweep(
+      "dlm_bundle_text", stride, [&] { return made<dlm_bundle>(open); },
+      [&](auto& opened) {
+        const dlm_text* text = nullptr;
+        const dlm_status status = dlm_bundle_text(opened.get(), nullptr, 0, &text);
+        return status == DLM_OK ? encoded(text) : Came{status, ""};
+      });
   const dlm_text* text = nullptr;
   check(dlm_bundle_text(bundle.get(), nullptr, 0, &text) == DLM_OK, "dlm_bundle_text", -1, "fails");
-  for (const auto ask : {encoded, decoded, rendered}) sweep("text", stride, [] { return 0; }, [&](int) { return ask(text); }, ask(text).status);
-  sweep("text that is none", stride, [] { return 0; }, [&](int) {
-    size_t count = 0;
-    return Came{dlm_text_encode(text, "a\xFF", 2, 0, nullptr, 0, nullptr, 0, &count), ""};
-  }, DLM_INVALID_ARGUMENT);
+  for (const auto ask : {encoded, decoded, rendered})
+    sweep("text", stride, [] { return 0; }, [&](int) { return ask(text); }, ask(text).status);
+  sweep(
+      "text that is none", stride, [] { return 0; },
+      [&](int) {
+        size_t count = 0;
+        return Came{dlm_text_encode(text, "a\xFF", 2, 0, nullptr, 0, nullptr, 0, &count), ""};
+      },
+      DLM_INVALID_ARGUMENT);
 
   // From text to text, over a made-up denoiser of a vocabulary that the text has.
   bundle->manifest.denoiser = dlm::check_denoiser(denoiser());
   bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser);
   const dlm_policy chosen = policy(false);
   const dlm_generate_options wanted = options_of(chosen);
-  sweep("dlm_generate_text", stride, [&] { return session_of(*bundle); }, [&](auto& session) {
-    const char* out = nullptr;
-    size_t size = 0;
-    const dlm_status status = dlm_generate_text(session.get(), &wanted, "", 0, nullptr, nullptr, &out, &size);
-    Came came = of(*session, status);
-    if (status == DLM_OK) came.result.append(out, size);
-    return came;
-  });
+  sweep(
+      "dlm_generate_text", stride, [&] { return session_of(*bundle); },
+      [&](auto& session) {
+        const char* out = nullptr;
+        size_t size = 0;
+        const dlm_status status =
+            dlm_generate_text(session.get(), &wanted, "", 0, nullptr, nullptr, &out, &size);
+        Came came = of(*session, status);
+        if (status == DLM_OK) came.result.append(out, size);
+        return came;
+      });
 }
 
 }  // namespace
 
 void* operator new(std::size_t bytes) { return allocate(bytes); }
 void* operator new[](std::size_t bytes) { return allocate(bytes); }
-void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return try_to_allocate(bytes); }
-void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept { return try_to_allocate(bytes); }
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  return try_to_allocate(bytes);
+}
+void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept {
+  return try_to_allocate(bytes);
+}
 void operator delete(void* pointer, const std::nothrow_t&) noexcept { std::free(pointer); }
 void operator delete[](void* pointer, const std::nothrow_t&) noexcept { std::free(pointer); }
 void operator delete(void* pointer) noexcept { std::free(pointer); }

@@ -1,8 +1,9 @@
-// Stands for libcuda.so.1 on a machine without one. Stricter than a device: device pointers cannot be read by the host, every
-// range is checked, work on a stream is not done before somebody waits for it, and calls without a current context fail.
+// Stands for libcuda.so.1 on a machine without one. Stricter than a device: device pointers cannot
+// be read by the host, every range is checked, work on a stream is not done before somebody waits
+// for it, and calls without a current context fail.
 //
-// $MOCK_CUDA_SM is the device's compute capability (default 120), $MOCK_CUDA_DEVICES how many there are (default 1),
-// $MOCK_CUDA_BYTES their memory (default 1 GiB), $MOCK_CUDA_FAIL which call fails.
+// $MOCK_CUDA_SM is the device's compute capability (default 120), $MOCK_CUDA_DEVICES how many there
+// are (default 1), $MOCK_CUDA_BYTES their memory (default 1 GiB), $MOCK_CUDA_FAIL which call fails.
 #include "mock_cuda.h"
 
 #include <cstdlib>
@@ -50,7 +51,9 @@ const char* variable(const char* name, const char* fallback) {
   return value != nullptr ? value : fallback;
 }
 
-size_t device_bytes() { return static_cast<size_t>(std::atoll(variable("MOCK_CUDA_BYTES", "1073741824"))); }
+size_t device_bytes() {
+  return static_cast<size_t>(std::atoll(variable("MOCK_CUDA_BYTES", "1073741824")));
+}
 
 void add(const std::string& count) {
   const std::lock_guard<std::mutex> lock(state().mutex);
@@ -92,7 +95,7 @@ void drain(CUstream stream) {
 }
 
 // Allocates with guards on both sides; they are compared when the block is freed.
-void* allocate(std::map<uintptr_t, size_t> State::*blocks, size_t bytes) {
+void* allocate(std::map<uintptr_t, size_t> State::* blocks, size_t bytes) {
   auto* const raw = static_cast<unsigned char*>(std::malloc(bytes + 2 * kGuardBytes));
   std::memset(raw, kGuard, bytes + 2 * kGuardBytes);
   std::memset(raw + kGuardBytes, 0xCC, bytes);
@@ -101,7 +104,7 @@ void* allocate(std::map<uintptr_t, size_t> State::*blocks, size_t bytes) {
   return raw + kGuardBytes;
 }
 
-CUresult release(std::map<uintptr_t, size_t> State::*blocks, uintptr_t start) {
+CUresult release(std::map<uintptr_t, size_t> State::* blocks, uintptr_t start) {
   size_t bytes = 0;
   {
     const std::lock_guard<std::mutex> lock(state().mutex);
@@ -128,27 +131,32 @@ bool note(const std::string& call) {
   const std::lock_guard<std::mutex> lock(state().mutex);
   const int number = ++state().counts[call];
   const std::string wanted = std::string(",") + variable("MOCK_CUDA_FAIL", "") + ",";
-  const auto asks = [&](const std::string& which) { return wanted.find("," + call + ":" + which + ",") != std::string::npos; };
+  const auto asks = [&](const std::string& which) {
+    return wanted.find("," + call + ":" + which + ",") != std::string::npos;
+  };
   return asks("*") || asks(std::to_string(number));
 }
 
 std::string counts() {
   const std::lock_guard<std::mutex> lock(state().mutex);
   std::string text;
-  for (const auto& [call, number] : state().counts) text += (text.empty() ? "" : " ") + call + "=" + std::to_string(number);
+  for (const auto& [call, number] : state().counts)
+    text += (text.empty() ? "" : " ") + call + "=" + std::to_string(number);
   return text;
 }
 
 int live() {
   const std::lock_guard<std::mutex> lock(state().mutex);
-  return static_cast<int>(state().device.size() + state().pinned.size() + state().objects.size()) + state().retained;
+  return static_cast<int>(state().device.size() + state().pinned.size() + state().objects.size()) +
+         state().retained;
 }
 
 void* view(CUdeviceptr address, size_t bytes) {
   const auto host = static_cast<uintptr_t>(address & ~kDeviceBit);
   {
     const std::lock_guard<std::mutex> lock(state().mutex);
-    if ((address & kDeviceBit) != 0 && is_inside(state().device, host, bytes)) return reinterpret_cast<void*>(host);
+    if ((address & kDeviceBit) != 0 && is_inside(state().device, host, bytes))
+      return reinterpret_cast<void*>(host);
   }
   add("bad_access");
   return nullptr;
@@ -178,10 +186,18 @@ CUresult cuInit(unsigned) {
 
 CUresult cuGetErrorName(CUresult error, const char** name) {
   switch (error) {
-    case CUDA_ERROR_OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; return CUDA_SUCCESS;
-    case CUDA_ERROR_LAUNCH_FAILED: *name = "CUDA_ERROR_LAUNCH_FAILED"; return CUDA_SUCCESS;
-    case CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: *name = "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"; return CUDA_SUCCESS;
-    default: *name = nullptr; return CUDA_ERROR_INVALID_VALUE;
+    case CUDA_ERROR_OUT_OF_MEMORY:
+      *name = "CUDA_ERROR_OUT_OF_MEMORY";
+      return CUDA_SUCCESS;
+    case CUDA_ERROR_LAUNCH_FAILED:
+      *name = "CUDA_ERROR_LAUNCH_FAILED";
+      return CUDA_SUCCESS;
+    case CUDA_ERROR_SYSTEM_DRIVER_MISMATCH:
+      *name = "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH";
+      return CUDA_SUCCESS;
+    default:
+      *name = nullptr;
+      return CUDA_ERROR_INVALID_VALUE;
   }
 }
 
@@ -308,11 +324,13 @@ CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream st
 CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D* copy, CUstream stream) {
   CALL(cuMemcpy2DAsync, CUDA_ERROR_LAUNCH_FAILED);
   const CUDA_MEMCPY2D what = *copy;
-  if (what.srcMemoryType != CU_MEMORYTYPE_DEVICE || what.dstMemoryType != CU_MEMORYTYPE_DEVICE || what.Height == 0 ||
-      what.WidthInBytes > what.srcPitch || what.WidthInBytes > what.dstPitch)
+  if (what.srcMemoryType != CU_MEMORYTYPE_DEVICE || what.dstMemoryType != CU_MEMORYTYPE_DEVICE ||
+      what.Height == 0 || what.WidthInBytes > what.srcPitch || what.WidthInBytes > what.dstPitch)
     return CUDA_ERROR_INVALID_VALUE;
-  const auto* const from = static_cast<char*>(mock::view(what.srcDevice, (what.Height - 1) * what.srcPitch + what.WidthInBytes));
-  auto* const to = static_cast<char*>(mock::view(what.dstDevice, (what.Height - 1) * what.dstPitch + what.WidthInBytes));
+  const auto* const from = static_cast<char*>(
+      mock::view(what.srcDevice, (what.Height - 1) * what.srcPitch + what.WidthInBytes));
+  auto* const to = static_cast<char*>(
+      mock::view(what.dstDevice, (what.Height - 1) * what.dstPitch + what.WidthInBytes));
   if (from == nullptr || to == nullptr) return CUDA_ERROR_INVALID_VALUE;
   mock::submit(stream, [=] {
     for (size_t row = 0; row < what.Height; ++row)
@@ -323,7 +341,8 @@ CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D* copy, CUstream stream) {
 
 CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
   CALL(cuStreamBeginCapture, CUDA_ERROR_LAUNCH_FAILED);
-  if (stream->capturing != nullptr || mode != CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) return CUDA_ERROR_INVALID_VALUE;
+  if (stream->capturing != nullptr || mode != CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    return CUDA_ERROR_INVALID_VALUE;
   stream->capturing = remember(new CUgraph_st);
   return CUDA_SUCCESS;
 }

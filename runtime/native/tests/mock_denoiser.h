@@ -1,6 +1,7 @@
-// A denoiser that is pure arithmetic over all that a pass sees: ids, positions, and every byte of the cached rows, whose order
-// within a head is free, as in attention, but the same for its keys and values. The mock of TensorRT computes it on "device"
-// memory and the driver's callback engine on the loop's: canvases are equal only if every byte reached its place.
+// A denoiser that is pure arithmetic over all that a pass sees: ids, positions, and every byte of
+// the cached rows, whose order within a head is free, as in attention, but the same for its keys
+// and values. The mock of TensorRT computes it on "device" memory and the driver's callback engine
+// on the loop's: canvases are equal only if every byte reached its place.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,8 @@ inline uint64_t mix(uint64_t state, uint64_t value) {
 inline void denoise(const Shape& shape, const Pass& pass) {
   uint64_t seen = 1;
   for (int32_t i = 0; i < pass.tokens; ++i)
-    seen = mix(mix(seen, static_cast<uint64_t>(pass.ids[i])), static_cast<uint64_t>(pass.positions[i]));
+    seen = mix(mix(seen, static_cast<uint64_t>(pass.ids[i])),
+               static_cast<uint64_t>(pass.positions[i]));
   for (size_t layer = 0; 2 * layer < pass.past.size(); ++layer) {
     const Layer& of = shape.layers[layer];
     for (int64_t head = 0; head < of.kv_heads; ++head) {
@@ -44,7 +46,8 @@ inline void denoise(const Shape& shape, const Pass& pass) {
       for (int64_t row = head * pass.cached; row < (head + 1) * pass.cached; ++row) {
         uint64_t one = 1;
         for (const uint8_t* const past : {pass.past[2 * layer], pass.past[2 * layer + 1]})
-          for (int64_t i = row * of.row_bytes; i < (row + 1) * of.row_bytes; ++i) one = mix(one, past[i]);
+          for (int64_t i = row * of.row_bytes; i < (row + 1) * of.row_bytes; ++i)
+            one = mix(one, past[i]);
         rows += one;
       }
       seen = mix(seen, rows);
@@ -55,23 +58,28 @@ inline void denoise(const Shape& shape, const Pass& pass) {
     for (int64_t i = 0; i < of.bytes(pass.tokens); ++i) {
       const int64_t row = i / of.row_bytes % pass.tokens, head = i / of.row_bytes / pass.tokens;
       uint64_t value = mix(tensor + 100, static_cast<uint64_t>(head));
-      value = mix(mix(value, static_cast<uint64_t>(pass.ids[row])), static_cast<uint64_t>(pass.positions[row]));
-      pass.present[tensor][i] = static_cast<uint8_t>(mix(value, static_cast<uint64_t>(i % of.row_bytes)) >> 40);
+      value = mix(mix(value, static_cast<uint64_t>(pass.ids[row])),
+                  static_cast<uint64_t>(pass.positions[row]));
+      pass.present[tensor][i] =
+          static_cast<uint8_t>(mix(value, static_cast<uint64_t>(i % of.row_bytes)) >> 40);
     }
   }
   for (int32_t r = 0; r < pass.rows; ++r) {
     const int64_t row = pass.score_rows[r];
-    const uint64_t word = mix(mix(seen, static_cast<uint64_t>(pass.positions[row])), static_cast<uint64_t>(pass.ids[row]));
+    const uint64_t word = mix(mix(seen, static_cast<uint64_t>(pass.positions[row])),
+                              static_cast<uint64_t>(pass.ids[row]));
     const float best = 0.5f + static_cast<float>(word >> 48) / 131072.0f;  // exact, below 1
     for (int32_t k = 0; k < shape.top_k; ++k) {
-      const auto token = static_cast<int32_t>((word + static_cast<uint64_t>(k)) % static_cast<uint64_t>(shape.vocab - 1));
+      const auto token = static_cast<int32_t>((word + static_cast<uint64_t>(k)) %
+                                              static_cast<uint64_t>(shape.vocab - 1));
       pass.top_tokens[r * shape.top_k + k] = token < shape.mask ? token : token + 1;
       pass.top_probs[r * shape.top_k + k] = k == 0 ? best : (1 - best) / static_cast<float>(k + 1);
     }
     if (pass.entropy != nullptr) pass.entropy[r] = best - 1;
     if (pass.logits != nullptr)
       for (int32_t v = 0; v < shape.vocab; ++v)
-        pass.logits[static_cast<int64_t>(r) * shape.vocab + v] = static_cast<float>(mix(word, static_cast<uint64_t>(v)) >> 44);
+        pass.logits[static_cast<int64_t>(r) * shape.vocab + v] =
+            static_cast<float>(mix(word, static_cast<uint64_t>(v)) >> 44);
   }
 }
 

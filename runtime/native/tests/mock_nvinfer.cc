@@ -1,17 +1,19 @@
-// Stands for libnvinfer: the classes of TensorRT 10.14's headers, with a denoiser of arithmetic (mock_denoiser.h) behind them.
+// Stands for libnvinfer: the classes of TensorRT 10.14's headers, with a denoiser of arithmetic
+// (mock_denoiser.h) behind them.
 //
 // Its "engine file" is text:
 //   mock-engine
-//   denoiser VOCAB MASK TOP_K CACHE_TYPE                             (types are nvinfer1::DataType's numbers)
-//   layer KV_HEADS HEAD_SIZE                                         (once a layer)
-//   profile T_MIN T_OPT T_MAX S_MIN S_OPT S_MAX R_MIN R_OPT R_MAX    (once a profile)
-//   rename PORT NAME                                                 (PORT then has that name alone)
-// and, to be a wrong one: "without PORT", "extra OUTPUT", "type PORT TYPE", "host PORT", "nan", "chatty" (reports an
-// error and goes on).
-// $MOCK_TRT_VERSION is its version (default 10.14.1.48). Calls fail where $MOCK_CUDA_FAIL says so.
+//   denoiser VOCAB MASK TOP_K CACHE_TYPE                             (types are
+//   nvinfer1::DataType's numbers) layer KV_HEADS HEAD_SIZE (once a layer) profile T_MIN T_OPT T_MAX
+//   S_MIN S_OPT S_MAX R_MIN R_OPT R_MAX    (once a profile) rename PORT NAME (PORT then has that
+//   name alone)
+// and, to be a wrong one: "without PORT", "extra OUTPUT", "type PORT TYPE", "host PORT", "nan",
+// "chatty" (reports an error and goes on). $MOCK_TRT_VERSION is its version (default 10.14.1.48).
+// Calls fail where $MOCK_CUDA_FAIL says so.
 //
-// Stricter than TensorRT: an enqueue checks every address against the mock's device memory and the tensors against each other;
-// a context whose shapes are new cannot be captured; replaying a graph after its context changed or went is counted.
+// Stricter than TensorRT: an enqueue checks every address against the mock's device memory and the
+// tensors against each other; a context whose shapes are new cannot be captured; replaying a graph
+// after its context changed or went is counted.
 #include <NvInferRuntime.h>
 
 #include <cstdio>
@@ -46,7 +48,9 @@ struct Tensor {
   std::string role{};  // its name until it was renamed
 };
 
-size_t element_bytes(DataType type) { return type == DataType::kINT64 ? 8 : type == DataType::kHALF || type == DataType::kBF16 ? 2 : 4; }
+size_t element_bytes(DataType type) {
+  return type == DataType::kINT64 ? 8 : type == DataType::kHALF || type == DataType::kBF16 ? 2 : 4;
+}
 
 struct Plan {
   mock::Shape shape{};
@@ -79,11 +83,13 @@ struct Plan {
           if (known == old) known = name;
       } else if (word == "profile") {
         Range range{};
-        for (auto* const sizes : {range.tokens, range.cached, range.rows}) in >> sizes[0] >> sizes[1] >> sizes[2];
+        for (auto* const sizes : {range.tokens, range.cached, range.rows})
+          in >> sizes[0] >> sizes[1] >> sizes[2];
         profiles.push_back(range);
       } else if (word == "without" && in >> name) {
         for (size_t i = 0; i < tensors.size(); ++i)
-          if (tensors[i].first == name) tensors.erase(tensors.begin() + static_cast<std::ptrdiff_t>(i));
+          if (tensors[i].first == name)
+            tensors.erase(tensors.begin() + static_cast<std::ptrdiff_t>(i));
       } else if (word == "extra" && in >> name) {
         tensors.push_back({name, {false, DataType::kFLOAT, {1, kR}}});
       } else if (word == "type" && in >> name) {
@@ -147,7 +153,11 @@ Dims to_dims(const std::vector<int64_t>& dims, int64_t tokens, int64_t cached, i
   Dims out{};
   out.nbDims = static_cast<int32_t>(dims.size());
   for (size_t i = 0; i < dims.size(); ++i)
-    out.d[i] = i == 0 ? 1 : dims[i] == kT ? tokens : dims[i] == kS ? cached : dims[i] == kR ? rows : dims[i];
+    out.d[i] = i == 0          ? 1
+               : dims[i] == kT ? tokens
+               : dims[i] == kS ? cached
+               : dims[i] == kR ? rows
+                               : dims[i];
   return out;
 }
 
@@ -161,7 +171,8 @@ struct Generation {
 #define NOTHING(signature, value) \
   signature noexcept override { return value; }
 
-class MockContext final : public nvinfer1::IExecutionContext, public nvinfer1::apiv::VExecutionContext {
+class MockContext final : public nvinfer1::IExecutionContext,
+                          public nvinfer1::apiv::VExecutionContext {
  public:
   MockContext(const nvinfer1::ICudaEngine& engine, const Plan& plan, nvinfer1::ILogger& logger)
       : engine_(engine), plan_(plan), logger_(logger) {
@@ -186,49 +197,62 @@ class MockContext final : public nvinfer1::IExecutionContext, public nvinfer1::a
     std::vector<int64_t> given(dims.d, dims.d + dims.nbDims);
     const Dims low = shape_of(name, 0), high = shape_of(name, 2);
     for (int32_t i = 0; i < dims.nbDims; ++i)
-      if (dims.nbDims != low.nbDims || dims.d[i] < low.d[i] || dims.d[i] > high.d[i]) return refuse("the shape is outside the profile");
+      if (dims.nbDims != low.nbDims || dims.d[i] < low.d[i] || dims.d[i] > high.d[i])
+        return refuse("the shape is outside the profile");
     shapes_[name] = given;
     return change();
   }
 
   bool enqueueV3(cudaStream_t stream) noexcept override {
     if (mock::note("enqueueV3")) return refuse("the kernel is bad");
-    if (mock::is_capturing(stream) && !is_warm_) return refuse("shapes are new: enqueue once before capturing");
+    if (mock::is_capturing(stream) && !is_warm_)
+      return refuse("shapes are new: enqueue once before capturing");
     std::map<std::string, void*> data;
     std::map<CUdeviceptr, CUdeviceptr> ranges;
     for (const auto& [name, tensor] : plan_.tensors)
       if (tensor.is_input && shapes_.count(name) == 0) return refuse("no shape for " + name);
-    const int64_t tokens = given("input_ids")[1], cached = given("past_key.0")[2], rows = given("score_rows")[1];
+    const int64_t tokens = given("input_ids")[1], cached = given("past_key.0")[2],
+                  rows = given("score_rows")[1];
     if (given("position_ids")[1] != tokens) return refuse("ids and positions differ");
     for (const auto& [name, tensor] : plan_.tensors) {
       const Dims dims = to_dims(tensor.dims, tokens, cached, rows);
-      if (tensor.is_input && shapes_[name] != std::vector<int64_t>(dims.d, dims.d + dims.nbDims)) return refuse("another shape: " + name);
+      if (tensor.is_input && shapes_[name] != std::vector<int64_t>(dims.d, dims.d + dims.nbDims))
+        return refuse("another shape: " + name);
       size_t bytes = element_bytes(tensor.type);
       for (int32_t i = 0; i < dims.nbDims; ++i) bytes *= static_cast<size_t>(dims.d[i]);
       if (addresses_[name] == 0) return refuse("no address for " + name);
       data[tensor.role] = mock::view(addresses_[name], bytes);
       if (data[tensor.role] == nullptr) return refuse("outside device memory: " + name);
-      if (!ranges.emplace(addresses_[name], addresses_[name] + std::max<size_t>(bytes, 1)).second) return refuse("an address twice: " + name);
+      if (!ranges.emplace(addresses_[name], addresses_[name] + std::max<size_t>(bytes, 1)).second)
+        return refuse("an address twice: " + name);
     }
     if (working_bytes_ < kWorkingBytes[profile_]) return refuse("too little working memory");
     void* const working = mock::view(working_, working_bytes_);
-    if (working == nullptr || !ranges.emplace(working_, working_ + working_bytes_).second) return refuse("working memory is bad");
+    if (working == nullptr || !ranges.emplace(working_, working_ + working_bytes_).second)
+      return refuse("working memory is bad");
     for (auto one = ranges.begin(), next = std::next(one); next != ranges.end(); ++one, ++next)
       if (one->second > next->first) return refuse("tensors overlap");
     const bool is_captured = mock::is_capturing(stream);
-    mock::submit(stream, [=, plan = plan_, generation = generation_, number = generation_->number, bytes = working_bytes_]() mutable {
-      if (is_captured && (!generation->is_alive || generation->number != number)) mock::note("stale_graph");
+    mock::submit(stream, [=, plan = plan_, generation = generation_, number = generation_->number,
+                          bytes = working_bytes_]() mutable {
+      if (is_captured && (!generation->is_alive || generation->number != number))
+        mock::note("stale_graph");
       std::memset(working, 0xAB, bytes);
       mock::Pass pass{};
-      pass.tokens = static_cast<int32_t>(tokens), pass.cached = static_cast<int32_t>(cached), pass.rows = static_cast<int32_t>(rows);
-      pass.ids = static_cast<int64_t*>(data["input_ids"]), pass.positions = static_cast<int64_t*>(data["position_ids"]);
+      pass.tokens = static_cast<int32_t>(tokens), pass.cached = static_cast<int32_t>(cached),
+      pass.rows = static_cast<int32_t>(rows);
+      pass.ids = static_cast<int64_t*>(data["input_ids"]),
+      pass.positions = static_cast<int64_t*>(data["position_ids"]);
       pass.score_rows = static_cast<int64_t*>(data["score_rows"]);
-      pass.top_tokens = static_cast<int32_t*>(data["top_token"]), pass.top_probs = static_cast<float*>(data["top_prob"]);
-      pass.entropy = static_cast<float*>(data["entropy"]), pass.logits = static_cast<float*>(data["logits"]);
+      pass.top_tokens = static_cast<int32_t*>(data["top_token"]),
+      pass.top_probs = static_cast<float*>(data["top_prob"]);
+      pass.entropy = static_cast<float*>(data["entropy"]),
+      pass.logits = static_cast<float*>(data["logits"]);
       for (size_t i = 0; i < plan.shape.layers.size(); ++i)
         for (const char* const what : {"key.", "value."}) {
           pass.past.push_back(static_cast<uint8_t*>(data["past_" + (what + std::to_string(i))]));
-          pass.present.push_back(static_cast<uint8_t*>(data["present_" + (what + std::to_string(i))]));
+          pass.present.push_back(
+              static_cast<uint8_t*>(data["present_" + (what + std::to_string(i))]));
         }
       mock::denoise(plan.shape, pass);
       if (plan.is_nan) pass.top_probs[0] = __builtin_nanf("");
@@ -273,7 +297,8 @@ class MockContext final : public nvinfer1::IExecutionContext, public nvinfer1::a
   NOTHING(void setPersistentCacheLimit(size_t), )
   NOTHING(size_t getPersistentCacheLimit() const, 0)
   NOTHING(bool setNvtxVerbosity(nvinfer1::ProfilingVerbosity), false)
-  NOTHING(nvinfer1::ProfilingVerbosity getNvtxVerbosity() const, nvinfer1::ProfilingVerbosity::kNONE)
+  NOTHING(nvinfer1::ProfilingVerbosity getNvtxVerbosity() const,
+          nvinfer1::ProfilingVerbosity::kNONE)
   NOTHING(void setAuxStreams(cudaStream_t*, int32_t), )
   NOTHING(bool setDebugListener(nvinfer1::IDebugListener*), false)
   NOTHING(nvinfer1::IDebugListener* getDebugListener(), nullptr)
@@ -295,7 +320,9 @@ class MockContext final : public nvinfer1::IExecutionContext, public nvinfer1::a
     logger_.log(nvinfer1::ILogger::Severity::kERROR, reason.c_str());
     return false;
   }
-  const std::vector<int64_t>& given(const std::string& role) { return shapes_[plan_.name_of(role)]; }
+  const std::vector<int64_t>& given(const std::string& role) {
+    return shapes_[plan_.name_of(role)];
+  }
   Dims shape_of(const std::string& name, int32_t end) {
     const Plan::Range& range = plan_.profiles[static_cast<size_t>(profile_)];
     return to_dims(plan_.find(name)->dims, range.tokens[end], range.cached[end], range.rows[end]);
@@ -315,36 +342,52 @@ class MockContext final : public nvinfer1::IExecutionContext, public nvinfer1::a
 
 class MockEngine final : public nvinfer1::ICudaEngine, public nvinfer1::apiv::VCudaEngine {
  public:
-  MockEngine(Plan plan, nvinfer1::ILogger& logger) : plan_(std::move(plan)), logger_(logger) { mImpl = this; }
+  MockEngine(Plan plan, nvinfer1::ILogger& logger) : plan_(std::move(plan)), logger_(logger) {
+    mImpl = this;
+  }
 
-  nvinfer1::IExecutionContext* createExecutionContext(nvinfer1::ExecutionContextAllocationStrategy strategy) noexcept override {
+  nvinfer1::IExecutionContext* createExecutionContext(
+      nvinfer1::ExecutionContextAllocationStrategy strategy) noexcept override {
     if (mock::note("createExecutionContext")) return nullptr;
     const bool is_ours = strategy == nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED;
     return is_ours ? new MockContext(*this, plan_, logger_) : nullptr;
   }
-  int32_t getNbOptimizationProfiles() const noexcept override { return static_cast<int32_t>(plan_.profiles.size()); }
-  int32_t getNbIOTensors() const noexcept override { return static_cast<int32_t>(plan_.tensors.size()); }
-  const char* getIOTensorName(int32_t index) const noexcept override { return plan_.tensors[static_cast<size_t>(index)].first.c_str(); }
+  int32_t getNbOptimizationProfiles() const noexcept override {
+    return static_cast<int32_t>(plan_.profiles.size());
+  }
+  int32_t getNbIOTensors() const noexcept override {
+    return static_cast<int32_t>(plan_.tensors.size());
+  }
+  const char* getIOTensorName(int32_t index) const noexcept override {
+    return plan_.tensors[static_cast<size_t>(index)].first.c_str();
+  }
   Dims getTensorShape(const char* name) const noexcept override {
     Dims dims{};
     const Tensor& tensor = find(name);
     dims.nbDims = static_cast<int32_t>(tensor.dims.size());
-    for (size_t i = 0; i < tensor.dims.size(); ++i) dims.d[i] = std::max<int64_t>(tensor.dims[i], -1);
+    for (size_t i = 0; i < tensor.dims.size(); ++i)
+      dims.d[i] = std::max<int64_t>(tensor.dims[i], -1);
     return dims;
   }
   DataType getTensorDataType(const char* name) const noexcept override { return find(name).type; }
   nvinfer1::TensorLocation getTensorLocation(const char* name) const noexcept override {
-    return find(name).is_on_host ? nvinfer1::TensorLocation::kHOST : nvinfer1::TensorLocation::kDEVICE;
+    return find(name).is_on_host ? nvinfer1::TensorLocation::kHOST
+                                 : nvinfer1::TensorLocation::kDEVICE;
   }
   TensorIOMode getTensorIOMode(const char* name) const noexcept override {
     return find(name).is_input ? TensorIOMode::kINPUT : TensorIOMode::kOUTPUT;
   }
-  Dims getProfileShape(const char* name, int32_t index, OptProfileSelector select) const noexcept override {
+  Dims getProfileShape(const char* name, int32_t index,
+                       OptProfileSelector select) const noexcept override {
     const Plan::Range& range = plan_.profiles[static_cast<size_t>(index)];
-    const int end = select == OptProfileSelector::kMIN ? 0 : select == OptProfileSelector::kOPT ? 1 : 2;
+    const int end = select == OptProfileSelector::kMIN   ? 0
+                    : select == OptProfileSelector::kOPT ? 1
+                                                         : 2;
     return to_dims(find(name).dims, range.tokens[end], range.cached[end], range.rows[end]);
   }
-  int64_t getDeviceMemorySizeForProfileV2(int32_t index) const noexcept override { return static_cast<int64_t>(kWorkingBytes[index]); }
+  int64_t getDeviceMemorySizeForProfileV2(int32_t index) const noexcept override {
+    return static_cast<int64_t>(kWorkingBytes[index]);
+  }
 
   NOTHING(nvinfer1::ICudaEngine* getPImpl(), this)
   NOTHING(int32_t getNbLayers() const, 0)
@@ -353,29 +396,35 @@ class MockEngine final : public nvinfer1::ICudaEngine, public nvinfer1::apiv::VC
   NOTHING(size_t getDeviceMemorySize() const, 0)
   NOTHING(bool isRefittable() const, false)
   NOTHING(const char* getName() const, "")
-  NOTHING(const int32_t* getProfileTensorValues(const char*, int32_t, OptProfileSelector) const, nullptr)
-  NOTHING(nvinfer1::EngineCapability getEngineCapability() const, nvinfer1::EngineCapability::kSTANDARD)
+  NOTHING(const int32_t* getProfileTensorValues(const char*, int32_t, OptProfileSelector) const,
+          nullptr)
+  NOTHING(nvinfer1::EngineCapability getEngineCapability() const,
+          nvinfer1::EngineCapability::kSTANDARD)
   NOTHING(void setErrorRecorder(nvinfer1::IErrorRecorder*), )
   NOTHING(nvinfer1::IErrorRecorder* getErrorRecorder() const, nullptr)
   NOTHING(bool hasImplicitBatchDimension() const, false)
   NOTHING(nvinfer1::TacticSources getTacticSources() const, 0)
-  NOTHING(nvinfer1::ProfilingVerbosity getProfilingVerbosity() const, nvinfer1::ProfilingVerbosity::kNONE)
+  NOTHING(nvinfer1::ProfilingVerbosity getProfilingVerbosity() const,
+          nvinfer1::ProfilingVerbosity::kNONE)
   NOTHING(nvinfer1::IEngineInspector* createEngineInspector() const, nullptr)
   NOTHING(bool isShapeInferenceIO(const char*) const, false)
   NOTHING(int32_t getTensorBytesPerComponent(const char*) const, 0)
   NOTHING(int32_t getTensorComponentsPerElement(const char*) const, 0)
-  NOTHING(nvinfer1::TensorFormat getTensorFormat(const char*) const, nvinfer1::TensorFormat::kLINEAR)
+  NOTHING(nvinfer1::TensorFormat getTensorFormat(const char*) const,
+          nvinfer1::TensorFormat::kLINEAR)
   NOTHING(const char* getTensorFormatDesc(const char*) const, "")
   NOTHING(int32_t getTensorVectorizedDim(const char*) const, -1)
   NOTHING(nvinfer1::HardwareCompatibilityLevel getHardwareCompatibilityLevel() const, {})
   NOTHING(int32_t getNbAuxStreams() const, 0)
   NOTHING(int32_t getTensorBytesPerComponentV2(const char*, int32_t) const, 0)
   NOTHING(int32_t getTensorComponentsPerElementV2(const char*, int32_t) const, 0)
-  NOTHING(nvinfer1::TensorFormat getTensorFormatV2(const char*, int32_t) const, nvinfer1::TensorFormat::kLINEAR)
+  NOTHING(nvinfer1::TensorFormat getTensorFormatV2(const char*, int32_t) const,
+          nvinfer1::TensorFormat::kLINEAR)
   NOTHING(const char* getTensorFormatDescV2(const char*, int32_t) const, "")
   NOTHING(int32_t getTensorVectorizedDimV2(const char*, int32_t) const, -1)
   NOTHING(nvinfer1::ISerializationConfig* createSerializationConfig(), nullptr)
-  NOTHING(nvinfer1::IHostMemory* serializeWithConfig(nvinfer1::ISerializationConfig&) const, nullptr)
+  NOTHING(nvinfer1::IHostMemory* serializeWithConfig(nvinfer1::ISerializationConfig&) const,
+          nullptr)
   NOTHING(size_t getDeviceMemorySizeForProfile(int32_t) const, 0)
   NOTHING(nvinfer1::IRefitter* createRefitter(nvinfer1::ILogger&), nullptr)
   NOTHING(bool setWeightStreamingBudget(int64_t), false)
@@ -388,8 +437,11 @@ class MockEngine final : public nvinfer1::ICudaEngine, public nvinfer1::apiv::VC
   NOTHING(int64_t getWeightStreamingAutomaticBudget() const, 0)
   NOTHING(int64_t getWeightStreamingScratchMemorySize() const, 0)
   NOTHING(int64_t getDeviceMemorySizeV2() const, 0)
-  NOTHING(const int64_t* getProfileTensorValuesV2(const char*, int32_t, OptProfileSelector) const, nullptr)
-  NOTHING(nvinfer1::IExecutionContext* createExecutionContextWithRuntimeConfig(nvinfer1::IRuntimeConfig*), nullptr)
+  NOTHING(const int64_t* getProfileTensorValuesV2(const char*, int32_t, OptProfileSelector) const,
+          nullptr)
+  NOTHING(nvinfer1::IExecutionContext* createExecutionContextWithRuntimeConfig(
+              nvinfer1::IRuntimeConfig*),
+          nullptr)
   NOTHING(nvinfer1::IRuntimeConfig* createRuntimeConfig(), nullptr)
   NOTHING(int64_t getEngineStat(nvinfer1::EngineStat) const, 0)
 
@@ -404,11 +456,14 @@ class MockRuntime final : public nvinfer1::IRuntime, public nvinfer1::apiv::VRun
  public:
   explicit MockRuntime(nvinfer1::ILogger& logger) : logger_(logger) { mImpl = this; }
 
-  nvinfer1::ICudaEngine* deserializeCudaEngine(const void* blob, std::size_t size) noexcept override {
+  nvinfer1::ICudaEngine* deserializeCudaEngine(const void* blob,
+                                               std::size_t size) noexcept override {
     Plan plan;
-    if (!mock::note("deserializeCudaEngine") && plan.read(std::string(static_cast<const char*>(blob), size)))
+    if (!mock::note("deserializeCudaEngine") &&
+        plan.read(std::string(static_cast<const char*>(blob), size)))
       return new MockEngine(std::move(plan), logger_);
-    logger_.log(nvinfer1::ILogger::Severity::kERROR, "the plan's magic tag does not match\nsecond line");
+    logger_.log(nvinfer1::ILogger::Severity::kERROR,
+                "the plan's magic tag does not match\nsecond line");
     logger_.log(nvinfer1::ILogger::Severity::kERROR, "and what follows from it");
     return nullptr;
   }
@@ -443,7 +498,8 @@ class MockRuntime final : public nvinfer1::IRuntime, public nvinfer1::apiv::VRun
 int32_t version(int place) {
   const char* const given = std::getenv("MOCK_TRT_VERSION");
   int32_t numbers[4] = {};
-  std::sscanf(given != nullptr ? given : "10.14.1.48", "%d.%d.%d.%d", &numbers[0], &numbers[1], &numbers[2], &numbers[3]);
+  std::sscanf(given != nullptr ? given : "10.14.1.48", "%d.%d.%d.%d", &numbers[0], &numbers[1],
+              &numbers[2], &numbers[3]);
   return numbers[place];
 }
 
@@ -458,7 +514,8 @@ int32_t getInferLibBuildVersion() noexcept { return version(3); }
 
 void* createInferRuntime_INTERNAL(void* logger, int32_t) noexcept {
   if (mock::note("createInferRuntime")) return nullptr;
-  return static_cast<nvinfer1::IRuntime*>(new MockRuntime(*static_cast<nvinfer1::ILogger*>(logger)));
+  return static_cast<nvinfer1::IRuntime*>(
+      new MockRuntime(*static_cast<nvinfer1::ILogger*>(logger)));
 }
 
 }  // extern "C"

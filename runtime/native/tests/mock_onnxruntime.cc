@@ -1,19 +1,21 @@
-// Stands for libonnxruntime with providers for GPUs: the slots of OrtApi that the engine calls, with a denoiser of arithmetic
-// (mock_denoiser.h) behind them, which a GPU's provider computes on the "device" memory of mock_cuda, that the host cannot read.
+// Stands for libonnxruntime with providers for GPUs: the slots of OrtApi that the engine calls,
+// with a denoiser of arithmetic (mock_denoiser.h) behind them, which a GPU's provider computes on
+// the "device" memory of mock_cuda, that the host cannot read.
 //
 // Its "graph" is text:
 //   mock-graph
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE      (types are ONNXTensorElementDataType's numbers)
 //   layer KV_HEADS HEAD_SIZE                  (once a layer)
-//   node NAME OPERATOR [PROVIDER ...]         (DOMAIN:OPERATOR of another domain; the CPU runs all of them)
+//   node NAME OPERATOR [PROVIDER ...]         (DOMAIN:OPERATOR of another domain; the CPU runs all
+//   of them)
 // and, to be a wrong one: "nan".
 //
-// $MOCK_ORT_VERSION is its version (default 1.31.1), $MOCK_ORT_PROVIDERS what it was built with (default: TensorRT, CUDA, CPU),
-// $MOCK_ORT_LIBRARIES what a provider cannot load, $MOCK_ORT_FULL the call that finds the device full ("Run:2"). Calls fail where
-// $MOCK_CUDA_FAIL says so.
+// $MOCK_ORT_VERSION is its version (default 1.31.1), $MOCK_ORT_PROVIDERS what it was built with
+// (default: TensorRT, CUDA, CPU), $MOCK_ORT_LIBRARIES what a provider cannot load, $MOCK_ORT_FULL
+// the call that finds the device full ("Run:2"). Calls fail where $MOCK_CUDA_FAIL says so.
 //
-// Stricter than ONNX Runtime: keys and values have to be on the provider's device and whole, all else in host memory; what is
-// still waiting on a stream of ours when a pass starts was not done.
+// Stricter than ONNX Runtime: keys and values have to be on the provider's device and whole, all
+// else in host memory; what is still waiting on a stream of ours when a pass starts was not done.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -26,9 +28,9 @@
 #include <utility>
 #include <vector>
 
+#include "engines/onnxruntime/ort_api.h"
 #include "mock_cuda.h"
 #include "mock_denoiser.h"
-#include "ort_api.h"
 
 using namespace dlm;
 
@@ -97,18 +99,24 @@ std::string variable(const char* name, const char* fallback) {
   return value != nullptr ? value : fallback;
 }
 
-OrtStatus* refuse(const std::string& message, int code = kFail) { return new OrtStatus{code, message}; }
+OrtStatus* refuse(const std::string& message, int code = kFail) {
+  return new OrtStatus{code, message};
+}
 
 // Counts the call; a status if it is to fail, or to find the device full.
 OrtStatus* noted(const std::string& call) {
   static std::map<std::string, int> made;  // the driver's threads are told to fail one at a time
   const bool is_failing = mock::note(call);
   if (variable("MOCK_ORT_FULL", "") == call + ":" + std::to_string(++made[call]))
-    return refuse("/onnxruntime_src/bfc_arena.cc:376 void* AllocateRawInternal() Failed to allocate memory for requested buffer of size 99");
+    return refuse(
+        "/onnxruntime_src/bfc_arena.cc:376 void* AllocateRawInternal() Failed to allocate memory "
+        "for requested buffer of size 99");
   return is_failing ? refuse("the kernel is bad\nsecond line") : nullptr;
 }
 
-size_t element_bytes(int type) { return type == kInt64 ? 8 : type == kFloat || type == kInt32 ? 4 : 2; }
+size_t element_bytes(int type) {
+  return type == kInt64 ? 8 : type == kFloat || type == kInt32 ? 4 : 2;
+}
 
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> parts;
@@ -117,7 +125,8 @@ std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
-OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options, OrtSession* session) {
+OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
+                      OrtSession* session) {
   std::FILE* const file = std::fopen(path.c_str(), "r");
   if (file == nullptr) return refuse("no such file", ort::kNoSuchFile);
   std::string text(1 << 20, '\0');
@@ -125,16 +134,19 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
   std::fclose(file);
   std::istringstream in(text);
   std::string line, word;
-  if (!std::getline(in, line) || line != "mock-graph") return refuse("Protobuf parsing failed.", ort::kInvalidProtobuf);
+  if (!std::getline(in, line) || line != "mock-graph")
+    return refuse("Protobuf parsing failed.", ort::kInvalidProtobuf);
   while (std::getline(in, line)) {
     std::istringstream words(line);
     words >> word;
     if (word == "denoiser") {
-      words >> session->shape.vocab >> session->shape.mask >> session->shape.top_k >> session->cache_type;
+      words >> session->shape.vocab >> session->shape.mask >> session->shape.top_k >>
+          session->cache_type;
     } else if (word == "layer") {
       int32_t kv_heads = 0, head_size = 0;
       words >> kv_heads >> head_size;
-      session->shape.layers.push_back({kv_heads, head_size * static_cast<int32_t>(element_bytes(session->cache_type))});
+      session->shape.layers.push_back(
+          {kv_heads, head_size * static_cast<int32_t>(element_bytes(session->cache_type))});
     } else if (word == "nan") {
       session->is_nan = true;
     } else if (word == "node") {
@@ -148,7 +160,8 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
       if (part.provider.empty()) part.provider = kCpu;
       const size_t colon = op.find(':');
       part.nodes.push_back(colon == std::string::npos ? OrtEpAssignedNode{name, "", op}
-                                                      : OrtEpAssignedNode{name, op.substr(0, colon), op.substr(colon + 1)});
+                                                      : OrtEpAssignedNode{name, op.substr(0, colon),
+                                                                          op.substr(colon + 1)});
       session->placement.push_back(std::move(part));
     }
   }
@@ -156,17 +169,21 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
     ports.push_back({name, {{type, std::move(dims)}}});
   };
   auto &inputs = session->inputs, &outputs = session->outputs;
-  for (const char* const name : {"input_ids", "position_ids", "score_rows"}) port(inputs, name, kInt64, {kAny, kAny});
+  for (const char* const name : {"input_ids", "position_ids", "score_rows"})
+    port(inputs, name, kInt64, {kAny, kAny});
   port(outputs, "top_token", kInt32, {kAny, kAny, session->shape.top_k});
   port(outputs, "top_prob", kFloat, {kAny, kAny, session->shape.top_k});
   port(outputs, "entropy", kFloat, {kAny, kAny});
   port(outputs, "logits", kFloat, {kAny, kAny, session->shape.vocab});
   for (size_t i = 0; i < session->shape.layers.size(); ++i) {
     const mock::Layer& layer = session->shape.layers[i];
-    const int64_t head_size = layer.row_bytes / static_cast<int64_t>(element_bytes(session->cache_type));
+    const int64_t head_size =
+        layer.row_bytes / static_cast<int64_t>(element_bytes(session->cache_type));
     for (const char* const what : {"key.", "value."}) {
-      port(inputs, "past_" + (what + std::to_string(i)), session->cache_type, {kAny, layer.kv_heads, kAny, head_size});
-      port(outputs, "present_" + (what + std::to_string(i)), session->cache_type, {kAny, layer.kv_heads, kAny, head_size});
+      port(inputs, "past_" + (what + std::to_string(i)), session->cache_type,
+           {kAny, layer.kv_heads, kAny, head_size});
+      port(outputs, "present_" + (what + std::to_string(i)), session->cache_type,
+           {kAny, layer.kv_heads, kAny, head_size});
     }
   }
   for (OrtEpAssignedSubgraph& part : session->placement) {
@@ -176,7 +193,8 @@ OrtStatus* read_graph(const std::string& path, const OrtSessionOptions& options,
   return nullptr;
 }
 
-OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptions* options, OrtSession** out) {
+OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptions* options,
+                          OrtSession** out) {
   if (OrtStatus* const failure = noted("CreateSession")) return failure;
   auto session = std::make_unique<OrtSession>();
   const auto is_set = [&](const char* key) {
@@ -190,33 +208,42 @@ OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptio
   if (is_set("session.disable_cpu_ep_fallback"))
     for (const OrtEpAssignedSubgraph& part : session->placement)
       if (part.provider == kCpu)
-        return refuse("This session contains graph nodes that are assigned to the default CPU EP, but fallback to CPU EP has been "
-                      "explicitly disabled by the user.");
+        return refuse(
+            "This session contains graph nodes that are assigned to the default CPU EP, but "
+            "fallback to CPU EP has been "
+            "explicitly disabled by the user.");
   *out = session.release();
   return nullptr;
 }
 
-// A value's bytes as the provider sees them; nullptr and a count if they are not where they have to be.
+// A value's bytes as the provider sees them; nullptr and a count if they are not where they have to
+// be.
 void* view(const OrtSession& session, const OrtValue& value, bool is_cache) {
   const bool on_device = is_cache && session.provider != kCpu;
-  const bool is_there = on_device ? value.where.name == "Cuda" && value.where.device == session.device : value.where.name == "Cpu";
+  const bool is_there = on_device
+                            ? value.where.name == "Cuda" && value.where.device == session.device
+                            : value.where.name == "Cpu";
   if (!is_there) {
     mock::note("bad_access");
     return nullptr;
   }
   if (!on_device) return value.data;
   static unsigned char nothing;
-  return value.bytes == 0 ? &nothing : mock::view(reinterpret_cast<CUdeviceptr>(value.data), value.bytes);
+  return value.bytes == 0 ? &nothing
+                          : mock::view(reinterpret_cast<CUdeviceptr>(value.data), value.bytes);
 }
 
-OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* input_names, const OrtValue* const* inputs,
-               size_t input_count, const char* const* output_names, size_t output_count, OrtValue** outputs) {
+OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* input_names,
+               const OrtValue* const* inputs, size_t input_count, const char* const* output_names,
+               size_t output_count, OrtValue** outputs) {
   if (OrtStatus* const failure = noted("Run")) return failure;
   std::map<std::string, const OrtValue*> values;
   for (size_t i = 0; i < input_count; ++i) values[input_names[i]] = inputs[i];
-  if (values.size() != session->inputs.size()) return refuse("an input is missing", ort::kInvalidArgument);
+  if (values.size() != session->inputs.size())
+    return refuse("an input is missing", ort::kInvalidArgument);
   const auto size = [&](const char* name, size_t dim) { return values[name]->shape[dim]; };
-  const int64_t batch = size("input_ids", 0), tokens = size("input_ids", 1), cached = size("past_key.0", 2);
+  const int64_t batch = size("input_ids", 0), tokens = size("input_ids", 1),
+                cached = size("past_key.0", 2);
   const int64_t rows = size("score_rows", 1);
   for (size_t i = 0; i < output_count; ++i) values[output_names[i]] = outputs[i];
   std::map<std::string, uint8_t*> data;
@@ -236,7 +263,8 @@ OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* inp
   const mock::Shape& shape = session->shape;
   for (int64_t request = 0; request < batch; ++request) {
     mock::Pass pass{};
-    pass.tokens = static_cast<int32_t>(tokens), pass.cached = static_cast<int32_t>(cached), pass.rows = static_cast<int32_t>(rows);
+    pass.tokens = static_cast<int32_t>(tokens), pass.cached = static_cast<int32_t>(cached),
+    pass.rows = static_cast<int32_t>(rows);
     pass.ids = reinterpret_cast<int64_t*>(at("input_ids", request * tokens * 8));
     pass.positions = reinterpret_cast<int64_t*>(at("position_ids", request * tokens * 8));
     pass.score_rows = reinterpret_cast<int64_t*>(at("score_rows", request * rows * 8));
@@ -249,7 +277,8 @@ OrtStatus* run(OrtSession* session, const OrtRunOptions*, const char* const* inp
         const std::string number = what + std::to_string(i);
         pass.past.push_back(at("past_" + number, request * shape.layers[i].bytes(pass.cached)));
         if (data.count("present_" + number) != 0)
-          pass.present.push_back(at("present_" + number, request * shape.layers[i].bytes(pass.tokens)));
+          pass.present.push_back(
+              at("present_" + number, request * shape.layers[i].bytes(pass.tokens)));
       }
     mock::denoise(shape, pass);
     if (session->is_nan) pass.top_probs[0] = __builtin_nanf("");
@@ -268,11 +297,15 @@ void put(typename Entry::Pointer function) {
 }
 
 template <class Options>
-OrtStatus* update(Options* options, const char* const* keys, const char* const* values, size_t count) {
+OrtStatus* update(Options* options, const char* const* keys, const char* const* values,
+                  size_t count) {
   const std::string missing = variable("MOCK_ORT_LIBRARIES", "");
   if (!missing.empty())
-    return refuse("/onnxruntime_src/provider_bridge_ort.cc:2043 Get() [ONNXRuntimeError] : 1 : FAIL : Failed to load library "
-                  "libonnxruntime_providers_cuda.so with error: " + missing + "\nsecond line");
+    return refuse(
+        "/onnxruntime_src/provider_bridge_ort.cc:2043 Get() [ONNXRuntimeError] : 1 : FAIL : Failed "
+        "to load library "
+        "libonnxruntime_providers_cuda.so with error: " +
+        missing + "\nsecond line");
   for (size_t i = 0; i < count; ++i) options->given[keys[i]] = values[i];
   return nullptr;
 }
@@ -285,17 +318,20 @@ OrtStatus* append(OrtSessionOptions* options, const Options* given, const char* 
   return nullptr;
 }
 
-OrtStatus* ports_count(const std::vector<std::pair<std::string, OrtTypeInfo>>& ports, size_t* count) {
+OrtStatus* ports_count(const std::vector<std::pair<std::string, OrtTypeInfo>>& ports,
+                       size_t* count) {
   *count = ports.size();
   return nullptr;
 }
 
-OrtStatus* port_name(const std::vector<std::pair<std::string, OrtTypeInfo>>& ports, size_t index, char** name) {
+OrtStatus* port_name(const std::vector<std::pair<std::string, OrtTypeInfo>>& ports, size_t index,
+                     char** name) {
   *name = strdup(ports[index].first.c_str());
   return nullptr;
 }
 
-OrtStatus* port_type(const std::vector<std::pair<std::string, OrtTypeInfo>>& ports, size_t index, OrtTypeInfo** type) {
+OrtStatus* port_type(const std::vector<std::pair<std::string, OrtTypeInfo>>& ports, size_t index,
+                     OrtTypeInfo** type) {
   *type = new OrtTypeInfo(ports[index].second);
   return nullptr;
 }
@@ -305,21 +341,30 @@ void fill_table() {
   put<CreateStatus>([](int code, const char* message) { return refuse(message, code); });
   put<GetErrorCode>([](const OrtStatus* status) { return status->code; });
   put<GetErrorMessage>([](const OrtStatus* status) { return status->message.c_str(); });
-  put<CreateEnv>([](int, const char*, OrtEnv** out) { return *out = new OrtEnv, static_cast<OrtStatus*>(nullptr); });
+  put<CreateEnv>([](int, const char*, OrtEnv** out) {
+    return *out = new OrtEnv, static_cast<OrtStatus*>(nullptr);
+  });
   put<CreateSession>(create_session);
   put<Run>(run);
-  put<CreateSessionOptions>([](OrtSessionOptions** out) { return *out = new OrtSessionOptions, static_cast<OrtStatus*>(nullptr); });
+  put<CreateSessionOptions>([](OrtSessionOptions** out) {
+    return *out = new OrtSessionOptions, static_cast<OrtStatus*>(nullptr);
+  });
   const auto ignore = [](OrtSessionOptions*, int) -> OrtStatus* { return nullptr; };
-  put<SetSessionExecutionMode>(ignore), put<SetSessionLogSeverityLevel>(ignore), put<SetSessionGraphOptimizationLevel>(ignore);
+  put<SetSessionExecutionMode>(ignore), put<SetSessionLogSeverityLevel>(ignore),
+      put<SetSessionGraphOptimizationLevel>(ignore);
   put<SetIntraOpNumThreads>(ignore), put<SetInterOpNumThreads>(ignore);
   put<DisableMemPattern>([](OrtSessionOptions*) -> OrtStatus* { return nullptr; });
   put<CreateCustomOpDomain>([](const char*, OrtCustomOpDomain** out) {
     return *out = new OrtCustomOpDomain, static_cast<OrtStatus*>(nullptr);
   });
   put<CustomOpDomainAdd>([](OrtCustomOpDomain*, const CustomOp*) -> OrtStatus* { return nullptr; });
-  put<AddCustomOpDomain>([](OrtSessionOptions*, OrtCustomOpDomain*) { return noted("AddCustomOpDomain"); });
-  put<SessionGetInputCount>([](const OrtSession* session, size_t* count) { return ports_count(session->inputs, count); });
-  put<SessionGetOutputCount>([](const OrtSession* session, size_t* count) { return ports_count(session->outputs, count); });
+  put<AddCustomOpDomain>(
+      [](OrtSessionOptions*, OrtCustomOpDomain*) { return noted("AddCustomOpDomain"); });
+  put<SessionGetInputCount>(
+      [](const OrtSession* session, size_t* count) { return ports_count(session->inputs, count); });
+  put<SessionGetOutputCount>([](const OrtSession* session, size_t* count) {
+    return ports_count(session->outputs, count);
+  });
   put<SessionGetInputName>([](const OrtSession* session, size_t i, OrtAllocator*, char** name) {
     return port_name(session->inputs, i, name);
   });
@@ -332,15 +377,17 @@ void fill_table() {
   put<SessionGetOutputTypeInfo>([](const OrtSession* session, size_t i, OrtTypeInfo** type) {
     return port_type(session->outputs, i, type);
   });
-  put<CreateTensorWithDataAsOrtValue>([](const OrtMemoryInfo* where, void* data, size_t bytes, const int64_t* shape, size_t rank,
-                                         int type, OrtValue** out) -> OrtStatus* {
+  put<CreateTensorWithDataAsOrtValue>([](const OrtMemoryInfo* where, void* data, size_t bytes,
+                                         const int64_t* shape, size_t rank, int type,
+                                         OrtValue** out) -> OrtStatus* {
     *out = new OrtValue{*where, data, bytes, type, std::vector<int64_t>(shape, shape + rank)};
     return nullptr;
   });
-  put<CastTypeInfoToTensorInfo>([](const OrtTypeInfo* info, const OrtTensorTypeAndShapeInfo** out) -> OrtStatus* {
-    *out = &info->tensor;
-    return nullptr;
-  });
+  put<CastTypeInfoToTensorInfo>(
+      [](const OrtTypeInfo* info, const OrtTensorTypeAndShapeInfo** out) -> OrtStatus* {
+        *out = &info->tensor;
+        return nullptr;
+      });
   put<GetTensorElementType>([](const OrtTensorTypeAndShapeInfo* info, int* type) -> OrtStatus* {
     *type = info->type;
     return nullptr;
@@ -349,14 +396,16 @@ void fill_table() {
     *rank = info->dims.size();
     return nullptr;
   });
-  put<GetDimensions>([](const OrtTensorTypeAndShapeInfo* info, int64_t* dims, size_t rank) -> OrtStatus* {
-    std::copy_n(info->dims.begin(), rank, dims);
-    return nullptr;
-  });
-  put<CreateMemoryInfo>([](const char* name, int, int device, int, OrtMemoryInfo** out) -> OrtStatus* {
-    *out = new OrtMemoryInfo{name, device};
-    return nullptr;
-  });
+  put<GetDimensions>(
+      [](const OrtTensorTypeAndShapeInfo* info, int64_t* dims, size_t rank) -> OrtStatus* {
+        std::copy_n(info->dims.begin(), rank, dims);
+        return nullptr;
+      });
+  put<CreateMemoryInfo>(
+      [](const char* name, int, int device, int, OrtMemoryInfo** out) -> OrtStatus* {
+        *out = new OrtMemoryInfo{name, device};
+        return nullptr;
+      });
   put<CreateCpuMemoryInfo>([](int, int, OrtMemoryInfo** out) -> OrtStatus* {
     *out = new OrtMemoryInfo{"Cpu", 0};
     return nullptr;
@@ -378,7 +427,9 @@ void fill_table() {
   put<ReleaseSessionOptions>([](OrtSessionOptions* one) { delete one; });
   put<ReleaseCustomOpDomain>([](OrtCustomOpDomain* one) { delete one; });
   put<GetAvailableProviders>([](char*** names, int* count) -> OrtStatus* {
-    const auto all = split(variable("MOCK_ORT_PROVIDERS", "TensorrtExecutionProvider,CUDAExecutionProvider,CPUExecutionProvider"));
+    const auto all =
+        split(variable("MOCK_ORT_PROVIDERS",
+                       "TensorrtExecutionProvider,CUDAExecutionProvider,CPUExecutionProvider"));
     *names = new char*[all.size()];
     for (size_t i = 0; i < all.size(); ++i) (*names)[i] = strdup(all[i].c_str());
     *count = static_cast<int>(all.size());
@@ -389,10 +440,11 @@ void fill_table() {
     delete[] names;
     return nullptr;
   });
-  put<AddSessionConfigEntry>([](OrtSessionOptions* options, const char* key, const char* value) -> OrtStatus* {
-    options->entries[key] = value;
-    return nullptr;
-  });
+  put<AddSessionConfigEntry>(
+      [](OrtSessionOptions* options, const char* key, const char* value) -> OrtStatus* {
+        options->entries[key] = value;
+        return nullptr;
+      });
   put<CreateCudaProviderOptions>([](OrtCUDAProviderOptionsV2** out) -> OrtStatus* {
     *out = new OrtCUDAProviderOptionsV2;
     return nullptr;
@@ -407,18 +459,21 @@ void fill_table() {
     return nullptr;
   });
   put<UpdateTensorRtProviderOptions>(update<OrtTensorRTProviderOptionsV2>);
-  put<AppendTensorRtProvider>([](OrtSessionOptions* options, const OrtTensorRTProviderOptionsV2* given) {
-    return append(options, given, "TensorrtExecutionProvider");
-  });
+  put<AppendTensorRtProvider>(
+      [](OrtSessionOptions* options, const OrtTensorRTProviderOptionsV2* given) {
+        return append(options, given, "TensorrtExecutionProvider");
+      });
   put<ReleaseTensorRtProviderOptions>([](OrtTensorRTProviderOptionsV2* one) { delete one; });
-  put<AppendProvider>([](OrtSessionOptions* options, const char* name, const char* const* keys, const char* const* values,
-                         size_t count) -> OrtStatus* {
-    if (std::string(name) != "NvTensorRtRtx") return refuse("Unknown provider name.", kInvalidArgument);
+  put<AppendProvider>([](OrtSessionOptions* options, const char* name, const char* const* keys,
+                         const char* const* values, size_t count) -> OrtStatus* {
+    if (std::string(name) != "NvTensorRtRtx")
+      return refuse("Unknown provider name.", kInvalidArgument);
     OrtCUDAProviderOptionsV2 given;
     if (OrtStatus* const failure = update(&given, keys, values, count)) return failure;
     return append(options, &given, "NvTensorRTRTXExecutionProvider");
   });
-  put<GetPlacement>([](const OrtSession* session, const OrtEpAssignedSubgraph* const** parts, size_t* count) -> OrtStatus* {
+  put<GetPlacement>([](const OrtSession* session, const OrtEpAssignedSubgraph* const** parts,
+                       size_t* count) -> OrtStatus* {
     if (!session->is_recorded) return refuse("placement was not recorded");
     *parts = session->pointers.data(), *count = session->pointers.size();
     return nullptr;
@@ -427,7 +482,8 @@ void fill_table() {
     *out = part->provider.c_str();
     return nullptr;
   });
-  put<PlacementGetNodes>([](const OrtEpAssignedSubgraph* part, const OrtEpAssignedNode* const** nodes, size_t* count) -> OrtStatus* {
+  put<PlacementGetNodes>([](const OrtEpAssignedSubgraph* part,
+                            const OrtEpAssignedNode* const** nodes, size_t* count) -> OrtStatus* {
     *nodes = part->pointers.data(), *count = part->pointers.size();
     return nullptr;
   });

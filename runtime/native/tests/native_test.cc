@@ -1,8 +1,8 @@
-// Tests of the parts of the native runtime that stand alone: the JSON reader, SHA-256, the callback engine and the contexts in
-// host memory, requests, the decisions of the TensorRT engine.
+// Tests of the parts of the native runtime that stand alone: the JSON reader, SHA-256, the callback
+// engine and the contexts in host memory, requests, the decisions of the TensorRT engine.
 //
-// The core's classes are hidden in the library, so this program is compiled together with their sources. Prints
-// "N passed, N failed"; the exit status is 1 if one failed.
+// The core's classes are hidden in the library, so this program is compiled together with their
+// sources. Prints "N passed, N failed"; the exit status is 1 if one failed.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -14,13 +14,13 @@
 #include <utility>
 #include <vector>
 
-#include "engine.h"
-#include "device_cache.h"
-#include "error.h"
-#include "json.h"
-#include "loop.h"
-#include "sha256.h"
-#include "trt_plan.h"
+#include "base/error.h"
+#include "base/json.h"
+#include "base/sha256.h"
+#include "decode/loop.h"
+#include "engines/cuda/device_cache.h"
+#include "engines/engine.h"
+#include "engines/tensorrt/tensorrt_profiles.h"
 
 namespace {
 
@@ -33,11 +33,13 @@ struct Tally {
 };
 
 #define CHECK(condition) tally.note((condition), __FILE__, __LINE__, #condition)
-// That code throws Error(status) with a message that is exactly `message`, or contains it where it starts with "...".
-#define CHECK_ERROR(code, status, message) check_error(tally, __FILE__, __LINE__, [&] { (void)(code); }, status, message)
+// That code throws Error(status) with a message that is exactly `message`, or contains it where it
+// starts with "...".
+#define CHECK_ERROR(code, status, message) \
+  check_error(tally, __FILE__, __LINE__, [&] { (void)(code); }, status, message)
 
-void check_error(Tally& tally, const char* file, int line, const std::function<void()>& code, dlm_status status,
-                 const std::string& message) {
+void check_error(Tally& tally, const char* file, int line, const std::function<void()>& code,
+                 dlm_status status, const std::string& message) {
   try {
     code();
     tally.note(false, file, line, "nothing was thrown, expected: " + message);
@@ -45,13 +47,16 @@ void check_error(Tally& tally, const char* file, int line, const std::function<v
     const std::string said = error.what();
     const bool is_part = message.compare(0, 3, "...") == 0;
     const bool fits = is_part ? said.find(message.substr(3)) != std::string::npos : said == message;
-    tally.note(fits && error.status() == status, file, line, "got " + std::to_string(error.status()) + " " + said);
+    tally.note(fits && error.status() == status, file, line,
+               "got " + std::to_string(error.status()) + " " + said);
   }
 }
 
 constexpr size_t kLimit = 1 << 20;
 
-std::unique_ptr<const dlm::json::Value> parse(const std::string& text) { return dlm::json::parse(text, kLimit); }
+std::unique_ptr<const dlm::json::Value> parse(const std::string& text) {
+  return dlm::json::parse(text, kLimit);
+}
 
 const char kManifest[] = R"({
   "schema_version": 1,
@@ -88,11 +93,14 @@ void test_json_accessors_name_the_path(Tally& tally) {
   const auto root = parse(kManifest);
   const dlm::json::Value &denoiser = root->object("denoiser"), &preset = root->array("presets")[1];
   const auto bad = DLM_BAD_BUNDLE;
-  CHECK_ERROR(denoiser.integer("layers", 1, 4), bad, "denoiser.layers: expected an integer in 1..4, found 28");
+  CHECK_ERROR(denoiser.integer("layers", 1, 4), bad,
+              "denoiser.layers: expected an integer in 1..4, found 28");
   CHECK_ERROR(preset.integer("name", 1, 9), bad,
               "presets[1].name: expected an integer in 1..9, found \"gr\\xc3\\xb6\\xc3\\x9fe\"");
-  CHECK_ERROR(denoiser.integer("rope", 0, 9), bad, "denoiser.rope: expected an integer in 0..9, found 1e6");
-  CHECK_ERROR(preset.number("threshold", 0.5, 1), bad, "presets[1].threshold: expected a number in 0.5..1, found 0.25");
+  CHECK_ERROR(denoiser.integer("rope", 0, 9), bad,
+              "denoiser.rope: expected an integer in 0..9, found 1e6");
+  CHECK_ERROR(preset.number("threshold", 0.5, 1), bad,
+              "presets[1].threshold: expected a number in 0.5..1, found 0.25");
   CHECK_ERROR(denoiser.boolean("none"), bad, "denoiser.none: expected true or false, found null");
   CHECK_ERROR(denoiser.string("shift"), bad, "denoiser.shift: expected a string, found false");
   CHECK_ERROR(denoiser.object("eos"), bad, "denoiser.eos: expected an object, found an array");
@@ -102,7 +110,8 @@ void test_json_accessors_name_the_path(Tally& tally) {
   CHECK_ERROR(root->integer("", 1, 2), bad, "\"\": expected an integer in 1..2, found 0");
   const dlm::json::Value& file = root->object("files").object("denoiser.onnx");
   CHECK_ERROR(file.integer("bytes", 0, INT64_MAX), bad,
-              "files.\"denoiser.onnx\".bytes: expected an integer in 0..9223372036854775807, found 18446744073709551615");
+              "files.\"denoiser.onnx\".bytes: expected an integer in 0..9223372036854775807, found "
+              "18446744073709551615");
   CHECK_ERROR(file.refuse_unknown({"bytes"}), bad,
               "files.\"denoiser.onnx\".sha256: unknown key; written by a newer dlm-export?");
   file.refuse_unknown({"sha256", "bytes"});
@@ -138,7 +147,8 @@ void test_json_refuses(Tally& tally) {
       {"\"\xf4\x90\x80\x80\"", "...invalid UTF-8"},  // beyond U+10FFFF
       {"\"\xe2\x82", "...invalid UTF-8"},            // cut short
       {"\"\x80\"", "...invalid UTF-8"},
-      {"\xef\xbb\xbf{}", "line 1: expected a value, found \"\\xef\\xbb\\xbf{}\""},  // a byte order mark
+      {"\xef\xbb\xbf{}",
+       "line 1: expected a value, found \"\\xef\\xbb\\xbf{}\""},  // a byte order mark
       {"01", "line 1: a number starts with 0: \"01\""},
       {"-", "...not a number"},
       {"1.", "...not a number"},
@@ -153,7 +163,8 @@ void test_json_refuses(Tally& tally) {
       {std::string("1\0", 2), "...expected the end of the text"},
       {std::string(65, '['), "...nested deeper than 64 levels"},
       {std::string(100000, '['), "...nested deeper than 64 levels"},
-      {std::string(kLimit + 1, ' '), "line 1: the text has 1048577 bytes, more than the 1048576 that are read"},
+      {std::string(kLimit + 1, ' '),
+       "line 1: the text has 1048577 bytes, more than the 1048576 that are read"},
   };
   for (const auto& [text, message] : cases) CHECK_ERROR(parse(text), DLM_BAD_BUNDLE, message);
   // A long path keeps its end and stays short.
@@ -165,13 +176,15 @@ void test_json_refuses(Tally& tally) {
   CHECK(value->path().size() < 300 && value->path().compare(0, 3, "...") == 0);
 }
 
-// Damaged text is read or refused; it never crashes (the sanitizers watch) and never throws anything else.
+// Damaged text is read or refused; it never crashes (the sanitizers watch) and never throws
+// anything else.
 void test_json_survives_mutations(Tally& tally) {
   uint32_t state = 12345;
-  const auto random = [&](size_t below) {  // a linear congruential generator, so that every run is the same
-    state = state * 1664525u + 1013904223u;
-    return static_cast<size_t>(state >> 8) % below;
-  };
+  const auto random =
+      [&](size_t below) {  // a linear congruential generator, so that every run is the same
+        state = state * 1664525u + 1013904223u;
+        return static_cast<size_t>(state >> 8) % below;
+      };
   const char alphabet[] = "{}[]\",:\\u0d8ef-+.19Eet \n\x00\x80\xc3\xed\xf4\xff";
   int read = 0, refused = 0;
   for (int round = 0; round < 20000; ++round) {
@@ -179,10 +192,18 @@ void test_json_survives_mutations(Tally& tally) {
     for (size_t changes = 1 + random(4); changes > 0; --changes) {
       const size_t at = random(text.size());
       switch (random(4)) {
-        case 0: text[at] = alphabet[random(sizeof alphabet - 1)]; break;
-        case 1: text.erase(at, 1 + random(8)); break;
-        case 2: text.insert(at, 1, alphabet[random(sizeof alphabet - 1)]); break;
-        default: text.insert(at, text.substr(random(text.size()), random(40))); break;
+        case 0:
+          text[at] = alphabet[random(sizeof alphabet - 1)];
+          break;
+        case 1:
+          text.erase(at, 1 + random(8));
+          break;
+        case 2:
+          text.insert(at, 1, alphabet[random(sizeof alphabet - 1)]);
+          break;
+        default:
+          text.insert(at, text.substr(random(text.size()), random(40)));
+          break;
       }
     }
     try {
@@ -200,13 +221,18 @@ void test_json_survives_mutations(Tally& tally) {
 
 void test_json_canonical(Tally& tally) {
   // The right side is what Python's json.dumps(value, sort_keys=True, separators=(",", ":")) gives.
-  const auto root = parse("{ \"b\": [ -0, [], 7 , {} ], \"seal\": 1, \"B\": {\"seal\": \"\\\"\\\\/ ~\"},\n \"a.0\": [true, null]}");
-  CHECK(root->canonical() == R"({"B":{"seal":"\"\\/ ~"},"a.0":[true,null],"b":[0,[],7,{}],"seal":1})");
+  const auto root = parse(
+      "{ \"b\": [ -0, [], 7 , {} ], \"seal\": 1, \"B\": {\"seal\": \"\\\"\\\\/ ~\"},\n \"a.0\": "
+      "[true, null]}");
+  CHECK(root->canonical() ==
+        R"({"B":{"seal":"\"\\/ ~"},"a.0":[true,null],"b":[0,[],7,{}],"seal":1})");
   CHECK(root->canonical("seal") == R"({"B":{"seal":"\"\\/ ~"},"a.0":[true,null],"b":[0,[],7,{}]})");
   CHECK_ERROR(parse("[1, 2.0]")->canonical(), DLM_BAD_BUNDLE, "...[1]: expected an integer in ");
   CHECK_ERROR(parse("[1e3]")->canonical(), DLM_BAD_BUNDLE, "...expected an integer");
-  CHECK_ERROR(parse("{\"a\":\"\\u00e9\"}")->canonical(), DLM_BAD_BUNDLE, "a: may hold printable ASCII only, found \"\\xc3\\xa9\"");
-  CHECK_ERROR(parse("{\"a\\n\":1}")->canonical(), DLM_BAD_BUNDLE, "the document: may hold printable ASCII only, found \"a\\x0a\"");
+  CHECK_ERROR(parse("{\"a\":\"\\u00e9\"}")->canonical(), DLM_BAD_BUNDLE,
+              "a: may hold printable ASCII only, found \"\\xc3\\xa9\"");
+  CHECK_ERROR(parse("{\"a\\n\":1}")->canonical(), DLM_BAD_BUNDLE,
+              "the document: may hold printable ASCII only, found \"a\\x0a\"");
 }
 
 void test_sha256(Tally& tally) {
@@ -216,7 +242,8 @@ void test_sha256(Tally& tally) {
       {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
       {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
        "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"},
-      {std::string(1000000, 'a'), "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"},
+      {std::string(1000000, 'a'),
+       "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"},
   };
   for (const bool portable : {true, false}) {
     for (const auto& [text, hex] : vectors) {
@@ -225,7 +252,8 @@ void test_sha256(Tally& tally) {
       CHECK(hash.hex() == hex);
     }
   }
-  // Every length around the block size, in pieces of every size: both paths agree with each other and with one update.
+  // Every length around the block size, in pieces of every size: both paths agree with each other
+  // and with one update.
   bool agree = true;
   std::string text;
   for (size_t length = 0; length < 200; ++length, text += static_cast<char>(length * 37)) {
@@ -234,12 +262,14 @@ void test_sha256(Tally& tally) {
     const std::string expected = whole.hex();
     for (size_t piece = 1; piece < 140; piece += 3) {
       dlm::Sha256 pieces;
-      for (size_t at = 0; at < length; at += piece) pieces.update(text.data() + at, std::min(piece, length - at));
+      for (size_t at = 0; at < length; at += piece)
+        pieces.update(text.data() + at, std::min(piece, length - at));
       agree = agree && pieces.hex() == expected;
     }
   }
   CHECK(agree);
-  CHECK_ERROR(dlm::sha256_file_hex("/no/such/file"), DLM_NOT_FOUND, "/no/such/file: No such file or directory");
+  CHECK_ERROR(dlm::sha256_file_hex("/no/such/file"), DLM_NOT_FOUND,
+              "/no/such/file: No such file or directory");
   CHECK_ERROR(dlm::sha256_file_hex("/dev/zero"), DLM_BAD_BUNDLE, "/dev/zero: not a plain file");
   CHECK_ERROR(dlm::sha256_file_hex("/"), DLM_BAD_BUNDLE, "/: not a plain file");
   std::printf("sha256: %s instructions compared with the portable code\n",
@@ -268,15 +298,18 @@ void test_callback_engine(Tally& tally) {
   CHECK(seen.pass == &pass);
   CHECK(engine->description() == "callback");
   seen.answer = DLM_CANCELLED;
-  CHECK_ERROR(engine->run(pass, {}), DLM_CANCELLED, "the pass callback returned 7 (" + std::string(dlm_status_name(7)) + ")");
+  CHECK_ERROR(engine->run(pass, {}), DLM_CANCELLED,
+              "the pass callback returned 7 (" + std::string(dlm_status_name(7)) + ")");
   seen.answer = -12;
   CHECK_ERROR(engine->run(pass, {}), -12, "...the pass callback returned -12 (");
-  CHECK_ERROR(dlm::make_callback(nullptr, nullptr, with_cache(cache)), DLM_INVALID_ARGUMENT, "the pass callback is NULL");
+  CHECK_ERROR(dlm::make_callback(nullptr, nullptr, with_cache(cache)), DLM_INVALID_ARGUMENT,
+              "the pass callback is NULL");
 }
 
-// What passes read of the cache: every row outside theirs, once, in any order, that of the last pass which wrote it. Rows are
-// told apart by layer, head (of all requests of a batch), position and pass, keys and values by kind. Layers differ in heads and
-// in the size of one, as some denoisers' do; two of them are alike.
+// What passes read of the cache: every row outside theirs, once, in any order, that of the last
+// pass which wrote it. Rows are told apart by layer, head (of all requests of a batch), position
+// and pass, keys and values by kind. Layers differ in heads and in the size of one, as some
+// denoisers' do; two of them are alike.
 struct Rows {
   dlm::CacheShape cache = {{3, 3, 2}, {1, 5, 2}, {3, 3, 2}, {2, 2, 2}};
   int passes = 0, wrong = 0;
@@ -297,13 +330,15 @@ struct Rows {
     for (int i = 0; i < pass.tokens + pass.cached; ++i)
       if (pass.cached > 0 && (i < first || i >= first + pass.tokens)) wanted[i] = written[i];
     ++passes;
-    wrong += pass.layers != static_cast<int>(cache.size()) || pass.past_keys == nullptr || pass.past_values == nullptr;
+    wrong += pass.layers != static_cast<int>(cache.size()) || pass.past_keys == nullptr ||
+             pass.past_values == nullptr;
     wrong += pass.cached != static_cast<int>(wanted.size());
     for (int layer = 0; layer < pass.layers; ++layer)
       for (int kind = 0; kind < 2; ++kind) {
         const int heads = pass.batch * cache[static_cast<size_t>(layer)].kv_heads;
         const auto row_bytes = static_cast<int>(cache[static_cast<size_t>(layer)].row_bytes());
-        const auto* const past = static_cast<const char*>((kind == 0 ? pass.past_keys : pass.past_values)[layer]);
+        const auto* const past =
+            static_cast<const char*>((kind == 0 ? pass.past_keys : pass.past_values)[layer]);
         if (pass.cached == 0) wrong += past != nullptr;
         for (int head = 0; head < heads; ++head) {
           const char code = static_cast<char>(32 * layer + 16 * kind + head);
@@ -315,7 +350,8 @@ struct Rows {
           }
           wrong += there != wanted;
           if (pass.present_keys == nullptr) continue;
-          auto* const present = static_cast<char*>((kind == 0 ? pass.present_keys : pass.present_values)[layer]);
+          auto* const present =
+              static_cast<char*>((kind == 0 ? pass.present_keys : pass.present_values)[layer]);
           for (int row = 0; row < pass.tokens; ++row) {
             char* const bytes = present + (head * pass.tokens + row) * row_bytes;
             std::memset(bytes, code, static_cast<size_t>(row_bytes));
@@ -329,10 +365,12 @@ struct Rows {
           start = begins;
         }
       }
-    for (int i = 0; pass.present_keys != nullptr && i < pass.tokens; ++i) written[first + i] = passes;
+    for (int i = 0; pass.present_keys != nullptr && i < pass.tokens; ++i)
+      written[first + i] = passes;
     for (int row = 0; row < pass.batch * pass.rows; ++row) {
       pass.top_tokens[2 * row] = 1, pass.top_tokens[2 * row + 1] = 2;
-      pass.top_probs[2 * row] = 0.5f + 0.01f * static_cast<float>(row % pass.rows), pass.top_probs[2 * row + 1] = 0;
+      pass.top_probs[2 * row] = 0.5f + 0.01f * static_cast<float>(row % pass.rows),
+                         pass.top_probs[2 * row + 1] = 0;
     }
   }
 };
@@ -352,11 +390,13 @@ void test_host_contexts(Tally& tally) {
     context->run(pass, use);
   };
   using dlm::CacheUse;
-  for (const auto& [requests, length] : {std::pair{3, 20}, {1, 20}, {5, 11}}) {  // smaller ones next, in the same memory
+  for (const auto& [requests, length] :
+       {std::pair{3, 20}, {1, 20}, {5, 11}}) {  // smaller ones next, in the same memory
     const int behind = length - 2;
     batch = requests;
     make(0, length, length, CacheUse::write);
-    CHECK(context->cache_bytes() == static_cast<uint64_t>(2 * batch * length * (3 * 6 + 1 * 10 + 3 * 6 + 2 * 4)));
+    CHECK(context->cache_bytes() ==
+          static_cast<uint64_t>(2 * batch * length * (3 * 6 + 1 * 10 + 3 * 6 + 2 * 4)));
     context->keep_outside(3, 6);
     make(3, 6, length, CacheUse::read);
     make(3, 6, length, CacheUse::read);
@@ -373,9 +413,11 @@ void test_host_contexts(Tally& tally) {
     make(0, length, length, CacheUse::none);
   }
   CHECK(rows.passes == 27 && rows.wrong == 0);
-  CHECK(engine->max_rows(1 << 24, 1 << 24) == INT32_MAX && engine->limits().empty() && engine->max_batch() == INT32_MAX);
+  CHECK(engine->max_rows(1 << 24, 1 << 24) == INT32_MAX && engine->limits().empty() &&
+        engine->max_batch() == INT32_MAX);
   const auto none = dlm::make_none(rows.cache);
-  CHECK_ERROR(none->open_context(1 << 10)->run(dlm_pass{}, dlm::CacheUse::none), DLM_UNSUPPORTED, "...opened with engine \"none\"");
+  CHECK_ERROR(none->open_context(1 << 10)->run(dlm_pass{}, dlm::CacheUse::none), DLM_UNSUPPORTED,
+              "...opened with engine \"none\"");
 }
 
 // Ranges that no policy asks for: each pass over rows that the one before left, in part or whole.
@@ -398,10 +440,12 @@ void test_rows_through_random_ranges(Tally& tally) {
     context->run(pass, dlm::CacheUse::write);
     int first = length, last = 0;  // what the next range has to hold, as its rows were not kept
     for (int i = 0; i < 8; ++i) {
-      first = random(0, std::min(first, length - 1)), last = random(std::max(last, first + 1), length);
+      first = random(0, std::min(first, length - 1)),
+      last = random(std::max(last, first + 1), length);
       if (last - first == length) break;
       context->keep_outside(first, last);
-      pass.tokens = last - first, pass.cached = length - pass.tokens, pass.position_ids = positions.data() + first;
+      pass.tokens = last - first, pass.cached = length - pass.tokens,
+      pass.position_ids = positions.data() + first;
       const bool is_kept = random(0, 2) > 0;
       context->run(pass, is_kept ? dlm::CacheUse::refresh : dlm::CacheUse::read);
       if (is_kept) first = length, last = 0;
@@ -411,7 +455,8 @@ void test_rows_through_random_ranges(Tally& tally) {
   CHECK(wrong == 0);
 }
 
-// Every cache, block and refresh of a canvas, alone and with others: what passes read, and under a sanitizer how it got there.
+// Every cache, block and refresh of a canvas, alone and with others: what passes read, and under a
+// sanitizer how it got there.
 void test_rows_through_whole_requests(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* cache : {"prefix", "dual"})
@@ -430,7 +475,8 @@ void test_rows_through_whole_requests(Tally& tally) {
             std::vector<uint8_t> undecided(canvas.size(), 1);
             canvas[0] = 1, undecided[0] = 0;
             std::vector<dlm::Request> requests;
-            for (int32_t i = 0; i < batch; ++i) requests.emplace_back(denoiser, *engine, policy, canvas, undecided, 0);
+            for (int32_t i = 0; i < batch; ++i)
+              requests.emplace_back(denoiser, *engine, policy, canvas, undecided, 0);
             dlm::Batch together(denoiser, std::move(requests));
             dlm::Buffers buffers;
             while (!together.done()) together.step(*context, buffers);
@@ -461,25 +507,31 @@ void test_rows_that_are_appended(Tally& tally) {
             std::vector<uint8_t> undecided(canvas.size(), 1);
             for (size_t i = 0; i < static_cast<size_t>(given); ++i) canvas[i] = 1, undecided[i] = 0;
             std::vector<dlm::Request> requests;
-            for (int32_t i = 0; i < batch; ++i) requests.emplace_back(denoiser, *engine, policy, canvas, undecided, 0);
+            for (int32_t i = 0; i < batch; ++i)
+              requests.emplace_back(denoiser, *engine, policy, canvas, undecided, 0);
             dlm::Batch together(denoiser, std::move(requests));
             dlm::Buffers buffers;
             while (!together.done()) together.step(*context, buffers);
             const dlm_pass_counts& counts = together.counts();
-            // Each of the passes that open a block decides one position of it, as here every pass does.
+            // Each of the passes that open a block decides one position of it, as here every pass
+            // does.
             const bool opens = std::strcmp(store, "open") == 0;
-            wrong += rows.wrong + (counts.denoise + (opens ? counts.prefill + counts.store : 0) != length - given);
+            wrong += rows.wrong + (counts.denoise + (opens ? counts.prefill + counts.store : 0) !=
+                                   length - given);
             wrong += counts.prefill + counts.denoise + counts.store != rows.passes;
             ++cases;
           }
   CHECK(cases == 144 && wrong == 0);
 }
 
-// What becomes of a canvas under a denoiser that predicts 10 + position, surest from the left, and of its positions.
-std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas, std::vector<uint8_t> undecided, Tally& tally) {
+// What becomes of a canvas under a denoiser that predicts 10 + position, surest from the left, and
+// of its positions.
+std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
+                          std::vector<uint8_t> undecided, Tally& tally) {
   const dlm::Denoiser denoiser{40, 9, 64, 2, 0, false, {{1, 2, 4}}, {12}};
   const auto engine = dlm::make_none(denoiser.cache);
-  dlm::Request request(denoiser, *engine, dlm::check_policy(policy), std::move(canvas), std::move(undecided), 0);
+  dlm::Request request(denoiser, *engine, dlm::check_policy(policy), std::move(canvas),
+                       std::move(undecided), 0);
   dlm::Buffers buffers;
   for (int pass = 0; !request.done() && pass < 20; ++pass) {
     const size_t rows = request.find_positions();
@@ -497,16 +549,20 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
   return request.canvas();
 }
 
-// Proposes what logits say least of, lets one position commit a pass, the last one, and keeps what it is told.
+// Proposes what logits say least of, lets one position commit a pass, the last one, and keeps what
+// it is told.
 class Least final : public dlm::Proposer {
  public:
-  Least(int32_t vocab_size, std::map<int32_t, int32_t>& told) : vocab_size_(vocab_size), told_(told) {}
+  Least(int32_t vocab_size, std::map<int32_t, int32_t>& told)
+      : vocab_size_(vocab_size), told_(told) {}
 
   dlm::Needs needs(const dlm::Turn&) const override { return {false, true}; }
-  void propose(const dlm::Turn& turn, const dlm::Predictions& predictions, dlm::Proposals& proposals) override {
+  void propose(const dlm::Turn& turn, const dlm::Predictions& predictions,
+               dlm::Proposals& proposals) override {
     for (size_t row = 0; row < turn.positions.size(); ++row) {
       const float* const logits = predictions.logits + row * static_cast<size_t>(vocab_size_);
-      proposals.tokens[row] = static_cast<int32_t>(std::min_element(logits, logits + vocab_size_) - logits);
+      proposals.tokens[row] =
+          static_cast<int32_t>(std::min_element(logits, logits + vocab_size_) - logits);
       proposals.scores[row] = 1, proposals.probs[row] = 0.5;
     }
   }
@@ -520,7 +576,8 @@ class Least final : public dlm::Proposer {
   std::map<int32_t, int32_t>& told_;
 };
 
-// Two requests of a batch, each with its own rule and proposer: what a pass gives is what one of them needs.
+// Two requests of a batch, each with its own rule and proposer: what a pass gives is what one of
+// them needs.
 void test_proposers_side_by_side(Tally& tally) {
   struct Seen {
     int with_logits = 0, with_entropy = 0, passes = 0;
@@ -549,7 +606,9 @@ void test_proposers_side_by_side(Tally& tally) {
   for (const bool is_own : {false, true}) {
     std::unique_ptr<dlm::Proposer> own;
     if (is_own) own = std::make_unique<Least>(30, told);
-    requests.emplace_back(denoiser, *engine, dlm::check_policy(is_own ? all : dlm::default_policy()), std::vector<int32_t>{3, 9, 9, 9, 9},
+    requests.emplace_back(denoiser, *engine,
+                          dlm::check_policy(is_own ? all : dlm::default_policy()),
+                          std::vector<int32_t>{3, 9, 9, 9, 9},
                           std::vector<uint8_t>{0, 1, 1, is_own, is_own}, 0, "", std::move(own));
   }
   dlm::Batch batch(denoiser, std::move(requests));
@@ -559,9 +618,12 @@ void test_proposers_side_by_side(Tally& tally) {
     batch.step(*context, buffers);
     canvases.push_back(batch.requests()[1].canvas());
   }
-  CHECK((batch.requests()[0].canvas() == std::vector<int32_t>{3, 1, 1, 9, 9}) && batch.requests()[0].nfe() == 2);
-  CHECK((canvases[0] == std::vector<int32_t>{3, 9, 9, 9, 24}) && (canvases[1] == std::vector<int32_t>{3, 9, 9, 23, 24}));
-  CHECK((batch.requests()[1].canvas() == std::vector<int32_t>{3, 21, 22, 23, 24}) && batch.requests()[1].nfe() == 4);
+  CHECK((batch.requests()[0].canvas() == std::vector<int32_t>{3, 1, 1, 9, 9}) &&
+        batch.requests()[0].nfe() == 2);
+  CHECK((canvases[0] == std::vector<int32_t>{3, 9, 9, 9, 24}) &&
+        (canvases[1] == std::vector<int32_t>{3, 9, 9, 23, 24}));
+  CHECK((batch.requests()[1].canvas() == std::vector<int32_t>{3, 21, 22, 23, 24}) &&
+        batch.requests()[1].nfe() == 4);
   CHECK((told == std::map<int32_t, int32_t>{{1, 21}, {2, 22}, {3, 23}, {4, 24}}));
   CHECK(seen.passes == 4 && seen.with_logits == 4 && seen.with_entropy == 0);
 }
@@ -579,35 +641,44 @@ void test_guidance_is_refused_where_passes_take_one_request(Tally& tally) {
   const One engine(denoiser.cache);
   dlm_policy policy = dlm::default_policy();
   policy.cfg_scale = 1.5;
-  CHECK_ERROR(dlm::Request(denoiser, engine, dlm::check_policy(policy), {1, 9}, {0, 1}, 0), DLM_UNSUPPORTED,
-              "...cfg_scale = 1.5 takes two canvases a pass");
+  CHECK_ERROR(dlm::Request(denoiser, engine, dlm::check_policy(policy), {1, 9}, {0, 1}, 0),
+              DLM_UNSUPPORTED, "...cfg_scale = 1.5 takes two canvases a pass");
 }
 
 void test_undecided_is_not_the_mask_token(Tally& tally) {
   dlm_policy policy = dlm::default_policy();
   policy.block_length = 2;
   policy.stop = "none";
-  // A mask token (9) that was given stays, and noise that stands where a token is wanted is replaced.
-  CHECK((fill(policy, {9, 9, 5, 7, 9, 3}, {0, 1, 1, 0, 0, 1}, tally) == std::vector<int32_t>{9, 11, 12, 7, 9, 15}));
-  // 12 is the end token: committed at position 2, it fills every undecided position behind its block, and no other.
-  CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) == std::vector<int32_t>{1, 11, 12, 9, 14, 15}));
+  // A mask token (9) that was given stays, and noise that stands where a token is wanted is
+  // replaced.
+  CHECK((fill(policy, {9, 9, 5, 7, 9, 3}, {0, 1, 1, 0, 0, 1}, tally) ==
+         std::vector<int32_t>{9, 11, 12, 7, 9, 15}));
+  // 12 is the end token: committed at position 2, it fills every undecided position behind its
+  // block, and no other.
+  CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) ==
+         std::vector<int32_t>{1, 11, 12, 9, 14, 15}));
   policy.stop = "eos";
-  CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) == std::vector<int32_t>{1, 11, 12, 9, 12, 12}));
+  CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) ==
+         std::vector<int32_t>{1, 11, 12, 9, 12, 12}));
 }
 
 void test_tensorrt_plans(Tally& tally) {
   using dlm::trt::choose_profile, dlm::trt::rows_bucket, dlm::trt::why_not;
   dlm::EngineSpec engine;
-  engine.target = "mine", engine.builder = "tensorrt", engine.version = "10.14.1.48", engine.sm = {89, 120};
+  engine.target = "mine", engine.builder = "tensorrt", engine.version = "10.14.1.48",
+  engine.sm = {89, 120};
   engine.prefill = {{1, 256, 512}, {0, 0, 0}, {1, 8, 64}};
   engine.block = {{1, 32, 32}, {0, 256, 512}, {1, 8, 32}};
   // Full passes are prefill's at any length, cached ones block's.
-  CHECK(choose_profile(engine, 512, 0) == 0 && choose_profile(engine, 8, 0) == 0 && choose_profile(engine, 8, 1) == 1);
-  CHECK(choose_profile(engine, 32, 512) == 1 && choose_profile(engine, 33, 1) == -1 && choose_profile(engine, 513, 0) == -1);
+  CHECK(choose_profile(engine, 512, 0) == 0 && choose_profile(engine, 8, 0) == 0 &&
+        choose_profile(engine, 8, 1) == 1);
+  CHECK(choose_profile(engine, 32, 512) == 1 && choose_profile(engine, 33, 1) == -1 &&
+        choose_profile(engine, 513, 0) == -1);
   CHECK(choose_profile(engine, 1, 513) == -1);
   engine.prefill.tokens.smallest = 64;  // then short ones are block's
   CHECK(choose_profile(engine, 32, 0) == 1 && choose_profile(engine, 33, 0) == -1);
-  engine.prefill.cached = {0, 256, 512};  // and a prefill that takes cached rows takes what block does not
+  engine.prefill.cached = {0, 256,
+                           512};  // and a prefill that takes cached rows takes what block does not
   CHECK(choose_profile(engine, 100, 100) == 0 && choose_profile(engine, 32, 100) == 1);
 
   const dlm::Sizes rows{1, 8, 30};
@@ -615,26 +686,30 @@ void test_tensorrt_plans(Tally& tally) {
   for (int32_t tokens = 1; tokens <= 40; ++tokens)
     for (int32_t wanted = 1; wanted <= std::min(tokens, 30); ++wanted) {
       const int32_t bucket = rows_bucket(wanted, tokens, rows);
-      is_right = is_right && bucket >= wanted && bucket <= 30 && bucket <= tokens && bucket - wanted < 8;
+      is_right =
+          is_right && bucket >= wanted && bucket <= 30 && bucket <= tokens && bucket - wanted < 8;
       is_right = is_right && (bucket % 8 == 0 || bucket == tokens || bucket == 30);
     }
   CHECK(is_right);
-  CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);   // never fewer than the profile takes
-  CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);   // never fewer than are wanted
+  CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);  // never fewer than the profile takes
+  CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);  // never fewer than are wanted
 
   const auto sizes = dlm::trt::largest(engine);
   CHECK(sizes.tokens == 512 && sizes.cached == 512 && sizes.rows == 64);
   CHECK((dlm::lay_out({0, 1, 256, 257, 8}) == std::vector<size_t>{0, 256, 512, 768, 1280, 1536}));
 
-  CHECK(why_not(engine, {120, "tensorrt", "10.14.1.48"}).empty() && why_not(engine, {89, "tensorrt", "10.14.1.48"}).empty());
-  CHECK(why_not(engine, {121, "tensorrt", "10.14.1.48"}) == "built for SM 8.9, 12.0, this device is SM 12.1");
+  CHECK(why_not(engine, {120, "tensorrt", "10.14.1.48"}).empty() &&
+        why_not(engine, {89, "tensorrt", "10.14.1.48"}).empty());
+  CHECK(why_not(engine, {121, "tensorrt", "10.14.1.48"}) ==
+        "built for SM 8.9, 12.0, this device is SM 12.1");
   CHECK(why_not(engine, {120, "tensorrt", "10.14.1.4"}) ==
         "built by tensorrt 10.14.1.48, the library here is tensorrt 10.14.1.4");
   CHECK(why_not(engine, {120, "tensorrt_rtx", "10.14.1.48"}) ==
         "built by tensorrt 10.14.1.48, the library here is tensorrt_rtx 10.14.1.48");
   engine.prefill.cached = {0, 0, 0};
   CHECK(dlm::trt::limits_text(engine) ==
-        "passes of 64..512 tokens that score up to 64 rows, and passes of 1..32 tokens over 0..512 cached ones that score up to "
+        "passes of 64..512 tokens that score up to 64 rows, and passes of 1..32 tokens over 0..512 "
+        "cached ones that score up to "
         "32 rows");
 }
 

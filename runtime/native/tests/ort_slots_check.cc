@@ -1,9 +1,10 @@
-// Compares src/ort_api.h with ONNX Runtime's official header, at compile time: slots, signatures and the numbers of enums.
+// Compares src/engines/onnxruntime/ort_api.h with ONNX Runtime's official header, at compile time:
+// slots, signatures and the numbers of enums.
 //
-// Built only where the header is installed (Debian's libonnxruntime-dev puts it into <onnxruntime/>). That it compiles is
-// the test; the program does nothing.
-#include "graph.h"
-#include "ort_api.h"
+// Built only where the header is installed (Debian's libonnxruntime-dev puts it into
+// <onnxruntime/>). That it compiles is the test; the program does nothing.
+#include "engines/graph_contract.h"
+#include "engines/onnxruntime/ort_api.h"
 
 #if __has_include(<onnxruntime/onnxruntime_c_api.h>)
 #include <onnxruntime/onnxruntime_c_api.h>
@@ -13,12 +14,14 @@
 
 #include <type_traits>
 
-// The official pointers carry attributes (nonnull, warn_unused_result) that do not belong to a type.
+// The official pointers carry attributes (nonnull, warn_unused_result) that do not belong to a
+// type.
 #pragma GCC diagnostic ignored "-Wignored-attributes"
 
 namespace {
 
-// A type as ort_api.h writes it: enums are int, noexcept is left out, and tables that we look up ourselves are void.
+// A type as engines/onnxruntime/ort_api.h writes it: enums are int, noexcept is left out, and
+// tables that we look up ourselves are void.
 template <class T>
 struct Plain {
   using type = std::conditional_t<std::is_enum_v<T>, int, T>;
@@ -47,11 +50,14 @@ struct Plain<R(A...) noexcept> {
 template <class Ours, class Theirs>
 constexpr bool same_function = std::is_same_v<typename Ours::Pointer, typename Plain<Theirs>::type>;
 
-static_assert(ORT_API_VERSION >= dlm::ort::kApiVersion, "the header is older than the table that we ask for");
+static_assert(ORT_API_VERSION >= dlm::ort::kApiVersion,
+              "the header is older than the table that we ask for");
 
-#define CHECK_SLOT_OF(ours, theirs)                                                                                  \
-  static_assert(offsetof(OrtApi, theirs) == dlm::ort::ours::slot * sizeof(void*), "another slot: " #theirs);         \
-  static_assert(same_function<dlm::ort::ours, decltype(OrtApi::theirs)>, "another signature: " #theirs)
+#define CHECK_SLOT_OF(ours, theirs)                                               \
+  static_assert(offsetof(OrtApi, theirs) == dlm::ort::ours::slot * sizeof(void*), \
+                "another slot: " #theirs);                                        \
+  static_assert(same_function<dlm::ort::ours, decltype(OrtApi::theirs)>,          \
+                "another signature: " #theirs)
 #define CHECK_SLOT(name) CHECK_SLOT_OF(name, name)
 
 CHECK_SLOT(CreateStatus);
@@ -132,12 +138,15 @@ CHECK_SLOT_OF(PlacedNodeGetOperator, EpAssignedNode_GetOperatorType);
 
 // OrtCustomOp grows at its end only, and a library reads as much of it as its version says.
 static_assert(sizeof(dlm::ort::CustomOp) <= sizeof(OrtCustomOp));
-static_assert(std::is_same_v<decltype(dlm::ort::CustomOp::version), decltype(OrtCustomOp::version)>);
+static_assert(
+    std::is_same_v<decltype(dlm::ort::CustomOp::version), decltype(OrtCustomOp::version)>);
 static_assert(offsetof(dlm::ort::CustomOp, version) == offsetof(OrtCustomOp, version));
 
-#define CHECK_FIELD(ours, theirs)                                                                                       \
-  static_assert(offsetof(dlm::ort::CustomOp, ours) == offsetof(OrtCustomOp, theirs), "another place: " #theirs);        \
-  static_assert(std::is_same_v<decltype(dlm::ort::CustomOp::ours), Plain<decltype(OrtCustomOp::theirs)>::type>,         \
+#define CHECK_FIELD(ours, theirs)                                                    \
+  static_assert(offsetof(dlm::ort::CustomOp, ours) == offsetof(OrtCustomOp, theirs), \
+                "another place: " #theirs);                                          \
+  static_assert(std::is_same_v<decltype(dlm::ort::CustomOp::ours),                   \
+                               Plain<decltype(OrtCustomOp::theirs)>::type>,          \
                 "another signature: " #theirs)
 
 CHECK_FIELD(create_kernel, CreateKernel);
@@ -167,24 +176,34 @@ CHECK_FIELD(get_alias_map, GetAliasMap);
 CHECK_FIELD(release_alias_map, ReleaseAliasMap);
 
 static_assert(offsetof(OrtApiBase, GetApi) == offsetof(dlm::ort::ApiBase, get_api));
-static_assert(offsetof(OrtApiBase, GetVersionString) == offsetof(dlm::ort::ApiBase, get_version_string));
+static_assert(offsetof(OrtApiBase, GetVersionString) ==
+              offsetof(dlm::ort::ApiBase, get_version_string));
 
-static_assert(sizeof(ONNXTensorElementDataType) == sizeof(int) && sizeof(OrtErrorCode) == sizeof(int));
-static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT == static_cast<ONNXTensorElementDataType>(dlm::kFloat));
-static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 == static_cast<ONNXTensorElementDataType>(dlm::kInt32));
-static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 == static_cast<ONNXTensorElementDataType>(dlm::kInt64));
-static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 == static_cast<ONNXTensorElementDataType>(dlm::kFloat16));
-static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 == static_cast<ONNXTensorElementDataType>(dlm::kBFloat16));
+static_assert(sizeof(ONNXTensorElementDataType) == sizeof(int) &&
+              sizeof(OrtErrorCode) == sizeof(int));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ==
+              static_cast<ONNXTensorElementDataType>(dlm::kFloat));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 ==
+              static_cast<ONNXTensorElementDataType>(dlm::kInt32));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 ==
+              static_cast<ONNXTensorElementDataType>(dlm::kInt64));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 ==
+              static_cast<ONNXTensorElementDataType>(dlm::kFloat16));
+static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 ==
+              static_cast<ONNXTensorElementDataType>(dlm::kBFloat16));
 static_assert(ORT_NO_SUCHFILE == static_cast<OrtErrorCode>(dlm::ort::kNoSuchFile));
 static_assert(ORT_NO_MODEL == static_cast<OrtErrorCode>(dlm::ort::kNoModel));
 static_assert(ORT_INVALID_PROTOBUF == static_cast<OrtErrorCode>(dlm::ort::kInvalidProtobuf));
 static_assert(ORT_NOT_IMPLEMENTED == static_cast<OrtErrorCode>(dlm::ort::kNotImplemented));
 static_assert(ORT_INVALID_GRAPH == static_cast<OrtErrorCode>(dlm::ort::kInvalidGraph));
-static_assert(ORT_LOGGING_LEVEL_FATAL == dlm::ort::kLogFatal && ORT_SEQUENTIAL == dlm::ort::kSequential);
-static_assert(ORT_ENABLE_ALL == dlm::ort::kOptimizeAll && OrtDeviceAllocator == dlm::ort::kDeviceAllocator);
+static_assert(ORT_LOGGING_LEVEL_FATAL == dlm::ort::kLogFatal &&
+              ORT_SEQUENTIAL == dlm::ort::kSequential);
+static_assert(ORT_ENABLE_ALL == dlm::ort::kOptimizeAll &&
+              OrtDeviceAllocator == dlm::ort::kDeviceAllocator);
 static_assert(OrtMemTypeDefault == dlm::ort::kMemTypeDefault);
 static_assert(ORT_INVALID_ARGUMENT == dlm::ort::kInvalidArgument && INPUT_OUTPUT_REQUIRED == 0);
-static_assert(INPUT_OUTPUT_OPTIONAL == static_cast<OrtCustomOpInputOutputCharacteristic>(dlm::ort::kOptionalInput));
+static_assert(INPUT_OUTPUT_OPTIONAL ==
+              static_cast<OrtCustomOpInputOutputCharacteristic>(dlm::ort::kOptionalInput));
 static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 == 2);
 
 }  // namespace

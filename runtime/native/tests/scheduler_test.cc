@@ -1,7 +1,11 @@
-// Requests that share passes, and those that take turns, come to what each comes to alone: over a made-up denoiser whose predictions
-// depend on every row that is seen, and on nothing else. Random requests join, leave, are cancelled and fail, from several threads.
+// Requests that share passes, and those that take turns, come to what each comes to alone: over a
+// made-up denoiser whose predictions depend on every row that is seen, and on nothing else. Random
+// requests join, leave, are cancelled and fail, from several threads.
 //
-// Compiled together with the core's sources, as its classes are hidden in the library. Prints "N passed, N failed".
+// Compiled together with the core's sources, as its classes are hidden in the library. Prints "N
+// passed, N failed".
+#include "decode/scheduler.h"
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -19,11 +23,10 @@
 #include <thread>
 #include <vector>
 
-#include "arena.h"
-#include "error.h"
-#include "loop.h"
-#include "proposer.h"
-#include "scheduler.h"
+#include "base/error.h"
+#include "cache/arena.h"
+#include "decode/loop.h"
+#include "decode/proposer.h"
 
 namespace {
 
@@ -44,11 +47,14 @@ uint64_t mix(uint64_t x) {  // SplitMix64
   return x ^ (x >> 31);
 }
 
-// A row of every head of every layer is a token and its position. A prediction follows from the sum over all rows that are seen.
+// A row of every head of every layer is a token and its position. A prediction follows from the sum
+// over all rows that are seen.
 class Summing final : public dlm::HostEngine {
  public:
   Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments)
-      : HostEngine(std::move(cache)), visible_block_(visible_block), takes_segments_(takes_segments) {}
+      : HostEngine(std::move(cache)),
+        visible_block_(visible_block),
+        takes_segments_(takes_segments) {}
 
   bool takes_segments() const override { return takes_segments_; }
   std::string description() const override { return "made up"; }
@@ -112,10 +118,12 @@ class Summing final : public dlm::HostEngine {
       for (const void* const* const tensors : {pass.past_keys, pass.past_values})
         for (int32_t head = 0; head < cache()[layer].kv_heads; ++head) {
           uint64_t sum = 0;
-          const auto* const rows = static_cast<const float*>(tensors[layer]) +
-                                   ((b * cache()[layer].kv_heads + head) * pass.cached + part.start) * 2;
+          const auto* const rows =
+              static_cast<const float*>(tensors[layer]) +
+              ((b * cache()[layer].kv_heads + head) * pass.cached + part.start) * 2;
           for (int64_t i = 0; i < part.cached; ++i)
-            sum += value_of(static_cast<int64_t>(rows[2 * i]), static_cast<int64_t>(rows[2 * i + 1]));
+            sum +=
+                value_of(static_cast<int64_t>(rows[2 * i]), static_cast<int64_t>(rows[2 * i + 1]));
           if (found != 0 && found != sum) dlm::fail(DLM_INTERNAL, "heads that see other rows");
           found = sum;
         }
@@ -131,7 +139,8 @@ class Summing final : public dlm::HostEngine {
       if (query < part.first || query >= part.first + part.tokens) continue;
       uint64_t sum = cached;
       for (int64_t t = part.first; t < part.first + part.tokens; ++t)
-        if (visible_block_ == 0 || positions[t] / visible_block_ <= positions[query] / visible_block_)
+        if (visible_block_ == 0 ||
+            positions[t] / visible_block_ <= positions[query] / visible_block_)
           sum += value_of(ids[t], positions[t]);
       predict(pass, row, mix(sum ^ static_cast<uint64_t>(positions[query])));
     }
@@ -142,16 +151,19 @@ class Summing final : public dlm::HostEngine {
     int32_t order[kVocabulary];
     for (int32_t v = 0; v < kVocabulary; ++v) {
       // An end token is rare, so that requests go on for a while.
-      logits[v] = static_cast<double>(mix(seed + static_cast<uint64_t>(v)) % 9000) / 1000 - (v == kEnd ? 4 : 0);
+      logits[v] = static_cast<double>(mix(seed + static_cast<uint64_t>(v)) % 9000) / 1000 -
+                  (v == kEnd ? 4 : 0);
       total += v == kMask ? 0 : std::exp(logits[v]);
       order[v] = v;
-      if (pass.logits != nullptr) pass.logits[row * kVocabulary + v] = static_cast<float>(logits[v]);
+      if (pass.logits != nullptr)
+        pass.logits[row * kVocabulary + v] = static_cast<float>(logits[v]);
     }
     std::stable_sort(order, order + kVocabulary, [&](int32_t one, int32_t other) {
       return (one == kMask ? -1e9 : logits[one]) > (other == kMask ? -1e9 : logits[other]);
     });
     double entropy = 0;
-    for (int32_t v = 1; v < kVocabulary; ++v) entropy += std::exp(logits[v]) / total * (logits[v] - std::log(total));
+    for (int32_t v = 1; v < kVocabulary; ++v)
+      entropy += std::exp(logits[v]) / total * (logits[v] - std::log(total));
     for (int k = 0; k < 2; ++k) {
       pass.top_tokens[2 * row + k] = order[k];
       pass.top_probs[2 * row + k] = static_cast<float>(std::exp(logits[order[k]]) / total);
@@ -182,24 +194,28 @@ struct NotAnException {};
 // The policy's own proposer. One of its calls throws.
 class Faulty final : public dlm::Proposer {
  public:
-  Faulty(const dlm::Denoiser& of, const dlm::Policy& policy, Fault fault) : own_(dlm::make_proposer(of, policy)), fault_(fault) {}
+  Faulty(const dlm::Denoiser& of, const dlm::Policy& policy, Fault fault)
+      : own_(dlm::make_proposer(of, policy)), fault_(fault) {}
 
   dlm::Needs needs(const dlm::Turn& turn) const override {
     throw_at(Fault::needs);
     return own_->needs(turn);
   }
-  void propose(const dlm::Turn& turn, const dlm::Predictions& predictions, dlm::Proposals& proposals) override {
+  void propose(const dlm::Turn& turn, const dlm::Predictions& predictions,
+               dlm::Proposals& proposals) override {
     throw_at(Fault::propose);
     own_->propose(turn, predictions, proposals);
   }
-  void limit(const dlm::Turn& turn, const dlm::Proposals& proposals, std::vector<int32_t>& chosen) const override {
+  void limit(const dlm::Turn& turn, const dlm::Proposals& proposals,
+             std::vector<int32_t>& chosen) const override {
     own_->limit(turn, proposals, chosen);
   }
-  void scaffold(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided, dlm::Range range,
-                std::vector<dlm::Certain>& certain) override {
+  void scaffold(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
+                dlm::Range range, std::vector<dlm::Certain>& certain) override {
     own_->scaffold(canvas, undecided, range, certain);
   }
-  void complete(const std::vector<int32_t>&, const std::vector<uint8_t>&, std::vector<int32_t>&) override {
+  void complete(const std::vector<int32_t>&, const std::vector<uint8_t>&,
+                std::vector<int32_t>&) override {
     if (fault_ == Fault::end_foreign) throw NotAnException{};
     if (fault_ == Fault::end_memory) throw std::bad_alloc();
     throw_at(Fault::end);
@@ -221,7 +237,8 @@ struct Wish {
   std::vector<int32_t> canvas;
   dlm::Limits limits;
 
-  dlm::Request make(const dlm::Denoiser& of, const dlm::Engine& engine, Fault fault = Fault::none) const {
+  dlm::Request make(const dlm::Denoiser& of, const dlm::Engine& engine,
+                    Fault fault = Fault::none) const {
     std::vector<uint8_t> undecided;
     for (const int32_t token : canvas) undecided.push_back(token == kMask);
     auto proposer = fault == Fault::none ? nullptr : std::make_unique<Faulty>(of, policy, fault);
@@ -236,7 +253,8 @@ auto any_of(std::mt19937& random, const std::vector<Of>& values) {
 
 Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
   dlm_policy policy = dlm::default_policy();
-  policy.commit = any_of<const char*>(random, {"static", "threshold", "dynamic", "factor", "sequential"});
+  policy.commit =
+      any_of<const char*>(random, {"static", "threshold", "dynamic", "factor", "sequential"});
   policy.score = any_of<const char*>(random, {"confidence", "margin", "random"});
   policy.threshold = any_of<double>(random, {0.3, 0.6, 0.9});
   policy.seed = random();
@@ -244,8 +262,10 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
     policy.cache = any_of<const char*>(random, {"none", "block", "block", "block-dual"});
     policy.block_length = 0;
     policy.sub_block_length = any_of<int32_t>(random, {0, visible_block / 2});
-    if (shift == 0 && std::string(policy.cache) == "block" && random() % 3 == 0) policy.remask = "edit";
-    if (shift == 0 && std::string(policy.cache) == "block") policy.store = any_of<const char*>(random, {"pass", "open", "reuse"});
+    if (shift == 0 && std::string(policy.cache) == "block" && random() % 3 == 0)
+      policy.remask = "edit";
+    if (shift == 0 && std::string(policy.cache) == "block")
+      policy.store = any_of<const char*>(random, {"pass", "open", "reuse"});
   } else {
     policy.cache = any_of<const char*>(random, {"none", "prefix", "dual", "dual"});
     policy.block_length = any_of<int32_t>(random, {0, 4, 7});
@@ -256,7 +276,9 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
   Wish wish{dlm::check_policy(policy), {}, {}};
   const size_t given = 1 + random() % 30, wanted = 1 + random() % 40;
   for (size_t i = 0; i < given + wanted; ++i)
-    wish.canvas.push_back(i < given && random() % 12 != 0 ? static_cast<int32_t>(2 + random() % (kVocabulary - 2)) : kMask);
+    wish.canvas.push_back(i < given && random() % 12 != 0
+                              ? static_cast<int32_t>(2 + random() % (kVocabulary - 2))
+                              : kMask);
   if (random() % 5 == 0) wish.limits.max_steps = static_cast<int32_t>(1 + random() % 6);
   return wish;
 }
@@ -274,29 +296,38 @@ Alone run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
   one.push_back(wish.make(of, engine));
   dlm::Batch batch(of, std::move(one));
   while (!batch.done()) {
-    if (wish.limits.max_steps > 0 && batch.requests()[0].nfe() >= wish.limits.max_steps) batch.end(0, dlm::Finish::steps);
-    else batch.step(*context, buffers);
+    if (wish.limits.max_steps > 0 && batch.requests()[0].nfe() >= wish.limits.max_steps)
+      batch.end(0, dlm::Finish::steps);
+    else
+      batch.step(*context, buffers);
   }
   return {batch.requests()[0].canvas(), batch.requests()[0].outcome()};
 }
 
 bool same(const dlm::Job& job, const Alone& alone) {
   const dlm::Outcome &one = job.outcome(), &other = alone.outcome;
-  const auto equal = [](float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b)); };
-  return job.status() == DLM_OK && job.canvas() == alone.canvas && one.finish == other.finish && one.nfe == other.nfe &&
-         one.undecided == other.undecided && one.completion_tokens == other.completion_tokens &&
-         std::equal(one.log_probs.begin(), one.log_probs.end(), other.log_probs.begin(), other.log_probs.end(), equal);
+  const auto equal = [](float a, float b) {
+    return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
+  };
+  return job.status() == DLM_OK && job.canvas() == alone.canvas && one.finish == other.finish &&
+         one.nfe == other.nfe && one.undecided == other.undecided &&
+         one.completion_tokens == other.completion_tokens &&
+         std::equal(one.log_probs.begin(), one.log_probs.end(), other.log_probs.begin(),
+                    other.log_probs.end(), equal);
 }
 
 const std::function<bool()> kNothing = [] { return true; };
 
 void test_random_requests(uint32_t seed, bool shares) {
   std::mt19937 random(seed);
-  const int32_t visible_block = any_of<int32_t>(random, {0, 4, 8}), shift = static_cast<int32_t>(random() % 2);
+  const int32_t visible_block = any_of<int32_t>(random, {0, 4, 8}),
+                shift = static_cast<int32_t>(random() % 2);
   const dlm::Denoiser of = denoiser(visible_block, shift);
   Summing engine(shape(), visible_block, shares), other(shape(), visible_block, false);
   const int64_t rows = 150 + static_cast<int64_t>(random() % 300);
-  dlm::Scheduler scheduler(of, engine, {static_cast<int32_t>(1 + random() % 9), 100, static_cast<int32_t>(8 + random() % 200), rows});
+  dlm::Scheduler scheduler(of, engine,
+                           {static_cast<int32_t>(1 + random() % 9), 100,
+                            static_cast<int32_t>(8 + random() % 200), rows});
   std::vector<Wish> wishes;
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   const auto submit = [&] {
@@ -308,9 +339,11 @@ void test_random_requests(uint32_t seed, bool shares) {
     if (jobs.size() < 16 && random() % 3 == 0) submit();  // joins while others run
     return true;
   });
-  for (size_t i = 0; i < jobs.size(); ++i) CHECK(jobs[i]->wait(dlm::Clock::duration{}) && same(*jobs[i], run_alone(of, other, wishes[i])));
+  for (size_t i = 0; i < jobs.size(); ++i)
+    CHECK(jobs[i]->wait(dlm::Clock::duration{}) && same(*jobs[i], run_alone(of, other, wishes[i])));
   const dlm_scheduler_stats stats = scheduler.told();
-  CHECK(stats.waiting == 0 && stats.running == 0 && stats.finished == static_cast<int64_t>(jobs.size()) && stats.refused == 0);
+  CHECK(stats.waiting == 0 && stats.running == 0 &&
+        stats.finished == static_cast<int64_t>(jobs.size()) && stats.refused == 0);
   CHECK(stats.shares >= stats.passes && (shares || stats.shares == stats.passes));
 }
 
@@ -330,10 +363,12 @@ void test_passes_are_shared() {
   CHECK(scheduler.told().passes == 8);  // one token each of eight, all in the same passes
 }
 
-// Passes that requests share are expected to stay within a time, by what they cost; those that cannot wait for a pass of their own.
+// Passes that requests share are expected to stay within a time, by what they cost; those that
+// cannot wait for a pass of their own.
 void test_costs(uint32_t seed) {
   std::mt19937 random(seed);
-  const int32_t visible_block = any_of<int32_t>(random, {0, 4}), shift = static_cast<int32_t>(random() % 2);
+  const int32_t visible_block = any_of<int32_t>(random, {0, 4}),
+                shift = static_cast<int32_t>(random() % 2);
   const dlm::Denoiser of = denoiser(visible_block, shift);
   Summing engine(shape(), visible_block, true), other(shape(), visible_block, false);
   const auto figure = [&](double most) { return most * static_cast<double>(random() % 100) / 100; };
@@ -367,7 +402,8 @@ void test_admission_by_cost() {
   const Wish wish{dlm::check_policy(policy), std::vector<int32_t>(8, kMask), {}};
   int64_t passes = 0;
   const auto most_running = [&](double most_ms, double token_ms = 1) {
-    dlm::Scheduler scheduler(of, engine, {8, 100, 1 << 20, 2000, most_ms, {token_ms, token_ms, 0, 0}});
+    dlm::Scheduler scheduler(of, engine,
+                             {8, 100, 1 << 20, 2000, most_ms, {token_ms, token_ms, 0, 0}});
     for (int i = 0; i < 8; ++i) scheduler.submit(wish.make(of, engine), {});
     int32_t most = 0;
     scheduler.run(true, [&] {
@@ -417,7 +453,8 @@ void test_failures_stay_with_their_requests(bool shares) {
   CHECK(failures >= 1 && failures <= 2);
 }
 
-// A request that fails as it ends, or anywhere else, fails alone: every wait ends, and the other results do not change.
+// A request that fails as it ends, or anywhere else, fails alone: every wait ends, and the other
+// results do not change.
 void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -445,16 +482,22 @@ void test_faults_stay_with_their_requests(bool shares, Fault fault) {
       if (i == 2) faulty[2] = submit_faulty({1, {}, nullptr, nullptr});  // ended while it runs
     }
     scheduler.run(true, kNothing);
-    CHECK(scheduler.told().running == 0 && scheduler.told().waiting == 0 && scheduler.told().finished == 9);
+    CHECK(scheduler.told().running == 0 && scheduler.told().waiting == 0 &&
+          scheduler.told().finished == 9);
   }
-  const bool fails_in_end = fault == Fault::end || fault == Fault::end_foreign || fault == Fault::end_memory;
+  const bool fails_in_end =
+      fault == Fault::end || fault == Fault::end_foreign || fault == Fault::end_memory;
   const dlm_status wanted = fault == Fault::end_memory ? DLM_OUT_OF_MEMORY
-                            : fault == Fault::end_foreign || fault == Fault::step ? DLM_INTERNAL : DLM_BAD_BUNDLE;
+                            : fault == Fault::end_foreign || fault == Fault::step ? DLM_INTERNAL
+                                                                                  : DLM_BAD_BUNDLE;
   for (size_t i = 0; i < 3; ++i) {
     const dlm::Job& job = *faulty[i];
     CHECK(job.wait(dlm::Clock::duration{}));
-    if (i < 2 && !fails_in_end) CHECK(job.status() == DLM_OK && job.outcome().finish == (i == 0 ? dlm::Finish::cancelled : dlm::Finish::deadline));
-    else CHECK(job.status() == wanted && !job.message().empty());
+    if (i < 2 && !fails_in_end)
+      CHECK(job.status() == DLM_OK &&
+            job.outcome().finish == (i == 0 ? dlm::Finish::cancelled : dlm::Finish::deadline));
+    else
+      CHECK(job.status() == wanted && !job.message().empty());
     CHECK(job.canvas().size() == 20);
   }
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
@@ -474,7 +517,8 @@ void test_faults_as_a_scheduler_is_destroyed() {
   CHECK(job->wait({}) && job->status() == DLM_BAD_BUNDLE && job->message() == "made to fail");
 }
 
-// When making passes itself fails, all that run and wait end with the cause; then submit() throws it, until the next run.
+// When making passes itself fails, all that run and wait end with the cause; then submit() throws
+// it, until the next run.
 void test_an_error_of_nobody_ends_all(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -484,7 +528,8 @@ void test_an_error_of_nobody_ends_all(bool shares) {
   for (int i = 0; i < 6; ++i) {
     Wish wish = make_wish(random, 4, 0);
     wish.canvas.resize(40, kMask);
-    jobs.push_back(scheduler.submit(wish.make(of, engine, i % 2 == 0 ? Fault::none : Fault::end), {}));
+    jobs.push_back(
+        scheduler.submit(wish.make(of, engine, i % 2 == 0 ? Fault::none : Fault::end), {}));
   }
   std::atomic<int> woken{0};
   std::vector<std::thread> threads;
@@ -492,21 +537,26 @@ void test_an_error_of_nobody_ends_all(bool shares) {
   int calls = 0;
   dlm_status status = DLM_OK;
   try {
-    scheduler.run(true, [&]() -> bool { return ++calls < 2 ? true : throw dlm::Error(DLM_ENGINE_FAILED, "no engine any more"); });
+    scheduler.run(true, [&]() -> bool {
+      return ++calls < 2 ? true : throw dlm::Error(DLM_ENGINE_FAILED, "no engine any more");
+    });
   } catch (const dlm::Error& error) {
     status = error.status();
   }
   CHECK(status == DLM_ENGINE_FAILED);
   for (std::thread& thread : threads) thread.join();
   CHECK(woken == 6);
-  for (const auto& job : jobs) CHECK(job->status() == DLM_ENGINE_FAILED && job->message() == "no engine any more");
-  CHECK(scheduler.told().running == 0 && scheduler.told().waiting == 0 && scheduler.told().finished == 6);
+  for (const auto& job : jobs)
+    CHECK(job->status() == DLM_ENGINE_FAILED && job->message() == "no engine any more");
+  CHECK(scheduler.told().running == 0 && scheduler.told().waiting == 0 &&
+        scheduler.told().finished == 6);
   const Wish wish = make_wish(random, 4, 0);
   try {
     scheduler.submit(wish.make(of, engine), wish.limits);
     CHECK(false);
   } catch (const dlm::Error& error) {
-    CHECK(error.status() == DLM_ENGINE_FAILED && std::string(error.what()).find("no engine any more") != std::string::npos);
+    CHECK(error.status() == DLM_ENGINE_FAILED &&
+          std::string(error.what()).find("no engine any more") != std::string::npos);
   }
   scheduler.run(true, kNothing);
   const auto job = scheduler.submit(wish.make(of, engine), wish.limits);
@@ -524,7 +574,9 @@ void test_limits() {
   const auto wish = [&](size_t length, dlm::Limits limits) {
     return Wish{dlm::check_policy(policy), std::vector<int32_t>(length, kMask), limits};
   };
-  const auto submit = [&](const Wish& one) { return scheduler.submit(one.make(of, engine), one.limits); };
+  const auto submit = [&](const Wish& one) {
+    return scheduler.submit(one.make(of, engine), one.limits);
+  };
   const auto status_of = [&](const Wish& one) -> dlm_status {
     try {
       submit(one);
@@ -534,13 +586,15 @@ void test_limits() {
     }
   };
   CHECK(status_of(wish(31, {})) == DLM_INVALID_ARGUMENT);  // more rows than there are
-  const auto first = submit(wish(30, {})), second = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
+  const auto first = submit(wish(30, {})),
+             second = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   CHECK(status_of(wish(8, {})) == DLM_BUSY);
   CHECK(scheduler.told().refused == 1 && scheduler.told().waiting == 2);
   CHECK(!first->wait(std::chrono::milliseconds(1)));
   second->cancel();
   scheduler.run(true, kNothing);
-  CHECK(first->outcome().finish == dlm::Finish::length || first->outcome().finish == dlm::Finish::stop);
+  CHECK(first->outcome().finish == dlm::Finish::length ||
+        first->outcome().finish == dlm::Finish::stop);
   CHECK(second->outcome().finish == dlm::Finish::cancelled && second->outcome().nfe == 0);
   CHECK(second->canvas() == std::vector<int32_t>(8, kEnd));
   const auto late = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
@@ -548,7 +602,9 @@ void test_limits() {
   CHECK(late->outcome().finish == dlm::Finish::deadline && late->outcome().nfe == 0);
   // A step callback that stops, and one that sees every step.
   int steps = 0;
-  const auto count = [](void* user, const dlm_step* step) { return ++*static_cast<int*>(user) == 3 || step->nfe < 0 ? 1 : 0; };
+  const auto count = [](void* user, const dlm_step* step) {
+    return ++*static_cast<int*>(user) == 3 || step->nfe < 0 ? 1 : 0;
+  };
   const auto stopped = submit(wish(20, {0, {}, count, &steps}));
   scheduler.run(true, kNothing);
   CHECK(stopped->status() == DLM_CANCELLED && steps == 3);
@@ -573,7 +629,8 @@ void test_limits() {
   CHECK(abandoned->wait({}) && abandoned->outcome().finish == dlm::Finish::cancelled);
 }
 
-// Many threads hand in and cancel, one runs; what was neither cancelled nor stopped is what it is alone.
+// Many threads hand in and cancel, one runs; what was neither cancelled nor stopped is what it is
+// alone.
 void test_threads(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
@@ -589,7 +646,8 @@ void test_threads(bool shares, int requests_a_thread) {
         Wish wish = make_wish(random, 4, 0);
         const bool is_late = random() % 6 == 0, is_cancelled = random() % 4 == 0;
         dlm::Limits limits = wish.limits;
-        if (is_late) limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
+        if (is_late)
+          limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
         const auto job = scheduler.submit(wish.make(of, engine), limits);
         if (is_cancelled) job->cancel();
         job->wait({});
@@ -606,12 +664,14 @@ void test_threads(bool shares, int requests_a_thread) {
   CHECK(scheduler.told().finished == 4 * requests_a_thread);
 }
 
-// Four threads hand in requests of every kind, some of which fail wherever one can, while the thread that makes passes is stopped and
-// started again and then destroyed with requests in it. Every wait ends, and the results of the other requests do not change.
+// Four threads hand in requests of every kind, some of which fail wherever one can, while the
+// thread that makes passes is stopped and started again and then destroyed with requests in it.
+// Every wait ends, and the results of the other requests do not change.
 void test_mixed_requests(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
-  std::optional<dlm::Scheduler> scheduler(std::in_place, of, engine, dlm::Scheduler::Options{6, 1000, 128, 400});
+  std::optional<dlm::Scheduler> scheduler(std::in_place, of, engine,
+                                          dlm::Scheduler::Options{6, 1000, 128, 400});
   std::atomic<bool> is_closed{false};
   std::atomic<int> wrong{0}, ended{0}, failed_jobs{0};
   std::thread runner([&] {
@@ -628,7 +688,9 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
       scheduler->stop();
     }
   });
-  const auto throws = [](void*, const dlm_step* step) -> int32_t { return step->nfe < 2 ? 0 : throw NotAnException{}; };
+  const auto throws = [](void*, const dlm_step* step) -> int32_t {
+    return step->nfe < 2 ? 0 : throw NotAnException{};
+  };
   std::vector<std::shared_ptr<dlm::Job>> left;
   std::mutex mutex;
   std::vector<std::thread> threads;
@@ -639,9 +701,11 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
       for (int i = 0; i < requests_a_thread; ++i) {
         Wish wish = make_wish(random, 4, 0);
         const auto fault = random() % 2 == 0 ? Fault::none : static_cast<Fault>(random() % 7);
-        const bool is_late = random() % 6 == 0, is_cancelled = random() % 4 == 0, is_left = random() % 10 == 0;
+        const bool is_late = random() % 6 == 0, is_cancelled = random() % 4 == 0,
+                   is_left = random() % 10 == 0;
         dlm::Limits limits = wish.limits;
-        if (is_late) limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
+        if (is_late)
+          limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
         if (fault == Fault::step) limits.on_step = throws;
         const auto job = scheduler->submit(wish.make(of, engine, fault), limits);
         if (is_cancelled) job->cancel();
@@ -659,7 +723,9 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
         }
         const auto finish = job->outcome().finish;
         const bool is_cut = finish == dlm::Finish::cancelled || finish == dlm::Finish::deadline;
-        if (is_cut ? !(is_cancelled || is_late) : fault == Fault::none && !same(*job, run_alone(of, other, wish))) ++wrong;
+        if (is_cut ? !(is_cancelled || is_late)
+                   : fault == Fault::none && !same(*job, run_alone(of, other, wish)))
+          ++wrong;
       }
     });
   for (std::thread& thread : threads) thread.join();
@@ -685,7 +751,8 @@ int main() {
   for (const bool shares : {true, false}) {
     test_failures_stay_with_their_requests(shares);
     test_threads(shares, 250);
-    for (const Fault fault : {Fault::needs, Fault::propose, Fault::end, Fault::end_foreign, Fault::end_memory, Fault::step})
+    for (const Fault fault : {Fault::needs, Fault::propose, Fault::end, Fault::end_foreign,
+                              Fault::end_memory, Fault::step})
       test_faults_stay_with_their_requests(shares, fault);
     test_an_error_of_nobody_ends_all(shares);
     test_mixed_requests(shares, 125);

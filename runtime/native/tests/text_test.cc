@@ -1,7 +1,9 @@
-// Tests of compiled text files: damaged ones are refused or harmless, and small functions hold what they say.
+// Tests of compiled text files: damaged ones are refused or harmless, and small functions hold what
+// they say.
 //
-// text_test FILE...: whole files, which `dlm_export.text` compiled. Compiled together with the sources, whose classes are hidden in
-// the library. Prints "N passed, N failed"; the exit status is 1 if one failed.
+// text_test FILE...: whole files, which `dlm_export.text` compiled. Compiled together with the
+// sources, whose classes are hidden in the library. Prints "N passed, N failed"; the exit status is
+// 1 if one failed.
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -11,11 +13,11 @@
 #include <string>
 #include <vector>
 
-#include "chat.h"
-#include "error.h"
-#include "json.h"
-#include "text.h"
-#include "utf8.h"
+#include "base/error.h"
+#include "base/json.h"
+#include "base/utf8.h"
+#include "text/chat_template.h"
+#include "text/tokenizer.h"
 
 namespace {
 
@@ -27,8 +29,15 @@ void check(bool holds, int line, const char* what) {
 }
 #define CHECK(condition) check((condition), __LINE__, #condition)
 
-const char* const kTexts[] = {"", " ", "a", "it's  12:45 \n\n\t x", "{\"name\":\"x\",\"arguments\":{\"", "e\xCC\x81\xCC\xA3 \xEA\xB0\x80 \xF0\x9F\x99\x82",
-                              "\xE2\x96\x81x \xE2\x96\x81", "<|im_start|>user <s></s> <|eos|>", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
+const char* const kTexts[] = {"",
+                              " ",
+                              "a",
+                              "it's  12:45 \n\n\t x",
+                              "{\"name\":\"x\",\"arguments\":{\"",
+                              "e\xCC\x81\xCC\xA3 \xEA\xB0\x80 \xF0\x9F\x99\x82",
+                              "\xE2\x96\x81x \xE2\x96\x81",
+                              "<|im_start|>user <s></s> <|eos|>",
+                              "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
 
 // All that a file can be asked for: whatever it says, memory stays in bounds and results are whole.
 void use(const std::shared_ptr<const dlm::Text>& text) {
@@ -38,19 +47,26 @@ void use(const std::shared_ptr<const dlm::Text>& text) {
     try {
       text->encode(each, {}, ids);
     } catch (const dlm::Error& error) {
-      CHECK(error.status() == DLM_INVALID_ARGUMENT);  // a damaged vocabulary may spell a special token in one way only
+      CHECK(
+          error.status() ==
+          DLM_INVALID_ARGUMENT);  // a damaged vocabulary may spell a special token in one way only
     }
     for (const int32_t id : ids) CHECK(id >= 0 && id < text->file().vocab_size);
   }
   dlm::TextDecoder decoder(text);
   std::string decoded;
-  for (int32_t id = -2; id < std::min(text->file().vocab_size + 2, 4000); ++id) decoder.push(&id, 1, false, decoded);
+  for (int32_t id = -2; id < std::min(text->file().vocab_size + 2, 4000); ++id)
+    decoder.push(&id, 1, false, decoded);
   decoder.push(ids.data(), ids.size(), true, decoded);
   CHECK(dlm::json::is_utf8(decoded));
   for (const char* const role : {"system", "user", "assistant", "tool"})
     for (const char* const content : {"", " x ", "</think>"}) {
       try {
-        CHECK(dlm::json::is_utf8(dlm::render_chat(text->file(), {{role, content}, {"user", content}, {"assistant", "y"}, {role, content}}).text));
+        CHECK(dlm::json::is_utf8(
+            dlm::render_chat(
+                text->file(),
+                {{role, content}, {"user", content}, {"assistant", "y"}, {role, content}})
+                .text));
       } catch (const dlm::Error& error) {
         CHECK(error.status() == DLM_INVALID_ARGUMENT || error.status() == DLM_UNSUPPORTED);
       }
@@ -72,8 +88,11 @@ bool is_read(const std::string& data) {
 
 void test_damaged_files(const std::string& whole, std::mt19937& random) {
   CHECK(is_read(whole));
-  const auto draw = [&](size_t low, size_t high) { return std::uniform_int_distribution<size_t>(low, high)(random); };
-  for (size_t cut = 0; cut < 200; ++cut) CHECK(!is_read(whole.substr(0, cut < 120 ? cut : draw(0, whole.size() - 1))));
+  const auto draw = [&](size_t low, size_t high) {
+    return std::uniform_int_distribution<size_t>(low, high)(random);
+  };
+  for (size_t cut = 0; cut < 200; ++cut)
+    CHECK(!is_read(whole.substr(0, cut < 120 ? cut : draw(0, whole.size() - 1))));
   CHECK(!is_read(whole + '\0'));
   constexpr size_t header = 100;
   constexpr int32_t values[] = {-1, 0, 1, 2, 255, 256, 0x110000, 1 << 30, INT32_MAX, INT32_MIN};
@@ -87,8 +106,10 @@ void test_damaged_files(const std::string& whole, std::mt19937& random) {
     std::string hostile = whole;
     for (size_t times = draw(1, 3); times-- > 0;) {
       const size_t number = draw(0, hostile.size() / 4 - 1);
-      if (change % 2 == 0) std::memcpy(hostile.data() + 4 * number, &values[draw(0, 9)], 4);
-      else hostile[draw(0, hostile.size() - 1)] ^= static_cast<char>(1 << draw(0, 7));
+      if (change % 2 == 0)
+        std::memcpy(hostile.data() + 4 * number, &values[draw(0, 9)], 4);
+      else
+        hostile[draw(0, hostile.size() - 1)] ^= static_cast<char>(1 << draw(0, 7));
     }
     is_read(hostile);
   }
@@ -109,20 +130,24 @@ void test_utf8() {
       CHECK(dlm::utf8_start(one.substr(0, cut) + "a").kind == dlm::Utf8Start::broken);
     }
   }
-  for (const char* const broken : {"\x80", "\xC0\x80", "\xC1", "\xE0\x9F\xBF", "\xED\xA0\x80", "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80", "\xF5", "\xFF"})
-    CHECK(dlm::utf8_start(broken).kind == dlm::Utf8Start::broken && dlm::utf8_start(broken).bytes == 1);
+  for (const char* const broken : {"\x80", "\xC0\x80", "\xC1", "\xE0\x9F\xBF", "\xED\xA0\x80",
+                                   "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80", "\xF5", "\xFF"})
+    CHECK(dlm::utf8_start(broken).kind == dlm::Utf8Start::broken &&
+          dlm::utf8_start(broken).bytes == 1);
 }
 
 void test_text_that_is_none(const std::string& whole) {
   const dlm::Text text(whole.data(), whole.size(), "it");
   std::vector<int32_t> ids;
-  for (const auto& [given, at] : {std::pair{"ab\xFF", 2}, {"\xC3", 0}, {"a\xED\xA0\x80", 1}, {"\xE2\x82 x", 0}}) {
+  for (const auto& [given, at] :
+       {std::pair{"ab\xFF", 2}, {"\xC3", 0}, {"a\xED\xA0\x80", 1}, {"\xE2\x82 x", 0}}) {
     try {
       text.encode(given, {}, ids);
       check(false, __LINE__, "what is no UTF-8 was encoded");
     } catch (const dlm::Error& error) {
       CHECK(error.status() == DLM_INVALID_ARGUMENT);
-      CHECK(std::string(error.what()) == "the text is no UTF-8: byte " + std::to_string(at) + " starts no whole character");
+      CHECK(std::string(error.what()) ==
+            "the text is no UTF-8: byte " + std::to_string(at) + " starts no whole character");
     }
   }
   CHECK(ids.empty());
@@ -135,7 +160,8 @@ int main(int argc, char** argv) {
   test_utf8();
   for (int i = 1; i < argc; ++i) {
     std::ifstream file(argv[i], std::ios::binary);
-    const std::string whole((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    const std::string whole((std::istreambuf_iterator<char>(file)),
+                            std::istreambuf_iterator<char>());
     test_damaged_files(whole, random);
     test_text_that_is_none(whole);
   }

@@ -1,7 +1,9 @@
-// Many threads on one bundle, over the C ABI alone: sessions and requests of a scheduler, cancelled from elsewhere, late, failing and
-// stopped by callbacks, their handles destroyed at any time that the header allows. Each comes to what it may come to.
+// Many threads on one bundle, over the C ABI alone: sessions and requests of a scheduler, cancelled
+// from elsewhere, late, failing and stopped by callbacks, their handles destroyed at any time that
+// the header allows. Each comes to what it may come to.
 //
-// threads_test [REQUESTS]: prints "N passed, N failed". Made for ThreadSanitizer as much as for AddressSanitizer.
+// threads_test [REQUESTS]: prints "N passed, N failed". Made for ThreadSanitizer as much as for
+// AddressSanitizer.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -29,22 +31,27 @@ constexpr int kThreads = 4;
 dlm_status run(void* user, const dlm_pass* pass) {
   auto& passes = *static_cast<std::atomic<uint32_t>*>(user);
   for (int32_t row = 0; row < pass->batch * pass->rows; ++row) {
-    const int64_t position = pass->position_ids[row / pass->rows * pass->tokens + pass->score_rows[row]];
+    const int64_t position =
+        pass->position_ids[row / pass->rows * pass->tokens + pass->score_rows[row]];
     const auto token = static_cast<int32_t>(2 + position % 30);
     pass->top_tokens[2 * row] = token, pass->top_tokens[2 * row + 1] = token + 1;
     pass->top_probs[2 * row] = 0.5f, pass->top_probs[2 * row + 1] = 0.25f;
     if (pass->entropy != nullptr) pass->entropy[row] = -1;
-    for (int32_t v = 0; pass->logits != nullptr && v < kVocab; ++v) pass->logits[row * kVocab + v] = v == token ? 3.0f : 0.0f;
+    for (int32_t v = 0; pass->logits != nullptr && v < kVocab; ++v)
+      pass->logits[row * kVocab + v] = v == token ? 3.0f : 0.0f;
   }
   return ++passes % 307 == 0 ? DLM_ENGINE_FAILED : DLM_OK;
 }
 
 int32_t stop_sometimes(void* user, const dlm_step* step) {
-  CHECK(step->length == kLength && step->nfe >= 0);  // one that is late from the start makes no pass
+  CHECK(step->length == kLength &&
+        step->nfe >= 0);  // one that is late from the start makes no pass
   return ++*static_cast<int*>(user) == 3;
 }
 
-bool may_be(dlm_status status) { return status == DLM_OK || status == DLM_ENGINE_FAILED || status == DLM_CANCELLED; }
+bool may_be(dlm_status status) {
+  return status == DLM_OK || status == DLM_ENGINE_FAILED || status == DLM_CANCELLED;
+}
 
 // A request as it is wanted, and what its callback counts.
 struct Wish {
@@ -80,7 +87,8 @@ void generate(dlm_bundle* bundle, std::mt19937& random, int requests) {
   for (int i = 0; i < requests; ++i) {
     Wish wish(random);
     size_t length = 0;
-    const dlm_status status = dlm_session_generate(session, &wish.options, wish.tokens, 2, kLength, nullptr, &length);
+    const dlm_status status =
+        dlm_session_generate(session, &wish.options, wish.tokens, 2, kLength, nullptr, &length);
     CHECK(may_be(status) && (status == DLM_OK) == (length == kLength));
     CHECK(wish.tokens[0] == 3 && wish.tokens[1] == 4);
   }
@@ -94,10 +102,13 @@ void submit(dlm_scheduler* scheduler, std::mt19937& random, int requests) {
   for (int i = 0; i < requests; ++i) {
     Wish wish(random);
     dlm_job* job = nullptr;
-    const dlm_status status = dlm_scheduler_submit(scheduler, &wish.options, nullptr, 0, wish.tokens, 2, nullptr, 0, &job);
+    const dlm_status status = dlm_scheduler_submit(scheduler, &wish.options, nullptr, 0,
+                                                   wish.tokens, 2, nullptr, 0, &job);
     CHECK(status == DLM_OK || status == DLM_BUSY);
     if (job == nullptr) continue;
-    const bool is_left = random() % 5 == 0 && wish.options.on_step == nullptr;  // the callback's counter lives no longer than this
+    const bool is_left =
+        random() % 5 == 0 &&
+        wish.options.on_step == nullptr;  // the callback's counter lives no longer than this
     if (random() % 3 == 0) dlm_job_cancel(job);
     dlm_scheduler_stats stats;
     dlm_scheduler_get_stats(scheduler, &stats);
@@ -120,13 +131,16 @@ void serve(dlm_bundle* bundle, uint32_t seed, int requests) {
   dlm_scheduler_options_init(&options);
   options.max_running = 3, options.max_waiting = 8;
   CHECK(dlm_scheduler_create(bundle, &options, nullptr, 0, &scheduler) == DLM_OK);
-  std::thread runner([&] { CHECK(dlm_scheduler_run(scheduler, 0, nullptr, nullptr, nullptr, 0) == DLM_OK); });
+  std::thread runner(
+      [&] { CHECK(dlm_scheduler_run(scheduler, 0, nullptr, nullptr, nullptr, 0) == DLM_OK); });
   std::vector<std::thread> threads;
   for (uint32_t number = 0; number < kThreads; ++number)
     threads.emplace_back([&, number] {
       std::mt19937 random(seed + number);
-      if (number % 2 == 0) submit(scheduler, random, requests / kThreads);
-      else generate(bundle, random, requests / kThreads);
+      if (number % 2 == 0)
+        submit(scheduler, random, requests / kThreads);
+      else
+        generate(bundle, random, requests / kThreads);
     });
   for (std::thread& thread : threads) thread.join();
   dlm_scheduler_stop(scheduler);
@@ -157,7 +171,9 @@ int main(int argc, char** argv) {
   CHECK(dlm_bundle_from_callback(&denoiser, run, &passes, nullptr, 0, &bundle) == DLM_OK);
   for (uint32_t tenth = 0; tenth < 10; ++tenth) {
     serve(bundle, tenth * 100, requests / 10);
-    if (argc > 1) std::fprintf(stderr, "%d requests, %ld KiB resident\n", static_cast<int>(tenth + 1) * (requests / 10), resident_kib());
+    if (argc > 1)
+      std::fprintf(stderr, "%d requests, %ld KiB resident\n",
+                   static_cast<int>(tenth + 1) * (requests / 10), resident_kib());
   }
   dlm_bundle_destroy(bundle);
   std::printf("%d passed, %d failed\n", passed.load(), failed.load());

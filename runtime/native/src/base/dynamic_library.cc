@@ -1,0 +1,60 @@
+#include "base/dynamic_library.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "base/error.h"
+#include "base/json.h"
+
+namespace dlm {
+namespace {
+
+// The handle, or NULL and dlerror's reason.
+void* try_library(const std::string& name, std::string* reason) {
+  void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  const char* const message = handle == nullptr ? dlerror() : nullptr;
+  *reason = message != nullptr ? one_line(message) : "";
+  return handle;
+}
+
+}  // namespace
+
+std::string one_line(std::string text) {
+  if (text.size() > 600) text.replace(600, std::string::npos, "...");
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, ' ');
+  if (!json::is_utf8(text))
+    std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c > 0x7F; }, '?');
+  while (!text.empty() && text.back() == ' ') text.pop_back();
+  return text;
+}
+
+void* open_library(const LibrarySearch& search, const std::string& given, std::string* name) {
+  const char* const variable = std::getenv(search.variable);
+  const std::string what = search.what;
+  std::string reason;
+  if (!given.empty() || (variable != nullptr && *variable != '\0')) {
+    // A library that was asked for by name is not replaced by another one in silence.
+    *name = !given.empty() ? given : variable;
+    if (void* const handle = try_library(*name, &reason)) return handle;
+    const std::string origin =
+        !given.empty() ? "the given path" : std::string("$") + search.variable;
+    throw Error(DLM_ENGINE_MISSING,
+                "cannot load " + what + " from " + origin + ": " + reason + ". " + search.advice);
+  }
+  std::string first_reason;
+  for (const std::string& candidate : search.names) {
+    *name = candidate;
+    if (void* const handle = try_library(candidate, &reason)) return handle;
+    if (first_reason.empty()) first_reason = reason;
+  }
+  std::string tried = search.names.front();
+  for (size_t i = 1; i < search.names.size() && i < 3; ++i) tried += ", " + search.names[i];
+  if (search.names.size() > 3) tried += " down to " + search.names.back();
+  throw Error(DLM_ENGINE_MISSING, "cannot find " + what + ": tried " + tried + " (" + first_reason +
+                                      "). " + search.advice);
+}
+
+}  // namespace dlm

@@ -1,0 +1,108 @@
+// A strict reader of JSON (RFC 8259) for text that may be damaged or hostile, as what lies in a
+// bundle may be.
+//
+// Refused, beyond what the RFC refuses: a byte order mark, invalid UTF-8, an unpaired surrogate, an
+// escaped NUL (strings go on as C strings), a number that no double holds, duplicate keys, nesting
+// beyond kMaxDepth, text beyond the caller's limit. Every failure is Error(DLM_BAD_BUNDLE). While
+// reading it starts with "line N: "; afterwards the accessors name the value by its path:
+// `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text is escaped and at most
+// 60 characters long.
+//
+// A value costs about 120 bytes, so a text of n bytes may take 100 n while it is read: choose the
+// limit accordingly.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace dlm::json {
+
+constexpr int kMaxDepth = 64;
+
+// Whether all of text is well-formed UTF-8.
+bool is_utf8(std::string_view text);
+
+// text as it may stand in a message: in double quotes, everything but printable ASCII escaped, cut
+// after 60 characters.
+std::string quoted(std::string_view text);
+
+class Value {
+ public:
+  enum class Kind : uint8_t { null, boolean, number, string, array, object };
+
+  Value() = default;
+  Value(Value&&) = default;
+  Value& operator=(Value&&) = default;
+  Value(const Value&) = delete;
+  Value& operator=(const Value&) = delete;
+
+  Kind kind() const { return kind_; }
+  bool is_null() const { return kind_ == Kind::null; }
+
+  // The key of a member, "" for everything else; the line where the value starts, from 1.
+  const std::string& key() const { return key_; }
+  int32_t line() const { return line_; }
+
+  // Where the value stands, as messages say it: presets[0].block_length.
+  std::string path() const;
+  // Throws "<path>: <reason>", for checks that only the caller can make.
+  [[noreturn]] void refuse(const std::string& reason) const;
+
+  // The value itself, or a refusal.
+  bool boolean() const;
+  double number(double low, double high) const;      // low..high, both included
+  int64_t integer(int64_t low, int64_t high) const;  // written without fraction and exponent
+  const std::string& string() const;
+  const std::vector<Value>& elements() const;  // of an array
+  const std::vector<Value>& members() const;   // of an object, in file order, each with its key()
+
+  // Members of an object. find: nullptr when there is none; the others refuse.
+  const Value* find(std::string_view key) const;
+  const Value& at(std::string_view key) const;
+  bool boolean(std::string_view key) const { return at(key).boolean(); }
+  double number(std::string_view key, double low, double high) const {
+    return at(key).number(low, high);
+  }
+  int64_t integer(std::string_view key, int64_t low, int64_t high) const {
+    return at(key).integer(low, high);
+  }
+  const std::string& string(std::string_view key) const { return at(key).string(); }
+  const std::vector<Value>& array(std::string_view key) const { return at(key).elements(); }
+  const Value& object(std::string_view key) const;
+
+  // The value as the one text that means it: keys sorted, no white space, integers in decimal;
+  // `without` names a member that is left out. Refuses fractions, and text with other characters
+  // than printable ASCII. Python writes the same with json.dumps(value, sort_keys=True,
+  // separators=(",", ":")).
+  std::string canonical(std::string_view without = {}) const;
+
+  // Refuses the first member whose key is not among known: a reader that skipped it would do
+  // something else than meant.
+  void refuse_unknown(const std::vector<std::string_view>& known) const;
+
+ private:
+  friend class Reader;
+  void append_canonical(std::string& out, std::string_view without) const;
+  std::string found() const;
+  [[noreturn]] void expected(const std::string& what) const;
+
+  Kind kind_ = Kind::null;
+  bool truth_ = false;
+  bool is_integer_ = false;
+  int32_t line_ = 0;
+  int64_t integer_ = 0;
+  double number_ = 0;
+  const Value* parent_ = nullptr;  // set once the tree stands still; the root owns everything
+  std::string key_;
+  std::string text_;  // of a string; of a number as it was written
+  std::vector<Value> items_;
+};
+
+// Reads one value and nothing behind it. max_bytes limits the text.
+std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes);
+
+}  // namespace dlm::json

@@ -1,0 +1,87 @@
+// UTF-8 by characters: of text that was checked, and of bytes that may be none.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace dlm {
+
+constexpr char32_t kCodePoints = 0x110000;
+constexpr std::string_view kReplacement =
+    "\xEF\xBF\xBD";  // U+FFFD, what stands for bytes that are no character
+
+// Bytes of the character that starts with `lead`, in checked text.
+inline size_t char_bytes(char lead) {
+  const auto byte = static_cast<uint8_t>(lead);
+  return byte < 0x80 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
+}
+
+// The character at `at` of checked text; `at` goes behind it.
+inline char32_t next_char(std::string_view text, size_t& at) {
+  const auto byte = [&](size_t i) {
+    return static_cast<char32_t>(static_cast<uint8_t>(text[at + i]));
+  };
+  const size_t bytes = char_bytes(text[at]);
+  char32_t point = byte(0);
+  if (bytes == 2)
+    point = (point & 0x1F) << 6 | (byte(1) & 0x3F);
+  else if (bytes == 3)
+    point = (point & 0x0F) << 12 | (byte(1) & 0x3F) << 6 | (byte(2) & 0x3F);
+  else if (bytes == 4)
+    point =
+        (point & 0x07) << 18 | (byte(1) & 0x3F) << 12 | (byte(2) & 0x3F) << 6 | (byte(3) & 0x3F);
+  at += bytes;
+  return point;
+}
+
+inline void append_char(char32_t point, std::string& out) {
+  const auto put = [&](char32_t byte) { out += static_cast<char>(byte); };
+  if (point < 0x80) return put(point);
+  if (point < 0x800) {
+    put(0xC0 | point >> 6);
+  } else {
+    if (point < 0x10000)
+      put(0xE0 | point >> 12);
+    else
+      put(0xF0 | point >> 18), put(0x80 | (point >> 12 & 0x3F));
+    put(0x80 | (point >> 6 & 0x3F));
+  }
+  put(0x80 | (point & 0x3F));
+}
+
+inline bool is_scalar(int32_t point) {
+  return point >= 0 && point < 0x110000 && (point < 0xD800 || point > 0xDFFF);
+}
+
+// What bytes start with: a whole character, the longest start of one that goes on otherwise, or one
+// that is cut off.
+struct Utf8Start {
+  enum Kind : uint8_t { whole, broken, cut } kind;
+  size_t bytes;
+};
+
+// `bytes` is not empty. As Unicode advises, and Rust does: what was a start of a character is one
+// U+FFFD.
+inline Utf8Start utf8_start(std::string_view bytes) {
+  const auto lead = static_cast<uint8_t>(bytes[0]);
+  if (lead < 0x80) return {Utf8Start::whole, 1};
+  if (lead < 0xC2 || lead > 0xF4) return {Utf8Start::broken, 1};
+  const size_t size = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
+  const uint8_t lowest = lead == 0xE0   ? 0xA0
+                         : lead == 0xF0 ? 0x90
+                                        : 0x80,
+                highest = lead == 0xED   ? 0x9F
+                          : lead == 0xF4 ? 0x8F
+                                         : 0xBF;
+  for (size_t i = 1; i < size; ++i) {
+    if (i == bytes.size()) return {Utf8Start::cut, i};
+    const auto byte = static_cast<uint8_t>(bytes[i]);
+    if (byte < (i == 1 ? lowest : 0x80) || byte > (i == 1 ? highest : 0xBF))
+      return {Utf8Start::broken, i};
+  }
+  return {Utf8Start::whole, size};
+}
+
+}  // namespace dlm

@@ -1,0 +1,546 @@
+#include "bundle/manifest.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <utility>
+
+#include "base/error.h"
+#include "base/json.h"
+#include "base/sha256.h"
+#include "decode/policy.h"
+#include "engines/graph_contract.h"
+#include "kernels/kernels.h"
+
+namespace dlm {
+namespace {
+
+constexpr int64_t kSchemaVersion = 3;
+constexpr size_t kManifestLimitBytes = 4 << 20;
+constexpr int64_t kTextLimitBytes = 256 << 20;
+constexpr const char* kManifest = "manifest.json";
+constexpr const char* kAgain = "Build or copy the bundle again.";
+
+int64_t file_bytes(const std::string& path) {
+  struct stat info{};
+  if (stat(path.c_str(), &info) != 0)
+    fail(DLM_NOT_FOUND, "%s: %s. %s", path.c_str(), std::strerror(errno), kAgain);
+  if (!S_ISREG(info.st_mode)) fail(DLM_BAD_BUNDLE, "%s: not a plain file", path.c_str());
+  return info.st_size;
+}
+
+// A link may lead out of the bundle's folder, wherever its name lies. The folder itself may be
+// reached by one: the caller gave that path.
+void refuse_links(const std::string& folder, const std::string& name) {
+  for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
+    const std::string path = folder + "/" + name.substr(0, end);
+    struct stat info{};
+    if (lstat(path.c_str(), &info) == 0 && S_ISLNK(info.st_mode))
+      fail(DLM_BAD_BUNDLE,
+           "%s: not a plain file but a symbolic link, which may lead out of the bundle. Copy the "
+           "bundle with what its links "
+           "point to: cp -rL.",
+           path.c_str());
+    if (end == std::string::npos) return;
+  }
+}
+
+std::string read_manifest(const std::string& folder) {
+  const std::string path = folder + "/" + kManifest;
+  struct stat info{};
+  if (folder.empty())
+    fail(DLM_NOT_FOUND, "a bundle's path is empty: give the folder that `dlm-export build` wrote");
+  if (stat(folder.c_str(), &info) != 0)
+    fail(DLM_NOT_FOUND, "%s: %s. Give the folder that `dlm-export build` wrote.", folder.c_str(),
+         std::strerror(errno));
+  if (!S_ISDIR(info.st_mode))
+    fail(DLM_NOT_FOUND, "%s: no folder, and a bundle is one. `dlm-export build` writes it.",
+         folder.c_str());
+  refuse_links(folder, kManifest);
+  if (stat(path.c_str(), &info) != 0)
+    fail(DLM_NOT_FOUND,
+         "%s: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.",
+         folder.c_str());
+  const int64_t bytes = file_bytes(path);
+  if (bytes > static_cast<int64_t>(kManifestLimitBytes))
+    fail(DLM_BAD_BUNDLE, "%s: %lld bytes is too large for a manifest", path.c_str(),
+         static_cast<long long>(bytes));
+  std::ifstream file(path, std::ios::binary);
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (!file.good() && !file.eof()) fail(DLM_BAD_BUNDLE, "%s: cannot read", path.c_str());
+  return text;
+}
+
+// A file's name may lead down from the bundle's folder, never out of it.
+bool is_safe_name(const std::string& name) {
+  if (name.empty() || name.size() > 255 || name.front() == '/' || name.back() == '/') return false;
+  size_t start = 0;
+  while (start <= name.size()) {
+    const size_t end = std::min(name.find('/', start), name.size());
+    const std::string part = name.substr(start, end - start);
+    if (part.empty() || part == "." || part == "..") return false;
+    start = end + 1;
+  }
+  return std::all_of(name.begin(), name.end(),
+                     [](unsigned char c) { return c > ' ' && c < 127 && c != '\\'; });
+}
+
+const std::string& read_hash(const json::Value& object, const char* key) {
+  const std::string& hash = object.string(key);
+  if (hash.size() != 64 || hash.find_first_not_of("0123456789abcdef") != std::string::npos)
+    object.at(key).refuse("expected 64 lower-case hexadecimal digits");
+  return hash;
+}
+
+constexpr const char* kEngines = "engines/";  // where engine files lie
+constexpr int64_t kLarge = 16 << 20;          // bytes that take 10 ms to hash
+
+// Engine files are compared where one of them is to be run: a damaged one must not keep the graph
+// from the CPU, nor an engine from being built again. Without engines to run, hashes of large files
+// are left for the caller to compare.
+std::vector<FileHash> check_files(const json::Value& files, const std::string& folder,
+                                  bool check_hashes, bool with_engines) {
+  std::vector<FileHash> left;
+  for (const json::Value& entry : files.members()) {
+    entry.refuse_unknown({"bytes", "sha256"});
+    if (!is_safe_name(entry.key())) entry.refuse("not a plain file name inside the bundle");
+    refuse_links(folder, entry.key());
+    const std::string path = folder + "/" + entry.key();
+    const int64_t expected = entry.integer("bytes", 0, int64_t{1} << 50);
+    const std::string& hash = read_hash(entry, "sha256");
+    const bool is_engine = entry.key().compare(0, std::strlen(kEngines), kEngines) == 0;
+    if (is_engine && !with_engines) continue;
+    const char* const advice = is_engine ? "Copy it again, or see dlm-export engine: --force "
+                                           "builds it again, --remove takes it out."
+                                         : kAgain;
+    struct stat info{};
+    if (is_engine && stat(path.c_str(), &info) != 0)
+      fail(DLM_BAD_BUNDLE, "%s: %s. %s", path.c_str(), std::strerror(errno), advice);
+    const int64_t found = file_bytes(path);
+    if (found != expected)
+      fail(DLM_BAD_BUNDLE,
+           "%s: %lld bytes, but the manifest says %lld: the file is truncated or was replaced. %s",
+           path.c_str(), static_cast<long long>(found), static_cast<long long>(expected), advice);
+    if (!check_hashes) continue;
+    if (!with_engines && found > kLarge)
+      left.push_back({path, hash, advice});
+    else
+      check_hash({path, hash, advice});
+  }
+  return left;
+}
+
+// A file that the manifest names elsewhere must be among the checked ones.
+std::string listed(const json::Value& files, const json::Value& name) {
+  if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
+  return name.string();
+}
+
+int32_t read_cache_type(const json::Value& graph) {
+  const std::string& name = graph.string("cache_dtype");
+  for (const auto& [known, type] : {std::pair{"float32", kFloat},
+                                    {"float16", kFloat16},
+                                    {"bfloat16", kBFloat16},
+                                    {"int8", kInt8}})
+    if (name == known) return type;
+  graph.at("cache_dtype").refuse("expected \"float32\", \"float16\", \"bfloat16\" or \"int8\"");
+}
+
+int32_t read_size(const json::Value& object, const char* key, int32_t low, int32_t high) {
+  return static_cast<int32_t>(object.integer(key, low, high));
+}
+
+// Of each layer that keeps keys and values, in the order of the passes' arrays.
+CacheShape read_cache(const json::Value& graph) {
+  const int32_t type = read_cache_type(graph);
+  if (type == kInt8 && graph.find("device_file") != nullptr)
+    graph.at("cache_dtype")
+        .refuse("keys and values in int8 are for CPUs, and the bundle has a device_file for GPUs");
+  const auto element = static_cast<int32_t>(element_bytes(type));
+  const int32_t scale = type == kInt8 ? static_cast<int32_t>(kRowScaleBytes) : 0;
+  const json::Value& layers = graph.object("ports").at("layers");
+  if (layers.elements().empty() || layers.elements().size() > 1024)
+    layers.refuse("expected 1 to 1024 layers");
+  CacheShape cache;
+  for (const json::Value& layer : layers.elements())
+    cache.push_back({read_size(layer, "kv_heads", 1, 4096), read_size(layer, "head_size", 1, 4096),
+                     element, scale});
+  return cache;
+}
+
+constexpr size_t kPortNameLimit = 128;
+
+// Names reach an engine's library and messages for people: short, printable, and each of one port
+// only.
+PortNames read_ports(const json::Value& graph) {
+  std::set<std::string> taken;
+  const auto name = [&](const json::Value& object, const char* key) {
+    const std::string& text = object.string(key);
+    const auto is_plain = [](unsigned char c) { return c > ' ' && c < 127; };
+    if (text.empty() || text.size() > kPortNameLimit ||
+        !std::all_of(text.begin(), text.end(), is_plain))
+      object.at(key).refuse(
+          "expected a port's name: 1 to 128 characters of printable ASCII without spaces");
+    if (!taken.insert(text).second)
+      object.at(key).refuse("another port is called " + json::quoted(text) + " too");
+    return text;
+  };
+  const json::Value& ports = graph.object("ports");
+  ports.refuse_unknown({"input_ids", "position_ids", "score_rows", "segments", "top_token",
+                        "top_prob", "entropy", "logits", "layers"});
+  PortNames names{name(ports, "input_ids"),
+                  name(ports, "position_ids"),
+                  name(ports, "score_rows"),
+                  name(ports, "top_token"),
+                  name(ports, "top_prob"),
+                  name(ports, "entropy"),
+                  name(ports, "logits"),
+                  "",
+                  {}};
+  if (ports.find("segments") != nullptr) names.segments = name(ports, "segments");
+  for (const json::Value& layer : ports.array("layers")) {
+    layer.refuse_unknown(
+        {"kv_heads", "head_size", "past_key", "past_value", "present_key", "present_value"});
+    names.layers.push_back({name(layer, "past_key"), name(layer, "past_value"),
+                            name(layer, "present_key"), name(layer, "present_value")});
+  }
+  return names;
+}
+
+Denoiser read_denoiser(const json::Value& loop) {
+  Denoiser out{};
+  out.vocab_size = read_size(loop, "vocab_size", 3, 1 << 24);
+  out.max_canvas_length = read_size(loop, "max_canvas_length", 1, 1 << 24);
+  out.shift = read_size(loop, "shift", 0, 1);
+  if (loop.find("visible_block") != nullptr)
+    out.visible_block = read_size(loop, "visible_block", 1, 1 << 24);
+  out.mask_token_id = read_size(loop, "mask_token_id", 0, out.vocab_size - 1);
+  for (const json::Value& eos : loop.array("eos_token_ids")) {
+    out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
+    if (out.eos_token_ids.back() == out.mask_token_id) eos.refuse("an end token is the mask token");
+  }
+  const json::Value& graph = loop.object("graph");
+  out.top_k = read_size(graph, "top_k", 2, std::min(64, out.vocab_size - 1));
+  out.cache = read_cache(graph);
+  out.has_cache = true;
+  return out;
+}
+
+GraphSpec read_graph(const json::Value& graph, const json::Value& files, const std::string& folder,
+                     const Denoiser& denoiser) {
+  graph.refuse_unknown({"file", "device_file", "simulated", "top_k", "cache_dtype", "ports"});
+  const bool has_device = graph.find("device_file") != nullptr;
+  return {folder + "/" + listed(files, graph.at("file")),
+          has_device ? folder + "/" + listed(files, graph.at("device_file")) : "",
+          denoiser.vocab_size,
+          denoiser.top_k,
+          denoiser.cache,
+          read_cache_type(graph),
+          graph.boolean("simulated"),
+          read_ports(graph)};
+}
+
+Profile read_profile(const json::Value& profile) {
+  profile.refuse_unknown({"tokens", "cached", "rows"});
+  const auto sizes = [&](const char* key) {
+    const std::vector<json::Value>& items = profile.array(key);
+    if (items.size() != 3) profile.at(key).refuse("expected three sizes: smallest, best, largest");
+    Sizes out{};
+    int32_t* const fields[] = {&out.smallest, &out.best, &out.largest};
+    int32_t low = 0;
+    for (size_t i = 0; i < 3; ++i)
+      low = *fields[i] = static_cast<int32_t>(items[i].integer(low, 1 << 24));
+    return out;
+  };
+  return {sizes("tokens"), sizes("cached"), sizes("rows")};
+}
+
+// "10.14.1.48", or without the build number.
+bool is_version(const std::string& text) {
+  size_t numbers = 1;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const bool is_dot = text[i] == '.';
+    if (!is_dot && (text[i] < '0' || text[i] > '9')) return false;
+    if (is_dot && (i == 0 || i + 1 == text.size() || text[i + 1] == '.')) return false;
+    numbers += is_dot ? 1 : 0;
+  }
+  return !text.empty() && text.size() <= 40 && (numbers == 3 || numbers == 4);
+}
+
+bool is_target_name(const std::string& name) {
+  return !name.empty() && name.size() <= 64 &&
+         name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
+}
+
+// What makes a bundle for GPUs run there. "targets" is the exporter's to check: where it names no
+// device, neither does the command.
+std::string device_advice(const json::Value& root, const std::string& folder) {
+  using Kind = json::Value::Kind;
+  const json::Value* const targets = root.find("targets");
+  const bool is_list =
+      targets != nullptr && targets->kind() == Kind::array && !targets->elements().empty();
+  const json::Value* const first = is_list ? &targets->elements()[0] : nullptr;
+  const bool is_name =
+      first != nullptr && first->kind() == Kind::string && is_target_name(first->string());
+  if (is_name && first->string() == "cuda") return "Open it with provider \"cuda\"";
+  return "Build one: dlm-export engine " + folder + " --target " +
+         (is_name ? first->string() : "TARGET");
+}
+
+// One of the bundle's engines. `is_run`: an engine is to be run, so what the entry rests on is
+// compared too.
+EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files,
+                       const std::string& folder, bool is_run) {
+  const std::string& target = entry.key();
+  if (!is_target_name(target))
+    entry.refuse("is not a target's name: lower-case letters, digits and hyphens");
+  const std::string again = "copy the bundle again, or build the engine again (dlm-export engine " +
+                            folder + " --target " + target + " --force)";
+  entry.refuse_unknown({"file", "builder", "version", "sm", "built_from", "profiles", "seal"});
+  EngineSpec engine;
+  engine.target = target;
+  engine.bundle = folder;
+  engine.path = folder + "/" + listed(files, entry.at("file"));
+  if (entry.string("file") != kEngines + target + ".engine")
+    entry.at("file").refuse("is not " + (kEngines + target) + ".engine");
+  engine.builder = entry.string("builder");
+  if (engine.builder != "tensorrt" && engine.builder != "tensorrt_rtx")
+    entry.at("builder").refuse("expected \"tensorrt\" or \"tensorrt_rtx\"");
+  engine.version = entry.string("version");
+  if (!is_version(engine.version))
+    entry.at("version").refuse("expected a version such as \"10.14.1.48\"");
+  for (const json::Value& sm : entry.array("sm"))
+    engine.sm.push_back(static_cast<int32_t>(sm.integer(50, 199)));
+  if (engine.sm.empty())
+    entry.at("sm").refuse("names no compute capability: expected at least one, such as 89 for 8.9");
+  const json::Value& profiles = entry.object("profiles");
+  profiles.refuse_unknown({"prefill", "block"});
+  engine.prefill = read_profile(profiles.object("prefill"));
+  engine.block = read_profile(profiles.object("block"));
+  const json::Value& built_from = entry.object("built_from");
+  built_from.refuse_unknown({"judged", "device", "weights"});
+  const std::pair<const char*, std::string> origins[] = {
+      {"judged", listed(files, graph.at("file"))},
+      {"device", listed(files, graph.at("device_file"))},
+      {"weights", graph.string("file") + ".data"}};
+  for (const auto& [key, file] : origins)
+    if (read_hash(built_from, key) != read_hash(files.object(file), "sha256") && is_run)
+      built_from.at(key).refuse("was built from another graph than this bundle's " + file + ": " +
+                                again);
+  const std::string text = entry.canonical("seal");
+  Sha256 hash;
+  hash.update(text.data(), text.size());
+  if (read_hash(entry, "seal") != hash.hex() && is_run)
+    entry.refuse("was edited after it was written: " + again);
+  return engine;
+}
+
+dlm_policy read_preset(const json::Value& preset) {
+  dlm_policy policy = default_policy();
+  std::vector<std::string_view> known;
+  for (const dlm_policy_field& field : kPolicyFields) known.push_back(field.name);
+  preset.refuse_unknown(known);
+  for (const dlm_policy_field& field : kPolicyFields) {
+    const json::Value* const found = preset.find(field.name);
+    if (found == nullptr) continue;
+    if (field.kind == DLM_FIELD_CHOICE) {
+      const char* const choice = canonical_choice(field, found->string());
+      if (choice == nullptr)
+        found->refuse(json::quoted(found->string()) + " is nothing that this runtime knows");
+      set_field(policy, field, choice);
+    } else if (field.kind == DLM_FIELD_INT32) {
+      const auto lowest = static_cast<int64_t>(field.lowest),
+                 highest = static_cast<int64_t>(field.highest);
+      set_field(policy, field, static_cast<int32_t>(found->integer(lowest, highest)));
+    } else if (field.kind == DLM_FIELD_UINT64) {
+      set_field(policy, field, static_cast<uint64_t>(found->integer(0, INT64_MAX)));
+    } else {
+      set_field(policy, field, found->number(-1e300, 1e300));
+    }
+  }
+  try {
+    check_policy(policy);
+  } catch (const Error& error) {
+    preset.refuse(error.what());
+  }
+  return policy;
+}
+
+// `loop.effort`: a policy for each of the levels, which are always the same.
+Policies read_efforts(const json::Value& effort, const json::Value& presets) {
+  effort.refuse_unknown({"preset", "levels"});
+  if (presets.find(effort.string("preset")) == nullptr)
+    effort.at("preset").refuse("is not one of presets");
+  const json::Value& levels = effort.object("levels");
+  levels.refuse_unknown({std::begin(kEfforts), std::end(kEfforts)});
+  Policies found;
+  for (const char* const level : kEfforts)
+    found.emplace_back(level, read_preset(levels.object(level)));
+  return found;
+}
+
+// The compiled text file, or why the build wrote none.
+void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder,
+                     bool check_hashes, Manifest& manifest) {
+  const json::Value* const entry = root.find("text");
+  if (entry == nullptr) {
+    manifest.text_refusal = "it has no tokenizer, or was built before there were such files";
+    return;
+  }
+  if (entry->find("file") == nullptr) {
+    entry->refuse_unknown({"refused"});
+    manifest.text_refusal = entry->string("refused");
+    return;
+  }
+  entry->refuse_unknown({"file", "chat_refused"});
+  if (entry->find("chat_refused") != nullptr) entry->string("chat_refused");
+  const std::string name = listed(files, entry->at("file"));
+  manifest.text_path = folder + "/" + name;
+  if (check_hashes) manifest.text_sha256 = read_hash(files.object(name), "sha256");
+}
+
+Manifest interpret(const std::string& text, const std::string& folder, bool check_hashes,
+                   const std::string& engine) {
+  const auto root = json::parse(text, kManifestLimitBytes);
+  const int64_t version = root->integer("schema_version", 1, INT32_MAX);
+  if (version < kSchemaVersion)
+    fail(DLM_BAD_BUNDLE,
+         "schema_version %lld is of an older dlm-export: build the bundle again with `dlm-export "
+         "build CHECKPOINT -o %s "
+         "--force`",
+         static_cast<long long>(version), folder.c_str());
+  if (version > kSchemaVersion)
+    fail(DLM_BAD_BUNDLE,
+         "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
+         static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
+  // All but loop and files describe the bundle to people and to the exporter, which checks them by
+  // manifest.schema.json.
+  root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source",
+                        "precision", "kernels", "targets", "tokenizer", "chat_template",
+                        "json_layout", "call_format", "text", "effort", "audits", "files"});
+  const json::Value &loop = root->object("loop"), &files = root->object("files");
+  loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift",
+                       "visible_block", "graph", "presets", "default_preset", "max_new_tokens",
+                       "effort", "engines"});
+  Manifest manifest;
+  manifest.text = text;
+  manifest.denoiser = read_denoiser(loop);
+  const json::Value& graph = loop.object("graph");
+  manifest.graph = read_graph(graph, files, folder, manifest.denoiser);
+  manifest.is_for_gpus = graph.find("device_file") != nullptr;
+  if (manifest.is_for_gpus) manifest.device_advice = device_advice(*root, folder);
+  const json::Value& presets = loop.object("presets");
+  for (const json::Value& preset : presets.members())
+    manifest.presets.emplace_back(preset.key(), read_preset(preset));
+  manifest.default_preset = loop.string("default_preset");
+  if (presets.find(manifest.default_preset) == nullptr)
+    loop.at("default_preset").refuse("is not one of presets");
+  if (loop.find("max_new_tokens") != nullptr)
+    manifest.max_new_tokens = static_cast<int32_t>(loop.integer("max_new_tokens", 1, 1 << 24));
+  if (loop.find("effort") != nullptr)
+    manifest.efforts = read_efforts(loop.object("effort"), presets);
+  const bool is_run = engine == "tensorrt" || (engine == "auto" && manifest.is_for_gpus);
+  if (loop.find("engines") != nullptr)
+    for (const json::Value& entry : loop.object("engines").members())
+      manifest.engines.push_back(read_engine(entry, graph, files, folder, is_run));
+  read_text_entry(*root, files, folder, check_hashes, manifest);
+  manifest.unhashed = check_files(files, folder, check_hashes, is_run);
+  return manifest;
+}
+
+[[noreturn]] void refuse_hash(const std::string& path, const char* advice) {
+  fail(DLM_BAD_BUNDLE,
+       "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. %s",
+       path.c_str(), advice);
+}
+
+}  // namespace
+
+void check_hash(const FileHash& file) {
+  if (sha256_file_hex(file.path) != file.sha256) refuse_hash(file.path, file.advice);
+}
+
+std::shared_ptr<const Text> read_text(const Manifest& manifest) {
+  const std::string& path = manifest.text_path;
+  if (path.empty())
+    fail(DLM_UNSUPPORTED,
+         "this bundle holds no compiled text: %s. Give token ids instead, or use Python, which "
+         "runs any tokenizer",
+         manifest.text_refusal.c_str());
+  const int64_t bytes = file_bytes(path);
+  if (bytes > kTextLimitBytes)
+    fail(DLM_BAD_BUNDLE, "%s: %lld bytes is too large for it", path.c_str(),
+         static_cast<long long>(bytes));
+  std::string data(static_cast<size_t>(bytes), '\0');
+  std::ifstream file(path, std::ios::binary);
+  if (!file.read(data.data(), static_cast<std::streamsize>(data.size())))
+    fail(DLM_BAD_BUNDLE, "%s: cannot read", path.c_str());
+  if (!manifest.text_sha256.empty()) {
+    // The file was hashed when the bundle was opened, and may have been replaced since.
+    Sha256 hash;
+    hash.update(data.data(), data.size());
+    if (hash.hex() != manifest.text_sha256) refuse_hash(path, kAgain);
+  }
+  return std::make_shared<const Text>(data.data(), data.size(), path);
+}
+
+Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine) {
+  std::string folder = path;
+  while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+  const std::string text = read_manifest(folder);
+  try {
+    return interpret(text, folder, check_hashes, engine);
+  } catch (const Error& error) {
+    const std::string message = error.what();
+    // Errors about a file start with its path already; those about the manifest's text do not.
+    if (message.compare(0, folder.size(), folder) == 0) throw;
+    throw Error(error.status(), folder + "/" + kManifest + ": " + message);
+  }
+}
+
+Denoiser check_denoiser(const dlm_denoiser& d) {
+  const auto in_range = [](const char* name, int32_t value, int32_t low, int32_t high) {
+    if (value < low || value > high)
+      fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: %s = %d is outside %d..%d", name, value, low, high);
+  };
+  in_range("vocab_size", d.vocab_size, 3, 1 << 24);
+  in_range("mask_token_id", d.mask_token_id, 0, d.vocab_size - 1);
+  in_range("max_canvas_length", d.max_canvas_length, 1, 1 << 24);
+  in_range("layers", d.layers, 1, 1024);
+  in_range("kv_heads", d.kv_heads, 1, 4096);
+  in_range("head_size", d.head_size, 1, 4096);
+  in_range("top_k", d.top_k, 2, std::min(64, d.vocab_size - 1));
+  in_range("kv_element_bytes", d.kv_element_bytes, 1, 8);
+  in_range("shift", d.shift, 0, 1);
+  if (d.visible_block < 0 || d.visible_block > 1 << 24)
+    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: visible_block = %lld is outside 0..%d",
+         static_cast<long long>(d.visible_block), 1 << 24);
+  if (d.eos_count > 0 && d.eos_token_ids == nullptr)
+    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
+  if (d.eos_count > 1024)
+    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_count = %zu is outside 0..1024", d.eos_count);
+  Denoiser out{d.vocab_size,
+               d.mask_token_id,
+               d.max_canvas_length,
+               d.top_k,
+               d.shift,
+               d.has_cache != 0,
+               {},
+               {},
+               static_cast<int32_t>(d.visible_block)};
+  out.cache.assign(static_cast<size_t>(d.layers), {d.kv_heads, d.head_size, d.kv_element_bytes});
+  for (size_t i = 0; i < d.eos_count; ++i) {
+    in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);
+    if (d.eos_token_ids[i] == d.mask_token_id)
+      fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: an end token is the mask token");
+    out.eos_token_ids.push_back(d.eos_token_ids[i]);
+  }
+  return out;
+}
+
+}  // namespace dlm

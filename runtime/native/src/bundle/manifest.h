@@ -1,0 +1,70 @@
+// A bundle on disk: manifest.json read and checked, every file's size and hash compared, nothing
+// executed.
+//
+// docs/bundle.md and manifest.schema.json say what it is. The folder is hostile until checked:
+// names may not leave it, sizes are bounded before anything is allocated, and what this reader does
+// not know is refused by name. It reads `loop` and `files`, which are all that it needs; what
+// describes the bundle is for people and for the exporter.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "decode/loop.h"
+#include "engines/engine.h"
+#include "text/tokenizer.h"
+
+namespace dlm {
+
+// A file, what its SHA-256 must be, and what to do where it is not.
+struct FileHash {
+  std::string path, sha256;
+  const char* advice;
+};
+
+// Effort levels of a bundle, fewest passes first.
+constexpr const char* kEfforts[] = {"instant", "low", "medium", "high"};
+
+constexpr int32_t kNewTokens = 128;  // unless a bundle or a request says
+
+using Policies =
+    std::vector<std::pair<std::string, dlm_policy>>;  // by name, in the manifest's order
+
+struct Manifest {
+  std::string text;  // of manifest.json
+  Denoiser denoiser;
+  GraphSpec graph;
+  std::vector<EngineSpec> engines;  // in the manifest's order
+  bool is_for_gpus = false;         // built for them, though it may hold no engine yet
+  std::string
+      device_advice;  // what makes it run on a GPU, for messages; empty if it is not for GPUs
+  std::string default_preset;
+  int32_t max_new_tokens = kNewTokens;  // of a request that does not say
+  Policies presets;                     // strings are static
+  Policies efforts;          // levels fitted on data, fewest passes first; empty where none were
+  std::string text_path;     // of the compiled text file; empty: there is none,
+  std::string text_refusal;  // and why
+  std::string text_sha256;   // that the text file must have as it is read; empty: not checked
+  std::vector<FileHash> unhashed;  // large files, still to be compared by check_hash
+};
+
+// Reads and checks the bundle in folder `path`; check_hashes = false compares sizes only.
+// Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED).
+// `engine` is dlm_open_options': engine files and what their entries rest on are compared only
+// where one is to be run. What it leaves in `unhashed` can be compared while an engine maps the
+// same files: nothing may be computed before.
+Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
+
+// Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle has no such file, and
+// Error(DLM_BAD_BUNDLE) if the file changed after the bundle was opened.
+std::shared_ptr<const Text> read_text(const Manifest& manifest);
+
+// Throws Error(DLM_BAD_BUNDLE) for a file of another hash.
+void check_hash(const FileHash& file);
+
+// Checks what a caller says of a denoiser; throws Error(DLM_INVALID_ARGUMENT).
+Denoiser check_denoiser(const dlm_denoiser& denoiser);
+
+}  // namespace dlm

@@ -1,0 +1,78 @@
+// Keys and values, in host memory, of requests that come and go and share passes as segments of one
+// row of tokens.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "cache/slots.h"
+#include "engines/engine.h"
+
+namespace dlm {
+
+class Arena {
+  // The rows that belong to a request, of every head of every layer.
+  struct Place {
+    int64_t start;
+    int32_t rows;
+    Slots slots;
+  };
+
+ public:
+  using Handle = std::list<Place>::iterator;
+
+  // A request's part of a pass.
+  struct Part {
+    Handle place;
+    int32_t first, tokens,
+        cached;  // positions [first, first + tokens), over so many rows of its own
+    CacheUse use;
+  };
+
+  // Memory is taken with the first request that wants some of it, and touched as rows are stored.
+  // Throws std::bad_alloc.
+  Arena(HostEngine& engine, const CacheShape& shape, int64_t rows);
+
+  // Whether `wanted` rows that follow each other are free.
+  bool has_room(const std::vector<int32_t>& wanted) const;
+
+  // 0 rows: of a request that keeps none. There must be room.
+  Handle take(int32_t rows);
+  void give_back(Handle place) { places_.erase(place); }
+
+  // As Context::run, of all parts in order: the caller has set everything of the pass but the keys
+  // and values, B = 1 and T the sum of the parts'.
+  void run(dlm_pass& pass, const std::vector<Part>& parts);
+
+  // As Context::keep_outside, of one request.
+  void keep_outside(Handle place, int32_t first, int32_t last);
+
+  // What the rows that were ever stored at once take, at most.
+  uint64_t cache_bytes() const { return used_bytes_; }
+
+ private:
+  size_t row_bytes(size_t tensor) const { return shape_[tensor / 2].row_bytes(); }
+  size_t heads(size_t tensor) const { return static_cast<size_t>(shape_[tensor / 2].kv_heads); }
+  // Where the rows of a head of a request start.
+  std::byte* rows_of(const Place& place, size_t tensor, size_t head) const;
+  void make_room();
+  void keep_new(const dlm_pass& pass, const std::vector<Part>& parts);
+
+  HostEngine& engine_;
+  const CacheShape& shape_;  // the engine's
+  const int64_t rows_;
+  std::list<Place> places_;                       // in order of start
+  std::unique_ptr<std::byte[]> storage_, fresh_;  // all rows; those of a pass that are to be stored
+  std::vector<size_t>
+      starts_;  // [2 * layers + 1] of the tensors in storage_: keys, values, keys, ...
+  size_t fresh_bytes_ = 0, row_sum_ = 0;  // a row of all heads of all tensors
+  uint64_t used_bytes_ = 0;
+  std::vector<const void*> nothing_, past_keys_, past_values_;
+  std::vector<void*> present_keys_, present_values_;
+  std::vector<Segment> segments_;
+};
+
+}  // namespace dlm

@@ -1,0 +1,198 @@
+// Contexts in host memory, for the engines whose passes run there. Each holds one copy of a
+// request's keys and values.
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "base/error.h"
+#include "cache/arena.h"
+#include "cache/slots.h"
+#include "engines/engine.h"
+
+namespace dlm {
+namespace {
+
+class HostContext final : public Context {
+ public:
+  HostContext(HostEngine& engine, const CacheShape& cache, int32_t longest)
+      : engine_(engine), cache_(cache), longest_(longest), nothing_(cache.size(), nullptr) {
+    for (size_t i = 0; i < cache.size(); ++i) {
+      const auto alike = [&](const Group& group) { return group.kv_heads == cache[i].kv_heads; };
+      auto found = std::find_if(groups_.begin(), groups_.end(), alike);
+      if (found == groups_.end()) found = groups_.insert(found, {cache[i].kv_heads, {}, {}});
+      found->layers.push_back(i);
+    }
+  }
+
+  void run(const dlm_pass& wanted, CacheUse use) override {
+    dlm_pass pass = wanted;
+    pass.layers = static_cast<int32_t>(cache_.size());
+    pass.past_keys = pass.past_values = nothing_.data();
+    const bool is_read = use != CacheUse::none && pass.cached > 0;
+    const bool is_written = keeps_rows(use);
+    for (const Group& group : groups_)
+      if (is_read && group.slots.kept() != pass.cached)
+        fail(DLM_INTERNAL, "a pass over %d cached rows a head, and %d are kept", pass.cached,
+             group.slots.kept());
+    if (use == CacheUse::write) lay_out(pass.batch, pass.tokens, pass.tokens);
+    if (use == CacheUse::append) make_room(pass.batch, pass.cached, pass.tokens);
+    if (is_read) {
+      point(past_, pass.batch, 0);
+      pass.past_keys = past_.keys.data();
+      pass.past_values = past_.values.data();
+    }
+    if (is_written) {
+      point(present_, pass.batch, pass.cached);
+      pass.present_keys = present_.keys.data();
+      pass.present_values = present_.values.data();
+    }
+    engine_.run(pass, {});
+    if (!is_written) return;
+    const auto first = static_cast<int32_t>(pass.position_ids[0]);
+    for (Group& group : groups_) group.slots.note_written(first, pass.tokens, pass.cached);
+  }
+
+  void keep_outside(int32_t first, int32_t last) override {
+    for (Group& group : groups_) {
+      const std::vector<Slots::Move> moves = group.slots.keep_outside(first, last);
+      for (const size_t layer : group.layers) {
+        const size_t row = cache_[layer].row_bytes();
+        for (const size_t start : {starts_[2 * layer], starts_[2 * layer + 1]})
+          apply(moves, storage_.get() + start, row);
+      }
+    }
+  }
+
+  uint64_t cache_bytes() const override { return used_bytes_; }
+
+ private:
+  // Layers of as many heads: their rows lie, and move, alike.
+  struct Group {
+    int32_t kv_heads;
+    std::vector<size_t> layers;
+    Slots slots;
+  };
+
+  struct Tensors {
+    std::vector<void*> keys, values;  // [layers]
+  };
+
+  // Where each tensor starts if all have `rows` a head, and behind them the size of all.
+  std::vector<size_t> starts_of(int32_t batch, int32_t rows) const {
+    std::vector<size_t> starts(1, 0);
+    for (size_t i = 0; i < 2 * cache_.size(); ++i) {
+      size_t end = 0;
+      if (__builtin_add_overflow(starts.back(), cache_[i / 2].tensor_bytes(batch, rows), &end))
+        throw std::bad_alloc();
+      starts.push_back(end);
+    }
+    return starts;
+  }
+
+  // For `rows` of each head, and up to `most` where the storage has room. It grows and never
+  // shrinks; what it held is given back first.
+  void lay_out(int32_t batch, int32_t rows, int32_t most) {
+    used_bytes_ = 0;
+    size_t bytes = starts_of(batch, rows).back();
+    if (bytes > storage_bytes_) {
+      storage_bytes_ = 0;
+      storage_.reset();
+      storage_.reset(
+          new std::byte[bytes]);  // not make_unique, which would write zeros to all of it
+      storage_bytes_ = bytes;
+    }
+    capacity_ = static_cast<int32_t>(
+        std::min(static_cast<size_t>(most), storage_bytes_ / (bytes / static_cast<size_t>(rows))));
+    starts_ = starts_of(batch, capacity_);
+    used_bytes_ = bytes;
+    for (Group& group : groups_)
+      group.slots.lay_out(static_cast<size_t>(batch) * static_cast<size_t>(group.kv_heads),
+                          capacity_);
+  }
+
+  // For `tokens` rows behind the `cached` ones of each head, which stay. Room doubles, so that rows
+  // are moved to a new place a few times only, and never comes to more than the longest canvas has.
+  void make_room(int32_t batch, int32_t cached, int32_t tokens) {
+    const int32_t rows = cached + tokens;
+    if (cached == 0) {
+      lay_out(batch, rows, std::max(rows, longest_));
+    } else if (rows > capacity_) {
+      const int32_t most = static_cast<int32_t>(
+          std::max<int64_t>(rows, std::min<int64_t>(2 * int64_t{capacity_}, longest_)));
+      std::vector<size_t> starts = starts_of(batch, most);
+      std::unique_ptr<std::byte[]> storage(new std::byte[starts.back()]);
+      for (size_t i = 0; i + 1 < starts.size(); ++i)
+        std::memcpy(storage.get() + starts[i], storage_.get() + starts_[i],
+                    cache_[i / 2].tensor_bytes(batch, cached));
+      storage_ = std::move(storage);
+      storage_bytes_ = starts.back();
+      starts_ = std::move(starts);
+      capacity_ = most;
+      for (Group& group : groups_)
+        group.slots.lay_out(static_cast<size_t>(batch) * static_cast<size_t>(group.kv_heads), most);
+    }
+    used_bytes_ = std::max(used_bytes_, starts_of(batch, rows).back());
+  }
+
+  // At what lies behind `cached` rows a head in each tensor.
+  void point(Tensors& tensors, int32_t batch, int32_t cached) const {
+    tensors.keys.resize(cache_.size());
+    tensors.values.resize(cache_.size());
+    for (size_t i = 0; i < cache_.size(); ++i) {
+      const size_t offset = cache_[i].tensor_bytes(batch, cached);
+      tensors.keys[i] = storage_.get() + starts_[2 * i] + offset;
+      tensors.values[i] = storage_.get() + starts_[2 * i + 1] + offset;
+    }
+  }
+
+  HostEngine& engine_;
+  const CacheShape& cache_;  // the engine's
+  const int32_t longest_;
+  const std::vector<const void*> nothing_;  // [layers], the past of a pass without one
+  std::unique_ptr<std::byte[]> storage_;    // keys and values of layer 0, of layer 1, ...
+  std::vector<size_t> starts_;  // [2 * layers + 1], where in the storage each of them starts
+  int32_t capacity_ = 0;        // rows a head that each has room for
+  size_t storage_bytes_ = 0, used_bytes_ = 0;
+  Tensors past_, present_;  // of the last pass that had them
+  std::vector<Group> groups_;
+};
+
+class None final : public HostEngine {
+ public:
+  using HostEngine::HostEngine;
+
+  void run(const dlm_pass&, const std::vector<Segment>&) override {
+    fail(DLM_UNSUPPORTED,
+         "the bundle was opened with engine \"none\", which makes no passes: open it with another "
+         "engine");
+  }
+
+  std::string description() const override { return "none"; }
+};
+
+}  // namespace
+
+int32_t Engine::max_rows(int32_t, int32_t) const { return INT32_MAX; }
+
+int32_t Engine::max_batch() const { return INT32_MAX; }
+
+std::string Engine::limits() const { return ""; }
+
+std::unique_ptr<Context> HostEngine::open_context(int32_t longest) {
+  return std::make_unique<HostContext>(*this, cache_, longest);
+}
+
+std::unique_ptr<Arena> Engine::open_arena(int64_t) { return nullptr; }
+
+std::unique_ptr<Arena> HostEngine::open_arena(int64_t rows) {
+  return takes_segments() ? std::make_unique<Arena>(*this, cache_, rows) : nullptr;
+}
+
+std::unique_ptr<Engine> make_none(CacheShape cache) {
+  return std::make_unique<None>(std::move(cache));
+}
+
+}  // namespace dlm

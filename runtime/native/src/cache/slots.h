@@ -1,0 +1,150 @@
+// Where rows of keys and values lie in a tensor whose cached rows stand in front.
+#pragma once
+
+#include <algorithm>
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace dlm {
+
+// Where the rows of a tensor of keys or values lie: heads * L of them, one for every stored
+// position and every head of all requests of a batch. A pass reads [heads, S] at the start and
+// writes [heads, T] behind them; S + T is L, which is the canvas, or grows by what is appended.
+//
+// As cached rows may stand in any order, another S or other positions move only the rows that are
+// outside their head's new part: as many as a few blocks have, times the heads before, however long
+// the canvas is.
+class Slots {
+ public:
+  // Rows [from, from + rows) of a tensor go to `to`, or change places with what is there; the two
+  // do not overlap.
+  struct Move {
+    size_t from, to, rows;
+    bool is_swap;
+  };
+
+  // Makes room for `capacity` rows a head; those that were kept stay where they are if there are as
+  // many heads.
+  void lay_out(size_t heads, int32_t capacity) {
+    const std::vector<size_t> before(
+        row_at_.begin(),
+        row_at_.begin() + static_cast<std::ptrdiff_t>(heads == heads_ ? heads * kept_ : 0));
+    const size_t stride = stride_;
+    heads_ = heads;
+    stride_ = static_cast<size_t>(capacity);
+    row_at_.resize(heads_ * stride_);
+    slot_of_.resize(heads_ * stride_);
+    for (size_t slot = 0; slot < before.size(); ++slot)
+      put(before[slot] / stride * stride_ + before[slot] % stride, slot);
+  }
+
+  int32_t kept() const { return static_cast<int32_t>(kept_); }
+  int32_t length() const { return static_cast<int32_t>(length_); }
+
+  // A pass over `cached` rows has written those of the positions from `first` on.
+  void note_written(int32_t first, int32_t tokens, int32_t cached) {
+    const auto from = static_cast<size_t>(first), written = static_cast<size_t>(tokens);
+    kept_ = static_cast<size_t>(cached);
+    length_ = kept_ + written;
+    hole_ = {from, from + written};
+    size_t slot = heads_ * kept_;
+    for (size_t head = 0; head < heads_; ++head)
+      for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
+  }
+
+  // Gives each head's rows of the stored positions outside [first, last) the head's part of the
+  // start; all others are lost.
+  std::vector<Move> keep_outside(int32_t first, int32_t last) {
+    const Range hole{std::min(static_cast<size_t>(first), length_),
+                     std::min(static_cast<size_t>(last), length_)};
+    const size_t kept = length_ - (hole.last - hole.first);
+    // Of each head: slots of its new part that may hold what does not belong there, and rows that
+    // may be elsewhere. All other slots of the part hold a row that stays.
+    std::vector<std::vector<size_t>> slots(heads_), rows(heads_);
+    for (size_t head = 0; head < heads_; ++head) {
+      const Range part{head * kept, (head + 1) * kept}, before{head * kept_, (head + 1) * kept_};
+      each_in_one(part, before, [&](size_t slot) { slots[head].push_back(slot); });
+      each_in_one(hole, hole_,
+                  [&](size_t i) { slots[head].push_back(slot_of_[head * stride_ + i]); });
+      each_in_one(before, part, [&](size_t slot) { rows[head].push_back(row_at_[slot]); });
+      each_in_one(hole_, hole, [&](size_t i) { rows[head].push_back(head * stride_ + i); });
+    }
+    std::vector<Move> moves;
+    for (size_t n = 0; n < heads_; ++n) {
+      const size_t head =
+          kept < kept_ ? n
+                       : heads_ - 1 - n;  // the way in which parts shift, so that little is in it
+      const Range part{head * kept, (head + 1) * kept},
+          own{head * stride_, head * stride_ + length_};
+      const auto belongs = [&](size_t row) {
+        return own.holds(row) && !hole.holds(row - own.first);
+      };
+      const size_t begun = moves.size();
+      auto row = rows[head].begin();
+      for (const size_t slot : slots[head]) {
+        if (!part.holds(slot) || belongs(row_at_[slot])) continue;
+        while (!belongs(*row) || part.holds(slot_of_[*row]))
+          ++row;  // there are as many as such slots
+        const size_t from = slot_of_[*row];
+        const bool is_swap = !hole.holds(row_at_[slot] % stride_);
+        put(row_at_[slot], from);
+        put(*row, slot);
+        // Rows of one head go together alone: they come from outside its part, so that what goes to
+        // the part cannot overlap them. The next head's may start where this one's arrived.
+        const Move* const last_move = moves.size() == begun ? nullptr : &moves.back();
+        const bool goes_on = last_move != nullptr && last_move->is_swap == is_swap &&
+                             last_move->from + last_move->rows == from &&
+                             last_move->to + last_move->rows == slot;
+        if (goes_on)
+          ++moves.back().rows;
+        else
+          moves.push_back({from, slot, 1, is_swap});
+      }
+    }
+    kept_ = kept;
+    hole_ = hole;
+    return moves;
+  }
+
+ private:
+  struct Range {
+    size_t first, last;
+    bool holds(size_t i) const { return i >= first && i < last; }
+  };
+
+  // What is in `one` and not in `other`.
+  template <class Visit>
+  static void each_in_one(const Range& one, const Range& other, const Visit& visit) {
+    for (size_t i = one.first; i < std::min(one.last, other.first); ++i) visit(i);
+    for (size_t i = std::max(one.first, other.last); i < one.last; ++i) visit(i);
+  }
+
+  void put(size_t row, size_t slot) {
+    row_at_[slot] = row;
+    slot_of_[row] = slot;
+  }
+
+  size_t heads_ = 0, length_ = 0;  // L
+  size_t stride_ = 1;              // rows a head that there is room for
+  size_t kept_ = 0;  // S: rows of each head at the start, of all positions outside hole_
+  Range hole_{0, 0};
+  std::vector<size_t> row_at_,
+      slot_of_;  // [heads * stride]; the row of head h and position i is h * stride + i
+};
+
+// Does the moves in a tensor whose rows have `row` bytes.
+inline void apply(const std::vector<Slots::Move>& moves, std::byte* rows, size_t row) {
+  for (const Slots::Move& move : moves) {
+    assert(move.from + move.rows <= move.to || move.to + move.rows <= move.from);
+    std::byte *const from = rows + move.from * row, *const to = rows + move.to * row;
+    if (move.is_swap)
+      std::swap_ranges(from, from + move.rows * row, to);
+    else
+      std::memcpy(to, from, move.rows * row);
+  }
+}
+
+}  // namespace dlm

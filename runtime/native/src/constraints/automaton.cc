@@ -1,0 +1,214 @@
+#include "constraints/automaton.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "base/error.h"
+#include "base/sha256.h"
+
+namespace dlm {
+namespace {
+
+constexpr char kMagic[] = "DLMAUTO";
+constexpr uint8_t kVersion = 1;
+constexpr size_t kMagicBytes = 8, kMadeOfBytes = 32, kHashBytes = 32;
+constexpr size_t kLimitBytes = size_t{1} << 30;
+constexpr size_t kSizes = 6;
+
+// Reads one array of the file behind the other.
+class Reader {
+ public:
+  Reader(const uint8_t* data, std::string where) : data_(data), where_(std::move(where)) {}
+
+  // `count` numbers, each of lowest..highest.
+  std::vector<int32_t> take(const char* name, size_t count, int32_t lowest, int32_t highest) {
+    std::vector<int32_t> out(count);
+    if (count > 0) std::memcpy(out.data(), data_, count * sizeof(int32_t));
+    data_ += count * sizeof(int32_t);
+    for (const int32_t value : out)
+      if (value < lowest || value > highest)
+        fail(DLM_BAD_BUNDLE, "%s: %s holds %d, outside %d..%d", where_.c_str(), name, value, lowest,
+             highest);
+    return out;
+  }
+
+  // `count` + 1 numbers from 0 up to `total`, none below the one before it.
+  std::vector<int32_t> take_starts(const char* name, size_t count, int32_t total) {
+    std::vector<int32_t> out = take(name, count + 1, 0, total);
+    if (out.front() != 0 || out.back() != total || !std::is_sorted(out.begin(), out.end()))
+      fail(DLM_BAD_BUNDLE, "%s: %s do not go from 0 to %d", where_.c_str(), name, total);
+    return out;
+  }
+
+ private:
+  const uint8_t* data_;
+  const std::string where_;
+};
+
+void check_groups(const Automaton& automaton, const std::string& where) {
+  for (int32_t group = 0; group < automaton.groups; ++group) {
+    const auto first =
+        automaton.group_classes.begin() + automaton.group_starts[static_cast<size_t>(group)];
+    const auto last =
+        automaton.group_classes.begin() + automaton.group_starts[static_cast<size_t>(group) + 1];
+    if (first == last ||
+        std::adjacent_find(first, last, [](int32_t a, int32_t b) { return a >= b; }) != last)
+      fail(DLM_BAD_BUNDLE, "%s: the classes of group %d do not ascend", where.c_str(), group);
+  }
+}
+
+// A distance that is one more than the least behind it leads down to 0: an end is reached from
+// every state. Where a text may end, tokens may stand behind it without end.
+void check_distances(const Automaton& automaton, const std::string& where) {
+  for (int32_t state = 0; state < automaton.states; ++state) {
+    const int32_t distance = automaton.distances[static_cast<size_t>(state)];
+    int32_t least = std::numeric_limits<int32_t>::max();
+    for (int32_t edge = automaton.edge_starts[static_cast<size_t>(state)];
+         edge < automaton.edge_starts[static_cast<size_t>(state) + 1]; ++edge)
+      least = std::min(least, automaton.distances[static_cast<size_t>(
+                                  automaton.edge_states[static_cast<size_t>(edge)])]);
+    if (least != std::max(distance - 1, 0))
+      fail(DLM_BAD_BUNDLE, "%s: state %d says that it is %d tokens from an end, and is not",
+           where.c_str(), state, distance);
+  }
+}
+
+// Each class must lead from a state to one state at most. The classes of a state's largest group
+// are only looked up, as many states share large groups: so a file takes hardly longer than its
+// edges do.
+void check_edges(const Automaton& automaton, const std::string& where) {
+  std::vector<int32_t> seen(static_cast<size_t>(automaton.classes),
+                            -1);  // by class, the last state that has an edge for it
+  const auto size = [&](int32_t group) {
+    return automaton.group_starts[static_cast<size_t>(group) + 1] -
+           automaton.group_starts[static_cast<size_t>(group)];
+  };
+  for (int32_t state = 0; state < automaton.states; ++state) {
+    const auto first =
+        automaton.edge_groups.begin() + automaton.edge_starts[static_cast<size_t>(state)];
+    const auto last =
+        automaton.edge_groups.begin() + automaton.edge_starts[static_cast<size_t>(state) + 1];
+    const auto largest =
+        std::max_element(first, last, [&](int32_t a, int32_t b) { return size(a) < size(b); });
+    for (auto group = first; group != last; ++group) {
+      if (group == largest) continue;
+      for (int32_t member = automaton.group_starts[static_cast<size_t>(*group)];
+           member < automaton.group_starts[static_cast<size_t>(*group) + 1]; ++member) {
+        const int32_t number = automaton.group_classes[static_cast<size_t>(member)];
+        if (std::exchange(seen[static_cast<size_t>(number)], state) == state ||
+            automaton.has_class(*largest, number))
+          fail(DLM_BAD_BUNDLE,
+               "%s: state %d has two edges for class %d, so its texts are ambiguous: compile the "
+               "constraint again",
+               where.c_str(), state, number);
+      }
+    }
+  }
+}
+
+// Fills class_starts and class_tokens.
+void list_tokens(Automaton& automaton, const std::string& where) {
+  std::vector<int32_t>& starts = automaton.class_starts;
+  starts.assign(static_cast<size_t>(automaton.classes) + 1, 0);
+  for (const int32_t number : automaton.token_class)
+    if (number >= 0) ++starts[static_cast<size_t>(number) + 1];
+  if (std::find(starts.begin() + 1, starts.end(), 0) != starts.end())
+    fail(DLM_BAD_BUNDLE, "%s: a class without tokens", where.c_str());
+  std::partial_sum(starts.begin(), starts.end(), starts.begin());
+  automaton.class_tokens.resize(static_cast<size_t>(starts.back()));
+  std::vector<int32_t> next(starts);
+  for (int32_t token = 0; token < automaton.vocab_size; ++token)
+    if (const int32_t number = automaton.token_class[static_cast<size_t>(token)]; number >= 0)
+      automaton.class_tokens[static_cast<size_t>(next[static_cast<size_t>(number)]++)] = token;
+}
+
+}  // namespace
+
+int32_t Automaton::next(int32_t state, int32_t token) const {
+  const int32_t number = token_class[static_cast<size_t>(token)];
+  if (number < 0) return -1;
+  for (int32_t edge = edge_starts[static_cast<size_t>(state)];
+       edge < edge_starts[static_cast<size_t>(state) + 1]; ++edge)
+    if (has_class(edge_groups[static_cast<size_t>(edge)], number))
+      return edge_states[static_cast<size_t>(edge)];
+  return -1;
+}
+
+bool Automaton::has_class(int32_t group, int32_t number) const {
+  const auto at = static_cast<size_t>(group);
+  return std::binary_search(group_classes.begin() + group_starts[at],
+                            group_classes.begin() + group_starts[at + 1], number);
+}
+
+bool Automaton::has_token(int32_t group, int32_t token) const {
+  return token >= 0 && token_class[static_cast<size_t>(token)] >= 0 &&
+         has_class(group, token_class[static_cast<size_t>(token)]);
+}
+
+Automaton read_automaton(const void* data, size_t size, const std::string& where) {
+  const auto* const bytes = static_cast<const uint8_t*>(data);
+  constexpr size_t header = kMagicBytes + kSizes * sizeof(int32_t) + kMadeOfBytes;
+  if (size < header + kHashBytes || std::memcmp(bytes, kMagic, kMagicBytes - 1) != 0)
+    fail(DLM_BAD_BUNDLE, "%s: not an automaton of a constraint, or cut off", where.c_str());
+  if (bytes[kMagicBytes - 1] != kVersion)
+    fail(DLM_UNSUPPORTED,
+         "%s: an automaton of version %d, and this library knows version %d: compile the "
+         "constraint again",
+         where.c_str(), bytes[kMagicBytes - 1], kVersion);
+  Sha256 hash;
+  hash.update(bytes, size - kHashBytes);
+  const std::array<uint8_t, kHashBytes> digest = hash.digest();
+  if (std::memcmp(digest.data(), bytes + size - kHashBytes, kHashBytes) != 0)
+    fail(DLM_BAD_BUNDLE,
+         "%s: damaged: its SHA-256 is not what it says. Compile the constraint again",
+         where.c_str());
+  std::array<int32_t, kSizes> sizes;
+  std::memcpy(sizes.data(), bytes + kMagicBytes, sizeof sizes);
+  const auto [vocab_size, states, classes, groups, members, edges] = sizes;
+  uint64_t numbers = 2;  // the starts are one more than groups and states
+  for (const int32_t count : {vocab_size, groups, members, states, states, edges, edges}) {
+    if (count < 0) fail(DLM_BAD_BUNDLE, "%s: a size of %d", where.c_str(), count);
+    numbers += static_cast<uint64_t>(count);
+  }
+  if (vocab_size < 1 || states < 1 || classes < 0 || classes > vocab_size ||
+      numbers * sizeof(int32_t) != size - header - kHashBytes)
+    fail(DLM_BAD_BUNDLE, "%s: %zu bytes do not hold the sizes that it says", where.c_str(), size);
+  Automaton out{vocab_size, states, classes, groups, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+  const auto count = [](int32_t value) { return static_cast<size_t>(value); };
+  Reader reader(bytes + header, where);
+  out.token_class = reader.take("token_class", count(vocab_size), -1, classes - 1);
+  out.group_starts = reader.take_starts("group_starts", count(groups), members);
+  out.group_classes = reader.take("group_classes", count(members), 0, classes - 1);
+  out.edge_starts = reader.take_starts("edge_starts", count(states), edges);
+  out.edge_states = reader.take("edge_states", count(edges), 0, states - 1);
+  out.edge_groups = reader.take("edge_groups", count(edges), 0, groups - 1);
+  out.distances = reader.take("distances", count(states), 0, states);
+  check_groups(out, where);
+  check_edges(out, where);
+  check_distances(out, where);
+  list_tokens(out, where);
+  return out;
+}
+
+Automaton open_automaton(const std::string& path) {
+  struct stat info{};
+  if (stat(path.c_str(), &info) != 0)
+    fail(DLM_NOT_FOUND, "%s: %s", path.c_str(), std::strerror(errno));
+  if (!S_ISREG(info.st_mode) || static_cast<uint64_t>(info.st_size) > kLimitBytes)
+    fail(DLM_BAD_BUNDLE, "%s: not a plain file of at most %zu bytes", path.c_str(), kLimitBytes);
+  std::vector<char> data(static_cast<size_t>(info.st_size));
+  std::ifstream file(path, std::ios::binary);
+  if (!file.read(data.data(), static_cast<std::streamsize>(data.size())))
+    fail(DLM_BAD_BUNDLE, "%s: cannot be read", path.c_str());
+  return read_automaton(data.data(), data.size(), path);
+}
+
+}  // namespace dlm

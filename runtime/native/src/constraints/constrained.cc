@@ -1,0 +1,207 @@
+#include "constraints/constrained.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "decode/loop.h"
+
+namespace dlm {
+namespace {
+
+[[noreturn]] void refuse_without_text(int32_t position) {
+  fail(DLM_INTERNAL, "the constraint has no text up to position %d", position);
+}
+
+}  // namespace
+
+Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
+                         std::shared_ptr<const Automaton> automaton, int32_t given,
+                         const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided)
+    : denoiser_(denoiser),
+      policy_(policy),
+      automaton_(std::move(automaton)),
+      states_{0},
+      viterbi_(*automaton_),
+      texts_(*automaton_, denoiser.mask_token_id) {
+  if (automaton_->vocab_size != denoiser.vocab_size)
+    fail(DLM_UNSUPPORTED,
+         "the constraint is of a vocabulary of %d tokens, and the denoiser has %d: compile it for "
+         "this bundle",
+         automaton_->vocab_size, denoiser.vocab_size);
+  if (automaton_->token_class[static_cast<size_t>(denoiser.mask_token_id)] >= 0)
+    fail(DLM_UNSUPPORTED, "the constraint allows the mask token: compile it for this bundle");
+  if (denoiser.eos_token_ids.empty())
+    fail(DLM_UNSUPPORTED,
+         "a constraint needs an end token, to stand behind its text, and the denoiser has none");
+  const auto first = std::find(undecided.begin(), undecided.end(), 1),
+             last = std::find(undecided.rbegin(), undecided.rend(), 1).base();
+  range_ = first == undecided.end() ? Range{0, 0}
+                                    : Range{static_cast<int32_t>(first - undecided.begin()),
+                                            static_cast<int32_t>(last - undecided.begin())};
+  const int32_t shortest = automaton_->distances[0];
+  const auto require_room = [&] {
+    if (shortest > range_.tokens())
+      fail(DLM_INVALID_ARGUMENT,
+           "the shortest text of the constraint has %d tokens, and there is room for %d: raise "
+           "max_new_tokens",
+           shortest, range_.tokens());
+  };
+  if (range_.tokens() == 0) {
+    require_room();
+    return;
+  }
+  if (given > range_.first)
+    fail(DLM_INVALID_ARGUMENT,
+         "%d given tokens are to be of the constraint's text, and %d are in front of the first "
+         "undecided position",
+         given, range_.first);
+  range_.first -= given;
+  require_room();
+  if (ends_behind(range_.first, canvas, undecided).front() == 0)
+    fail(DLM_INVALID_ARGUMENT,
+         "no text of the constraint has the given tokens in positions %d..%d: change them, or "
+         "leave more masks",
+         range_.first, range_.last - 1);
+}
+
+Needs Constrained::needs(const Turn& turn) const {
+  return {!turn.is_editing && policy_.score == Score::entropy && !scores_texts(turn), true};
+}
+
+bool Constrained::scores_texts(const Turn& turn) const {
+  if (turn.is_editing || policy_.score == Score::random) return false;
+  return policy_.score_of == ScoreOf::marginal ||
+         (is_drawn(turn) && policy_.score_of == ScoreOf::draw);
+}
+
+double Constrained::score_of_texts(const Marginal& found) const {
+  return policy_.score == Score::entropy  ? found.entropy
+         : policy_.score == Score::margin ? found.margin
+                                          : found.prob;
+}
+
+void Constrained::propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) {
+  const auto top_k = static_cast<size_t>(denoiser_.top_k),
+             width = static_cast<size_t>(denoiser_.vocab_size);
+  const int32_t first = std::min(turn.positions.front(), first_open(turn.undecided));
+  const int32_t last = turn.positions.back() + 1;
+  const std::vector<uint8_t> ends = ends_behind(last, turn.canvas, turn.undecided);
+  fill_places(first, last, turn.canvas, turn.undecided);
+  for (size_t row = 0; row < turn.positions.size(); ++row) {
+    Place& place = places_[static_cast<size_t>(turn.positions[row] - first)];
+    place.logits = predictions.logits + row * width;
+    place.best = predictions.tokens[row * top_k];
+    if (turn.is_editing && predictions.probs[row * top_k] > policy_.edit_threshold &&
+        place.best != place.token)
+      place.other = place.best;
+  }
+  find_text(turn, state_before(first, turn.canvas), ends);
+  for (size_t row = 0; row < turn.positions.size(); ++row) {
+    const auto at = static_cast<size_t>(turn.positions[row] - first);
+    const Place& place = places_[at];
+    const float* const probs = predictions.probs + row * top_k;
+    const double prob = prob_of(path_[at], place.logits, place.best, probs[0]);
+    proposals.tokens[row] = path_[at];
+    proposals.probs[row] = prob;
+    if (scores_texts(turn))
+      proposals.scores[row] = score_of_texts(marginals_[at]);
+    else  // A margin is to the best of the other tokens, so it may be below 0.
+      proposals.scores[row] =
+          !turn.is_editing && policy_.score == Score::margin
+              ? prob - static_cast<double>(path_[at] == place.best ? probs[1] : probs[0])
+              : score_row(policy_, turn, predictions, denoiser_.top_k, row, prob);
+  }
+}
+
+// Fills path_, and marginals_ where they are the scores.
+void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends) {
+  const Sampling drawn{policy_.temperature, policy_.top_p, policy_.top_k}, predicted{1, 1, 0};
+  bool is_found;
+  if (is_drawn(turn)) {
+    is_found = texts_.sum(state, places_, ends, drawn);
+    const int32_t first = turn.positions.back() + 1 - static_cast<int32_t>(places_.size());
+    if (is_found)
+      texts_.draw({policy_.seed, static_cast<uint32_t>(turn.passes), static_cast<uint32_t>(first)},
+                  path_);
+  } else {
+    is_found = viterbi_.solve(state, places_, ends, path_);
+  }
+  if (!is_found) refuse_without_text(turn.positions.back());
+  if (!scores_texts(turn)) return;
+  if (policy_.score_of == ScoreOf::marginal) texts_.sum(state, places_, ends, predicted);
+  texts_.find_marginals(path_, policy_.score != Score::confidence, marginals_);
+}
+
+void Constrained::scaffold(const std::vector<int32_t>& canvas,
+                           const std::vector<uint8_t>& undecided, Range range,
+                           std::vector<Certain>& certain) {
+  const int32_t first = first_open(undecided), last = std::min(range.last, range_.last);
+  if (first >= last) return;
+  const std::vector<uint8_t> ends = ends_behind(last, canvas, undecided);
+  fill_places(first, last, canvas, undecided);
+  viterbi_.find_only(state_before(first, canvas), places_, ends, only_);
+  const int32_t end = denoiser_.eos_token_ids.front(),
+                end_class = automaton_->token_class[static_cast<size_t>(end)];
+  for (int32_t position = std::max(first, range.first); position < last; ++position) {
+    const int32_t number = only_[static_cast<size_t>(position - first)];
+    if (number < 0 || undecided[static_cast<size_t>(position)] == 0) continue;
+    if (number == end_class)  // which of the end tokens makes no other text
+      certain.push_back({position, end});
+    else if (automaton_->is_one_token(number))
+      certain.push_back({position, automaton_->first_token(number)});
+  }
+}
+
+void Constrained::complete(const std::vector<int32_t>& canvas,
+                           const std::vector<uint8_t>& undecided, std::vector<int32_t>& guess) {
+  const int32_t first = first_open(undecided);
+  if (first == range_.last) return;
+  fill_places(first, range_.last, canvas, undecided);
+  for (Place& place : places_) {
+    if (place.token >= 0) continue;
+    place.token = guess[static_cast<size_t>(first + (&place - places_.data()))];
+    if (place.token < 0) place.best = denoiser_.eos_token_ids.front();
+  }
+  const std::vector<uint8_t> ends = viterbi_.ways().reaching({}, 0);
+  if (!viterbi_.solve(state_before(first, canvas), places_, ends, path_))
+    refuse_without_text(range_.last - 1);
+  std::copy(path_.begin(), path_.end(), guess.begin() + first);
+}
+
+int32_t Constrained::first_open(const std::vector<uint8_t>& undecided) const {
+  const auto open = std::find(undecided.begin() + range_.first, undecided.begin() + range_.last, 1);
+  return static_cast<int32_t>(open - undecided.begin());
+}
+
+void Constrained::note(int32_t position, int32_t) {
+  const auto known = static_cast<size_t>(std::max(position - range_.first, 0)) + 1;
+  if (states_.size() > known) states_.resize(known);
+}
+
+// What leads there is decided.
+int32_t Constrained::state_before(int32_t position, const std::vector<int32_t>& canvas) {
+  while (static_cast<int32_t>(states_.size()) <= position - range_.first) {
+    const auto at = static_cast<size_t>(range_.first) + states_.size() - 1;
+    states_.push_back(automaton_->next(states_.back(), canvas[at]));
+    if (states_.back() < 0) refuse_without_text(static_cast<int32_t>(at));
+  }
+  return states_[static_cast<size_t>(position - range_.first)];
+}
+
+std::vector<uint8_t> Constrained::ends_behind(int32_t position, const std::vector<int32_t>& canvas,
+                                              const std::vector<uint8_t>& undecided) {
+  fill_places(position, range_.last, canvas, undecided);
+  return viterbi_.ways().reaching(places_, 0);
+}
+
+// What is decided may stand there alone.
+void Constrained::fill_places(int32_t first, int32_t last, const std::vector<int32_t>& canvas,
+                              const std::vector<uint8_t>& undecided) {
+  places_.clear();
+  for (auto i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i)
+    places_.push_back({undecided[i] != 0 ? -1 : canvas[i], -1, nullptr, -1});
+}
+
+}  // namespace dlm

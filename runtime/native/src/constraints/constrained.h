@@ -1,0 +1,66 @@
+// The proposer of a constrained request: every token is of one text that the automaton accepts, the
+// most likely one or a draw, so that any of them may commit together. A request that ends before
+// its time is completed to the text with the fewest tokens that has what was proposed.
+//
+// The constraint is of the positions from the first undecided one of the request up to the last,
+// and of given ones in front of them where it is told so. Given tokens among them are part of the
+// text. Behind a block a text only has to be possible: in the room that is left, with what is
+// decided there.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "constraints/automaton.h"
+#include "constraints/marginals.h"
+#include "constraints/viterbi.h"
+#include "decode/proposer.h"
+
+namespace dlm {
+
+class Constrained final : public Proposer {
+ public:
+  // given: so many tokens in front of the first undecided position are the text's first ones.
+  // Throws Error(DLM_INVALID_ARGUMENT) where no text fits into the canvas, and
+  // Error(DLM_UNSUPPORTED) for an automaton of another vocabulary. denoiser must outlive it.
+  Constrained(const Denoiser& denoiser, const Policy& policy,
+              std::shared_ptr<const Automaton> automaton, int32_t given,
+              const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided);
+
+  Needs needs(const Turn& turn) const override;
+  void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override;
+  void scaffold(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
+                Range range, std::vector<Certain>& certain) override;
+  void complete(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
+                std::vector<int32_t>& guess) override;
+  bool is_whole() const override { return true; }
+  void note(int32_t position, int32_t token) override;
+
+ private:
+  void find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends);
+  bool is_drawn(const Turn& turn) const {
+    return policy_.select == Select::sample && !turn.is_editing;
+  }
+  bool scores_texts(const Turn& turn) const;  // rather than what the denoiser says of each position
+  double score_of_texts(const Marginal& found) const;
+  int32_t first_open(const std::vector<uint8_t>& undecided)
+      const;  // the first undecided position, or the end of the range
+  int32_t state_before(int32_t position, const std::vector<int32_t>& canvas);
+  std::vector<uint8_t> ends_behind(int32_t position, const std::vector<int32_t>& canvas,
+                                   const std::vector<uint8_t>& undecided);
+  void fill_places(int32_t first, int32_t last, const std::vector<int32_t>& canvas,
+                   const std::vector<uint8_t>& undecided);
+
+  const Denoiser& denoiser_;
+  const Policy policy_;
+  const std::shared_ptr<const Automaton> automaton_;
+  Range range_;                  // of the canvas, that the constraint is of
+  std::vector<int32_t> states_;  // before the positions from its first on, as far as they are known
+  Viterbi viterbi_;
+  Texts texts_;
+  std::vector<Place> places_;
+  std::vector<int32_t> path_, only_;
+  std::vector<Marginal> marginals_;
+};
+
+}  // namespace dlm

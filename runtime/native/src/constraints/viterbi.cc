@@ -1,0 +1,354 @@
+#include "constraints/viterbi.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "decode/exact_sum.h"
+
+namespace dlm {
+namespace {
+
+constexpr double kNever = -std::numeric_limits<double>::infinity();
+constexpr double kUnknown = std::numeric_limits<double>::infinity();
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr size_t kLanes = 8;      // as many maxima as there are loads under way at a time
+constexpr size_t kRun = 32;       // tokens of a row whose highest logit is held
+constexpr size_t kSections = 16;  // of a row: each has a token that reaches the bound
+constexpr size_t kMany =
+    16;  // a row's highest tokens are looked for before one token in so many is looked up
+
+size_t at(int32_t index) { return static_cast<size_t>(index); }
+
+// -infinity for a token that the denoiser rules out.
+double weigh(const Place& place, int32_t token) {
+  if (place.logits == nullptr) return place.best < 0 || token == place.best ? 0 : -1;
+  if (is_ruled_out(place.logits[token])) return kNever;
+  return static_cast<double>(place.logits[token]) - static_cast<double>(place.base());
+}
+
+ExactWeight weigh_exactly(const Place& place, int32_t token) {
+  if (place.logits == nullptr)
+    return {0, ExactSum(place.best < 0 || token == place.best ? 0.0f : -1.0f)};
+  if (is_ruled_out(place.logits[token])) return {ExactWeight::kRuledOut, {}};
+  return {0, ExactSum(place.logits[token]) - ExactSum(place.base())};
+}
+
+// Whether a token is better than another at a place: by its logit, then by its id. Differences of
+// logits may be rounded to the same double, so they are not compared.
+bool is_better(const Place& place, int32_t token, int32_t other) {
+  if (place.logits != nullptr)
+    return place.logits[token] > place.logits[other] ||
+           (place.logits[token] == place.logits[other] && token < other);
+  const double weight = weigh(place, token), other_weight = weigh(place, other);
+  return weight > other_weight || (weight == other_weight && token < other);
+}
+
+// The highest of a run of logits; four at a time, as no compiler does by itself what NaN makes
+// depend on the order.
+float max_of_run(const float* logits) {
+  using Four = float __attribute__((vector_size(16)));
+  constexpr size_t kFours = kRun / 4;
+  Four all[kFours];
+  std::memcpy(all, logits, sizeof all);
+  for (size_t half = kFours / 2; half > 0; half /= 2)
+    for (size_t i = 0; i < half; ++i) all[i] = all[i + half] > all[i] ? all[i + half] : all[i];
+  const float first = all[0][1] > all[0][0] ? all[0][1] : all[0][0],
+              last = all[0][3] > all[0][2] ? all[0][3] : all[0][2];
+  return last > first ? last : first;
+}
+
+void fetch_run(const float* logits) {
+  constexpr size_t kLine = 64 / sizeof(float);
+  for (size_t i = 0; i < kRun; i += kLine) __builtin_prefetch(logits + i);
+}
+
+// The first of the tokens whose logit is the highest; the first of all where none is above minus
+// infinity.
+int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
+  constexpr size_t kStretch = 32 * kLanes;  // short enough to look through once more
+  float highest = kNone;
+  size_t found = 0;
+  for (size_t start = 0; start < count; start += kStretch) {
+    const size_t end = std::min(start + kStretch, count);
+    float lanes[kLanes] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};
+    size_t i = start;
+    for (; i + kLanes <= end; i += kLanes)
+      for (size_t lane = 0; lane < kLanes; ++lane) {
+        const float logit = logits[tokens[i + lane]];
+        lanes[lane] = logit > lanes[lane] ? logit : lanes[lane];
+      }
+    for (; i < end; ++i) lanes[0] = std::max(lanes[0], logits[tokens[i]]);
+    const float best = *std::max_element(lanes, lanes + kLanes);
+    if (best > highest) highest = best, found = start;
+  }
+  while (highest > kNone && logits[tokens[found]] != highest) ++found;
+  return tokens[found];
+}
+
+}  // namespace
+
+// A class that has any of the tokens that reach a bound, which are a row's highest ones, has its
+// best one among them.
+void Viterbi::weigh_highest(const Place& place) {
+  looked_at_ = place_;
+  const auto vocab_size = at(automaton_.vocab_size), runs = vocab_size / kRun;
+  if (runs < kSections) return;
+  highest_.resize(runs);
+  float bound = std::numeric_limits<float>::infinity();
+  for (size_t section = 0; section < kSections; ++section) {
+    float best = kNone;
+    for (size_t run = section * runs / kSections; run < (section + 1) * runs / kSections; ++run) {
+      highest_[run] = max_of_run(place.logits + run * kRun);
+      best = std::max(best, highest_[run]);
+    }
+    bound = std::min(bound, best);
+  }
+  if (!(bound > kNone)) return;
+  const auto see = [&](size_t first, size_t last) {
+    for (size_t i = first; i < last; ++i) {
+      if (!(place.logits[i] >= bound) || automaton_.token_class[i] < 0) continue;
+      Best& best = classes_[at(automaton_.token_class[i])];
+      const auto token = static_cast<int32_t>(i);
+      if (best.place != place_ || place.logits[i] > place.logits[best.token])
+        best = {token, place_};
+    }
+  };
+  for (size_t run = 0; run < runs; ++run)
+    if (highest_[run] >= bound) see(run * kRun, (run + 1) * kRun);
+  see(runs * kRun, vocab_size);
+}
+
+int32_t Viterbi::best_of_class(const Place& place, int32_t number) {
+  Best& best = classes_[at(number)];
+  if (best.place == place_) return best.token;
+  const auto start = at(automaton_.class_starts[at(number)]),
+             end = at(automaton_.class_starts[at(number) + 1]);
+  if (place.logits != nullptr && looked_at_ != place_ &&
+      (looked_up_ += end - start) * kMany > at(automaton_.vocab_size)) {
+    weigh_highest(place);
+    if (best.place == place_) return best.token;
+  }
+  const int32_t token =
+      place.logits == nullptr
+          ? automaton_.class_tokens[start]
+          : find_best(place.logits, automaton_.class_tokens.data() + start, end - start);
+  best = {token, place_};
+  return token;
+}
+
+int32_t Viterbi::best_of_group(const Place& place, int32_t group) {
+  int32_t best = -1;
+  const auto see = [&](int32_t token) {
+    if (best < 0 || is_better(place, token, best)) best = token;
+  };
+  if (place.token >= 0) {
+    for (const int32_t token : {place.token, place.other})
+      if (automaton_.has_token(group, token)) see(token);
+  } else if (automaton_.has_token(group, place.best)) {
+    see(place.best);
+  } else {
+    for (int32_t member = automaton_.group_starts[at(group)];
+         member < automaton_.group_starts[at(group) + 1]; ++member)
+      see(best_of_class(place, automaton_.group_classes[at(member)]));
+  }
+  return best;
+}
+
+// What a state's ways on lead through.
+void Viterbi::weigh_edges(const Place& place, int32_t state, Layer& layer) {
+  for (int32_t edge = automaton_.edge_starts[at(state)];
+       edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
+    const int32_t group = automaton_.edge_groups[at(edge)];
+    if (weights_[at(group)] != kUnknown || ahead_[at(automaton_.edge_states[at(edge)])] == kNever)
+      continue;
+    const int32_t token = best_of_group(place, group);
+    weights_[at(group)] = token < 0 ? kNever : weigh(place, token);
+    layer.groups.push_back({group, token, weights_[at(group)]});
+  }
+}
+
+bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
+                    const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
+  const size_t length = places.size();
+  ways_.meet(state, places);
+  classes_.assign(at(automaton_.classes), {-1, -1});
+  weights_.assign(at(automaton_.groups), kUnknown);
+  tokens_.resize(at(automaton_.groups));
+  ahead_.assign(at(automaton_.states), kNever);
+  layers_.resize(std::max(layers_.size(), length + 1));
+  looked_at_ = -1;
+  layers_[length].ahead.clear();
+  for (const int32_t end : ways_.before(length)) {
+    ahead_[at(end)] = ends[at(end)] != 0 ? 0 : kNever;
+    layers_[length].ahead.push_back(ahead_[at(end)]);
+  }
+  const int32_t *const starts = automaton_.edge_starts.data(),
+                       *const states = automaton_.edge_states.data(),
+                       *const groups = automaton_.edge_groups.data();
+  const double *const ahead = ahead_.data(), *const weights = weights_.data();
+  // What is endless less endless is no number, and not above any.
+  const auto best_of = [=](int32_t from) {
+    double best = kNever;
+    for (int32_t edge = starts[from], last = starts[from + 1]; edge < last; ++edge) {
+      const double own = ahead[states[edge]] + weights[groups[edge]];
+      best = own > best ? own : best;
+    }
+    return best;
+  };
+  for (size_t i = length; i-- > 0;) {
+    place_ = static_cast<int32_t>(i);
+    looked_up_ = 0;
+    Layer& layer = layers_[i];
+    const std::vector<int32_t>& met = ways_.before(i);
+    layer.ahead.resize(met.size());
+    layer.groups.clear();
+    // Where the row behind was read, the one in front will be: it comes nearer while states are
+    // gone through.
+    const float* const next = looked_at_ == place_ + 1 && i > 0 ? places[i - 1].logits : nullptr;
+    for (size_t from = 0; from < met.size(); ++from) {
+      if (next != nullptr && (from + 1) * kRun <= at(automaton_.vocab_size))
+        fetch_run(next + from * kRun);
+      double best = best_of(met[from]);
+      if (best == kUnknown) {
+        weigh_edges(places[i], met[from], layer);
+        best = best_of(met[from]);
+      }
+      layer.ahead[from] = best;
+    }
+    for (const Weighed& group : layer.groups) weights_[at(group.group)] = kUnknown;
+    for (const int32_t behind : ways_.before(i + 1)) ahead_[at(behind)] = kNever;
+    for (size_t from = 0; from < met.size(); ++from) ahead_[at(met[from])] = layer.ahead[from];
+  }
+  const double best = std::exchange(ahead_[at(state)], kNever);
+  if (!(std::fabs(best) < kLargestRounded)) return solve_exactly(state, places, ends, tokens);
+  tokens.resize(length);
+  for (size_t i = 0; i < length; ++i) state = find_step(i, state, tokens[i]);
+  return true;
+}
+
+// Like `solve`, for texts that all need ruled-out tokens or logits so far apart that sums in double
+// lose the smaller ones.
+bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
+                            const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
+  struct Step {
+    int32_t token, state;  // the best next token, and the state after it; -1 if no text goes on
+  };
+  const size_t length = places.size();
+  std::vector<std::vector<Step>> steps(
+      length);  // by place, one for each state of ways_.before(place)
+  std::vector<ExactWeight> ahead(at(automaton_.states), ExactWeight::never()),
+      weights(at(automaton_.groups)), found;
+  std::vector<int32_t> weighed_at(at(automaton_.groups), -1);
+  for (const int32_t end : ways_.before(length))
+    if (ends[at(end)] != 0) ahead[at(end)] = {};
+  for (size_t i = length; i-- > 0;) {
+    place_ = static_cast<int32_t>(i);
+    looked_up_ = 0;
+    found.clear();
+    for (const int32_t from : ways_.before(i)) {
+      ExactWeight best = ExactWeight::never();
+      Step step{-1, -1};
+      for (int32_t edge = automaton_.edge_starts[at(from)];
+           edge < automaton_.edge_starts[at(from) + 1]; ++edge) {
+        const auto to = at(automaton_.edge_states[at(edge)]),
+                   group = at(automaton_.edge_groups[at(edge)]);
+        if (ahead[to].is_never()) continue;
+        if (std::exchange(weighed_at[group], place_) != place_) {
+          tokens_[group] = best_of_group(places[i], static_cast<int32_t>(group));
+          if (tokens_[group] >= 0) weights[group] = weigh_exactly(places[i], tokens_[group]);
+        }
+        if (tokens_[group] < 0) continue;
+        const ExactWeight own = ahead[to] + weights[group];
+        if (step.token < 0 || best < own || (own == best && tokens_[group] < step.token))
+          best = own, step = {tokens_[group], static_cast<int32_t>(to)};
+      }
+      found.push_back(best);
+      steps[i].push_back(step);
+    }
+    for (const int32_t after : ways_.before(i + 1)) ahead[at(after)] = ExactWeight::never();
+    for (size_t from = 0; from < found.size(); ++from)
+      ahead[at(ways_.before(i)[from])] = found[from];
+  }
+  if (ahead[at(state)].is_never()) return false;
+  tokens.resize(length);
+  for (size_t i = 0; i < length; ++i) {
+    const std::vector<int32_t>& met = ways_.before(i);
+    const Step& step =
+        steps[i]
+             [static_cast<size_t>(std::lower_bound(met.begin(), met.end(), state) - met.begin())];
+    tokens[i] = step.token, state = step.state;
+  }
+  return true;
+}
+
+// The state behind the first step of the best way on; of equally good ones the one with the lowest
+// token.
+int32_t Viterbi::find_step(size_t place, int32_t state, int32_t& token) {
+  const std::vector<Weighed>& groups = layers_[place].groups;
+  const std::vector<int32_t>& behind = ways_.before(place + 1);
+  for (const Weighed& group : groups)
+    weights_[at(group.group)] = group.weight, tokens_[at(group.group)] = group.token;
+  for (size_t to = 0; to < behind.size(); ++to)
+    ahead_[at(behind[to])] = layers_[place + 1].ahead[to];
+  double best = kNever;
+  int32_t next = -1;
+  for (int32_t edge = automaton_.edge_starts[at(state)];
+       edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
+    const auto group = at(automaton_.edge_groups[at(edge)]);
+    const double own = ahead_[at(automaton_.edge_states[at(edge)])] + weights_[group];
+    if (own > best || (own == best && own > kNever && tokens_[group] < token))
+      best = own, next = automaton_.edge_states[at(edge)], token = tokens_[group];
+  }
+  for (const int32_t to : behind) ahead_[at(to)] = kNever;
+  for (const Weighed& group : groups) weights_[at(group.group)] = kUnknown;
+  return next;
+}
+
+void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
+                        const std::vector<uint8_t>& ends, std::vector<int32_t>& classes) {
+  constexpr int32_t none = -2, several = -1;
+  ways_.meet(state, places);
+  classes.resize(places.size());
+  leads_on_ = ends;
+  std::vector<uint8_t> found;
+  bool do_all = true;  // whether all states that are met behind the place lead on
+  for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[at(end)] != 0;
+  // Bytes may alias all else: what the inner loop reads is held here.
+  const int32_t *const starts = automaton_.edge_starts.data(),
+                       *const states = automaton_.edge_states.data(),
+                       *const groups = automaton_.edge_groups.data(),
+                       *const group_starts = automaton_.group_starts.data();
+  for (size_t i = places.size(); i-- > 0;) {
+    ways_.look_at(places[i]);
+    const std::vector<int32_t>& met = ways_.before(i);
+    const bool is_free = places[i].token < 0;
+    const uint8_t* const leads_on = leads_on_.data();
+    int32_t only = none;
+    const bool is_sure =
+        is_free && do_all;  // that the states do which are met here: each has an edge
+    found.assign(met.size(), 1);
+    for (size_t from = 0; from < met.size() && !(is_sure && only == several); ++from) {
+      uint8_t is_found = 0;
+      for (int32_t edge = starts[met[from]], last = starts[met[from] + 1]; edge < last; ++edge) {
+        const int32_t group = groups[edge];
+        if (leads_on[states[edge]] == 0 || !(is_free || ways_.may_stand(group))) continue;
+        is_found = 1;
+        if (only == several) break;
+        const bool is_one = group_starts[group + 1] == group_starts[group] + 1;
+        const int32_t own = is_one ? automaton_.group_classes[at(group_starts[group])] : several;
+        only = only == none || only == own ? own : several;
+      }
+      found[from] = is_found;
+    }
+    classes[i] = only;
+    do_all = is_sure || std::find(found.begin(), found.end(), 0) == found.end();
+    for (const int32_t behind : ways_.before(i + 1)) leads_on_[at(behind)] = 0;
+    for (size_t from = 0; from < found.size(); ++from) leads_on_[at(met[from])] = found[from];
+  }
+}
+
+}  // namespace dlm

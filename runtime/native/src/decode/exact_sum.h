@@ -1,0 +1,94 @@
+// The weight of a text without any rounding: how many of its tokens are ruled out or cut, and the
+// exact sum of the logits of the others. Sums in double lose small logits beside large ones; this
+// one loses nothing.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace dlm {
+
+// A finite float is an integer times 2^-149, below 2^277 in magnitude, so that 320 bits hold sums
+// of 2^40 floats.
+class ExactSum {
+ public:
+  ExactSum() = default;
+
+  // logit must be finite.
+  explicit ExactSum(float logit) {
+    uint32_t bits;
+    std::memcpy(&bits, &logit, sizeof bits);
+    const uint32_t exponent = bits >> 23 & 0xFF, fraction = bits & 0x7FFFFF;
+    const uint64_t significand =
+        exponent == 0 ? fraction : fraction | 0x800000;  // exponent 0: zero and denormals
+    const uint32_t shift = exponent == 0 ? 0 : exponent - 1;
+    const size_t word = shift / 64, bit = shift % 64;
+    words_[word] = significand << bit;
+    if (bit > 40) words_[word + 1] = significand >> (64 - bit);
+    if (logit < 0) *this = ExactSum() - *this;
+  }
+
+  friend ExactSum operator+(const ExactSum& a, const ExactSum& b) { return a.combine(b, 0, 0); }
+  friend ExactSum operator-(const ExactSum& a, const ExactSum& b) {
+    return a.combine(b, ~uint64_t{0}, 1);
+  }
+  friend bool operator==(const ExactSum& a, const ExactSum& b) { return a.words_ == b.words_; }
+  friend bool operator<(const ExactSum& a, const ExactSum& b) { return (a - b).is_negative(); }
+
+  // The nearest double, within a few units in the last place.
+  double value() const {
+    if (is_negative()) return -(ExactSum() - *this).value();
+    double sum = 0;
+    for (size_t i = kWords; i-- > 0;)
+      sum += std::ldexp(static_cast<double>(words_[i]), static_cast<int>(64 * i) - 149);
+    return sum;
+  }
+
+ private:
+  static constexpr size_t kWords = 5;
+
+  // This plus b, whose bits are flipped where `flip` has ones.
+  ExactSum combine(const ExactSum& b, uint64_t flip, uint64_t carry) const {
+    ExactSum sum;
+    for (size_t i = 0; i < kWords; ++i) {
+      const uint64_t other = b.words_[i] ^ flip, partial = words_[i] + other;
+      sum.words_[i] = partial + carry;
+      carry = (partial < other ? 1 : 0) | (sum.words_[i] < partial ? 1 : 0);
+    }
+    return sum;
+  }
+  bool is_negative() const { return words_[kWords - 1] >> 63 != 0; }
+
+  std::array<uint64_t, kWords> words_{};  // two's complement, the lowest word first
+};
+
+// Fewer ruled-out tokens are better, whatever the logits; then fewer cut tokens; then the larger
+// sum.
+struct ExactWeight {
+  int64_t avoided = 0;  // kRuledOut a token that the denoiser rules out (logit -inf), and kCut one
+                        // that top_k or top_p cuts
+  ExactSum sum;         // of the logits of all other tokens, each less the best logit of its row
+
+  static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;
+
+  static ExactWeight never() { return {kNever, {}}; }
+  bool is_never() const { return avoided >= kNever; }
+  friend ExactWeight operator+(const ExactWeight& a, const ExactWeight& b) {
+    return {a.avoided + b.avoided, a.sum + b.sum};
+  }
+  friend bool operator==(const ExactWeight& a, const ExactWeight& b) {
+    return a.avoided == b.avoided && a.sum == b.sum;
+  }
+  friend bool operator<(const ExactWeight& a, const ExactWeight& b) {
+    return a.avoided != b.avoided ? a.avoided > b.avoided : a.sum < b.sum;
+  }
+};
+
+// Where the best sum in double is larger than this, sums are made again without rounding. Below,
+// what rounding adds up to over thousands of positions is less than 1e-6.
+constexpr double kLargestRounded = 0x1p20;
+
+}  // namespace dlm

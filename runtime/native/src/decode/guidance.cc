@@ -1,0 +1,71 @@
+#include "decode/guidance.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "decode/loop.h"
+
+namespace dlm {
+
+Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predictions& conditional,
+                          const float* unconditional, size_t rows) {
+  const auto width = static_cast<size_t>(denoiser.vocab_size),
+             top_k = static_cast<size_t>(denoiser.top_k);
+  logits_.resize(rows * width);
+  tokens_.assign(rows * top_k, 0);
+  probs_.assign(rows * top_k, 0);
+  entropy_.assign(rows, 0);
+  constexpr float kInfinite = std::numeric_limits<float>::infinity(),
+                  kLowest = std::numeric_limits<float>::lowest();
+  for (size_t i = 0; i < logits_.size(); ++i) {
+    const float with = conditional.logits[i], without = unconditional[i];
+    const double guided = static_cast<double>(without) +
+                          (scale + 1) * (static_cast<double>(with) - static_cast<double>(without));
+    // A token that either pass rules out stays ruled out; one that neither does is not, however low
+    // it becomes.
+    logits_[i] = with == -kInfinite || without == -kInfinite ? -kInfinite
+                 : guided < static_cast<double>(kLowest)     ? kLowest
+                 : guided > -static_cast<double>(kLowest)    ? kInfinite
+                                                             : static_cast<float>(guided);
+  }
+  for (size_t row = 0; row < rows; ++row) rank(denoiser, row);
+  return {tokens_.data(), probs_.data(), entropy_.data(), logits_.data()};
+}
+
+void Guided::rank(const Denoiser& denoiser, size_t row) {
+  const auto width = static_cast<size_t>(denoiser.vocab_size),
+             top_k = static_cast<size_t>(denoiser.top_k);
+  const float* const logits = logits_.data() + row * width;
+  int32_t* const best = tokens_.data() + row * top_k;
+  size_t count = 0;  // of the best so far; the lowest id first among equals, as ids come in order
+  bool is_usable = true;
+  for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
+    if (token == denoiser.mask_token_id) continue;
+    is_usable = is_usable && logits[token] < std::numeric_limits<float>::infinity();
+    if (count == top_k && !(logits[token] > logits[best[top_k - 1]])) continue;
+    size_t rank = count < top_k ? count++ : top_k - 1;
+    for (; rank > 0 && logits[token] > logits[best[rank - 1]]; --rank) best[rank] = best[rank - 1];
+    best[rank] = token;
+  }
+  if (!is_usable || std::isinf(logits[best[0]])) {
+    std::fill_n(probs_.data() + row * top_k, top_k, std::numeric_limits<float>::quiet_NaN());
+    return;
+  }
+  const auto behind = [&](int32_t token) {
+    return static_cast<double>(logits[token]) - static_cast<double>(logits[best[0]]);
+  };
+  double total = 0, product = 0;
+  for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
+    if (token == denoiser.mask_token_id) continue;
+    const double weight = std::exp(behind(token));
+    if (weight == 0) continue;
+    total += weight;
+    product += weight * behind(token);
+  }
+  for (size_t i = 0; i < count; ++i)
+    probs_[row * top_k + i] = static_cast<float>(std::exp(behind(best[i])) / total);
+  entropy_[row] = static_cast<float>(product / total - std::log(total));
+}
+
+}  // namespace dlm

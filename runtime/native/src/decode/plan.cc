@@ -1,0 +1,258 @@
+#include "decode/plan.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace dlm {
+namespace {
+
+struct Block {
+  Range range;
+  int32_t steps;
+};
+
+template <class Value>
+const char* name_of(Value value) {
+  for (const Choice<Value>& choice : Choices<Value>::all)
+    if (choice.value == value) return choice.name;
+  return "";
+}
+
+bool has_undecided(const std::vector<uint8_t>& undecided, Range range) {
+  const auto last = undecided.begin() + range.last;
+  return std::find(undecided.begin() + range.first, last, 1) != last;
+}
+
+// Those that hold an undecided position.
+std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Policy& policy,
+                               int32_t visible_block, int32_t steps) {
+  std::vector<Block> blocks;
+  const auto length = static_cast<int32_t>(undecided.size());
+  auto origin =
+      static_cast<int32_t>(std::find(undecided.begin(), undecided.end(), 1) - undecided.begin());
+  const int32_t block_length =
+      policy.block_length > 0 ? policy.block_length : std::max(1, length - origin);
+  if (visible_block > 0) origin -= origin % block_length;
+  const auto count =
+      static_cast<int32_t>((int64_t{length} - origin + block_length - 1) / block_length);
+  if (steps > 0 && steps < count)
+    fail(DLM_INVALID_ARGUMENT,
+         "steps = %d is fewer than the %d blocks of %d tokens: every block takes a step", steps,
+         count, block_length);
+  for (int32_t number = 0; number < count; ++number) {
+    const int32_t start = origin + number * block_length;
+    const auto end = static_cast<int32_t>(std::min<int64_t>(int64_t{start} + block_length, length));
+    if (!has_undecided(undecided, {start, end})) continue;
+    blocks.push_back({{start, end},
+                      steps > 0                    ? even_count(steps, number, count)
+                      : policy.steps_per_block > 0 ? policy.steps_per_block
+                                                   : block_length});
+  }
+  return blocks;
+}
+
+std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& policy,
+                             int32_t length) {
+  std::vector<Stage> plan;
+  const Range whole{0, length};
+  const Block* before = nullptr;
+  for (const Block& block : blocks) {
+    const auto add = [&](Range rows, bool is_stored, bool is_repeated) {
+      const int32_t cached = length - rows.tokens();
+      const CacheUse use = is_stored    ? (cached > 0 ? CacheUse::refresh : CacheUse::write)
+                           : cached > 0 ? CacheUse::read
+                                        : CacheUse::none;
+      plan.push_back({rows, cached, use, is_stored ? PassKind::prefill : PassKind::denoise,
+                      is_repeated, block.range, block.steps, block.range, is_repeated});
+    };
+    const int32_t start = block.range.first,
+                  last = policy.cache == Cache::prefix ? length : block.range.last;
+    if (policy.cache == Cache::none) {
+      add(whole, false, true);
+      continue;
+    }
+    const bool is_whole = policy.refresh == 0 || before == nullptr;
+    add(is_whole ? whole
+                 : Range{std::max(0, std::min(start - policy.refresh, before->range.first)), last},
+        true, false);
+    add({start, last}, false, true);
+    before = &block;
+  }
+  return plan;
+}
+
+// How many of `tokens` a pass over `cached` ones takes, in blocks of `block_length`; all where the
+// engine takes no block.
+int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
+  for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
+    if (engine.max_rows(most, cached) > 0) return most;
+  return tokens;
+}
+
+std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
+                                     const std::vector<uint8_t>& undecided, const Policy& policy,
+                                     int32_t visible_block, int32_t shift, const Engine& engine) {
+  std::vector<Stage> plan;
+  const Range whole{0, static_cast<int32_t>(undecided.size())};
+  const bool has_cache = policy.cache != Cache::none,
+             has_parts = policy.cache == Cache::block_dual && policy.sub_block_length > 0;
+  int32_t stored = 0;
+  for (const Block& block : blocks) {
+    const auto [start, end] = block.range;
+    // A denoiser that predicts the next position decides the block's first one by the row before
+    // it, which lies in the pass that stores what is before the block; without a cache that is a
+    // pass of its own, so that canvases are equal.
+    const PassKind before = &block == &blocks.front() ? PassKind::prefill : PassKind::store;
+    const int32_t size =
+        policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();
+    const int32_t count = (block.range.tokens() + size - 1) / size;
+    const auto steps_of = [&](int32_t number) {
+      return std::max(1, even_count(block.steps, number, count));
+    };
+    const Range opened{start, std::min(start + size, end)};
+    const bool is_opened = policy.store == Store::open && has_undecided(undecided, opened);
+    while (has_cache && stored < start) {
+      const int32_t wanted = is_opened ? end : start;
+      const int32_t at_once =
+          stored + tokens_at_once(engine, wanted - stored, stored, visible_block);
+      if (is_opened &&
+          at_once ==
+              end) {  // with the block's own rows, in whose place later passes over it put theirs
+        plan.push_back({{stored, end},
+                        stored,
+                        CacheUse::append,
+                        before,
+                        false,
+                        opened,
+                        steps_of(0),
+                        block.range,
+                        false});
+        stored = start;
+        break;
+      }
+      const int32_t last = std::min(at_once, start);
+      const Range decided{start, last == start ? start + shift : start};
+      plan.push_back({{stored, last},
+                      stored,
+                      CacheUse::append,
+                      before,
+                      false,
+                      decided,
+                      1,
+                      block.range,
+                      false});
+      stored = last;
+    }
+    if (!has_cache && shift > 0 && start > 0)
+      plan.push_back({whole,
+                      0,
+                      CacheUse::none,
+                      PassKind::denoise,
+                      false,
+                      {start, start + shift},
+                      1,
+                      block.range,
+                      false});
+    const Range rows = has_cache ? block.range : whole;
+    const int32_t cached = has_cache ? start : 0;
+    const CacheUse use = policy.store == Store::reuse ? CacheUse::append
+                         : cached > 0                 ? CacheUse::read
+                                                      : CacheUse::none;
+    for (int32_t number = 0; number < count; ++number) {
+      const Range decided{start + number * size, std::min(start + (number + 1) * size, end)};
+      const int32_t steps = steps_of(number);
+      if (!has_parts) {
+        plan.push_back({rows, cached, use, PassKind::denoise, true, decided, steps, block.range,
+                        number == count - 1});
+        continue;
+      }
+      if (has_undecided(undecided, decided))
+        plan.push_back({rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps,
+                        block.range, false});
+      // Over the rest of the block as that pass left it. The row that predicts the sub-block's
+      // first position is one of it.
+      const Range part{std::max(start, decided.first - shift), decided.last};
+      const int32_t around = end - part.tokens();
+      plan.push_back({part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise,
+                      true, decided, steps, block.range, number == count - 1});
+    }
+    if (policy.store == Store::reuse) stored = end;
+  }
+  return plan;
+}
+
+}  // namespace
+
+Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
+  const char* const cache = name_of(policy.cache);
+  if (visible_block == 0) {
+    if (policy.cache == Cache::block || policy.cache == Cache::block_dual)
+      fail(DLM_UNSUPPORTED,
+           "policy: cache = \"%s\" is for block-causal attention, and this denoiser's is full: use "
+           "cache = \"dual\", \"prefix\" or "
+           "\"none\"",
+           cache);
+    if (policy.sub_block_length > 0)
+      fail(DLM_UNSUPPORTED,
+           "policy: sub_block_length = %d is for block-causal attention, and this denoiser's is "
+           "full: give block_length = %d instead",
+           policy.sub_block_length, policy.sub_block_length);
+  } else {
+    if (is_full(policy.cache))
+      fail(DLM_UNSUPPORTED,
+           "policy: cache = \"%s\" is for full attention, and this denoiser's is block-causal, in "
+           "blocks of %d: use cache = "
+           "\"block\", which is exact, or \"none\"",
+           cache, visible_block);
+    if (policy.block_length % visible_block != 0)
+      fail(DLM_INVALID_ARGUMENT,
+           "policy: block_length = %d does not suit this denoiser, whose attention is block-causal "
+           "in blocks of %d: give a multiple "
+           "of %d, or 0 for %d; sub_block_length decides fewer positions at a time",
+           policy.block_length, visible_block, visible_block, visible_block);
+    if (policy.block_length == 0) policy.block_length = visible_block;
+    if (policy.sub_block_length > 0 && policy.block_length % policy.sub_block_length != 0)
+      fail(DLM_INVALID_ARGUMENT,
+           "policy: sub_block_length = %d does not divide the block of %d positions: give a "
+           "divisor, or 0",
+           policy.sub_block_length, policy.block_length);
+    if (policy.cache == Cache::block_dual) {
+      if (policy.block_length != visible_block)
+        fail(DLM_UNSUPPORTED,
+             "policy: cache = \"block-dual\" keeps rows of the block that is decided, all of which "
+             "see each other, as do %d positions of "
+             "this denoiser: use block_length = %d, or cache = \"block\"",
+             visible_block, visible_block);
+      if (policy.remask == Remask::edit)
+        fail(DLM_UNSUPPORTED,
+             "policy: remask = \"edit\" looks at a whole block again, and cache = \"block-dual\" "
+             "runs parts of it: use cache = \"block\"");
+    }
+  }
+  if (shift == 0) return policy;
+  if (policy.remask == Remask::edit)
+    fail(DLM_UNSUPPORTED,
+         "policy: remask = \"edit\" predicts every position of a block by its own row, and this "
+         "denoiser's rows predict the next "
+         "position: use remask = \"none\"");
+  if (policy.store != Store::pass)
+    fail(DLM_UNSUPPORTED,
+         "policy: store = \"%s\" leaves out the pass that predicts a block's first position, and "
+         "this denoiser's rows predict the "
+         "next position: use store = \"pass\"",
+         name_of(policy.store));
+  return policy;
+}
+
+std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
+                               int32_t visible_block, int32_t shift, int32_t steps,
+                               const Engine& engine) {
+  const auto length = static_cast<int32_t>(undecided.size());
+  const std::vector<Block> blocks = find_blocks(undecided, policy, visible_block, steps);
+  return visible_block == 0
+             ? plan_full(blocks, policy, length)
+             : plan_block_causal(blocks, undecided, policy, visible_block, shift, engine);
+}
+
+}  // namespace dlm

@@ -1,0 +1,167 @@
+#include "decode/policy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "base/error.h"
+
+namespace dlm {
+namespace {
+
+// Whether the fields lie in dlm_policy one behind the other, up to its end.
+constexpr bool covers_dlm_policy() {
+  size_t end = sizeof(dlm_policy::struct_size);
+  for (const dlm_policy_field& field : kPolicyFields) {
+    const size_t bytes = field_bytes(field.kind);
+    if (field.offset != (end + bytes - 1) / bytes * bytes) return false;
+    end = field.offset + bytes;
+  }
+  return size_of<dlm_policy>(end) == sizeof(dlm_policy);
+}
+static_assert(covers_dlm_policy(),
+              "dlm_policy has a field that DLM_POLICY_FIELDS lacks, or in another place");
+
+template <class Enum>
+void check(const char* name, const char* given, Enum& value) {
+  std::string known;
+  for (const Choice<Enum>& choice : Choices<Enum>::all) {
+    if (given != nullptr && std::strcmp(given, choice.name) == 0) {
+      value = choice.value;
+      return;
+    }
+    known += std::string(known.empty() ? "" : ", ") + choice.name;
+  }
+  fail(DLM_INVALID_ARGUMENT, "policy: %s = \"%.40s\" is not one of: %s", name,
+       given == nullptr ? "" : given, known.c_str());
+}
+
+template <class Number>
+void check(const char* name, Number given, Number& value, double lowest, double highest) {
+  const auto number = static_cast<double>(given);
+  if (!(number >= lowest && number <= highest))
+    fail(DLM_INVALID_ARGUMENT, "policy: %s = %.10g is outside %.10g..%.10g", name, number, lowest,
+         highest);
+  value = given;
+}
+
+}  // namespace
+
+dlm_policy default_policy() {
+  dlm_policy policy{};
+  policy.struct_size = sizeof policy;
+#define DLM_CHOICE(field, type) policy.field = Choices<type>::all[0].name;
+#define DLM_NUMBER(field, type, initial, ...) policy.field = initial;
+  DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
+#undef DLM_CHOICE
+#undef DLM_NUMBER
+  return policy;
+}
+
+const char* canonical_choice(const dlm_policy_field& field, const std::string& value) {
+  for (const char* const* known = field.choices; *known != nullptr; ++known)
+    if (value == *known) return *known;
+  return nullptr;
+}
+
+Policy check_policy(const dlm_policy& given) {
+  const dlm_policy policy = take(given, default_policy());
+  Policy out{};
+#define DLM_CHOICE(field, type) check(#field, policy.field, out.field);
+#define DLM_NUMBER(field, type, initial, lowest, highest) \
+  check(#field, policy.field, out.field, lowest, static_cast<double>(highest));
+  DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
+#undef DLM_CHOICE
+#undef DLM_NUMBER
+  if (out.refresh > 0 && !is_full(out.cache))
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: refresh = %d, but cache = \"%s\" keeps no rows to refresh: use cache = "
+         "\"prefix\" or \"dual\", or refresh = 0",
+         out.refresh, policy.cache);
+  if (out.store != Store::pass && out.cache != Cache::block)
+    fail(DLM_INVALID_ARGUMENT, "policy: store = \"%s\" is of cache = \"block\", not of \"%s\"",
+         policy.store, policy.cache);
+  if (out.select == Select::argmax && out.temperature > 0)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: temperature = %.10g is of select = \"sample\": choose that, or temperature = 0",
+         out.temperature);
+  if (out.select == Select::sample && out.temperature == 0)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: select = \"sample\" draws at a temperature above 0: give one, or select = "
+         "\"argmax\"");
+  const bool wants_fraction = out.commit == Commit::threshold || out.commit == Commit::dynamic ||
+                              out.commit == Commit::factor;
+  if (wants_fraction && out.score == Score::entropy)
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: commit = \"%s\" compares scores in 0..1, entropies are not: use score = "
+         "\"confidence\"",
+         policy.commit);
+  if (out.commit == Commit::entropy_bound) out.score = Score::entropy;  // the rule ranks by entropy
+  return out;
+}
+
+int32_t even_count(int32_t masked, int32_t step, int32_t steps) {
+  return step < steps ? masked / steps + (step < masked % steps ? 1 : 0) : 1;
+}
+
+int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
+  if (step >= steps - 1) return masked;
+  // torch.linspace(1, eps, steps + 1) in fp32: from either end by the rounded increment, one
+  // rounding a value.
+  const int32_t half = steps / 2 + steps % 2;  // of steps + 1, which may be no int32
+  const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(steps);
+  const auto t = [&](int32_t i) {
+    const double exact =
+        i < half ? 1.0 + static_cast<double>(increment) * i
+                 : static_cast<double>(end) - static_cast<double>(increment) * (steps - i);
+    return static_cast<float>(exact);
+  };
+  const float share = 1.0f - t(step + 1) / t(step);
+  return std::max(1, static_cast<int32_t>(static_cast<float>(masked) * share));
+}
+
+int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
+               std::vector<int32_t>& order) {
+  const auto size = static_cast<int32_t>(scores.size());
+  order.resize(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  if (policy.commit != Commit::sequential)
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
+  const auto ranked = [&](int32_t rank) {
+    return scores[static_cast<size_t>(order[static_cast<size_t>(rank)])];
+  };
+  planned = std::max(1, std::min(planned, size));
+  const auto above = [&] {
+    int32_t count = 0;
+    while (count < size && (policy.compare == Compare::above ? ranked(count) > policy.threshold
+                                                             : ranked(count) >= policy.threshold))
+      ++count;
+    return count;
+  };
+  int32_t taken = 1;
+  switch (policy.commit) {
+    case Commit::statically:
+    case Commit::timestep:
+    case Commit::sequential:
+      taken = planned;
+      break;
+    case Commit::threshold:
+      taken = std::max(1, above());
+      break;
+    case Commit::dynamic:
+      taken = std::max(planned, above());
+      break;
+    case Commit::factor:
+      while (taken < size && ranked(taken) >= 1 - policy.factor / (taken + 2)) ++taken;
+      break;
+    case Commit::entropy_bound:
+      for (double before = -ranked(0); taken < size && before <= policy.entropy_bound; ++taken)
+        before -= ranked(taken);
+      break;
+  }
+  return std::min(taken, size);
+}
+
+}  // namespace dlm

@@ -1,0 +1,135 @@
+#include "decode/proposer.h"
+
+#include <cmath>
+
+#include "decode/loop.h"
+#include "decode/random.h"
+#include "decode/sampling.h"
+
+namespace dlm {
+namespace {
+
+// The best token.
+class Argmax final : public Proposer {
+ public:
+  Argmax(const Denoiser& denoiser, const Policy& policy)
+      : top_k_(denoiser.top_k), policy_(policy) {}
+
+  Needs needs(const Turn& turn) const override {
+    return {!turn.is_editing && policy_.score == Score::entropy, false};
+  }
+
+  void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override {
+    for (size_t row = 0; row < turn.positions.size(); ++row) {
+      const size_t best = row * static_cast<size_t>(top_k_);
+      proposals.tokens[row] = predictions.tokens[best];
+      proposals.probs[row] = predictions.probs[best];
+      proposals.scores[row] =
+          score_row(policy_, turn, predictions, top_k_, row, proposals.probs[row]);
+    }
+  }
+
+ private:
+  const int32_t top_k_;
+  const Policy policy_;
+};
+
+// A draw; an edit looks for better tokens, and so proposes the best one.
+class Sampled final : public Proposer {
+ public:
+  Sampled(const Denoiser& denoiser, const Policy& policy)
+      : denoiser_(denoiser),
+        policy_(policy),
+        best_(denoiser, policy),
+        sampling_{policy.temperature, policy.top_p, policy.top_k} {}
+
+  Needs needs(const Turn& turn) const override {
+    if (turn.is_editing) return best_.needs(turn);
+    return {policy_.score == Score::entropy && policy_.score_of != ScoreOf::draw, true};
+  }
+
+  void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override {
+    if (turn.is_editing) return best_.propose(turn, predictions, proposals);
+    const auto top_k = static_cast<size_t>(denoiser_.top_k),
+               width = static_cast<size_t>(denoiser_.vocab_size);
+    for (size_t row = 0; row < turn.positions.size(); ++row) {
+      const float* const logits = predictions.logits + row * width;
+      const DrawKey key{policy_.seed, static_cast<uint32_t>(turn.passes),
+                        static_cast<uint32_t>(turn.positions[row])};
+      const Draw draw = sampler_.draw(logits, denoiser_.vocab_size, denoiser_.mask_token_id,
+                                      sampling_, key, told());
+      proposals.tokens[row] = draw.token;
+      proposals.probs[row] = prob_of(draw.token, logits, predictions.tokens[row * top_k],
+                                     predictions.probs[row * top_k]);
+      proposals.scores[row] = std::isfinite(draw.prob)
+                                  ? score(turn, predictions, row, proposals.probs[row], draw)
+                                  : draw.prob;
+    }
+  }
+
+ private:
+  // What scores ask of a draw.
+  Told told() const {
+    if (policy_.score_of != ScoreOf::draw || policy_.score == Score::random) return Told::token;
+    return policy_.score == Score::entropy ? Told::entropy : Told::distribution;
+  }
+
+  double score(const Turn& turn, const Predictions& predictions, size_t row, double prob,
+               const Draw& draw) const {
+    if (told() == Told::token)
+      return score_row(policy_, turn, predictions, denoiser_.top_k, row, prob);
+    return policy_.score == Score::entropy  ? draw.entropy
+           : policy_.score == Score::margin ? draw.margin
+                                            : draw.prob;
+  }
+
+  const Denoiser& denoiser_;
+  const Policy policy_;
+  Argmax best_;
+  const Sampling sampling_;
+  Sampler sampler_;
+};
+
+}  // namespace
+
+void Proposer::limit(const Turn&, const Proposals&, std::vector<int32_t>&) const {}
+
+void Proposer::scaffold(const std::vector<int32_t>&, const std::vector<uint8_t>&, Range,
+                        std::vector<Certain>&) {}
+
+bool Proposer::is_whole() const { return false; }
+
+void Proposer::complete(const std::vector<int32_t>&, const std::vector<uint8_t>&,
+                        std::vector<int32_t>&) {}
+
+void Proposer::note(int32_t, int32_t) {}
+
+std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& policy) {
+  if (policy.select == Select::sample) return std::make_unique<Sampled>(denoiser, policy);
+  return std::make_unique<Argmax>(denoiser, policy);
+}
+
+double prob_of(int32_t token, const float* logits, int32_t best, float best_prob) {
+  return best_prob *
+         std::exp(static_cast<double>(logits[token]) - static_cast<double>(logits[best]));
+}
+
+double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions,
+                 int32_t top_k, size_t row, double prob) {
+  if (turn.is_editing) return prob;
+  const float* const probs = predictions.probs + row * static_cast<size_t>(top_k);
+  switch (policy.score) {
+    case Score::confidence:
+      return prob;
+    case Score::margin:
+      return probs[0] - probs[1];
+    case Score::entropy:
+      return predictions.entropy[row];
+    case Score::random:
+      return random_score(policy.seed, static_cast<uint32_t>(turn.passes),
+                          static_cast<uint32_t>(turn.positions[row]));
+  }
+  return prob;
+}
+
+}  // namespace dlm

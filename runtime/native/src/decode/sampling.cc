@@ -1,0 +1,242 @@
+#include "decode/sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "decode/random.h"
+
+namespace dlm {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+
+// No less than 2^power, and no more than 1.07 times that unless it is tiny: what a float's bits
+// mean, 2^n (1 + f) >= 2^(n + f), with a thousandth for what was rounded.
+float exp_bound(float power) {
+  constexpr float kOne = 127,
+                  kStep = 8388608;  // the exponent of 1, and the bits of a step of the exponent
+  const float exponent = power + kOne;
+  const auto bits =
+      static_cast<int32_t>((exponent > 0 ? exponent < 254 ? exponent : 254 : 0) * kStep);
+  float bound;
+  std::memcpy(&bound, &bits, sizeof bound);
+  return bound * 1.001f + 1e-37f;
+}
+
+// Descending logits, then ascending ids.
+struct IsBefore {
+  const float* logits;
+  bool operator()(int32_t a, int32_t b) const {
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+  }
+};
+
+struct Best {
+  int32_t token;
+  bool is_finite;  // no logit is NaN or infinitely large, and one is more than infinitely small
+};
+
+Best find_best(const float* logits, int32_t vocab_size, int32_t left_out) {
+  constexpr float kInfinite = std::numeric_limits<float>::infinity();
+  std::array<float, 8> largest;  // of every eighth one, so that they need not wait for each other
+  largest.fill(-kInfinite);
+  std::array<int32_t, 8> bad{};
+  const auto see = [&](int32_t token, size_t lane) {
+    const float logit = logits[token];
+    bad[lane] |= static_cast<int32_t>(!(logit < kInfinite));
+    largest[lane] = logit > largest[lane] ? logit : largest[lane];
+  };
+  for (const auto& [first, last] : {std::pair{0, left_out}, std::pair{left_out + 1, vocab_size}}) {
+    int32_t token = first;
+    for (; token + 8 <= last; token += 8)
+      for (size_t lane = 0; lane < 8; ++lane) see(token + static_cast<int32_t>(lane), lane);
+    for (; token < last; ++token) see(token, 0);
+  }
+  const float most = *std::max_element(largest.begin(), largest.end());
+  const bool is_bad = std::any_of(bad.begin(), bad.end(), [](int32_t each) { return each != 0; });
+  int32_t best = left_out == 0 ? 1 : 0;
+  if (is_bad || most == -kInfinite) return {best, false};
+  while (logits[best] != most || best == left_out) ++best;
+  return {best, true};
+}
+
+}  // namespace
+
+void Winner::see(int32_t token, double log_weight) {
+  const float bound = exp_bound(static_cast<float>(log_weight * kLog2E));
+  if (spare_ != nullptr && spare_[token] > bound * scale_) return;
+  const double u = uniform(token);
+  // -ln(-ln u) <= -ln(1 - u), which tells almost all that lose without a logarithm.
+  if (1 - u > bound * scale_) return;
+  const double value = log_weight - std::log(-std::log(u));
+  if (value < best_ || (value == best_ && token > token_)) return;
+  best_ = value;
+  token_ = token;
+  scale_ = std::exp(-best_) * (1 + 1e-9);
+}
+
+// Of `count` tokens from an even one on, 1 - u as its first 24 bits have it, which is no more. One
+// more is written where count is odd.
+void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
+  const auto bound = [](uint32_t word) {
+    return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
+  };
+  for (int32_t i = 0; i < count; i += 2) {
+    const auto words = words_of((first + i) / 2);
+    spare[i] = bound(words[0]), spare[i + 1] = bound(words[2]);
+  }
+}
+
+void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
+  spare.resize(static_cast<size_t>(vocab_size) + 1);
+  find_spare(0, vocab_size, spare.data());
+  spare_ = spare.data();
+}
+
+// As see, a few at a time.
+void Winner::see_row(const float* logits, int32_t first, int32_t last, float best,
+                     double temperature) {
+  constexpr int32_t kSome = 128;
+  // Halves, because the difference of two finite floats can overflow. A slope of 0 makes NaN only
+  // of -inf, and its bound is 0.
+  const auto slope = static_cast<float>(std::min(2 * kLog2E / temperature, 1e30));
+  const float half_best = 0.5f * best;
+  std::array<float, kSome> weights, spare;
+  for (int32_t from = first / 2 * 2; from < last; from += kSome) {
+    const int32_t count = std::min(kSome, last - from), skipped = std::max(0, first - from);
+    for (int32_t i = skipped; i < count; ++i)
+      weights[static_cast<size_t>(i)] = exp_bound((0.5f * logits[from + i] - half_best) * slope);
+    find_spare(from, count, spare.data());
+    const auto scale = static_cast<float>(std::min(scale_ * 1.0001, 1e30));
+    for (int32_t i = skipped; i < count; ++i) {
+      if (spare[static_cast<size_t>(i)] > weights[static_cast<size_t>(i)] * scale) continue;
+      const double behind =
+          (static_cast<double>(logits[from + i]) - static_cast<double>(best)) / temperature;
+      if (behind >= -kFarthest) see(from + i, behind);
+    }
+  }
+}
+
+std::array<uint32_t, 4> Winner::words_of(int32_t pair) const {
+  return philox(key_.seed, {key_.step, key_.position, static_cast<uint32_t>(pair), kDraws});
+}
+
+// Two tokens share a block of random words.
+double Winner::uniform(int32_t token) {
+  if (token / 2 != pair_) {
+    pair_ = token / 2;
+    words_ = words_of(pair_);
+  }
+  return token % 2 == 0 ? unit(words_[0], words_[1]) : unit(words_[2], words_[3]);
+}
+
+// Fills weights_ and total_.
+void Sampler::temper(const Tempered& tempered, int32_t vocab_size, int32_t left_out) {
+  weights_.resize(static_cast<size_t>(vocab_size));
+  double total = 0;
+  for (int32_t token = 0; token < vocab_size; ++token) {
+    const double behind = tempered(token);
+    const double weight = behind < -kFarthest || token == left_out ? 0 : std::exp(behind);
+    weights_[static_cast<size_t>(token)] = weight;
+    total += weight;
+  }
+  total_ = total;
+}
+
+Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
+                      const Sampling& sampling) {
+  const auto [best, is_finite] = find_best(logits, vocab_size, left_out);
+  if (!is_finite) return {};
+  temper({logits, best, sampling.temperature}, vocab_size, left_out);
+  cut(logits, sampling);
+  if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
+    // The others of the top_k best tokens are too unlikely for a draw from the whole row; a
+    // constraint may need them.
+    kept_.clear();
+    for (int32_t token = 0; token < vocab_size; ++token)
+      if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
+        kept_.push_back(token);
+    keep_best(logits, sampling.top_k);
+  }
+  Cut last{logits[best], best};
+  for (const int32_t token : kept_)
+    if (!last.keeps(logits[token], token)) last = {logits[token], token};
+  return last;
+}
+
+Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
+                   const Sampling& sampling, const DrawKey& key, Told told) {
+  const auto [best, is_finite] = find_best(logits, vocab_size, left_out);
+  constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+  if (!is_finite) return {best, kNone, kNone, kNone};
+  const Tempered tempered{logits, best, sampling.temperature};
+  const bool is_cut = sampling.top_k > 0 || sampling.top_p < 1;
+  Winner winner(key);
+  winner.see(best, 0);
+  if (!is_cut) {
+    winner.see_row(logits, 0, left_out, logits[best], sampling.temperature);
+    winner.see_row(logits, left_out + 1, vocab_size, logits[best], sampling.temperature);
+    if (told == Told::token) return {winner.token(), 0, 0, 0};
+  }
+  temper(tempered, vocab_size, left_out);
+  double sum = 1, second = 0, product = 0;
+  const auto count = [&](int32_t token) {
+    const double weight = weights_[static_cast<size_t>(token)];
+    if (weight == 0 || token == best) return;
+    sum += weight;
+    second = std::max(second, weight);
+    if (told == Told::entropy) product += weight * tempered(token);
+    if (is_cut) winner.see(token, tempered(token));
+  };
+  if (is_cut) {
+    cut(logits, sampling);
+    std::for_each(kept_.begin(), kept_.end(), count);
+  } else {
+    for (int32_t token = 0; token < vocab_size; ++token) count(token);
+  }
+  // ln p is a tempered logit less the sum's logarithm.
+  return {winner.token(), weights_[static_cast<size_t>(winner.token())] / sum, (1 - second) / sum,
+          product / sum - std::log(sum)};
+}
+
+// Leaves the top_k best tokens in kept_; 0: all.
+void Sampler::keep_best(const float* logits, int32_t top_k) {
+  const auto count = static_cast<size_t>(top_k);
+  if (count == 0 || count >= kept_.size()) return;
+  std::nth_element(kept_.begin(), kept_.begin() + top_k, kept_.end(), IsBefore{logits});
+  kept_.resize(count);
+}
+
+// Finds what is kept in linear time, by halving the part in which the cut must lie.
+void Sampler::cut(const float* logits, const Sampling& sampling) {
+  kept_.clear();
+  // All tokens of a smaller weight come to less than what top_p leaves out, so that none of them is
+  // kept.
+  const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
+  for (size_t token = 0; token < weights_.size(); ++token)
+    if (weights_[token] > 0 && weights_[token] >= least)
+      kept_.push_back(static_cast<int32_t>(token));
+  const IsBefore is_before{logits};
+  const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
+  keep_best(logits, sampling.top_k);
+  if (sampling.top_p >= 1) return;
+  // The token of rank `first` is kept, and those from `last` on are not; `before` weigh those in
+  // front of `first`.
+  size_t first = 0, last = kept_.size();
+  for (double before = 0; last - first > 1;) {
+    const size_t middle = first + (last - first) / 2;
+    std::nth_element(at(first), at(middle), at(last), is_before);
+    double sum = before;
+    for (size_t rank = first; rank < middle; ++rank)
+      sum += weights_[static_cast<size_t>(kept_[rank])];
+    if (sum > sampling.top_p * total_)
+      last = middle;
+    else
+      first = middle, before = sum;
+  }
+  kept_.resize(last);
+}
+
+}  // namespace dlm

@@ -1,0 +1,59 @@
+// The engine whose passes the caller makes: tests drive the loop with a torch denoiser, services
+// with whatever they have.
+#include <limits>
+
+#include "base/error.h"
+#include "decode/loop.h"
+#include "engines/engine.h"
+
+namespace dlm {
+namespace {
+
+class Callback final : public HostEngine {
+ public:
+  Callback(dlm_pass_fn function, void* user, const Denoiser& denoiser)
+      : HostEngine(denoiser.cache),
+        function_(function),
+        user_(user),
+        vocab_size_(denoiser.vocab_size),
+        mask_token_id_(denoiser.mask_token_id),
+        top_k_(denoiser.top_k) {}
+
+  void run(const dlm_pass& pass, const std::vector<Segment>&) override {
+    const dlm_status status = function_(user_, &pass);
+    if (status != DLM_OK)
+      fail(status, "the pass callback returned %d (%s)", static_cast<int>(status),
+           dlm_status_name(status));
+    if (pass.logits == nullptr) return;
+    const auto rows = static_cast<size_t>(pass.batch) * static_cast<size_t>(pass.rows);
+    for (size_t row = 0; row < rows; ++row)
+      if (!is_usable(pass.logits + row * static_cast<size_t>(vocab_size_)))
+        pass.top_probs[row * static_cast<size_t>(top_k_)] = std::numeric_limits<float>::quiet_NaN();
+  }
+
+  std::string description() const override { return "callback"; }
+
+ private:
+  // Whether all logits but the mask token's are below +infinity, and none of these is NaN.
+  bool is_usable(const float* logits) const {
+    bool is_usable = true;
+    for (const auto& [first, last] :
+         {std::pair{0, mask_token_id_}, std::pair{mask_token_id_ + 1, vocab_size_}})
+      for (int32_t token = first; token < last; ++token)
+        is_usable &= logits[token] < std::numeric_limits<float>::infinity();
+    return is_usable;
+  }
+
+  const dlm_pass_fn function_;
+  void* const user_;
+  const int32_t vocab_size_, mask_token_id_, top_k_;
+};
+
+}  // namespace
+
+std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const Denoiser& denoiser) {
+  if (run == nullptr) fail(DLM_INVALID_ARGUMENT, "the pass callback is NULL");
+  return std::make_unique<Callback>(run, user, denoiser);
+}
+
+}  // namespace dlm

@@ -1,0 +1,180 @@
+// The part of CUDA's driver API that engines use: libcuda, opened at run time, and declared here,
+// as few machines that build this library have CUDA's headers. Names are those that libcuda
+// exports, types and numbers those of cuda.h, which tests/cuda_calls_check.cc compares them with
+// wherever it is installed. Enums are passed as int.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <string>
+
+// Opaque to us; the names are the official ones, so that the check can compare signatures.
+struct CUctx_st;
+struct CUgraph_st;
+struct CUgraphExec_st;
+struct CUstream_st;
+
+namespace dlm {
+
+using CUresult = int;
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUcontext = CUctx_st*;
+using CUgraph = CUgraph_st*;
+using CUgraphExec = CUgraphExec_st*;
+using CUstream = CUstream_st*;
+
+constexpr CUresult CUDA_SUCCESS = 0, CUDA_ERROR_NO_DEVICE = 100;
+constexpr int CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
+              CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76;
+constexpr int CU_MEMORYTYPE_DEVICE = 2;
+constexpr int CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1;
+constexpr unsigned CU_STREAM_NON_BLOCKING = 1;
+
+struct CUDA_MEMCPY2D {
+  size_t srcXInBytes, srcY;
+  int srcMemoryType;
+  const void* srcHost;
+  CUdeviceptr srcDevice;
+  void* srcArray;
+  size_t srcPitch, dstXInBytes, dstY;
+  int dstMemoryType;
+  void* dstHost;
+  CUdeviceptr dstDevice;
+  void* dstArray;
+  size_t dstPitch, WidthInBytes, Height;
+};
+
+// clang-format off
+#define DLM_CUDA_CALLS(CALL)                                        \
+  CALL(cuInit, unsigned)                                            \
+  CALL(cuGetErrorName, CUresult, const char**)                      \
+  CALL(cuDeviceGetCount, int*)                                      \
+  CALL(cuDeviceGet, CUdevice*, int)                                 \
+  CALL(cuDeviceGetName, char*, int, CUdevice)                       \
+  CALL(cuDeviceGetAttribute, int*, int, CUdevice)                   \
+  CALL(cuDevicePrimaryCtxRetain, CUcontext*, CUdevice)              \
+  CALL(cuDevicePrimaryCtxRelease_v2, CUdevice)                      \
+  CALL(cuCtxPushCurrent_v2, CUcontext)                              \
+  CALL(cuCtxPopCurrent_v2, CUcontext*)                              \
+  CALL(cuStreamCreate, CUstream*, unsigned)                         \
+  CALL(cuStreamDestroy_v2, CUstream)                                \
+  CALL(cuStreamSynchronize, CUstream)                               \
+  CALL(cuMemGetInfo_v2, size_t*, size_t*)                           \
+  CALL(cuMemAlloc_v2, CUdeviceptr*, size_t)                         \
+  CALL(cuMemFree_v2, CUdeviceptr)                                   \
+  CALL(cuMemHostAlloc, void**, size_t, unsigned)                    \
+  CALL(cuMemFreeHost, void*)                                        \
+  CALL(cuMemcpyHtoDAsync_v2, CUdeviceptr, const void*, size_t, CUstream) \
+  CALL(cuMemcpyDtoHAsync_v2, void*, CUdeviceptr, size_t, CUstream)  \
+  CALL(cuMemcpy2DAsync_v2, const CUDA_MEMCPY2D*, CUstream)          \
+  CALL(cuStreamBeginCapture_v2, CUstream, int)                      \
+  CALL(cuStreamEndCapture, CUstream, CUgraph*)                      \
+  CALL(cuGraphInstantiateWithFlags, CUgraphExec*, CUgraph, unsigned long long) \
+  CALL(cuGraphDestroy, CUgraph)                                     \
+  CALL(cuGraphLaunch, CUgraphExec, CUstream)                        \
+  CALL(cuGraphExecDestroy, CUgraphExec)
+// clang-format on
+
+class Cuda {
+ public:
+  // Opens $DLM_CUDA_LIBRARY, or libcuda.so.1. Throws Error(DLM_ENGINE_MISSING).
+  Cuda();
+
+  // Throws Error(DLM_ENGINE_FAILED) with the call and the driver's name of the error.
+  void check(CUresult result, const char* call) const;
+
+#define DLM_CUDA_MEMBER(name, ...) CUresult (*name)(__VA_ARGS__) = nullptr;
+  DLM_CUDA_CALLS(DLM_CUDA_MEMBER)
+#undef DLM_CUDA_MEMBER
+};
+
+// A device and its primary context, which libraries over the CUDA runtime, as TensorRT and ONNX
+// Runtime are, use as well.
+class CudaDevice {
+ public:
+  // Throws Error(DLM_ENGINE_MISSING) if there is no device, Error(DLM_INVALID_ARGUMENT) if there is
+  // none of this index.
+  explicit CudaDevice(int index = 0);
+  ~CudaDevice();
+  CudaDevice(const CudaDevice&) = delete;
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
+  const Cuda& cuda() const { return cuda_; }
+  int32_t sm() const { return sm_; }  // 89 = 8.9
+  const std::string& name() const { return name_; }
+
+  // Makes the device's context the thread's for as long as it lives; what the caller had there
+  // comes back.
+  class Use {
+   public:
+    explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
+      cuda_.check(cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
+    }
+    // For destructors: a context that cannot be made current any more has lost what they free.
+    Use(const CudaDevice& device, std::nothrow_t) noexcept
+        : cuda_(device.cuda_),
+          is_pushed_(cuda_.cuCtxPushCurrent_v2(device.context_) == CUDA_SUCCESS) {}
+    ~Use() {
+      CUcontext ours = nullptr;
+      if (is_pushed_) cuda_.cuCtxPopCurrent_v2(&ours);
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    const Cuda& cuda_;
+    bool is_pushed_ = true;
+  };
+
+  // Bytes of the device that nobody has, and all that it has. The device's context must be current.
+  struct Memory {
+    size_t free, total;
+  };
+  Memory memory() const;
+
+ private:
+  const Cuda cuda_;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  int32_t sm_ = 0;
+  std::string name_;
+};
+
+// What the driver gives and takes back; the device's context must be current for both.
+struct CudaDelete {
+  const Cuda* cuda;
+  void operator()(CUstream_st* stream) const { cuda->cuStreamDestroy_v2(stream); }
+  void operator()(CUgraph_st* graph) const { cuda->cuGraphDestroy(graph); }
+  void operator()(CUgraphExec_st* graph) const { cuda->cuGraphExecDestroy(graph); }
+};
+using CudaStream = std::unique_ptr<CUstream_st, CudaDelete>;
+using CudaGraph = std::unique_ptr<CUgraph_st, CudaDelete>;
+using CudaGraphExec = std::unique_ptr<CUgraphExec_st, CudaDelete>;
+
+// One that waits for no other, as the default stream would. Throws as Cuda::check does.
+CudaStream create_stream(const Cuda& cuda);
+
+// One block of device memory, or of host memory that the device reads and writes by itself.
+class CudaMemory {
+ public:
+  enum class Kind { device, pinned };
+  CudaMemory(const Cuda& cuda, Kind kind, size_t bytes);
+  ~CudaMemory();
+  CudaMemory(const CudaMemory&) = delete;
+  CudaMemory& operator=(const CudaMemory&) = delete;
+
+  size_t bytes() const { return bytes_; }
+  CUdeviceptr device(size_t offset) const { return device_ + offset; }
+  std::byte* host(size_t offset) const { return static_cast<std::byte*>(host_) + offset; }
+
+ private:
+  const Cuda& cuda_;
+  const size_t bytes_;
+  CUdeviceptr device_ = 0;
+  void* host_ = nullptr;
+};
+
+}  // namespace dlm

@@ -1,0 +1,109 @@
+#include "engines/cuda/device_cache.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+
+namespace dlm {
+
+void DeviceCache::place(std::vector<Place> places) {
+  places_ = std::move(places);
+  kept_ = 0;
+  hole_ = written_ = {0, 0};
+}
+
+void DeviceCache::move(std::vector<Place> places, CUstream stream) {
+  for (size_t i = 0; i < places.size(); ++i) {
+    const CacheLayer& layer = shape_[i / 2];
+    const auto heads = static_cast<size_t>(batch_) * static_cast<size_t>(layer.kv_heads);
+    copy_rows(places_[i].past, kept_, places[i].past, kept_, kept_, heads, layer.row_bytes(),
+              stream);
+  }
+  places_ = std::move(places);
+  written_ = {0, 0};
+}
+
+void DeviceCache::begin(const dlm_pass& pass, CacheUse use) {
+  const bool is_first = use == CacheUse::write || (use == CacheUse::append && pass.cached == 0);
+  if (is_first) kept_ = 0;
+  written_ = {0, 0};
+}
+
+void DeviceCache::end(const dlm_pass& pass, CacheUse use) {
+  if (!keeps_rows(use)) return;
+  const auto first = static_cast<int32_t>(pass.position_ids[0]);
+  batch_ = pass.batch;
+  written_ = hole_ = {first, first + pass.tokens};
+}
+
+void DeviceCache::keep_outside(int32_t first, int32_t last, CUstream stream) {
+  const int32_t length = kept_ + hole_.tokens();
+  first = std::min(first, length);
+  last = std::min(last, length);
+  if (first == hole_.first && last == hole_.last) return;  // what was written lies in past's hole
+  const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
+  if (!is_filled && (first > hole_.first || last < hole_.last))
+    fail(DLM_INTERNAL, "rows outside %d..%d are to be kept, those of %d..%d are gone", first, last,
+         hole_.first, hole_.last);
+  for (size_t i = 0; i < places_.size(); ++i)
+    move_rows(first, last, shape_[i / 2], places_[i], stream);
+  kept_ = length - (last - first);
+  hole_ = {first, last};
+  written_ = {0, 0};
+}
+
+uint64_t DeviceCache::bytes() const {
+  uint64_t bytes = 0;
+  for (const CacheLayer& layer : shape_)
+    bytes += 2 * (layer.tensor_bytes(batch_, kept_ + hole_.tokens()) +
+                  layer.tensor_bytes(batch_, kept_));
+  return bytes;
+}
+
+// `rows` rows of every head, of `row` bytes each, where a head has from_rows and to_rows.
+void DeviceCache::copy_rows(CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows,
+                            int32_t rows, size_t heads, size_t row, CUstream stream) const {
+  if (rows <= 0) return;
+  CUDA_MEMCPY2D what{};
+  what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
+  what.srcDevice = from;
+  what.dstDevice = to;
+  what.srcPitch = static_cast<size_t>(from_rows) * row;
+  what.dstPitch = static_cast<size_t>(to_rows) * row;
+  what.WidthInBytes = static_cast<size_t>(rows) * row;
+  what.Height = heads;
+  cuda_.check(cuda_.cuMemcpy2DAsync_v2(&what, stream), "cuMemcpy2DAsync");
+}
+
+// One tensor's part of keep_outside.
+void DeviceCache::move_rows(int32_t first, int32_t last, const CacheLayer& layer,
+                            const Place& place, CUstream stream) {
+  const auto& [past, present] = place;
+  const int32_t length = kept_ + hole_.tokens(), kept = length - (last - first);
+  const size_t row = layer.row_bytes();
+  const auto heads = static_cast<size_t>(batch_) * static_cast<size_t>(layer.kv_heads);
+  const size_t staged =
+      layer.tensor_bytes(batch_, written_.tokens());  // present is as large as the longest canvas
+  const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows,
+                        int32_t rows) {
+    copy_rows(from, from_rows, to, to_rows, rows, heads, row, stream);
+  };
+  copy(past, kept_, present + staged, kept_, kept_);
+  // The positions [low, high) outside [first, last), all of them from the rows that start at
+  // position `at`.
+  const auto take = [&, past = past](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low,
+                                     int32_t high) {
+    const auto part = [&](int32_t begin, int32_t end, int32_t to) {
+      copy(from + static_cast<size_t>(begin - at) * row, from_rows,
+           past + static_cast<size_t>(begin - to) * row, kept, end - begin);
+    };
+    part(low, std::min(high, first), 0);
+    part(std::max(low, last), high, last - first);
+  };
+  take(present + staged, kept_, 0, 0, hole_.first);
+  take(present, written_.tokens(), hole_.first, hole_.first, hole_.last);
+  take(present + staged, kept_, hole_.tokens(), hole_.last, length);
+}
+
+}  // namespace dlm

@@ -1,0 +1,168 @@
+#include "engines/cuda/device_context.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "engines/cuda/device_cache.h"
+
+namespace dlm {
+namespace {
+
+class DeviceContext final : public Context {
+ public:
+  DeviceContext(HostEngine& engine, const CudaDevice& device, const CacheShape& shape,
+                int32_t longest)
+      : engine_(engine),
+        device_(device),
+        shape_(shape),
+        longest_(longest),
+        nothing_(shape.size(), nullptr),
+        stream_(nullptr, CudaDelete{&device.cuda()}),
+        cache_(device.cuda(), shape) {
+    const CudaDevice::Use use(device_);
+    stream_ = create_stream(device_.cuda());
+  }
+
+  ~DeviceContext() override {
+    const CudaDevice::Use use(device_, std::nothrow);
+    memory_.reset();
+    stream_.reset();
+  }
+  DeviceContext(const DeviceContext&) = delete;
+  DeviceContext& operator=(const DeviceContext&) = delete;
+
+  void run(const dlm_pass& wanted, CacheUse use) override {
+    dlm_pass pass = wanted;
+    pass.layers = static_cast<int32_t>(shape_.size());
+    pass.past_keys = pass.past_values = nothing_.data();
+    if (use == CacheUse::write) make_room(pass.batch, pass.tokens);
+    if (use == CacheUse::append) make_room_behind(pass.batch, pass.cached, pass.tokens);
+    if (use != CacheUse::none && pass.cached > 0) {
+      pass.past_keys = past_keys_.data();
+      pass.past_values = past_values_.data();
+    }
+    if (keeps_rows(use)) {
+      pass.present_keys = present_keys_.data();
+      pass.present_values = present_values_.data();
+    }
+    cache_.begin(pass, use);
+    engine_.run(pass, {});
+    cache_.end(pass, use);
+  }
+
+  // The engine works on streams of its own, so the moves have to be over before it goes on.
+  void keep_outside(int32_t first, int32_t last) override {
+    const CudaDevice::Use use(device_);
+    cache_.keep_outside(first, last, stream_.get());
+    device_.cuda().check(device_.cuda().cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
+  }
+
+  uint64_t cache_bytes() const override { return cache_.bytes(); }
+
+ private:
+  // Past and present of keys and values, each of a whole canvas. Memory grows and never shrinks;
+  // what there was is given back first.
+  void make_room(int32_t batch, int32_t length) {
+    const std::vector<size_t> offsets = offsets_of(batch, length);
+    const CudaDevice::Use use(device_);
+    if (memory_ == nullptr || memory_->bytes() < offsets.back()) {
+      cache_.place({});
+      memory_.reset();
+      check_room(batch, length, offsets.back());
+      memory_ =
+          std::make_unique<CudaMemory>(device_.cuda(), CudaMemory::Kind::device, offsets.back());
+    }
+    capacity_ = length;
+    cache_.place(places_in(*memory_, offsets));
+    point();
+  }
+
+  // For `tokens` rows behind the `cached` ones of each head, which stay. Room doubles, so that rows
+  // are moved to a new place a few times only, and never comes to more than the longest canvas has.
+  void make_room_behind(int32_t batch, int32_t cached, int32_t tokens) {
+    const int32_t rows = cached + tokens;
+    if (cached == 0) return make_room(batch, rows);
+    if (rows <= capacity_) return;
+    const auto most = static_cast<int32_t>(
+        std::max<int64_t>(rows, std::min<int64_t>(2 * int64_t{capacity_}, longest_)));
+    const std::vector<size_t> offsets = offsets_of(batch, most);
+    const CudaDevice::Use use(device_);
+    check_room(batch, most, offsets.back());
+    auto memory =
+        std::make_unique<CudaMemory>(device_.cuda(), CudaMemory::Kind::device, offsets.back());
+    cache_.move(places_in(*memory, offsets), stream_.get());
+    device_.cuda().check(device_.cuda().cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
+    memory_ = std::move(memory);
+    capacity_ = most;
+    point();
+  }
+
+  std::vector<size_t> offsets_of(int32_t batch, int32_t rows) const {
+    std::vector<size_t> parts;
+    for (const CacheLayer& layer : shape_)
+      parts.insert(parts.end(), 4, layer.tensor_bytes(batch, rows));
+    return lay_out(parts);
+  }
+
+  std::vector<DeviceCache::Place> places_in(const CudaMemory& memory,
+                                            const std::vector<size_t>& offsets) const {
+    std::vector<DeviceCache::Place> places;
+    for (size_t i = 0; i < 2 * shape_.size(); ++i)
+      places.push_back({memory.device(offsets[2 * i]), memory.device(offsets[2 * i + 1])});
+    return places;
+  }
+
+  void point() {
+    for (auto* const pointers : {&present_keys_, &present_values_}) pointers->clear();
+    for (auto* const pointers : {&past_keys_, &past_values_}) pointers->clear();
+    for (size_t i = 0; i < shape_.size(); ++i) {
+      past_keys_.push_back(pointer(cache_.key(i).past));
+      past_values_.push_back(pointer(cache_.value(i).past));
+      present_keys_.push_back(pointer(cache_.key(i).present));
+      present_values_.push_back(pointer(cache_.value(i).present));
+    }
+  }
+
+  void check_room(int32_t batch, int32_t length, size_t needed) const {
+    const CudaDevice::Memory memory = device_.memory();
+    if (needed <= memory.free) return;
+    size_t a_token = 0;
+    for (const CacheLayer& layer : shape_) a_token += 4 * layer.tensor_bytes(batch, 1);
+    // What each tensor is rounded up by does not depend on the length.
+    const size_t rounding = 4 * shape_.size() * 256;
+    const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
+    fail(DLM_OUT_OF_MEMORY,
+         "the keys and values of %d canvas%s of %d tokens take %zu MiB of the device, and %zu of "
+         "its %zu MiB are free: %s of %zu "
+         "tokens would fit, or fewer at once (max_batch)",
+         batch, batch == 1 ? "" : "es", length, in_mib(needed), in_mib(memory.free),
+         in_mib(memory.total), batch == 1 ? "one" : "as many", fitting);
+  }
+
+  static size_t in_mib(size_t bytes) { return (bytes + (1 << 20) - 1) >> 20; }
+
+  static void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
+
+  HostEngine& engine_;
+  const CudaDevice& device_;
+  const CacheShape& shape_;  // the engine's
+  const int32_t longest_;
+  int32_t capacity_ = 0;                    // rows a head that each tensor has room for
+  const std::vector<const void*> nothing_;  // [layers], the past of a pass without one
+  CudaStream stream_;
+  std::unique_ptr<CudaMemory> memory_;
+  DeviceCache cache_;
+  std::vector<const void*> past_keys_, past_values_;  // [layers], on the device
+  std::vector<void*> present_keys_, present_values_;
+};
+
+}  // namespace
+
+std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device,
+                                             const CacheShape& shape, int32_t longest) {
+  return std::make_unique<DeviceContext>(engine, device, shape, longest);
+}
+
+}  // namespace dlm

@@ -1,0 +1,505 @@
+// The ONNX Runtime engine: libonnxruntime, opened at run time, behind the Engine seam.
+//
+// Nothing of it is linked, so one build of ours runs with the pip wheel's library or the system's;
+// engines/onnxruntime/ort_api.h has the functions. The graph is a file that somebody sent: its
+// inputs and outputs are compared with the manifest when it is opened, and every output is bound to
+// a buffer of exactly the shape that the pass asks for, so that the library refuses to write
+// anything else.
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/dynamic_library.h"
+#include "base/error.h"
+#include "engines/cuda/cuda_api.h"
+#include "engines/cuda/device_context.h"
+#include "engines/engine.h"
+#include "engines/graph_contract.h"
+#include "engines/onnxruntime/custom_ops.h"
+#include "engines/onnxruntime/ort_api.h"
+#include "engines/onnxruntime/ort_handles.h"
+#include "engines/onnxruntime/ort_provider.h"
+#include "kernels/kernels.h"
+
+namespace dlm {
+namespace {
+
+constexpr char kAdvice[] =
+    "Python finds what pip installs (onnxruntime). A C program finds the system's, 1.23 or later; "
+    "of any other, pip's too, "
+    "give the path of libonnxruntime.so (`dlm-export embed --engine` prints pip's): engine_library "
+    "of dlm_open_options, or "
+    "DLM_ONNXRUNTIME.";
+
+constexpr char kGpuAdvice[] =
+    "Python finds what pip installs (onnxruntime-gpu). In C give the path of its "
+    "libonnxruntime.so: engine_library of "
+    "dlm_open_options, or DLM_ONNXRUNTIME.";
+
+// ---- The library ----
+
+struct Library {
+  ort::Api api;
+  std::string version;
+};
+
+LibrarySearch where_to_look() {
+  // The name that the project gives it, the development link, then Debian's names, which carry the
+  // minor version.
+  std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
+  for (long minor = 40; minor >= long{ort::kOpsetVersion}; --minor)
+    names.push_back("libonnxruntime.so.1." + std::to_string(minor));
+  return {"ONNX Runtime", "DLM_ONNXRUNTIME", std::move(names), kAdvice};
+}
+
+// The official builds store a device id and send telemetry from CreateEnv on, and this variable
+// alone keeps them from it (their docs/Privacy.md): DisableTelemetryEvents takes the environment
+// that CreateEnv made. What the program chose stays.
+void switch_telemetry_off() { setenv("ORT_DISABLE_TELEMETRY", "1", 0); }
+
+// `provider`: who is to run the graph.
+Library load_library(const std::string& given, const ProviderChoice& provider) {
+  switch_telemetry_off();
+  std::string name;
+  void* const handle = open_library(where_to_look(), given, &name);
+  const auto get_base = reinterpret_cast<ort::GetApiBase>(dlsym(handle, "OrtGetApiBase"));
+  if (get_base == nullptr)
+    throw Error(DLM_ENGINE_MISSING,
+                name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
+  const ort::ApiBase* const base = get_base();
+  // The version is read first: asked for a table that it does not have, the library complains on
+  // stderr.
+  const std::string version = one_line(base->get_version_string());
+  char* point = nullptr;
+  const long major = std::strtol(version.c_str(), &point, 10);
+  const long minor = *point == '.' ? std::strtol(point + 1, nullptr, 10) : 0;
+  const uint32_t least = provider.is_gpu() ? ort::kPlacementVersion : ort::kOpsetVersion;
+  const bool is_new_enough = major > 1 || (major == 1 && minor >= long{least});
+  const void* const table =
+      is_new_enough ? base->get_api(provider.is_gpu() ? least : ort::kApiVersion) : nullptr;
+  if (table == nullptr) {
+    const std::string needed = "1." + std::to_string(least) + " or newer is needed";
+    throw Error(
+        DLM_ENGINE_MISSING,
+        name + " is ONNX Runtime " + version + ", and " + needed +
+            (provider.is_gpu() ? " for provider \"" + provider.name + "\"" : ", for opset 23") +
+            ". " + (provider.is_gpu() ? kGpuAdvice : kAdvice));
+  }
+  return {ort::Api(table), version};
+}
+
+// Whether a graph that could not be loaded is to blame, or the library.
+dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
+  switch (reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0) {
+    case ort::kNoSuchFile:
+      return DLM_NOT_FOUND;
+    case ort::kNoModel:
+    case ort::kInvalidProtobuf:
+    case ort::kInvalidGraph:
+      return DLM_BAD_BUNDLE;
+    case ort::kNotImplemented:
+      return DLM_ENGINE_FAILED;
+    default:
+      return DLM_ENGINE_FAILED;
+  }
+}
+
+// What the library says where a device has no memory left: its arena, or CUDA.
+bool is_out_of_memory(const std::string& message) {
+  const char* const signs[] = {"Failed to allocate memory", "Available memory of", "out of memory"};
+  return std::any_of(std::begin(signs), std::end(signs),
+                     [&](const char* sign) { return message.find(sign) != std::string::npos; });
+}
+
+// With which the library refuses a session, kNoFallback set.
+constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
+               kFallbackRefused[] = "assigned to the default CPU EP";
+
+// ---- Passes ----
+
+// The values of one call. They are kept from pass to pass, so that a pass allocates nothing here.
+struct Scratch {
+  std::vector<OrtValue*> inputs, outputs;
+  std::vector<const char*> output_names;
+};
+
+class OnnxRuntime final : public HostEngine {
+ public:
+  OnnxRuntime(const GraphSpec& graph, const std::string& library, int threads,
+              const ProviderChoice& provider)
+      : HostEngine(graph.cache),
+        graph_(graph),
+        path_(provider.is_gpu() && !graph.device_path.empty() ? graph.device_path : graph.path),
+        library_(load_library(library, provider)),
+        provider_(provider.is_gpu() ? &find_provider(provider.name) : nullptr),
+        env_(api()),
+        memory_(api()),
+        device_memory_(api()),
+        session_(api()),
+        ports_(list_ports(graph, kB)) {
+    check(api(), api().call<ort::CreateEnv>(ort::kLogFatal, "dlm", env_.out()),
+          "starting ONNX Runtime");
+    check(api(),
+          api().call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault,
+                                               memory_.out()),
+          "starting ONNX Runtime");
+    open_session(threads, provider);
+    verify_ports<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>(
+        "input", ports_.inputs);
+    verify_ports<ort::SessionGetOutputCount, ort::SessionGetOutputName,
+                 ort::SessionGetOutputTypeInfo>("output", ports_.outputs);
+    has_segments_ = find_segments();
+    for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
+    input_names_.push_back(graph_.ports.segments.c_str());  // the last, as a pass may leave it out
+  }
+
+  std::string description() const override {
+    const std::string name = "onnxruntime " + library_.version;
+    if (!device_) return name + " (CPU" + (kernels_.empty() ? "" : ", ") + kernels_ + ")";
+    return name + " (" + provider_->label + ", " + device_->name() + ", SM " +
+           sm_text(device_->sm()) + (left_.empty() ? "" : "; not run there: " + left_) + ")";
+  }
+
+  std::unique_ptr<Context> open_context(int32_t longest) override {
+    return device_ ? open_device_context(*this, *device_, cache(), longest)
+                   : HostEngine::open_context(longest);
+  }
+
+  // Without kernels the library would compute every request's scores over the rows of all.
+  bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
+
+  void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
+    check_pass(pass);
+    Lease lease(*this);
+    // Keys and values are where the context is; all else is in host memory, to and from which the
+    // library copies by itself.
+    const OrtMemoryInfo *const host = memory_.get(), *const cache =
+                                                         device_ ? device_memory_.get() : host;
+    const auto read = [&](size_t port, const void* data) {
+      lease.add_input(pass, ports_.inputs[port], data, port < kFirstPast ? host : cache);
+    };
+    const auto write = [&](size_t port, void* data) {
+      lease.add_output(pass, ports_.outputs[port], data, port < kFirstPresent ? host : cache);
+    };
+    read(0, pass.input_ids), read(1, pass.position_ids), read(2, pass.score_rows);
+    write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.entropy),
+        write(3, pass.logits);
+    for (size_t i = 0; i < layers(); ++i) {
+      read(kFirstPast + 2 * i, pass.past_keys[i]);
+      read(kFirstPast + 2 * i + 1, pass.past_values[i]);
+      write(kFirstPresent + 2 * i, pass.present_keys != nullptr ? pass.present_keys[i] : nullptr);
+      write(kFirstPresent + 2 * i + 1,
+            pass.present_values != nullptr ? pass.present_values[i] : nullptr);
+    }
+    if (!segments.empty()) {
+      Port port = segments_port();
+      port.dims[0] = static_cast<int64_t>(segments.size());
+      lease.add_input(pass, port, segments.data(), host);
+    }
+    Scratch& scratch = *lease.scratch;
+    OrtStatus* const reported = api().call<ort::Run>(
+        session_.get(), static_cast<const OrtRunOptions*>(nullptr), input_names_.data(),
+        scratch.inputs.data(), scratch.inputs.size(), scratch.output_names.data(),
+        scratch.outputs.size(), scratch.outputs.data());
+    if (reported != nullptr)
+      check_memory(reported,
+                   "a pass of " + std::to_string(pass.batch) + " x " + std::to_string(pass.tokens) +
+                       " tokens over " + std::to_string(pass.cached) + " cached ones that scores " +
+                       std::to_string(pass.rows) + " rows",
+                   "give fewer tokens, a smaller block_length or max_batch");
+    check(api(), reported, "a pass of the denoiser failed");
+    check_finite(pass.top_probs, static_cast<size_t>(pass.batch) * static_cast<size_t>(pass.rows) *
+                                     static_cast<size_t>(graph_.top_k));
+  }
+
+ private:
+  // A Scratch for the length of one call; sessions on several threads each get their own.
+  class Lease {
+   public:
+    explicit Lease(OnnxRuntime& engine) : engine_(engine) {
+      const std::lock_guard<std::mutex> lock(engine_.mutex_);
+      if (engine_.idle_.empty()) {
+        // Room for every Scratch that exists is made here, so that giving one back cannot fail.
+        engine_.idle_.reserve(++engine_.scratches_);
+        scratch = std::make_unique<Scratch>();
+      } else {
+        scratch = std::move(engine_.idle_.back());
+        engine_.idle_.pop_back();
+      }
+      scratch->inputs.reserve(engine_.ports_.inputs.size());
+      scratch->outputs.reserve(engine_.ports_.outputs.size());
+      scratch->output_names.reserve(engine_.ports_.outputs.size());
+    }
+    ~Lease() {
+      for (OrtValue* const value : scratch->inputs) engine_.api().call<ort::ReleaseValue>(value);
+      for (OrtValue* const value : scratch->outputs) engine_.api().call<ort::ReleaseValue>(value);
+      scratch->inputs.clear(), scratch->outputs.clear(), scratch->output_names.clear();
+      const std::lock_guard<std::mutex> lock(engine_.mutex_);
+      engine_.idle_.push_back(std::move(scratch));
+    }
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+
+    // The C API has one kind of tensor over foreign memory; the library only reads inputs.
+    void add_input(const dlm_pass& pass, const Port& port, const void* data,
+                   const OrtMemoryInfo* where) {
+      scratch->inputs.push_back(engine_.tensor(pass, port, const_cast<void*>(data), where));
+    }
+    void add_output(const dlm_pass& pass, const Port& port, void* data,
+                    const OrtMemoryInfo* where) {
+      if (data == nullptr) return;  // not asked for
+      scratch->outputs.push_back(engine_.tensor(pass, port, data, where));
+      scratch->output_names.push_back(port.name.c_str());
+    }
+
+    std::unique_ptr<Scratch> scratch;
+
+   private:
+    OnnxRuntime& engine_;
+  };
+
+  const ort::Api& api() const { return library_.api; }
+  size_t layers() const { return graph_.cache.size(); }
+
+  using SessionOptions = Owned<OrtSessionOptions, ort::ReleaseSessionOptions>;
+
+  void open_session(int threads, const ProviderChoice& provider) {
+    SessionOptions options(api());
+    set_up(options, threads);
+    if (provider.is_gpu())
+      open_on_device(options, provider);
+    else
+      set_up_processor(options), check_session(try_session(options));
+  }
+
+  void set(OrtStatus* reported) const { check(api(), reported, "setting up ONNX Runtime"); }
+
+  void configure(const SessionOptions& options, const char* key, const char* value) const {
+    set(api().call<ort::AddSessionConfigEntry>(options.get(), key, value));
+  }
+
+  void set_up(SessionOptions& options, int threads) const {
+    set(api().call<ort::CreateSessionOptions>(options.out()));
+    // The environment belongs to the process: another user of the library may have chosen a louder
+    // level before us.
+    set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
+    set(api().call<ort::SetIntraOpNumThreads>(
+        options.get(), threads));  // 0: the library's choice, all physical cores
+    set(api().call<ort::SetInterOpNumThreads>(options.get(), 1));
+    set(api().call<ort::SetSessionExecutionMode>(options.get(), ort::kSequential));
+    set(api().call<ort::SetSessionGraphOptimizationLevel>(options.get(), ort::kOptimizeAll));
+    // Threads of an idle session would otherwise spin on and take the cores from the next one.
+    configure(options, "session.force_spinning_stop", "1");
+    // Without it the library would quantise the activations of INT4 layers to eight bits, which
+    // nobody asked for.
+    configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
+    // T, S and R change with every pass, and the library would keep a memory plan for each
+    // combination it meets, without a limit: 10 MB after 1200 shapes of a 6-layer denoiser, for no
+    // time gained. The arena stays: it levels off after the largest pass, where plain allocation
+    // swings by 20 MB.
+    set(api().call<ort::DisableMemPattern>(options.get()));
+  }
+
+  // What is right on a processor, and our kernels for it.
+  void set_up_processor(const SessionOptions& options) {
+    // Products of unsigned by signed bytes saturate on processors without VNNI; unsigned by
+    // unsigned, which this makes, do not.
+    configure(options, "session.x64quantprecision", "1");
+    // The library knows no FP8 arithmetic, yet its fusions try to use it. Off, it dequantises
+    // constants once at load.
+    if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
+    if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
+      custom_ops_.emplace(api(), *kernels);
+      custom_ops_->add_to(options.get());
+      kernels_ = kernels->name;
+    }
+  }
+
+  OrtStatus* try_session(const SessionOptions& options) {
+    return api().call<ort::CreateSession>(env_.get(), path_.c_str(), options.get(), session_.out());
+  }
+
+  void check_session(OrtStatus* reported) {
+    if (reported != nullptr && access("/proc/self/fd", F_OK) != 0) {
+      const std::string said = one_line(api().call<ort::GetErrorMessage>(reported));
+      api().call<ort::ReleaseStatus>(reported);
+      throw Error(DLM_ENGINE_FAILED,
+                  path_ + ": ONNX Runtime " + library_.version +
+                      " reads weights through /proc, which is not mounted here. Mount it: `mount "
+                      "-t proc proc "
+                      "/proc`, in a chroot or container before the program starts. (" +
+                      said + ")");
+    }
+    check(api(), reported, path_ + ": onnxruntime " + library_.version,
+          load_failure(api(), reported));
+  }
+
+  // Nothing is left to the CPU in silence: the library refuses that, and is then asked what it
+  // would have left, which takes the session that may.
+  void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
+    check_provider_there(api(), library_.version, *provider_);
+    device_.emplace(provider.device);
+    add_provider(api(), provider, options.get());
+    check(api(),
+          api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device},
+                                            ort::kMemTypeDefault, device_memory_.out()),
+          "setting up ONNX Runtime");
+    configure(options, kRecordPlacement, "1");
+    configure(options, kNoFallback, provider.allow_fallback ? "0" : "1");
+    OrtStatus* reported = try_session(options);
+    const bool is_refused =
+        reported != nullptr && !provider.allow_fallback &&
+        std::string(api().call<ort::GetErrorMessage>(reported)).find(kFallbackRefused) !=
+            std::string::npos;
+    if (is_refused) {
+      api().call<ort::ReleaseStatus>(reported);
+      configure(options, kNoFallback, "0");
+      reported = try_session(options);
+    }
+    if (reported != nullptr)
+      check_memory(reported, "the graph with its weights", "take a bundle of a smaller precision");
+    check_session(reported);
+    left_ = left_behind(api(), session_.get(), *provider_);
+    if (!provider.allow_fallback && (is_refused || !left_.empty()))
+      throw Error(
+          DLM_UNSUPPORTED,
+          path_ + ": ONNX Runtime's " + provider_->label + " provider does not run " +
+              (left_.empty() ? "all nodes" : left_) +
+              ". Build the bundle with --target cuda, or let the CPU run them (allow_fallback, "
+              "--allow-fallback)");
+  }
+
+  // Throws for what was reported because a device has no memory left; what else was reported stays
+  // the caller's.
+  void check_memory(OrtStatus* reported, const std::string& what, const std::string& advice) {
+    const std::string message = api().call<ort::GetErrorMessage>(reported);
+    if (!device_ || !is_out_of_memory(message)) return;
+    api().call<ort::ReleaseStatus>(reported);
+    const CudaDevice::Use use(*device_);
+    const CudaDevice::Memory memory = device_->memory();
+    throw Error(DLM_OUT_OF_MEMORY, what + " needs more memory than the device has left, " +
+                                       std::to_string(memory.free >> 20) + " of " +
+                                       std::to_string(memory.total >> 20) + " MiB: " + advice +
+                                       ". " + one_line(message));
+  }
+
+  // Refuses a graph without one of the ports, with another type or shape, or with an input that
+  // nobody would feed. Outputs that this runtime does not know are never asked for.
+  template <class GetCount, class GetName, class GetTypeInfo>
+  void verify_ports(const char* kind, std::vector<Port>& ports) {
+    ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
+      Port* const port = find_port(ports, name);
+      if (port != nullptr) return verify_port(kind, *port, info);
+      if (&ports == &ports_.inputs) {
+        refuse_port(path_, kind, name,
+                    "is not known to this runtime; the graph was written for a newer one?");
+      }
+    });
+    check_complete(path_, kind, ports);
+  }
+
+  // Calls visit(name, info) for each of the session's ports of a kind.
+  template <class GetCount, class GetName, class GetTypeInfo, class Visit>
+  void ports_of(Visit visit) {
+    const auto ask = [&](OrtStatus* reported) { check(api(), reported, path_, DLM_BAD_BUNDLE); };
+    OrtAllocator* allocator = nullptr;
+    size_t count = 0;
+    ask(api().call<ort::GetAllocatorWithDefaultOptions>(&allocator));
+    ask(api().call<GetCount>(session_.get(), &count));
+    for (size_t i = 0; i < count; ++i) {
+      char* text = nullptr;
+      ask(api().call<GetName>(session_.get(), i, allocator, &text));
+      const std::string name = text;
+      ask(api().call<ort::AllocatorFree>(allocator, static_cast<void*>(text)));
+      Owned<OrtTypeInfo, ort::ReleaseTypeInfo> info(api());
+      ask(api().call<GetTypeInfo>(session_.get(), i, info.out()));
+      visit(name, info.get());
+    }
+  }
+
+  static Port segments_port(const std::string& name = {}) { return {name, kInt64, {kR, 4}}; }
+
+  // Whether the graph has the input of that name, which is none that every pass must have. Throws
+  // as verify_ports.
+  bool find_segments() {
+    if (graph_.ports.segments.empty() || device_) return false;
+    std::vector<Port> ports = {segments_port(graph_.ports.segments)};
+    ports_of<ort::SessionGetOptionalInputCount, ort::SessionGetOptionalInputName,
+             ort::SessionGetOptionalInputTypeInfo>(
+        [&](const std::string& name, const OrtTypeInfo* info) {
+          if (Port* const port = find_port(ports, name)) verify_port("input", *port, info);
+        });
+    check_complete(path_, "input", ports);
+    return true;
+  }
+
+  void verify_port(const char* kind, Port& port, const OrtTypeInfo* info) const {
+    const auto ask = [&](OrtStatus* reported) { check(api(), reported, path_, DLM_BAD_BUNDLE); };
+    const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+    int type = 0;
+    size_t rank = 0;
+    ask(api().call<ort::CastTypeInfoToTensorInfo>(info, &tensor));
+    if (tensor == nullptr) refuse_port(path_, kind, port.name, "is not a tensor");
+    ask(api().call<ort::GetTensorElementType>(tensor, &type));
+    ask(api().call<ort::GetDimensionsCount>(tensor, &rank));
+    Dims dims(rank);
+    ask(api().call<ort::GetDimensions>(tensor, dims.data(), rank));
+    note_port(path_, kind, port, type, dims);
+  }
+
+  // A tensor over data, of the port's shape in this pass.
+  OrtValue* tensor(const dlm_pass& pass, const Port& port, void* data,
+                   const OrtMemoryInfo* where) const {
+    const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
+    size_t bytes = element_bytes(port.type);
+    for (size_t i = 0; i < port.dims.size(); ++i) {
+      if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
+        fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", port.name.c_str());
+      }
+    }
+    if (data == nullptr && bytes > 0)
+      fail(DLM_INTERNAL, "a pass without \"%s\"", port.name.c_str());
+    OrtValue* value = nullptr;
+    OrtStatus* const reported = api().call<ort::CreateTensorWithDataAsOrtValue>(
+        where, data, bytes, shape.data(), port.dims.size(), port.type, &value);
+    if (reported != nullptr)
+      check(api(), reported, "a pass of the denoiser failed at \"" + port.name + "\"");
+    return value;
+  }
+
+  // Destroyed from the last to the first: session, memory, environment, device.
+  const GraphSpec graph_;
+  const std::string path_;  // of the graph that is run
+  const Library library_;
+  const Provider* const provider_;  // nullptr: the CPU's
+  std::optional<CudaDevice> device_;
+  std::string left_;  // nodes that the provider leaves to others
+  Owned<OrtEnv, ort::ReleaseEnv> env_;
+  Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_, device_memory_;
+  std::optional<CustomOps> custom_ops_;
+  std::string kernels_;  // whose they are
+  Owned<OrtSession, ort::ReleaseSession> session_;
+  Ports ports_;
+  bool has_segments_ = false;
+  std::vector<const char*> input_names_;
+  std::mutex mutex_;  // of the two below
+  std::vector<std::unique_ptr<Scratch>> idle_;
+  size_t scratches_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
+                                         int threads, const ProviderChoice& provider) {
+  check_provider_name(provider.name);
+  return std::make_unique<OnnxRuntime>(graph, library, threads, provider);
+}
+
+}  // namespace dlm

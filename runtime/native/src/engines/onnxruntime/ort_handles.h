@@ -1,0 +1,40 @@
+// Errors and objects of ONNX Runtime's C API, for those who call it.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "base/dynamic_library.h"
+#include "base/error.h"
+#include "engines/onnxruntime/ort_api.h"
+
+namespace dlm {
+
+// Throws what the library reported, if it did.
+inline void check(const ort::Api& api, OrtStatus* reported, std::string_view context,
+                  dlm_status status = DLM_ENGINE_FAILED) {
+  if (reported == nullptr) return;
+  const std::string message = one_line(api.call<ort::GetErrorMessage>(reported));
+  api.call<ort::ReleaseStatus>(reported);
+  throw Error(status, std::string(context) + ": " + message);
+}
+
+// Owns an object of the library; Release is the entry that frees it.
+template <class Object, class Release>
+class Owned {
+ public:
+  explicit Owned(const ort::Api& api) : api_(api) {}
+  ~Owned() {
+    if (object_ != nullptr) api_.call<Release>(object_);
+  }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  Object* get() const { return object_; }
+  Object** out() { return &object_; }
+
+ private:
+  const ort::Api api_;
+  Object* object_ = nullptr;
+};
+
+}  // namespace dlm

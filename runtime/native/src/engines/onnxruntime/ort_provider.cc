@@ -1,0 +1,171 @@
+#include "engines/onnxruntime/ort_provider.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "engines/onnxruntime/ort_handles.h"
+
+namespace dlm {
+namespace {
+
+constexpr Provider kProviders[] = {
+    {"cuda", "CUDAExecutionProvider", "CUDA"},
+    {"tensorrt", "TensorrtExecutionProvider", "TensorRT"},
+    {"nv_tensorrt_rtx", "NvTensorRTRTXExecutionProvider", "TensorRT-RTX"},
+};
+constexpr char kFromWheel[] =
+    "Run `pip uninstall onnxruntime onnxruntime-gpu`, then `pip install onnxruntime-gpu` (Linux on "
+    "x86-64), or set "
+    "DLM_ONNXRUNTIME to a library that has it.";
+constexpr char kFromBuild[] =
+    "No wheel of onnxruntime-gpu has it: set DLM_ONNXRUNTIME to a library that was built with it.";
+constexpr char kLibraries[] =
+    "It needs CUDA's and cuDNN's libraries (provider \"tensorrt\" also TensorRT's) of the major "
+    "versions that it was built with: "
+    "`pip install 'onnxruntime-gpu[cuda,cudnn]'`, or name their folders in LD_LIBRARY_PATH.";
+constexpr size_t kMostOperators = 8, kMostNames = 3;  // of what is listed
+
+bool is(const Provider& provider, const char* name) {
+  return std::strcmp(provider.name, name) == 0;
+}
+
+// What a provider's library could not do, without the place in ONNX Runtime's sources in front of
+// it.
+void check_added(const ort::Api& api, OrtStatus* reported, const Provider& provider) {
+  if (reported == nullptr) return;
+  const std::string whole = api.call<ort::GetErrorMessage>(reported);
+  api.call<ort::ReleaseStatus>(reported);
+  std::string first = whole.substr(0, whole.find('\n'));
+  const std::string mark = "[ONNXRuntimeError] : ";
+  if (const size_t place = first.find(mark); place != std::string::npos)
+    first.erase(0, place + mark.size());
+  throw Error(DLM_ENGINE_MISSING, std::string("ONNX Runtime's ") + provider.label +
+                                      " provider: " + one_line(first) + ". " + kLibraries);
+}
+
+using Options = std::vector<std::pair<const char*, std::string>>;
+
+template <class Create, class Update, class Append, class Release, class Object>
+void add(const ort::Api& api, const Provider& provider, const Options& given,
+         OrtSessionOptions* options) {
+  std::vector<const char*> keys, values;
+  for (const auto& [key, value] : given) keys.push_back(key), values.push_back(value.c_str());
+  Owned<Object, Release> made(api);
+  check_added(api, api.call<Create>(made.out()), provider);
+  check_added(api, api.call<Update>(made.get(), keys.data(), values.data(), keys.size()), provider);
+  check_added(api, api.call<Append>(options, static_cast<const Object*>(made.get())), provider);
+}
+
+void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
+  // fp32 is fp32: TensorFloat-32, which is on by default, keeps ten bits of it. The arena takes
+  // what is asked for, as keys and values lie outside of it.
+  const Options given = {{"device_id", std::to_string(device)},
+                         {"use_tf32", "0"},
+                         {"arena_extend_strategy", "kSameAsRequested"}};
+  add<ort::CreateCudaProviderOptions, ort::UpdateCudaProviderOptions, ort::AppendCudaProvider,
+      ort::ReleaseCudaProviderOptions, OrtCUDAProviderOptionsV2>(api, find_provider("cuda"), given,
+                                                                 options);
+}
+
+}  // namespace
+
+void check_provider_name(const std::string& name) {
+  std::string all = "cpu";
+  bool is_known = name == "cpu";
+  for (const Provider& provider : kProviders) {
+    all += std::string(", ") + provider.name;
+    is_known = is_known || name == provider.name;
+  }
+  if (!is_known)
+    fail(DLM_UNSUPPORTED, "provider \"%.40s\" is not one of: %s", name.c_str(), all.c_str());
+}
+
+const Provider& find_provider(const std::string& name) {
+  return *std::find_if(std::begin(kProviders), std::end(kProviders),
+                       [&](const Provider& one) { return name == one.name; });
+}
+
+void check_provider_there(const ort::Api& api, const std::string& version,
+                          const Provider& provider) {
+  char** names = nullptr;
+  int count = 0;
+  check(api, api.call<ort::GetAvailableProviders>(&names, &count),
+        "listing ONNX Runtime's providers");
+  bool is_there = false;
+  std::string all;
+  for (int i = 0; i < count; ++i) {
+    is_there = is_there || std::strcmp(names[i], provider.registered) == 0;
+    all += (i == 0 ? "" : ", ") + one_line(names[i]);
+  }
+  check(api, api.call<ort::ReleaseAvailableProviders>(names, count),
+        "listing ONNX Runtime's providers");
+  if (is_there) return;
+  throw Error(DLM_ENGINE_MISSING, "this ONNX Runtime " + version + " has no " +
+                                      provider.registered + ", only " + all + ". " +
+                                      (is(provider, "nv_tensorrt_rtx") ? kFromBuild : kFromWheel));
+}
+
+void add_provider(const ort::Api& api, const ProviderChoice& choice, OrtSessionOptions* options) {
+  const Provider& provider = find_provider(choice.name);
+  if (is(provider, "cuda")) return add_cuda(api, choice.device, options);
+  const Options given = {{"device_id", std::to_string(choice.device)}};
+  if (is(provider, "nv_tensorrt_rtx")) {
+    const char *const key = given[0].first, *const value = given[0].second.c_str();
+    check_added(api,
+                api.call<ort::AppendProvider>(options, "NvTensorRtRtx", &key, &value, size_t{1}),
+                provider);
+  } else {
+    add<ort::CreateTensorRtProviderOptions, ort::UpdateTensorRtProviderOptions,
+        ort::AppendTensorRtProvider, ort::ReleaseTensorRtProviderOptions,
+        OrtTensorRTProviderOptionsV2>(api, provider, given, options);
+    if (choice.allow_fallback) add_cuda(api, choice.device, options);
+  }
+}
+
+std::string left_behind(const ort::Api& api, const OrtSession* session, const Provider& provider) {
+  const auto ask = [&](OrtStatus* reported) {
+    check(api, reported, "reading which provider runs which node");
+  };
+  const auto text = [&](auto entry, const auto* object) {
+    const char* out = nullptr;
+    ask(api.call<decltype(entry)>(object, &out));
+    return one_line(out == nullptr ? "" : out);
+  };
+  const OrtEpAssignedSubgraph* const* parts = nullptr;
+  size_t part_count = 0, all = 0, left = 0;
+  std::map<std::string, std::vector<std::string>> names;  // of nodes, by operator
+  ask(api.call<ort::GetPlacement>(session, &parts, &part_count));
+  for (size_t i = 0; i < part_count; ++i) {
+    const OrtEpAssignedNode* const* nodes = nullptr;
+    size_t count = 0;
+    ask(api.call<ort::PlacementGetNodes>(parts[i], &nodes, &count));
+    all += count;
+    if (text(ort::PlacementGetProvider{}, parts[i]) == provider.registered) continue;
+    left += count;
+    for (size_t j = 0; j < count; ++j) {
+      const std::string domain = text(ort::PlacedNodeGetDomain{}, nodes[j]);
+      const std::string prefix = domain.empty() || domain == "ai.onnx" ? "" : domain + ".";
+      names[prefix + text(ort::PlacedNodeGetOperator{}, nodes[j])].push_back(
+          text(ort::PlacedNodeGetName{}, nodes[j]));
+    }
+  }
+  if (left == 0) return "";
+  std::vector<std::pair<std::string, std::vector<std::string>>> most(names.begin(), names.end());
+  std::stable_sort(most.begin(), most.end(),
+                   [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
+  std::string list = std::to_string(left) + " of " + std::to_string(all) + " nodes:";
+  for (size_t i = 0; i < most.size() && i < kMostOperators; ++i) {
+    const auto& [op, nodes] = most[i];
+    list += (i == 0 ? " " : ", ") + std::to_string(nodes.size()) + " " + op + " (";
+    for (size_t j = 0; j < nodes.size() && j < kMostNames; ++j)
+      list += (j == 0 ? "" : ", ") + nodes[j];
+    list += nodes.size() > kMostNames ? ", ...)" : ")";
+  }
+  return list + (most.size() > kMostOperators ? ", and others" : "");
+}
+
+}  // namespace dlm

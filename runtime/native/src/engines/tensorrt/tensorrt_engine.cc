@@ -1,0 +1,201 @@
+// The TensorRT engine: which of a bundle's engine files is opened, and that it is what the manifest
+// says.
+//
+// An engine file is code for one compute capability and one version, so both are compared before a
+// byte of it is read. Then its ports and profiles are compared with the manifest's, as a session's
+// buffers are as large as that says.
+#include "engines/tensorrt/tensorrt_engine.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/error.h"
+#include "engines/tensorrt/tensorrt_session.h"
+
+namespace dlm::trt {
+namespace {
+
+// The engine that fits, or all the reasons why none does.
+const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Platform& platform) {
+  std::string reasons;
+  for (const EngineSpec& engine : engines) {
+    const std::string reason = why_not(engine, platform);
+    if (reason.empty()) return engine;
+    reasons += (reasons.empty() ? "" : "; ") + engine.target + ": " + reason;
+  }
+  const std::string command = "`dlm-export engine " + engines.front().bundle + " --target sm" +
+                              std::to_string(platform.sm) + "`";
+  throw Error(DLM_UNSUPPORTED, "no engine of this bundle fits: " + reasons +
+                                   ". Build one here with " + command +
+                                   ", or open the bundle with engine \"onnxruntime\"");
+}
+
+// A whole file in memory, for as long as it lives.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path) {
+    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    struct stat information{};
+    const bool is_open = descriptor >= 0 && fstat(descriptor, &information) == 0;
+    bytes_ = is_open ? static_cast<size_t>(information.st_size) : 0;
+    if (bytes_ > 0) data_ = mmap(nullptr, bytes_, PROT_READ, MAP_PRIVATE, descriptor, 0);
+    const int reason = errno;
+    if (descriptor >= 0) close(descriptor);
+    if (!is_open || data_ == MAP_FAILED)
+      throw Error(DLM_BAD_BUNDLE, path + ": cannot read: " + std::strerror(reason));
+  }
+  ~MappedFile() {
+    if (bytes_ > 0) munmap(data_, bytes_);
+  }
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  const void* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+int32_t element_type(nvinfer1::DataType type) {
+  switch (type) {
+    case nvinfer1::DataType::kFLOAT:
+      return kFloat;
+    case nvinfer1::DataType::kHALF:
+      return kFloat16;
+    case nvinfer1::DataType::kBF16:
+      return kBFloat16;
+    case nvinfer1::DataType::kINT32:
+      return kInt32;
+    case nvinfer1::DataType::kINT64:
+      return kInt64;
+    default:
+      return 0;  // undefined: nothing that a port may be
+  }
+}
+
+Dims dims_of(const nvinfer1::Dims& dims) { return Dims(dims.d, dims.d + std::max(dims.nbDims, 0)); }
+
+}  // namespace
+
+nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t rows) {
+  const auto shape = port.shape(1, tokens, cached, rows);
+  nvinfer1::Dims out{};
+  out.nbDims = static_cast<int32_t>(port.dims.size());
+  std::copy_n(shape.begin(), port.dims.size(), out.d);
+  return out;
+}
+
+TensorRt::TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engines,
+                   const std::string& library)
+    : graph_(graph),
+      library_(load_library(library)),
+      spec_(choose_engine(engines, {device_.sm(), kBuilder, library_.version})),
+      ports_(list_ports(graph, 1)) {
+  const CudaDevice::Use use(device_);
+  runtime_.reset(
+      static_cast<nvinfer1::IRuntime*>(library_.create_runtime(&logger_, NV_TENSORRT_VERSION)));
+  if (runtime_ == nullptr) fail_call("createInferRuntime");
+  {
+    const MappedFile file(spec_.path);
+    engine_.reset(runtime_->deserializeCudaEngine(file.data(), file.bytes()));
+  }
+  if (engine_ == nullptr)
+    throw Error(DLM_ENGINE_FAILED,
+                spec_.path + ": " + kName + " " + library_.version + " cannot load it" +
+                    logger_.take() +
+                    ". If memory is not the reason, build it again: dlm-export engine " +
+                    spec_.bundle + " --target " + spec_.target + " --force");
+  verify_ports();
+  verify_profiles();
+}
+
+TensorRt::~TensorRt() {
+  const CudaDevice::Use use(device_, std::nothrow);
+  engine_.reset();
+  runtime_.reset();
+}
+
+std::string TensorRt::description() const {
+  return std::string(kBuilder) + " " + library_.version + " (" + device_.name() + ", SM " +
+         sm_text(device_.sm()) + ", engine " + spec_.target + ")";
+}
+
+int32_t TensorRt::max_rows(int32_t tokens, int32_t cached) const {
+  const int32_t profile = choose_profile(spec_, tokens, cached);
+  return profile < 0 ? 0 : (profile == 0 ? spec_.prefill : spec_.block).rows.largest;
+}
+
+std::unique_ptr<Context> TensorRt::open_context(int32_t) { return open_session(*this); }
+
+std::unique_ptr<nvinfer1::IExecutionContext> TensorRt::create_context() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_ptr<nvinfer1::IExecutionContext> context(
+      engine_->createExecutionContext(nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED));
+  if (context == nullptr) fail_call("createExecutionContext");
+  return context;
+}
+
+void TensorRt::fail_call(const std::string& call) {
+  throw Error(DLM_ENGINE_FAILED, std::string(kName) + ": " + call + " failed" + logger_.take());
+}
+
+// Refuses an engine that lacks one of the ports, has another one, or one with another type, shape
+// or place.
+void TensorRt::verify_ports() {
+  for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
+    const std::string name = engine_->getIOTensorName(i);
+    const bool is_input = engine_->getTensorIOMode(name.c_str()) == nvinfer1::TensorIOMode::kINPUT;
+    const char* const kind = is_input ? "input" : "output";
+    Port* const port = find_port(is_input ? ports_.inputs : ports_.outputs, name);
+    if (port == nullptr) refuse_port(spec_.path, kind, name, "is not known to this runtime");
+    if (engine_->getTensorLocation(name.c_str()) != nvinfer1::TensorLocation::kDEVICE)
+      refuse_port(spec_.path, kind, name, "is wanted in host memory");
+    note_port(spec_.path, kind, *port, element_type(engine_->getTensorDataType(name.c_str())),
+              dims_of(engine_->getTensorShape(name.c_str())));
+  }
+  check_complete(spec_.path, "input", ports_.inputs);
+  check_complete(spec_.path, "output", ports_.outputs);
+}
+
+// Buffers are as large as the manifest says, so an engine that takes more must not run.
+void TensorRt::verify_profiles() const {
+  if (engine_->getNbOptimizationProfiles() != 2)
+    fail(DLM_BAD_BUNDLE, "%s: has %d profiles instead of 2", spec_.path.c_str(),
+         engine_->getNbOptimizationProfiles());
+  const Profile* const profiles[] = {&spec_.prefill, &spec_.block};
+  for (int32_t i = 0; i < 2; ++i) {
+    const Profile& p = *profiles[i];
+    for (const Port& port : ports_.inputs) {
+      const auto verify = [&](nvinfer1::OptProfileSelector end, const char* what,
+                              const nvinfer1::Dims& wanted) {
+        const Dims there = dims_of(engine_->getProfileShape(port.name.c_str(), i, end));
+        if (there == dims_of(wanted)) return;
+        fail(DLM_BAD_BUNDLE, "%s: the %s \"%s\" of profile %d is not the manifest's",
+             spec_.path.c_str(), what, port.name.c_str(), i);
+      };
+      using Selector = nvinfer1::OptProfileSelector;
+      verify(Selector::kMIN, "smallest",
+             dims_of(port, p.tokens.smallest, p.cached.smallest, p.rows.smallest));
+      verify(Selector::kMAX, "largest",
+             dims_of(port, p.tokens.largest, p.cached.largest, p.rows.largest));
+    }
+  }
+}
+
+}  // namespace dlm::trt
+
+namespace dlm {
+
+std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
+                                      const std::vector<EngineSpec>& engines,
+                                      const std::string& library) {
+  return std::make_unique<trt::TensorRt>(graph, engines, library);
+}
+
+}  // namespace dlm

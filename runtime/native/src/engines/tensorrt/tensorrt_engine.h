@@ -1,0 +1,75 @@
+// The TensorRT engine: an engine file in the library that built it, on the first device.
+#pragma once
+
+#include <NvInferRuntime.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engines/cuda/cuda_api.h"
+#include "engines/engine.h"
+#include "engines/graph_contract.h"
+#include "engines/tensorrt/tensorrt_library.h"
+#include "engines/tensorrt/tensorrt_profiles.h"
+
+namespace dlm::trt {
+
+// A port's shape in one request's pass of so many tokens, cached and scored rows.
+nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t rows);
+
+class TensorRt final : public Engine {
+ public:
+  TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engines,
+           const std::string& library);
+  ~TensorRt() override;
+  TensorRt(const TensorRt&) = delete;
+  TensorRt& operator=(const TensorRt&) = delete;
+
+  std::unique_ptr<Context> open_context(int32_t longest) override;
+  std::string description() const override;
+  int32_t max_rows(int32_t tokens, int32_t cached) const override;
+  int32_t max_batch() const override { return 1; }  // its profiles are of one
+  std::string limits() const override { return limits_text(spec_); }
+
+  const CudaDevice& device() const { return device_; }
+  const Ports& ports() const { return ports_; }
+  const GraphSpec& graph() const { return graph_; }
+  const EngineSpec& spec() const { return spec_; }
+
+  // Device memory that passes of a profile work in.
+  size_t working_bytes(int32_t profile) const {
+    return static_cast<size_t>(
+        std::max<int64_t>(engine_->getDeviceMemorySizeForProfileV2(profile), 0));
+  }
+
+  // Without memory to work in and without a profile. Any thread may ask.
+  std::unique_ptr<nvinfer1::IExecutionContext> create_context();
+
+  // Throws Error(DLM_ENGINE_FAILED) with what TensorRT reported.
+  [[noreturn]] void fail_call(const std::string& call);
+
+  // What was reported and did not stop anything must not become the reason of a later failure.
+  void forget_errors() { logger_.take(); }
+
+ private:
+  void verify_ports();
+  void verify_profiles() const;
+
+  // Destroyed from the last to the first; the device's context outlives what was made in it.
+  CudaDevice device_;
+  const GraphSpec graph_;
+  const Library library_;
+  const EngineSpec spec_;
+  Ports ports_;
+  Logger logger_;
+  std::unique_ptr<nvinfer1::IRuntime> runtime_;
+  std::unique_ptr<nvinfer1::ICudaEngine> engine_;
+  std::mutex mutex_;  // of createExecutionContext
+};
+
+}  // namespace dlm::trt

@@ -1,0 +1,312 @@
+// A session of the TensorRT engine holds on the device, in one allocation: inputs, outputs, the
+// rows of the last pass (present), the rows that were kept (past), and TensorRT's own working
+// memory. Addresses never change, so that passes can be replayed as CUDA graphs. Passes read token
+// ids from, and write candidates to, pinned host memory; logits stay where they are unless asked
+// for. The host waits once a pass.
+#include "engines/tensorrt/tensorrt_session.h"
+
+#include <algorithm>
+#include <cstring>
+#include <list>
+#include <utility>
+
+#include "base/error.h"
+#include "engines/cuda/device_cache.h"
+
+namespace dlm::trt {
+namespace {
+
+// What tells passes apart: one CUDA graph each.
+struct PassKey {
+  int32_t profile, tokens, cached, rows;
+  bool operator==(const PassKey& other) const {
+    return profile == other.profile && tokens == other.tokens && cached == other.cached &&
+           rows == other.rows;
+  }
+};
+
+// Everything that a session has on the device. The device's context is current in every call.
+class Session {
+ public:
+  explicit Session(TensorRt& engine)
+      : engine_(engine),
+        cuda_(engine.device().cuda()),
+        stream_(create_stream(cuda_)),
+        offsets_(lay_out_device(engine)),
+        staging_offsets_(lay_out_staging(engine)),
+        memory_(cuda_, CudaMemory::Kind::device, offsets_.back()),
+        staging_(cuda_, CudaMemory::Kind::pinned, staging_offsets_.back()),
+        cache_(cuda_, engine.graph().cache) {
+    std::vector<DeviceCache::Place> places;
+    for (size_t i = 0; i < 2 * engine.graph().cache.size(); ++i)  // keys and values
+      places.push_back({input(kFirstPast + i), output(kFirstPresent + i)});
+    cache_.place(std::move(places));
+    for (int32_t profile = 0; profile < 2; ++profile) any_size_[profile] = create_context(profile);
+    synchronize();
+  }
+
+  ~Session() { cuda_.cuStreamSynchronize(stream_.get()); }
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  void run(const dlm_pass& pass, CacheUse use) {
+    check_pass(pass);
+    const EngineSpec& spec = engine_.spec();
+    PassKey key{choose_profile(spec, pass.tokens, pass.cached), pass.tokens, pass.cached, 0};
+    if (key.profile < 0 || pass.batch > engine_.max_batch() ||
+        pass.rows > engine_.max_rows(pass.tokens, pass.cached))
+      fail(DLM_INTERNAL, "a pass of %d x %d tokens, %d cached and %d rows, but the engine takes %s",
+           pass.batch, pass.tokens, pass.cached, pass.rows, engine_.limits().c_str());
+    key.rows =
+        rows_bucket(pass.rows, pass.tokens, (key.profile == 0 ? spec.prefill : spec.block).rows);
+    engine_.forget_errors();
+    cache_.begin(pass, use);
+    fill_staging(pass, key.rows);
+    launch(key);
+    const auto rows = static_cast<size_t>(pass.rows),
+               top_k = static_cast<size_t>(engine_.graph().top_k);
+    if (pass.logits != nullptr) {
+      const size_t bytes =
+          rows * static_cast<size_t>(engine_.graph().vocab_size) * sizeof *pass.logits;
+      cuda_.check(cuda_.cuMemcpyDtoHAsync_v2(pass.logits, output(kLogits), bytes, stream_.get()),
+                  "cuMemcpyDtoHAsync");
+    }
+    synchronize();
+    const auto take = [&](Staged part, auto* to, size_t count) {
+      std::memcpy(to, staging_.host(staging_offsets_[part]), count * sizeof *to);
+    };
+    take(kStagedTokens, pass.top_tokens, rows * top_k);
+    take(kStagedProbs, pass.top_probs, rows * top_k);
+    if (pass.entropy != nullptr) take(kStagedEntropy, pass.entropy, rows);
+    check_finite(pass.top_probs, rows * top_k);
+    cache_.end(pass, use);
+  }
+
+  void keep_outside(int32_t first, int32_t last) {
+    cache_.keep_outside(first, last, stream_.get());
+  }
+
+  uint64_t cache_bytes() const { return cache_.bytes(); }
+
+ private:
+  // A captured pass is bound to its execution context: changing the context afterwards is
+  // undefined, so TensorRT's developer guide (CUDA Graphs) asks for one context a graph, and lets
+  // them share their memory. A pass therefore runs on its profile's context the first time, which
+  // takes any size; one that comes again gets a context of its own, and is replayed from its third
+  // time on.
+  struct Repeated {
+    PassKey key;
+    std::unique_ptr<nvinfer1::IExecutionContext> context;  // from the second time on
+    CudaGraphExec graph;                                   // nullptr where it could not be captured
+  };
+  static constexpr size_t kMostRepeated = 32;  // each costs an execution context's host memory
+
+  enum Staged : size_t {
+    kStagedIds,
+    kStagedPositions,
+    kStagedRows,
+    kStagedTokens,
+    kStagedProbs,
+    kStagedEntropy
+  };
+  enum Output : size_t { kTopToken, kTopProb, kEntropy, kLogits };
+
+  static size_t bytes_of(const Port& port, const Largest& sizes) {
+    size_t bytes = element_bytes(port.type);
+    const auto shape = port.shape(1, sizes.tokens, sizes.cached, sizes.rows);
+    for (size_t i = 0; i < port.dims.size(); ++i)
+      if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes))
+        fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", port.name.c_str());
+    return bytes;
+  }
+
+  // Inputs, outputs, working memory.
+  static std::vector<size_t> lay_out_device(const TensorRt& engine) {
+    const Largest sizes = largest(engine.spec());
+    std::vector<size_t> bytes;
+    for (const Port& port : engine.ports().inputs) bytes.push_back(bytes_of(port, sizes));
+    for (const Port& port : engine.ports().outputs) bytes.push_back(bytes_of(port, sizes));
+    bytes.push_back(std::max(engine.working_bytes(0), engine.working_bytes(1)));
+    return lay_out(bytes);
+  }
+
+  static std::vector<size_t> lay_out_staging(const TensorRt& engine) {
+    const Largest sizes = largest(engine.spec());
+    const Ports& ports = engine.ports();
+    return lay_out({bytes_of(ports.inputs[0], sizes), bytes_of(ports.inputs[1], sizes),
+                    bytes_of(ports.inputs[2], sizes), bytes_of(ports.outputs[kTopToken], sizes),
+                    bytes_of(ports.outputs[kTopProb], sizes),
+                    bytes_of(ports.outputs[kEntropy], sizes)});
+  }
+
+  CUdeviceptr input(size_t port) const { return memory_.device(offsets_[port]); }
+  CUdeviceptr output(size_t port) const {
+    return memory_.device(offsets_[engine_.ports().inputs.size() + port]);
+  }
+
+  void synchronize() {
+    cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
+  }
+
+  // A context of the profile with every address set. Working memory is shared: passes follow each
+  // other on one stream.
+  std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
+    auto context = engine_.create_context();
+    const size_t working = offsets_.size() - 2;
+    context->setDeviceMemoryV2(pointer(memory_.device(offsets_[working])),
+                               static_cast<int64_t>(offsets_[working + 1] - offsets_[working]));
+    if (!context->setOptimizationProfileAsync(profile, stream_.get()))
+      engine_.fail_call("setOptimizationProfileAsync");
+    const auto set = [&](const Port& port, CUdeviceptr address) {
+      if (!context->setTensorAddress(port.name.c_str(), pointer(address)))
+        engine_.fail_call("setTensorAddress(\"" + port.name + "\")");
+    };
+    const Ports& ports = engine_.ports();
+    for (size_t i = 0; i < ports.inputs.size(); ++i) set(ports.inputs[i], input(i));
+    for (size_t i = 0; i < ports.outputs.size(); ++i) set(ports.outputs[i], output(i));
+    return context;
+  }
+
+  static void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
+
+  void set_shapes(nvinfer1::IExecutionContext& context, const PassKey& key) {
+    for (const Port& port : engine_.ports().inputs)
+      if (!context.setInputShape(port.name.c_str(),
+                                 dims_of(port, key.tokens, key.cached, key.rows)))
+        engine_.fail_call("setInputShape(\"" + port.name + "\")");
+  }
+
+  // The pass's inputs, in the memory that the device copies them from. Surplus rows score row 0's
+  // place again.
+  void fill_staging(const dlm_pass& pass, int32_t rows) {
+    const auto put = [&](Staged part, const int64_t* from, int32_t count) {
+      std::memcpy(staging_.host(staging_offsets_[part]), from,
+                  static_cast<size_t>(count) * sizeof *from);
+    };
+    put(kStagedIds, pass.input_ids, pass.tokens);
+    put(kStagedPositions, pass.position_ids, pass.tokens);
+    put(kStagedRows, pass.score_rows, pass.rows);
+    auto* const scored = reinterpret_cast<int64_t*>(staging_.host(staging_offsets_[kStagedRows]));
+    std::fill(scored + pass.rows, scored + rows, scored[0]);
+  }
+
+  // Everything that a pass does on the stream, so that one graph holds it.
+  void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
+    const auto tokens = static_cast<size_t>(key.tokens), rows = static_cast<size_t>(key.rows);
+    const auto candidates = rows * static_cast<size_t>(engine_.graph().top_k);
+    const auto put = [&](Staged part, size_t port, size_t bytes) {
+      cuda_.check(cuda_.cuMemcpyHtoDAsync_v2(input(port), staging_.host(staging_offsets_[part]),
+                                             bytes, stream_.get()),
+                  "cuMemcpyHtoDAsync");
+    };
+    const auto take = [&](Staged part, Output port, size_t bytes) {
+      cuda_.check(cuda_.cuMemcpyDtoHAsync_v2(staging_.host(staging_offsets_[part]), output(port),
+                                             bytes, stream_.get()),
+                  "cuMemcpyDtoHAsync");
+    };
+    put(kStagedIds, 0, tokens * sizeof(int64_t));
+    put(kStagedPositions, 1, tokens * sizeof(int64_t));
+    put(kStagedRows, 2, rows * sizeof(int64_t));
+    if (!context.enqueueV3(stream_.get())) engine_.fail_call("enqueueV3");
+    take(kStagedTokens, kTopToken, candidates * sizeof(int32_t));
+    take(kStagedProbs, kTopProb, candidates * sizeof(float));
+    take(kStagedEntropy, kEntropy, rows * sizeof(float));
+  }
+
+  void launch(const PassKey& key) {
+    for (auto known = repeated_.begin(); known != repeated_.end(); ++known) {
+      if (!(known->key == key)) continue;
+      repeated_.splice(repeated_.begin(), repeated_,
+                       known);  // the one that goes first is the one not seen for longest
+      if (known->graph != nullptr) {
+        cuda_.check(cuda_.cuGraphLaunch(known->graph.get(), stream_.get()), "cuGraphLaunch");
+      } else if (known->context != nullptr) {
+        enqueue(*known->context, key);
+      } else {
+        repeat(*known);
+      }
+      return;
+    }
+    set_shapes(*any_size_[key.profile], key);
+    enqueue(*any_size_[key.profile], key);
+    if (repeated_.size() == kMostRepeated) repeated_.pop_back();
+    repeated_.push_front({key, nullptr, CudaGraphExec(nullptr, CudaDelete{&cuda_})});
+  }
+
+  // The second time. A context's first pass of new shapes does work that must not be captured, so
+  // it runs as it is.
+  void repeat(Repeated& known) {
+    auto context = create_context(known.key.profile);
+    set_shapes(*context, known.key);
+    enqueue(*context, known.key);
+    known.context = std::move(context);
+    capture(known);
+  }
+
+  // Leaves known.graph empty where a pass cannot be captured: it then runs without, and gives the
+  // same.
+  void capture(Repeated& known) {
+    // Other threads' calls are none of this capture's business.
+    if (cuda_.cuStreamBeginCapture_v2(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) !=
+        CUDA_SUCCESS)
+      return;
+    bool is_whole = true;
+    try {
+      enqueue(*known.context, known.key);
+    } catch (...) {  // whatever it was, the capture has to be ended
+      is_whole = false;
+    }
+    CUgraph captured = nullptr;
+    const CUresult ended = cuda_.cuStreamEndCapture(stream_.get(), &captured);
+    const CudaGraph graph(captured, CudaDelete{&cuda_});
+    CUgraphExec ready = nullptr;
+    if (ended != CUDA_SUCCESS || !is_whole || captured == nullptr) return;
+    if (cuda_.cuGraphInstantiateWithFlags(&ready, captured, 0) == CUDA_SUCCESS)
+      known.graph.reset(ready);
+  }
+
+  TensorRt& engine_;
+  const Cuda& cuda_;
+  CudaStream stream_;  // freed last
+  const std::vector<size_t> offsets_, staging_offsets_;
+  const CudaMemory memory_, staging_;
+  DeviceCache cache_;
+  std::unique_ptr<nvinfer1::IExecutionContext> any_size_[2];  // by profile
+  std::list<Repeated> repeated_;                              // last used first
+};
+
+class TensorRtContext final : public Context {
+ public:
+  explicit TensorRtContext(TensorRt& engine) : device_(engine.device()) {
+    const CudaDevice::Use use(device_);
+    session_ = std::make_unique<Session>(engine);
+  }
+  ~TensorRtContext() override {
+    const CudaDevice::Use use(device_, std::nothrow);
+    session_.reset();
+  }
+  TensorRtContext(const TensorRtContext&) = delete;
+  TensorRtContext& operator=(const TensorRtContext&) = delete;
+
+  void run(const dlm_pass& pass, CacheUse use_of_cache) override {
+    const CudaDevice::Use use(device_);
+    session_->run(pass, use_of_cache);
+  }
+  void keep_outside(int32_t first, int32_t last) override {
+    const CudaDevice::Use use(device_);
+    session_->keep_outside(first, last);
+  }
+  uint64_t cache_bytes() const override { return session_->cache_bytes(); }
+
+ private:
+  const CudaDevice& device_;
+  std::unique_ptr<Session> session_;
+};
+
+}  // namespace
+
+std::unique_ptr<Context> open_session(TensorRt& engine) {
+  return std::make_unique<TensorRtContext>(engine);
+}
+
+}  // namespace dlm::trt

@@ -1,0 +1,12 @@
+// The kernels for AArch64 with dot products.
+#include "kernels/arm/simd_neon.h"
+// after the vectors that it is written over
+#include "kernels/body.h"
+
+namespace dlm {
+
+extern const Kernels kNeonKernels;
+const Kernels kNeonKernels = {"neon-dotprod", linear,     nvfp4_linear, experts,
+                              attention,      candidates, embedding};
+
+}  // namespace dlm

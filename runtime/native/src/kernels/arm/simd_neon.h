@@ -1,0 +1,121 @@
+// Vectors of AArch64 with dot products (FEAT_DotProd), as kernels/body.h wants them.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+
+namespace {
+namespace simd {
+
+constexpr int kLanes = 4;
+constexpr int kFloatRows = 5,
+              kFloatVectors = 4;  // of a product of floats: 20 sums, 4 vectors of weights
+constexpr int kQueryVectors = 4;  // of attention
+constexpr int kKeyBlock = 4;
+
+using F = float32x4_t;
+using I = int32x4_t;
+
+inline F load(const float* from) { return vld1q_f32(from); }
+inline void store(float* to, F x) { vst1q_f32(to, x); }
+inline F set(float x) { return vdupq_n_f32(x); }
+inline F zero() { return vdupq_n_f32(0.0f); }
+inline F add(F a, F b) { return vaddq_f32(a, b); }
+inline F sub(F a, F b) { return vsubq_f32(a, b); }
+inline F mul(F a, F b) { return vmulq_f32(a, b); }
+inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+inline F div(F a, F b) { return vdivq_f32(a, b); }
+inline F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b where either is NaN
+inline F min(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }  // b where either is NaN
+inline F round(F x) { return vrndnq_f32(x); }
+
+inline I iload(const int32_t* from) { return vld1q_s32(from); }
+inline void istore(int32_t* to, I x) { vst1q_s32(to, x); }
+inline I iset(int32_t x) { return vdupq_n_s32(x); }
+inline I izero() { return vdupq_n_s32(0); }
+inline I iadd(I a, I b) { return vaddq_s32(a, b); }
+inline I isub(I a, I b) { return vsubq_s32(a, b); }
+inline I imax(I a, I b) { return vmaxq_s32(a, b); }
+inline I iand(I a, I b) { return vandq_s32(a, b); }
+inline I bits(F x) { return vreinterpretq_s32_f32(x); }
+inline F to_float(I x) { return vcvtq_f32_s32(x); }
+inline I to_int(F x) { return vcvtnq_s32_f32(x); }  // rounds half to even
+inline F power_of_two(I n) {
+  return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, iset(127)), 23));
+}
+
+// kLanes numbers in fp16 (which rounds half to even), or codes of a byte.
+inline F load_half(const uint16_t* from) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+}
+inline void store_half(uint16_t* to, F x) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+inline F load_codes(const int8_t* from) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits)))));
+}
+
+// The lanes of `a` where x > y, else of b.
+inline F select_greater(F x, F y, F a, F b) { return vbslq_f32(vcgtq_f32(x, y), a, b); }
+inline I select_greater(F x, F y, I a, I b) { return vbslq_s32(vcgtq_f32(x, y), a, b); }
+
+// ---- Products of codes: how weights and rows are read, and multiplied ----
+
+// Four bytes a lane, both signed.
+struct Bytes {
+  static constexpr int kTileRows = 5, kVectors = 4;  // in registers: 20 sums, 4 vectors of weights
+  static constexpr int64_t kMostInputs = 0;
+  using Code = int8_t;
+  static constexpr int kCodeOrder[] = {0, 1, 2, 3};
+  using Weights = int8x16_t;
+  using Activations = int8x8_t;  // four codes and nothing: the product takes them from a lane
+  static Activations spread(const Code* four) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, four, sizeof bits);
+    return vcreate_s8(bits);
+  }
+  static I dot(I sum, Weights w, Activations a) { return vdotq_lane_s32(sum, w, a, 0); }
+  static void store_codes(Code* to, I x) {
+    const int16x4_t shorts = vmovn_s32(x);
+    const int8x8_t bytes = vmovn_s16(vcombine_s16(shorts, shorts));
+    vst1_lane_s32(reinterpret_cast<int32_t*>(to), vreinterpret_s32_s8(bytes), 0);
+  }
+};
+
+// One instruction takes the 128 off again that weights are stored too large by.
+struct Int8 : Bytes {
+  static constexpr int kParts = 1;
+  static constexpr int32_t kWeightOffset = 0;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(from), vdupq_n_u8(128)));
+  }
+};
+
+struct Int4 : Bytes {
+  static constexpr int kParts = 2;
+  static constexpr int32_t kWeightOffset = 8;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    const uint8x16_t bytes = vld1q_u8(from);
+    return vreinterpretq_s8_u8(kPart == 0 ? vandq_u8(bytes, vdupq_n_u8(15)) : vshrq_n_u8(bytes, 4));
+  }
+};
+
+// What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
+using Table = int8x16_t;
+inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
+template <int kShift>
+inline F look_up(Table table, const uint8_t* from) {
+  uint32_t bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  const uint8x8_t nibbles = vcreate_u8(bytes >> kShift & 0x0f0f0f0fu);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vqtbl1_s8(table, nibbles)))));
+}
+
+// Inlined early: GCC takes a call for one without effects, and drops it.
+[[gnu::always_inline]] inline void prefetch(const void* at) { __builtin_prefetch(at); }
+
+}  // namespace simd
+}  // namespace

@@ -1,0 +1,353 @@
+// Attention over a cache.
+#pragma once
+
+#include "kernels/cache_rows.h"
+
+namespace {
+
+constexpr int kKeys = 64;  // whose scores are held at a time
+constexpr float kLowest = -3.4028235e38f;
+constexpr int64_t kWidened =
+    4096;  // numbers of stored rows that are held as floats at a time, in the first-level cache
+
+// x [D] of a head, the first rotary_size of it turned by a position's row of the tables,
+// rotate-half.
+inline void turn(const dlm::CachedAttention& a, const float* x, int64_t position, float* out) {
+  const int64_t half = a.rotary_size / 2;
+  const float *const cos = a.cos + position * half, *const sin = a.sin + position * half;
+  int64_t d = 0;
+  for (; d + kLanes <= half; d += kLanes) {
+    const F c = simd::load(cos + d), s = simd::load(sin + d), first = simd::load(x + d),
+            second = simd::load(x + half + d);
+    simd::store(out + d, simd::sub(simd::mul(first, c), simd::mul(second, s)));
+    simd::store(out + half + d, simd::add(simd::mul(second, c), simd::mul(first, s)));
+  }
+  for (; d < half; ++d) {
+    const float first = x[d], second = x[half + d];
+    out[d] = first * cos[d] - second * sin[d];
+    out[half + d] = second * cos[d] + first * sin[d];
+  }
+  for (d = 2 * half; d < a.head_size; ++d) out[d] = x[d];
+}
+
+// Attention of kQueries queries over the same keys, one a lane of kVectors vectors, with the
+// softmax taken over keys as they come (Milakov and Gimelshein, arXiv:1805.02867): no row of scores
+// is ever whole.
+template <int kVectors>
+class Softmax {
+ public:
+  static constexpr int kQueries = kVectors * kLanes;
+
+  explicit Softmax(int64_t head_size) : head_size_(head_size) {
+    for (int64_t i = 0; i < head_size * kQueries; i += kLanes) simd::store(sums_ + i, simd::zero());
+    for (int v = 0; v < kVectors; ++v)
+      largest_[v] = simd::set(-__builtin_inff()), total_[v] = simd::zero();
+  }
+
+  // One query's values [D], times `scale`, into its lane.
+  void set_query(int64_t lane, const float* query, float scale) {
+    for (int64_t d = 0; d < head_size_; ++d) queries_[d * kQueries + lane] = query[d] * scale;
+  }
+
+  // Lets the query of each lane see keys at positions up to its own of `last_seen` alone, where
+  // positions are said.
+  void set_last_seen(const int32_t* last_seen) {
+    first_limit_ = last_limit_ = last_seen[0];
+    for (int lane = 1; lane < kQueries; ++lane) {
+      if (last_seen[lane] < first_limit_) first_limit_ = last_seen[lane];
+      if (last_seen[lane] > last_limit_) last_limit_ = last_seen[lane];
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      last_seen_[v] = simd::iload(last_seen + v * kLanes);
+      largest_[v] =
+          simd::set(kLowest);  // finite: the first keys may be hidden from a lane, all of them
+    }
+  }
+
+  // `rows` keys and values [rows, D].
+  void add(const float* keys, const float* values, int64_t rows) {
+    for (int64_t from = 0; from < rows; from += kKeys) {
+      const int64_t count = least(kKeys, rows - from);
+      score<false>(keys + from * head_size_, nullptr, count);
+      weigh(values + from * head_size_, count);
+    }
+  }
+
+  // The same at `positions` [rows], in any order: nothing is computed for runs of keys that no lane
+  // sees.
+  void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
+    for (int64_t from = 0, end; from < rows; from = end) {
+      end = from + 1;
+      if (positions[from] > last_limit_) continue;
+      end = least(from + kKeys, rows);
+      while (positions[end - 1] > last_limit_) --end;
+      bool is_seen_by_all = true;
+      for (int64_t i = from; i < end; ++i) is_seen_by_all &= positions[i] <= first_limit_;
+      if (is_seen_by_all)
+        score<false>(keys + from * head_size_, nullptr, end - from);
+      else
+        score<true>(keys + from * head_size_, positions + from, end - from);
+      weigh(values + from * head_size_, end - from);
+    }
+  }
+
+  // `rows` keys and values as a cache stores them.
+  template <class Rows>
+  void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
+    const int64_t together = least(kKeys, kWidened / head_size_), bytes = Rows::bytes(head_size_);
+    alignas(64) float wide[kWidened];
+    for (int64_t from = 0; from < rows; from += together) {
+      const int64_t count = least(together, rows - from);
+      for (int64_t j = 0; j < count; ++j)
+        Rows::widen(keys + (from + j) * bytes, head_size_, wide + j * head_size_);
+      score<false>(wide, nullptr, count);
+      for (int64_t j = 0; j < count; ++j)
+        Rows::widen(values + (from + j) * bytes, head_size_, wide + j * head_size_);
+      weigh(wide, count);
+    }
+  }
+
+  // One query's result [D].
+  void get_result(int64_t lane, float* out) const {
+    float total[kQueries];
+    for (int v = 0; v < kVectors; ++v) simd::store(total + v * kLanes, total_[v]);
+    for (int64_t d = 0; d < head_size_; ++d) out[d] = sums_[d * kQueries + lane] / total[lane];
+  }
+
+ private:
+  // Where kHides, only the lanes that see a position have a score there, and a weight.
+  template <bool kHides>
+  void score(const float* keys, const int64_t* positions, int64_t count) {
+    F largest[kVectors];
+    for (int v = 0; v < kVectors; ++v) largest[v] = largest_[v];
+    for (int64_t from = 0; from < count; from += simd::kKeyBlock) {
+      const int64_t there = least(simd::kKeyBlock, count - from);
+      constexpr int kSums = simd::kKeyBlock * kVectors;
+      F sums[kSums];
+      const float* rows[simd::kKeyBlock];
+      unroll<simd::kKeyBlock>([&](auto j) __attribute__((always_inline)) {
+        rows[j] = keys + (from + least(j, there - 1)) *
+                             head_size_;  // the last one again where there are fewer
+      });
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
+      for (int64_t d = 0; d < head_size_; ++d) {
+        F queries[kVectors];
+        unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+          queries[v] = simd::load(queries_ + d * kQueries + v * kLanes);
+        });
+        unroll<simd::kKeyBlock>([&](auto j) __attribute__((always_inline)) {
+          const F key = simd::set(rows[j][d]);
+          unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+            sums[j * kVectors + v] = simd::fma(key, queries[v], sums[j * kVectors + v]);
+          });
+        });
+      }
+      float* const out = scores_ + from * kQueries;
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+        constexpr int v = i % kVectors;
+        if constexpr (kHides) {
+          const int64_t key = least(from + i / kVectors, count - 1);
+          const F behind = simd::to_float(
+              simd::isub(simd::iset(static_cast<int32_t>(positions[key])), last_seen_[v]));
+          sums[i] =
+              simd::select_greater(behind, simd::zero(), simd::set(-__builtin_inff()), sums[i]);
+        }
+        largest[v] = simd::max(
+            sums[i], largest[v]);  // of a NaN nothing: it comes back through the exponential
+        simd::store(out + i * kLanes, sums[i]);
+      });
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      shrink_[v] = exp2(simd::sub(largest_[v], largest[v]));
+      F total = simd::mul(total_[v], shrink_[v]);
+      for (int64_t j = 0; j < count; ++j) {
+        float* const at = scores_ + j * kQueries + v * kLanes;
+        const F sum = simd::load(at);
+        F weight = exp2(simd::sub(sum, largest[v]));
+        if constexpr (kHides)
+          weight = simd::select_greater(simd::set(kLowest), sum, simd::zero(), weight);
+        simd::store(at, weight);
+        total = simd::add(total, weight);
+      }
+      total_[v] = total;
+      largest_[v] = largest[v];
+    }
+  }
+
+  void weigh(const float* values, int64_t count) {
+    constexpr int kTogether = simd::kKeyBlock;
+    int64_t d = 0;
+    for (; d + kTogether <= head_size_; d += kTogether) weigh<kTogether>(values, count, d);
+    for (; d < head_size_; ++d) weigh<1>(values, count, d);
+  }
+
+  template <int kTogether>
+  void weigh(const float* values, int64_t count, int64_t d) {
+    constexpr int kSums = kTogether * kVectors;
+    F sums[kSums];
+    float* const out = sums_ + d * kQueries;
+    unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+      sums[i] = simd::mul(simd::load(out + i * kLanes), shrink_[i % kVectors]);
+    });
+    const float* value = values + d;
+    const float* weight = scores_;
+    for (int64_t j = 0; j < count; ++j, value += head_size_, weight += kQueries) {
+      F weights[kVectors];
+      unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+        weights[v] = simd::load(weight + v * kLanes);
+      });
+      unroll<kTogether>([&](auto i) __attribute__((always_inline)) {
+        const F one = simd::set(value[i]);
+        unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+          sums[i * kVectors + v] = simd::fma(one, weights[v], sums[i * kVectors + v]);
+        });
+      });
+    }
+    unroll<kSums>([&](auto i)
+                      __attribute__((always_inline)) { simd::store(out + i * kLanes, sums[i]); });
+  }
+
+  const int64_t head_size_;
+  F largest_[kVectors], total_[kVectors], shrink_[kVectors];
+  I last_seen_[kVectors];
+  int32_t first_limit_, last_limit_;  // the least and the greatest of these
+  alignas(64) float scores_[kKeys * kQueries];
+  alignas(64) float queries_[dlm::kLargestHeadSize * kQueries];
+  alignas(64) float sums_[dlm::kLargestHeadSize * kQueries];
+};
+
+// `count` new keys and values [count, D] as the cache stores them.
+template <class Rows>
+void store_rows(const float* keys, const float* values, int64_t count, int64_t D,
+                uint8_t* stored_keys, uint8_t* stored_values) {
+  for (int64_t t = 0; t < count; ++t) {
+    Rows::store(keys + t * D, D, stored_keys + t * Rows::bytes(D));
+    Rows::store(values + t * D, D, stored_values + t * Rows::bytes(D));
+  }
+}
+
+// What one request's tokens are to one head of keys and values.
+struct Part {
+  dlm::Segment segment;
+  int64_t batch, kv_head;
+
+  Part(const dlm::CachedAttention& a, int64_t number, int64_t head)
+      : segment(a.part(number)), batch(a.batch_of(number)), kv_head(head) {}
+
+  int64_t token(const dlm::CachedAttention& a, int64_t t) const {
+    return batch * a.tokens + segment.first + t;
+  }
+  // Of the new rows, and of the cached ones, in [B, Hkv, rows].
+  int64_t first_new(const dlm::CachedAttention& a) const {
+    return (batch * a.kv_heads + kv_head) * a.tokens + segment.first;
+  }
+  int64_t first_past(const dlm::CachedAttention& a) const {
+    return (batch * a.kv_heads + kv_head) * a.cached + segment.start;
+  }
+};
+
+// The new keys and values of one head in the cache's layout, as computed and as stored.
+inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
+  const int64_t D = a.head_size, T = part.segment.tokens, row = part.first_new(a);
+  float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
+  for (int64_t t = 0; t < T; ++t) {
+    const int64_t token = part.token(a, t), from = (token * a.kv_heads + part.kv_head) * D;
+    turn(a, a.k + from, a.positions[token], keys + t * D);
+    __builtin_memcpy(values + t * D, a.v + from, static_cast<size_t>(D) * sizeof(float));
+  }
+  if (a.cache == dlm::CacheType::fp32) return;
+  const int64_t offset = row * a.row_bytes();
+  auto* const stored_keys = static_cast<uint8_t*>(a.present_keys) + offset;
+  auto* const stored_values = static_cast<uint8_t*>(a.present_values) + offset;
+  if (a.cache == dlm::CacheType::fp16)
+    store_rows<Fp16Rows>(keys, values, T, D, stored_keys, stored_values);
+  else
+    store_rows<Int8Rows>(keys, values, T, D, stored_keys, stored_values);
+}
+
+// The cached keys and values of one head.
+template <class Attending>
+void add_past(const dlm::CachedAttention& a, const Part& part, Attending& softmax) {
+  const int64_t S = part.segment.cached, offset = part.first_past(a) * a.row_bytes();
+  const uint8_t* const keys = static_cast<const uint8_t*>(a.past_keys) + offset;
+  const uint8_t* const values = static_cast<const uint8_t*>(a.past_values) + offset;
+  switch (a.cache) {
+    case dlm::CacheType::fp32:
+      return softmax.add(reinterpret_cast<const float*>(keys),
+                         reinterpret_cast<const float*>(values), S);
+    case dlm::CacheType::fp16:
+      return softmax.template add_stored<Fp16Rows>(keys, values, S);
+    case dlm::CacheType::int8:
+      return softmax.template add_stored<Int8Rows>(keys, values, S);
+  }
+}
+
+// The queries of all heads that share keys are taken together, in order of token and head.
+template <int kVectors>
+void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
+  constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
+  const int64_t D = a.head_size, group = a.heads / a.kv_heads, parts = a.parts();
+  const auto tiles_of = [&](int64_t number) {
+    return (a.part(number).tokens * group + kQueries - 1) / kQueries;
+  };
+  int64_t tiles = 0, most = 0;
+  for (int64_t number = 0; number < parts; ++number) {
+    tiles += tiles_of(number);
+    most = tiles_of(number) > most ? tiles_of(number) : most;
+  }
+  if (most > 1) {  // whose tasks all read the new rows
+    parallel.each(static_cast<size_t>(parts * a.kv_heads), [&](size_t i) {
+      const int64_t number = static_cast<int64_t>(i) / a.kv_heads;
+      if (tiles_of(number) > 1)
+        keep_new_rows(a, Part(a, number, static_cast<int64_t>(i) % a.kv_heads));
+    });
+  }
+  // Scores are powers of two: the scale of the exponential goes into the queries.
+  const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
+  parallel.each(static_cast<size_t>(tiles * a.kv_heads), [&](size_t i) {
+    // The tiles of a head of a request follow each other.
+    int64_t number = 0, at = static_cast<int64_t>(i);
+    for (; at >= tiles_of(number) * a.kv_heads; ++number) at -= tiles_of(number) * a.kv_heads;
+    const int64_t own = tiles_of(number);
+    const Part part(a, number, at / own);
+    const int64_t queries = part.segment.tokens * group;
+    const int64_t first = at % own * kQueries, last = least(first + kQueries, queries);
+    if (own == 1) keep_new_rows(a, part);
+    const auto offset = [&](int64_t query) {  // of its row in q and y
+      return (part.token(a, query / group) * a.heads + part.kv_head * group + query % group) * D;
+    };
+    Softmax<kVectors> softmax(D);
+    alignas(64) float row[dlm::kLargestHeadSize];
+    int32_t last_seen[kQueries];
+    for (int64_t lane = 0; lane < kQueries; ++lane) {
+      const int64_t query = least(first + lane, last - 1);  // lanes without one repeat the last
+      const int64_t position = a.positions[part.token(a, query / group)];
+      turn(a, a.q + offset(query), position, row);
+      softmax.set_query(lane, row, scale);
+      if (a.visible_block != 0) last_seen[lane] = a.last_seen(position);
+    }
+    if (a.visible_block != 0) softmax.set_last_seen(last_seen);
+    add_past(a, part, softmax);
+    const int64_t T = part.segment.tokens, new_row = part.first_new(a) * D;
+    const float *const keys = a.new_keys + new_row, *const values = a.new_values + new_row;
+    if (a.visible_block != 0)
+      softmax.add_seen(keys, values, a.positions + part.token(a, 0), T);
+    else
+      softmax.add(keys, values, T);
+    for (int64_t query = first; query < last; ++query)
+      softmax.get_result(query - first, a.y + offset(query));
+  });
+}
+
+void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
+  int64_t most = 0;
+  for (int64_t number = 0; number < a.parts(); ++number)
+    most = a.part(number).tokens > most ? a.part(number).tokens : most;
+  // A few queries do not fill the lanes: then one vector of them is enough.
+  if (most * (a.heads / a.kv_heads) <= kLanes)
+    attend<1>(a, parallel);
+  else
+    attend<simd::kQueryVectors>(a, parallel);
+}
+
+}  // namespace

@@ -1,0 +1,85 @@
+// What kernels of all kinds share, written over `simd`, which is included before.
+#pragma once
+
+#include <utility>
+
+#include "kernels/kernels.h"
+
+namespace {
+
+using dlm::kDot;
+using dlm::kPanel;
+using simd::F;
+using simd::I;
+using simd::kLanes;
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// 2 ^ x for x <= 0 or a little above, NaN for NaN; below -126 it is 2 ^ -126, which is nothing
+// beside the 1 of a softmax. A polynomial of degree 6 for the fraction in [-0.5, 0.5]: relative
+// error 1e-7.
+inline F exp2(F x) {
+  x = simd::max(simd::set(-126.0f), x);
+  const F whole = simd::round(x);
+  const F f = simd::sub(x, whole);
+  F y = simd::set(1.535336188319500e-4f);
+  y = simd::fma(y, f, simd::set(1.339887440266574e-3f));
+  y = simd::fma(y, f, simd::set(9.618437357674640e-3f));
+  y = simd::fma(y, f, simd::set(5.550332471162809e-2f));
+  y = simd::fma(y, f, simd::set(2.402264791363012e-1f));
+  y = simd::fma(y, f, simd::set(6.931472028550421e-1f));
+  y = simd::fma(y, f, simd::set(1.0f));
+  return simd::mul(y, simd::power_of_two(simd::to_int(whole)));
+}
+
+constexpr float kLog2e = 1.44269504088896340736f;
+
+// Calls body(0) to body(kCount - 1), each with a constant: arrays that it indexes stay in
+// registers.
+template <int... kNumbers, class Body>
+[[gnu::always_inline]] inline void unroll(std::integer_sequence<int, kNumbers...>, Body body) {
+  (body(std::integral_constant<int, kNumbers>{}), ...);
+}
+template <int kCount, class Body>
+[[gnu::always_inline]] inline void unroll(Body body) {
+  unroll(std::make_integer_sequence<int, kCount>{}, body);
+}
+
+constexpr float kSmallestRow = 1e-30f;  // the least magnitude that a row is quantised by
+
+// The largest magnitude of a row, as the bits of its float: those of NaN and infinity are
+// 0x7f800000 and above.
+inline int32_t largest_bits(const float* x, int64_t count) {
+  I largest = simd::izero();
+  const I sign = simd::iset(0x7fffffff);
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes)
+    largest = simd::imax(largest, simd::iand(simd::bits(simd::load(x + k)), sign));
+  int32_t lanes[kLanes];
+  simd::istore(lanes, largest);
+  int32_t bits = 0;
+  for (const int32_t lane : lanes) bits = lane > bits ? lane : bits;
+  for (; k < count; ++k) {
+    int32_t one;
+    __builtin_memcpy(&one, x + k, sizeof one);
+    one &= 0x7fffffff;
+    bits = one > bits ? one : bits;
+  }
+  return bits;
+}
+
+// How rows are cut into tiles of at most `most` that differ by one row at most.
+struct Tiles {
+  int64_t count, small, larger;  // the first `larger` tiles have small + 1 rows
+
+  Tiles(int64_t rows, int64_t most)
+      : count((rows + most - 1) / most), small(rows / count), larger(rows % count) {}
+  int64_t start(int64_t tile) const { return tile * small + least(tile, larger); }
+  int64_t rows(int64_t tile) const { return small + (tile < larger ? 1 : 0); }
+};
+
+constexpr int64_t kTilesTogether =
+    20;  // whose codes stay in the second-level cache while panels go by
+
+}  // namespace

@@ -1,0 +1,228 @@
+// Mixtures of experts: rows grouped by the expert that they are routed to, two linear layers for
+// each group, and a weighted sum.
+//
+// Products are those of one layer (kernels/linear.h), or of floats (kernels/nvfp4.h), of the rows
+// of one expert. All experts' share one list of tasks, so that threads wait for each other four
+// times a mixture and not for every expert.
+#pragma once
+
+#include "kernels/linear.h"
+#include "kernels/nvfp4.h"
+
+namespace {
+
+// A layer in fp32 as run_product's Product is: nothing is quantised.
+struct FloatProduct {
+  static constexpr int64_t kTogether = kTilesTogether;
+
+  const dlm::Linear& layer;
+  Tiles tiles;
+
+  FloatProduct(const dlm::Linear& of, void*) : layer(of), tiles(of.rows, simd::kFloatRows) {}
+  void quantise(int64_t) const {}
+
+  // Panel `number` of a weight, [K, 32] floats, rows of tiles [first, last).
+  void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
+    float results[2][kTogether * simd::kFloatRows * kPanel];
+    const int64_t top = tiles.start(first),
+                  rows = tiles.start(last - 1) + tiles.rows(last - 1) - top;
+    for (size_t i = 0; i < (layer.is_gated ? 2 : 1); ++i)
+      sum(layer.weights[weight + i], number, first, last, results[i]);
+    if (layer.is_gated)
+      for (int64_t i = 0; i < rows * kPanel; i += kLanes)
+        simd::store(results[0] + i,
+                    simd::mul(silu(simd::load(results[0] + i)), simd::load(results[1] + i)));
+    const int64_t all = layer.weights[weight].columns, column = number * kPanel,
+                  columns = least(kPanel, all - column);
+    float* const out = layer.outputs[weight] + top * all + column;
+    for (int64_t r = 0; r < rows; ++r)
+      __builtin_memcpy(out + r * all, results[0] + r * kPanel,
+                       static_cast<size_t>(columns) * sizeof(float));
+  }
+
+ private:
+  void sum(const dlm::LinearWeight& weight, int64_t number, int64_t first, int64_t last,
+           float* sums) const {
+    const int64_t K = layer.inputs, top = tiles.start(first);
+    const auto* const panel = reinterpret_cast<const float*>(weight.panels) + number * K * kPanel;
+    for (int64_t i = 0; i < (last - first) * simd::kFloatRows * kPanel; ++i) sums[i] = 0;
+    for (int64_t k = 0; k < K; k += kStretch) {
+      const int64_t inputs = least(kStretch, K - k);
+      for (int64_t tile = first; tile < last; ++tile) {
+        const int64_t start = tiles.start(tile);
+        const MultiplyFloats multiply = find_multiply_floats<simd::kFloatRows>(tiles.rows(tile));
+        multiply(layer.x + start * K + k, K, panel + k * kPanel, inputs,
+                 sums + (start - top) * kPanel);
+      }
+    }
+  }
+};
+
+// A quantised layer over memory of its own for the codes of its rows.
+template <class Codes>
+struct CodesProduct : Product<Codes> {
+  CodesProduct(const dlm::Linear& of, void* memory)
+      : Product<Codes>{of,      size_of_group(of), groups_in(of), Tiles(of.rows, Codes::kTileRows),
+                       nullptr, nullptr,           nullptr} {
+    this->scales = static_cast<float*>(memory);
+    this->offsets = reinterpret_cast<int32_t*>(this->scales + of.rows);
+    this->codes = reinterpret_cast<typename Codes::Code*>(this->offsets + of.rows * this->groups);
+  }
+
+ private:
+  static int64_t size_of_group(const dlm::Linear& of) {
+    return of.group_size == 0 ? of.inputs : of.group_size;
+  }
+  static int64_t groups_in(const dlm::Linear& of) {
+    return dlm::groups_of(of.inputs, size_of_group(of));
+  }
+};
+
+// The memory of a mixture: rows by expert, what they become, and whose they are.
+struct Routed {
+  const dlm::Experts& mixture;
+  int64_t slots;             // rows times active
+  float *inputs, *hidden;    // [slots, K], [slots, M]
+  float* results;            // [slots, K], which are weighed
+  int64_t* place;            // [slots]: where a token's choice lies among the grouped rows
+  dlm::ExpertGroup* groups;  // [count of those reached]
+  int64_t count;
+  char* codes;  // of the quantised rows of a layer
+
+  Routed(const dlm::Experts& of, void* scratch)
+      : mixture(of), slots(of.rows * of.active), count(0) {
+    place = static_cast<int64_t*>(scratch);
+    groups = reinterpret_cast<dlm::ExpertGroup*>(place + slots);
+    inputs = reinterpret_cast<float*>(groups + of.count);
+    hidden = inputs + slots * of.inputs;
+    results = hidden + slots * of.hidden;
+    codes = reinterpret_cast<char*>(results + slots * of.inputs);
+    int64_t next = 0;
+    for (int64_t expert = 0; expert < of.count; ++expert) groups[expert] = {expert, 0, 0};
+    for (int64_t slot = 0; slot < slots; ++slot) ++groups[of.chosen[slot]].rows;
+    for (int64_t expert = 0; expert < of.count; ++expert) {
+      groups[expert].start = next;
+      next += groups[expert].rows;
+    }
+    // Those of an expert in the order of tokens: `start` runs on while they are placed, and back.
+    for (int64_t slot = 0; slot < slots; ++slot) place[slot] = groups[of.chosen[slot]].start++;
+    for (int64_t expert = 0; expert < of.count; ++expert) {
+      if (groups[expert].rows == 0) continue;
+      groups[count] = groups[expert];
+      groups[count].start -= groups[count].rows;
+      ++count;
+    }
+  }
+
+  // The layer of a group: gate and up, or down.
+  struct Layer {
+    dlm::LinearWeight weights[2];
+    float* outputs[2];
+    dlm::Linear layer;
+  };
+  void layer_of(const dlm::ExpertGroup& group, bool is_gated, Layer& made) const {
+    const dlm::Experts& m = mixture;
+    const int64_t K = m.inputs_of(is_gated), N = m.inputs_of(!is_gated);
+    const auto weight = [&](const dlm::ExpertWeights& of) {
+      return dlm::LinearWeight{
+          of.panels + group.expert * m.panel_bytes(K, N),
+          static_cast<const char*>(of.scales) + group.expert * m.scale_bytes(K, N), N};
+    };
+    made.weights[0] = weight(is_gated ? m.gate : m.down);
+    if (is_gated) made.weights[1] = weight(m.up);
+    made.outputs[0] = (is_gated ? hidden : results) + group.start * N;
+    made.layer = {(is_gated ? inputs : hidden) + group.start * K,
+                  group.rows,
+                  K,
+                  made.weights,
+                  made.outputs,
+                  is_gated ? size_t{2} : size_t{1},
+                  is_gated,
+                  m.group_size};
+  }
+};
+
+constexpr int64_t kFewNumbers = 100'000;  // that one thread moves faster than a second one is woken
+
+template <class Product>
+void run_groups(const Routed& routed, bool is_gated, dlm::Parallel& parallel) {
+  const dlm::Experts& m = routed.mixture;
+  const int64_t K = m.inputs_of(is_gated), N = m.inputs_of(!is_gated);
+  const auto with = [&](const dlm::ExpertGroup& group, auto body) {
+    typename Routed::Layer made;
+    routed.layer_of(group, is_gated, made);
+    body(Product(made.layer, routed.codes + group.start * dlm::Experts::code_bytes(K)));
+  };
+  const auto quantise = [&](size_t i) {
+    with(routed.groups[i], [](const Product& product) {
+      for (int64_t tile = 0; tile < product.tiles.count; ++tile) product.quantise(tile);
+    });
+  };
+  if (m.format != dlm::ExpertFormat::fp32) {
+    if (routed.slots * K < kFewNumbers)
+      for (int64_t i = 0; i < routed.count; ++i) quantise(static_cast<size_t>(i));
+    else
+      parallel.each(static_cast<size_t>(routed.count), quantise);
+  }
+  const int64_t panels = dlm::padded_columns(N) / kPanel;
+  const int64_t chunk = most(1, least(8, panels * routed.count / kTasks)),
+                chunks = (panels + chunk - 1) / chunk;
+  parallel.each(static_cast<size_t>(routed.count * chunks), [&](size_t i) {
+    const int64_t from = static_cast<int64_t>(i) % chunks * chunk;
+    with(routed.groups[static_cast<int64_t>(i) / chunks], [&](const Product& product) {
+      for (int64_t n = from; n < least(from + chunk, panels); ++n)
+        for (int64_t first = 0; first < product.tiles.count; first += Product::kTogether)
+          product.multiply(0, n, first, least(first + Product::kTogether, product.tiles.count));
+    });
+  });
+}
+
+template <class Product>
+void run_experts(const dlm::Experts& mixture, void* scratch, dlm::Parallel& parallel) {
+  const Routed routed(mixture, scratch);
+  const int64_t K = mixture.inputs, active = mixture.active;
+  const auto each_row = [&](auto body) {
+    if (routed.slots * K < kFewNumbers)
+      for (int64_t row = 0; row < mixture.rows; ++row) body(row);
+    else
+      parallel.each(static_cast<size_t>(mixture.rows),
+                    [&](size_t row) { body(static_cast<int64_t>(row)); });
+  };
+  each_row([&](int64_t row) {
+    for (int64_t slot = row * active; slot < (row + 1) * active; ++slot)
+      __builtin_memcpy(routed.inputs + routed.place[slot] * K, mixture.x + row * K,
+                       static_cast<size_t>(K) * sizeof(float));
+  });
+  run_groups<Product>(routed, true, parallel);
+  run_groups<Product>(routed, false, parallel);
+  each_row([&](int64_t row) {
+    float* const y = mixture.y + row * K;
+    for (int64_t k = 0; k < K; ++k) y[k] = 0;
+    for (int64_t slot = row * active; slot < (row + 1) * active; ++slot) {
+      const float* const result = routed.results + routed.place[slot] * K;
+      const float weight = mixture.weights[slot];
+      const F share = simd::set(weight);
+      int64_t k = 0;
+      for (; k + kLanes <= K; k += kLanes)
+        simd::store(y + k, simd::fma(share, simd::load(result + k), simd::load(y + k)));
+      for (; k < K; ++k) y[k] += weight * result[k];
+    }
+  });
+}
+
+inline void experts(const dlm::Experts& mixture, void* scratch, dlm::Parallel& parallel) {
+  for (int64_t row = 0; row < mixture.rows; row += dlm::Experts::kRowsTogether) {
+    dlm::Experts some = mixture;
+    some.rows = least(dlm::Experts::kRowsTogether, mixture.rows - row);
+    some.x += row * mixture.inputs, some.y += row * mixture.inputs;
+    some.chosen += row * mixture.active, some.weights += row * mixture.active;
+    if (mixture.format == dlm::ExpertFormat::fp32)
+      run_experts<FloatProduct>(some, scratch, parallel);
+    else if (mixture.format == dlm::ExpertFormat::int8)
+      run_experts<CodesProduct<simd::Int8>>(some, scratch, parallel);
+    else
+      run_experts<CodesProduct<simd::Int4>>(some, scratch, parallel);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,331 @@
+// INT8 and INT4 linear layers. How weights and rows are read and multiplied is `Codes`, which is
+// simd::Int8 or simd::Int4:
+//
+//   Code, kCodeOrder, store_codes   a row's code, and in which order four of them lie
+//   Weights, load<kPart>            what stands in a panel's bytes for the inputs of one step, of
+//   kParts Activations, spread, dot        four codes of a row, and sums of their products with
+//   weights kWeightOffset                   how much too large the weights are that `dot` sees
+//   kMostInputs, widen              how many inputs `dot` may add up before its sums have to be
+//   made 32 bits wide; 0: any kTileRows, kVectors             the rows and vectors of weights whose
+//   sums fit the registers
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/common.h"
+
+namespace {
+
+// One tile of rows, quantised.
+template <class Codes>
+struct Tile {
+  const typename Codes::Code* codes;  // [K / 4, rows, 4], four of them in kCodeOrder
+  const int32_t* offsets;             // [groups, rows]: what the sums over a group are too large by
+  const float* scales;                // [rows]
+};
+
+// Of columns, as they lie in memory: fp32 of INT8, fp16 of INT4.
+template <class Codes>
+using Scale = std::conditional_t<Codes::kParts == 1, float, uint16_t>;
+
+inline F load_scales(const float* from) { return simd::load(from); }
+inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
+
+template <class Codes>
+struct Panel {
+  const uint8_t* codes;
+  const Scale<Codes>* scales;  // [groups, 32]
+};
+
+// What is fetched meanwhile, a line every time that weights are read.
+struct Ahead {
+  const uint8_t* next;
+  int64_t stride;
+};
+
+// Some rows of a tile of `stride`, quantised; kTogether codes of a row lie together, a power of
+// two.
+template <class Codes, int64_t kTogether = kDot>
+void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, int64_t stride,
+                   typename Codes::Code* codes, int32_t* offsets, float* scales) {
+  using Code = typename Codes::Code;
+  constexpr int kPiece = kTogether < kLanes ? kTogether : kLanes;
+  const int64_t groups = dlm::groups_of(inputs, group_size);
+  for (int64_t row = 0; row < rows; ++row, x += inputs) {
+    const auto at = [&](int64_t k) {  // of a multiple of 4
+      const int64_t inside = k & (kTogether - kDot);
+      return codes + (k - inside) * stride + row * kTogether + inside;
+    };
+    const int32_t bits = largest_bits(x, inputs);
+    float amax;
+    __builtin_memcpy(&amax, &bits, sizeof amax);
+    if (bits >= 0x7f800000) {  // every output of the row is NaN: nothing is hidden
+      scales[row] = __builtin_nanf("");
+      for (int64_t k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
+      for (int64_t group = 0; group < groups; ++group) offsets[group * stride + row] = 0;
+      continue;
+    }
+    if (amax < kSmallestRow) amax = kSmallestRow;
+    const float inverse = 127.0f / amax;
+    int64_t k = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t end = least((group + 1) * group_size, inputs);
+      int32_t sum = 0;
+      I sums = simd::izero();
+      for (; k + kLanes <= end; k += kLanes) {
+        const I rounded = simd::to_int(simd::mul(simd::load(x + k), simd::set(inverse)));
+        sums = simd::iadd(sums, rounded);
+        Code stored[kLanes];
+        Codes::store_codes(stored, rounded);
+        for (int i = 0; i < kLanes; i += kPiece)
+          __builtin_memcpy(at(k + i), stored + i, kPiece * sizeof(Code));
+      }
+      int32_t lanes[kLanes];
+      simd::istore(lanes, sums);
+      for (const int32_t lane : lanes) sum += lane;
+      for (; k < end; ++k) {
+        const auto code = static_cast<Code>(__builtin_lrintf(x[k] * inverse));
+        at(k / kDot * kDot)[Codes::kCodeOrder[k % kDot]] = code;
+        sum += code;
+      }
+      offsets[group * stride + row] = Codes::kWeightOffset * sum;
+    }
+    scales[row] = amax / 127.0f;
+  }
+}
+
+// Sums of products of kRows rows and kVectors vectors of columns over so many inputs; moves on what
+// it reads.
+template <class Codes, int kRows>
+[[gnu::always_inline]] inline void sum_products(const typename Codes::Code*& code,
+                                                const uint8_t*& weight, int64_t inputs,
+                                                Ahead& ahead, I (&sums)[kRows * Codes::kVectors]) {
+  constexpr int kVectors = Codes::kVectors;
+  unroll<kRows * kVectors>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::izero(); });
+  for (int64_t k = 0; k < inputs; k += kDot * Codes::kParts) {
+    simd::prefetch(ahead.next);
+    ahead.next += ahead.stride;
+    unroll<Codes::kParts>([&](auto part) __attribute__((always_inline)) {
+      typename Codes::Weights weights[kVectors];
+      unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+        weights[v] = Codes::template load<part>(weight + v * kLanes * kDot);
+      });
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        const typename Codes::Activations activations = Codes::spread(code + r * kDot);
+        unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+          sums[r * kVectors + v] = Codes::dot(sums[r * kVectors + v], weights[v], activations);
+        });
+      });
+      code += kRows * kDot;
+    });
+    weight += kPanel * kDot;
+  }
+}
+
+// Products of kRows rows and one panel, scaled, to out [kRows, 32].
+template <class Codes, int kRows>
+void multiply_tile(const Tile<Codes>& tile, const Panel<Codes>& panel, int64_t inputs,
+                   int64_t group_size, float* out, int64_t stride, Ahead ahead) {
+  constexpr int kVectors = Codes::kVectors, kSums = kRows * kVectors;
+  for (int64_t from = 0; from < kPanel; from += kVectors * kLanes) {
+    const typename Codes::Code* code = tile.codes;
+    const uint8_t* weight = panel.codes + from * kDot;
+    const Scale<Codes>* scale = panel.scales + from;
+    const int32_t* offset = tile.offsets;
+    if constexpr (Codes::kParts == 1) {  // one group
+      I sums[kSums];
+      sum_products<Codes, kRows>(code, weight, inputs, ahead, sums);
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+        constexpr int r = i / kVectors, v = i % kVectors;
+        const F sum = simd::to_float(simd::isub(sums[i], simd::iset(offset[r])));
+        const F scaled = simd::mul(sum, simd::set(tile.scales[r]));
+        simd::store(out + r * stride + from + v * kLanes,
+                    simd::mul(scaled, load_scales(scale + v * kLanes)));
+      });
+    } else {
+      alignas(64) float totals[kSums * kLanes];
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+        simd::store(totals + i * kLanes, simd::zero());
+      });
+      for (int64_t left = inputs; left > 0; left -= group_size, offset += kRows, scale += kPanel) {
+        I sums[kSums];
+        int64_t here = least(group_size, left);
+        if constexpr (Codes::kMostInputs == 0) {
+          sum_products<Codes, kRows>(code, weight, here, ahead, sums);
+        } else {
+          unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::izero(); });
+          for (; here > 0; here -= Codes::kMostInputs) {
+            I narrow[kSums];
+            sum_products<Codes, kRows>(code, weight, least(here, Codes::kMostInputs), ahead,
+                                       narrow);
+            unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+              sums[i] = simd::iadd(sums[i], Codes::widen(narrow[i]));
+            });
+          }
+        }
+        unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+          constexpr int r = i / kVectors, v = i % kVectors;
+          const F sum = simd::to_float(simd::isub(sums[i], simd::iset(offset[r])));
+          float* const total = totals + i * kLanes;
+          simd::store(total, simd::fma(sum, load_scales(scale + v * kLanes), simd::load(total)));
+        });
+      }
+      unroll<kSums>([&](auto i) __attribute__((always_inline)) {
+        constexpr int r = i / kVectors, v = i % kVectors;
+        const F scaled = simd::mul(simd::load(totals + i * kLanes), simd::set(tile.scales[r]));
+        simd::store(out + r * stride + from + v * kLanes, scaled);
+      });
+    }
+    ahead.stride = 0;
+  }
+}
+
+template <class Codes>
+using MultiplyTile = void (*)(const Tile<Codes>&, const Panel<Codes>&, int64_t, int64_t, float*,
+                              int64_t, Ahead);
+
+template <class Codes, int kRows>
+MultiplyTile<Codes> find_multiply_tile(int64_t rows) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return find_multiply_tile<Codes, kRows - 1>(rows);
+  }
+  return multiply_tile<Codes, kRows>;
+}
+
+inline F silu(F x) {
+  const F scaled = simd::mul(x, simd::set(-kLog2e));
+  // Above 2 ^ 126 the quotient is 0 for every float that x can be.
+  return simd::div(x, simd::add(simd::set(1.0f), exp2(simd::min(simd::set(126.0f), scaled))));
+}
+
+template <class Codes>
+struct Product {
+  struct Task {
+    explicit Task(const Product&) {}
+  };
+  static constexpr int64_t kTogether = kTilesTogether;
+
+  const dlm::Linear& layer;
+  int64_t group_size, groups;
+  Tiles tiles;
+  typename Codes::Code* codes;  // of all tiles, as are offsets and scales
+  int32_t* offsets;
+  float* scales;
+
+  int64_t slices() const { return tiles.count; }
+  void quantise(int64_t tile) const {
+    const int64_t start = tiles.start(tile), rows = tiles.rows(tile);
+    quantise_tile<Codes>(layer.x + start * layer.inputs, rows, layer.inputs, group_size, rows,
+                         codes + start * layer.inputs, offsets + start * groups, scales + start);
+  }
+
+  // Panel `number` of the weights, rows of tiles [first, last).
+  void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
+    const int64_t bytes = layer.inputs / Codes::kParts * kPanel, reads = bytes / (kPanel * kDot);
+    const dlm::LinearWeight& w = layer.weights[weight];
+    const int64_t column = number * kPanel, columns = least(kPanel, w.columns - column);
+    const auto panel_of = [&](const dlm::LinearWeight& of) {
+      const auto* const of_columns = static_cast<const Scale<Codes>*>(of.scales);
+      return Panel<Codes>{of.panels + number * bytes, of_columns + number * groups * kPanel};
+    };
+    const Panel<Codes> panel = panel_of(w);
+    const bool is_last = (number + 1) * kPanel >= w.columns;
+    for (int64_t at = first; at < last; ++at) {
+      const int64_t start = tiles.start(at), rows = tiles.rows(at);
+      float* const out = layer.outputs[layer.is_gated ? 0 : weight] + start * w.columns + column;
+      // Each tile fetches its share of the next panel, a line (64 bytes) or two a read.
+      const int64_t lines = bytes / 64, share = (lines + last - first - 1) / (last - first);
+      const uint8_t* const next =
+          is_last ? panel.codes : panel.codes + bytes + (at - first) * share * 64;
+      const int64_t stride = is_last ? 0 : most(1, share / most(1, reads)) * 64;
+      float gate[Codes::kTileRows * kPanel], whole[Codes::kTileRows * kPanel];
+      const Tile<Codes> tile{codes + start * layer.inputs, offsets + start * groups,
+                             scales + start};
+      const auto multiply_by = [&](const Panel<Codes>& by, float* to, int64_t to_stride,
+                                   const uint8_t* ahead) {
+        find_multiply_tile<Codes, Codes::kTileRows>(rows)(tile, by, layer.inputs, group_size, to,
+                                                          to_stride, {ahead, stride});
+      };
+      if (layer.is_gated) {
+        multiply_by(panel, gate, kPanel, next);
+        const Panel<Codes> up = panel_of(layer.weights[1]);
+        multiply_by(up, whole, kPanel, up.codes + (next - panel.codes));
+        for (int64_t i = 0; i < rows * kPanel; i += kLanes)
+          simd::store(whole + i, simd::mul(silu(simd::load(gate + i)), simd::load(whole + i)));
+      } else if (columns == kPanel) {
+        multiply_by(panel, out, w.columns, next);
+        continue;
+      } else {
+        multiply_by(panel, whole, kPanel, next);
+      }
+      for (int64_t r = 0; r < rows; ++r)
+        __builtin_memcpy(out + r * w.columns, whole + r * kPanel,
+                         static_cast<size_t>(columns) * sizeof(float));
+    }
+  }
+};
+
+constexpr int64_t kTasks = 16;  // a layer is cut into, where it is large enough
+
+// Quantises the rows of a layer and multiplies them by every panel. Product is, as the struct of
+// that name is:
+//
+//   slices, quantise(i)                    parts that rows are quantised in
+//   tiles, kTogether                       tiles of rows, and how many of them a panel goes by in a
+//   task Task                                   what a task holds of its thread while it multiplies
+//   multiply(weight, number, first, last)  panel `number` of a weight, rows of tiles [first, last)
+template <class Product>
+void run_product(const Product& product, dlm::Parallel& parallel) {
+  const dlm::Linear& layer = product.layer;
+  const int64_t slices = product.slices();
+  // A few rows are quantised faster than a second thread is woken.
+  if (layer.rows * layer.inputs < 100'000)
+    for (int64_t slice = 0; slice < slices; ++slice) product.quantise(slice);
+  else
+    parallel.each(static_cast<size_t>(slices),
+                  [&](size_t slice) { product.quantise(static_cast<int64_t>(slice)); });
+  const size_t products = layer.is_gated ? 1 : layer.count;
+  int64_t panels = 0;
+  for (size_t i = 0; i < products; ++i)
+    panels += dlm::padded_columns(layer.weights[i].columns) / kPanel;
+  const int64_t tiles = product.tiles.count,
+                bands = (tiles + Product::kTogether - 1) / Product::kTogether;
+  const int64_t chunk = most(1, least(8, panels * bands / kTasks)),
+                chunks = (panels + chunk - 1) / chunk;
+  parallel.each(static_cast<size_t>(bands * chunks), [&](size_t i) {
+    [[maybe_unused]] const typename Product::Task task(product);
+    const int64_t band = static_cast<int64_t>(i) / chunks,
+                  from = static_cast<int64_t>(i) % chunks * chunk;
+    const int64_t first = band * Product::kTogether,
+                  last = least(first + Product::kTogether, tiles);
+    for (int64_t n = from; n < least(from + chunk, panels); ++n) {
+      size_t weight = 0;
+      int64_t number = n;
+      while (number >= dlm::padded_columns(layer.weights[weight].columns) / kPanel)
+        number -= dlm::padded_columns(layer.weights[weight++].columns) / kPanel;
+      product.multiply(weight, number, first, last);
+    }
+  });
+}
+
+template <class Codes>
+void multiply_layer(const dlm::Linear& layer, int64_t group_size, void* scratch,
+                    dlm::Parallel& parallel) {
+  const int64_t groups = dlm::groups_of(layer.inputs, group_size);
+  auto* const scales = static_cast<float*>(scratch);
+  auto* const offsets = reinterpret_cast<int32_t*>(scales + layer.rows);
+  auto* const codes = reinterpret_cast<typename Codes::Code*>(offsets + layer.rows * groups);
+  const Product<Codes> product{layer, group_size, groups, Tiles(layer.rows, Codes::kTileRows),
+                               codes, offsets,    scales};
+  run_product(product, parallel);
+}
+
+inline void linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
+  if (layer.rows == 0) return;
+  if (layer.group_size == 0)
+    multiply_layer<simd::Int8>(layer, layer.inputs, scratch, parallel);
+  else
+    multiply_layer<simd::Int4>(layer, layer.group_size, scratch, parallel);
+}
+
+}  // namespace

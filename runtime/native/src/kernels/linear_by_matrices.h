@@ -1,0 +1,275 @@
+// INT8 and INT4 linear layers of many rows by the registers of `matrix`, which is included before;
+// few rows, and groups that the registers do not fit, are multiplied by vectors (kernels/linear.h).
+// Either gives the same to the bit.
+//
+// A tile is 32 rows, two registers of 16, and a panel is two registers wide; its bytes lie as they
+// want them. All four products of the two and the two have their sums in registers, so each byte of
+// either is loaded once for 32 of the other.
+#pragma once
+
+#include "kernels/linear.h"
+
+namespace {
+
+constexpr int64_t kMatrixRows = 32;  // of a tile
+constexpr int64_t kSliceRows =
+    8;  // that are quantised together: one tile may be all there is, and threads many
+constexpr int64_t kMatrixTogether = 8;  // tiles that a panel goes by in a task
+constexpr int64_t kUnpackedInputs =
+    256;  // whose INT4 weights are unpacked at a time: 8 KiB, which stay in the nearest cache
+
+// Up to here vectors multiply: 16 cycles a row for 2048 weights are 256 at most, in which a core
+// gets no more of them from memory (at 3 GHz that were 24 GB/s, in INT4 12; its share is less).
+// Registers would be filled up with rows that are not there.
+constexpr int64_t kFewRows = 16;
+
+// Codes of rows are signed bytes and weights unsigned ones in both formats. A product takes kStep
+// inputs.
+struct MatrixInt8 : simd::Bytes {
+  static constexpr bool kIsInt4 = false;
+  static constexpr int32_t kWeightOffset = 128;
+  static constexpr int64_t kStep = 64;
+};
+template <int64_t kInputs>
+struct MatrixInt4 : simd::Bytes {
+  static constexpr bool kIsInt4 = true;
+  static constexpr int32_t kWeightOffset = 8;
+  static constexpr int64_t kStep = kInputs;
+};
+
+// What is fetched meanwhile, so many lines with every product.
+struct Fetched {
+  const uint8_t* next;
+  int64_t lines;
+
+  // `bytes` from `from` on, but nothing from `end` on, shared by so many products.
+  Fetched(const uint8_t* from, int64_t bytes, const uint8_t* end, int64_t products)
+      : next(from), lines((least(bytes, end - from) + 64 * products - 1) / (64 * products)) {}
+};
+
+inline void start_sums() {
+  matrix::zero<0>(), matrix::zero<1>(), matrix::zero<2>(), matrix::zero<3>();
+}
+
+// Adds `count` products of codes [count, 32, step] and weights [count, step / 4, 32, 4].
+inline void add_products(const int8_t* codes, const uint8_t* weights, int64_t step, int64_t count,
+                         Fetched& fetched) {
+  constexpr int64_t kHalf = kMatrixRows / 2, kWidth = kPanel * kDot;
+  for (; count > 0; --count, codes += kMatrixRows * step, weights += step * kPanel) {
+    matrix::load<6>(weights, kWidth);
+    matrix::load<4>(codes, step);
+    matrix::multiply<0, 4, 6>();
+    matrix::load<7>(weights + kWidth / 2, kWidth);
+    matrix::multiply<1, 4, 7>();
+    matrix::load<5>(codes + kHalf * step, step);
+    matrix::multiply<2, 5, 6>();
+    matrix::multiply<3, 5, 7>();
+    for (int64_t i = 0; i < fetched.lines; ++i, fetched.next += 64) simd::prefetch(fetched.next);
+  }
+}
+
+// To sums [32, 32].
+inline void store_sums(int32_t* sums) {
+  constexpr int64_t kHalf = kMatrixRows / 2, kWidth = kPanel * kDot;
+  matrix::store<0>(sums, kWidth), matrix::store<1>(sums + kPanel / 2, kWidth);
+  sums += kHalf * kPanel;
+  matrix::store<2>(sums, kWidth), matrix::store<3>(sums + kPanel / 2, kWidth);
+}
+
+// One panel's INT4 weights of `inputs` inputs as bytes [inputs / 4, 32, 4].
+inline void unpack(const uint8_t* packed, int64_t inputs, uint8_t* bytes) {
+  constexpr int64_t kWidth = kPanel * kDot, kVector = kLanes * kDot;
+  for (int64_t k = 0; k < inputs; k += dlm::kPairs, packed += kWidth, bytes += 2 * kWidth) {
+    unroll<kWidth / kVector>([&](auto v) __attribute__((always_inline)) {
+      const auto low = simd::Int4::load<0>(packed + v * kVector),
+                 high = simd::Int4::load<1>(packed + v * kVector);
+      __builtin_memcpy(bytes + v * kVector, &low, kVector);
+      __builtin_memcpy(bytes + kWidth + v * kVector, &high, kVector);
+    });
+  }
+}
+
+template <class Codes>
+struct MatrixProduct {
+  struct Task {
+    const matrix::Registers registers{Codes::kStep};
+    explicit Task(const MatrixProduct&) {}
+  };
+  static constexpr int64_t kTogether = kMatrixTogether, kStep = Codes::kStep;
+  static constexpr int kVectors = kPanel / kLanes;
+
+  const dlm::Linear& layer;
+  int64_t group_size, groups;
+  Tiles tiles;
+  // Of all tiles, each filled up to 32 rows and those to whole products.
+  int8_t* codes;     // [K / step, 32, step]
+  int32_t* offsets;  // [groups, 32]: what the sums over a group are too large by
+  float* scales;     // [32]
+
+  int64_t products() const { return (layer.inputs + kStep - 1) / kStep; }
+  const int8_t* codes_of(int64_t tile) const {
+    return codes + tile * products() * kStep * kMatrixRows;
+  }
+
+  int64_t slices() const { return tiles.count * (kMatrixRows / kSliceRows); }
+  void quantise(int64_t slice) const {
+    const int64_t K = layer.inputs, tile = slice * kSliceRows / kMatrixRows,
+                  row = slice * kSliceRows % kMatrixRows;
+    const int64_t rows = most(0, least(kSliceRows, tiles.rows(tile) - row)),
+                  left = products() * kStep - K;
+    int8_t* const to = codes + (tile * products() * kMatrixRows + row) * kStep;
+    const float* const x = layer.x + (tiles.start(tile) + least(row, tiles.rows(tile))) * K;
+    quantise_tile<Codes, kStep>(x, rows, K, group_size, kMatrixRows, to,
+                                offsets + tile * kMatrixRows * groups + row,
+                                scales + tile * kMatrixRows + row);
+    for (int64_t product = 0; product < products(); ++product) {
+      int8_t* const at = to + product * kMatrixRows * kStep;
+      __builtin_memset(at + rows * kStep, 0, static_cast<size_t>((kSliceRows - rows) * kStep));
+      if (product < products() - 1) continue;
+      for (int64_t r = 0; r < rows; ++r)
+        __builtin_memset(at + (r + 1) * kStep - left, 0, static_cast<size_t>(left));
+    }
+  }
+
+  void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
+    alignas(64) float results[2][kTogether * kMatrixRows * kPanel];
+    for (size_t i = 0; i < (layer.is_gated ? 2 : 1); ++i) {
+      if constexpr (Codes::kIsInt4)
+        multiply_int4(layer.weights[weight + i], number, first, last, results[i]);
+      else
+        multiply_int8(layer.weights[weight + i], number, first, last, results[i]);
+    }
+    const int64_t all = layer.weights[weight].columns, column = number * kPanel,
+                  columns = least(kPanel, all - column);
+    for (int64_t tile = first; tile < last; ++tile) {
+      float* const result = results[0] + (tile - first) * kMatrixRows * kPanel;
+      const int64_t rows = tiles.rows(tile);
+      if (layer.is_gated) {
+        const float* const up = result + (results[1] - results[0]);
+        for (int64_t i = 0; i < rows * kPanel; i += kLanes)
+          simd::store(result + i, simd::mul(silu(simd::load(result + i)), simd::load(up + i)));
+      }
+      float* const out = layer.outputs[weight] + tiles.start(tile) * all + column;
+      for (int64_t r = 0; r < rows; ++r)
+        __builtin_memcpy(out + r * all, result + r * kPanel,
+                         static_cast<size_t>(columns) * sizeof(float));
+    }
+  }
+
+  // Results [tiles, 32, 32] of one panel.
+  void multiply_int8(const dlm::LinearWeight& weight, int64_t number, int64_t first, int64_t last,
+                     float* results) const {
+    const int64_t K = layer.inputs, bytes = K * kPanel, whole = K / kStep, left = K % kStep;
+    const uint8_t* const panel = weight.panels + number * bytes;
+    const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) * K;
+    alignas(64) uint8_t rest[kStep * kPanel];  // of the last product, as what lies behind the panel
+                                               // need not be there
+    __builtin_memcpy(rest, panel + whole * kStep * kPanel, static_cast<size_t>(left * kPanel));
+    __builtin_memset(rest + left * kPanel, 0, static_cast<size_t>((kStep - left) * kPanel));
+    Fetched fetched(panel + bytes, bytes, end, products() * (last - first));
+    F column_scales[kVectors];
+    load_columns(static_cast<const float*>(weight.scales) + number * kPanel, column_scales);
+    for (int64_t tile = first; tile < last; ++tile, results += kMatrixRows * kPanel) {
+      start_sums();
+      add_products(codes_of(tile), panel, kStep, whole, fetched);
+      if (left > 0)
+        add_products(codes_of(tile) + whole * kMatrixRows * kStep, rest, kStep, 1, fetched);
+      each_sum(tile, 0, [&](int64_t at, int v, F sum) __attribute__((always_inline)) {
+        const F scaled = simd::mul(sum, simd::set(scales[tile * kMatrixRows + at / kPanel]));
+        simd::store(results + at, simd::mul(scaled, column_scales[v]));
+      });
+    }
+  }
+
+  void multiply_int4(const dlm::LinearWeight& weight, int64_t number, int64_t first, int64_t last,
+                     float* results) const {
+    const int64_t K = layer.inputs, stretch = kUnpackedInputs / group_size * group_size,
+                  bytes = K / 2 * kPanel;
+    const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) / kPanel * bytes;
+    alignas(64) uint8_t unpacked[kUnpackedInputs * kPanel];
+    for (int64_t i = 0; i < (last - first) * kMatrixRows * kPanel; i += kLanes)
+      simd::store(results + i, simd::zero());
+    for (int64_t from = 0; from < K; from += stretch) {
+      const int64_t inputs = least(stretch, K - from), count = (inputs + kStep - 1) / kStep;
+      const uint8_t* const packed = weight.panels + number * bytes + from / 2 * kPanel;
+      unpack(packed, inputs, unpacked);
+      __builtin_memset(unpacked + inputs * kPanel, 0,
+                       static_cast<size_t>((count * kStep - inputs) * kPanel));
+      Fetched fetched(packed + inputs / 2 * kPanel, stretch / 2 * kPanel, end,
+                      count * (last - first));
+      for (int64_t tile = first; tile < last; ++tile) {
+        float* const totals = results + (tile - first) * kMatrixRows * kPanel;
+        for (int64_t k = 0; k < inputs; k += group_size) {
+          const int64_t group = (from + k) / group_size, there = least(group_size, inputs - k);
+          F steps[kVectors];
+          load_columns(
+              static_cast<const uint16_t*>(weight.scales) + (number * groups + group) * kPanel,
+              steps);
+          start_sums();
+          add_products(codes_of(tile) + (from + k) * kMatrixRows, unpacked + k * kPanel, kStep,
+                       (there + kStep - 1) / kStep, fetched);
+          each_sum(tile, group, [&](int64_t at, int v, F sum) __attribute__((always_inline)) {
+            simd::store(totals + at, simd::fma(sum, steps[v], simd::load(totals + at)));
+          });
+        }
+      }
+    }
+    for (int64_t tile = first; tile < last; ++tile, results += kMatrixRows * kPanel)
+      for (int64_t at = 0; at < tiles.rows(tile) * kPanel; at += kLanes)
+        simd::store(results + at, simd::mul(simd::load(results + at),
+                                            simd::set(scales[tile * kMatrixRows + at / kPanel])));
+  }
+
+  template <class Stored>
+  static void load_columns(const Stored* from, F (&to)[kVectors]) {
+    unroll<kVectors>(
+        [&](auto v) __attribute__((always_inline)) { to[v] = load_scales(from + v * kLanes); });
+  }
+
+  // Calls body with each vector of a tile's sums in registers, less the group's offsets: where in
+  // [32, 32], which of its row.
+  template <class Body>
+  [[gnu::always_inline]] void each_sum(int64_t tile, int64_t group, Body body) const {
+    alignas(64) int32_t sums[kMatrixRows * kPanel];
+    store_sums(sums);
+    const int32_t* const offset = offsets + (tile * groups + group) * kMatrixRows;
+    for (int64_t r = 0; r < tiles.rows(tile); ++r)
+      unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+        const int64_t at = r * kPanel + v * kLanes;
+        body(at, v, simd::to_float(simd::isub(simd::iload(sums + at), simd::iset(offset[r]))));
+      });
+  }
+};
+
+template <class Codes>
+void multiply_by_matrices(const dlm::Linear& layer, int64_t group_size, void* scratch,
+                          dlm::Parallel& parallel) {
+  MatrixProduct<Codes> product{layer,
+                               group_size,
+                               dlm::groups_of(layer.inputs, group_size),
+                               Tiles(layer.rows, kMatrixRows),
+                               static_cast<int8_t*>(scratch),
+                               nullptr,
+                               nullptr};
+  const int64_t rows = product.tiles.count * kMatrixRows;
+  product.offsets =
+      reinterpret_cast<int32_t*>(product.codes + rows * product.products() * Codes::kStep);
+  product.scales = reinterpret_cast<float*>(product.offsets + rows * product.groups);
+  run_product(product, parallel);
+}
+
+// By the kernels of the same processors over vectors where it is not for registers.
+template <const dlm::Kernels& kVectorKernels>
+void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
+  const int64_t size = layer.group_size;
+  if (layer.rows <= kFewRows || size > kUnpackedInputs || size % 32 != 0)
+    kVectorKernels.linear(layer, scratch, parallel);
+  else if (size == 0)
+    multiply_by_matrices<MatrixInt8>(layer, layer.inputs, scratch, parallel);
+  else if (size % 64 == 0)
+    multiply_by_matrices<MatrixInt4<64>>(layer, size, scratch, parallel);
+  else
+    multiply_by_matrices<MatrixInt4<32>>(layer, size, scratch, parallel);
+}
+
+}  // namespace

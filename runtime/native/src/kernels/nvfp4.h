@@ -1,0 +1,111 @@
+// NVFP4 linear layers.
+#pragma once
+
+#include "kernels/common.h"
+
+namespace {
+
+constexpr int64_t kStretch =
+    128;  // inputs whose weights are floats at a time: 16 KiB, which stay in the first-level cache
+
+// A scale in E4M3; its exponent's bias is 7, a float's 127.
+inline float e4m3(uint8_t byte) {
+  if ((byte & 0x7f) == 0x7f) return __builtin_nanf("");
+  const uint32_t bits =
+      static_cast<uint32_t>(byte & 0x7f) << 20 | static_cast<uint32_t>(byte & 0x80) << 24;
+  float scale;
+  __builtin_memcpy(&scale, &bits, sizeof scale);
+  return scale * 0x1p120f;
+}
+
+// One panel's weights of `inputs` inputs as floats [inputs, 32].
+inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, float global_scale,
+                   float* weights) {
+  constexpr int kVectors = kPanel / kLanes, kHalf = kPanel / 2;
+  constexpr int8_t kTwice[] = {0, 1,  2,  3,  4,  6,  8,  12,
+                               0, -1, -2, -3, -4, -6, -8, -12};  // E2M1's values
+  const simd::Table table = simd::load_table(kTwice);
+  for (int64_t from = 0; from < inputs; from += dlm::kGroup, scales += kPanel) {
+    float steps[kPanel];
+    for (int64_t column = 0; column < kPanel; ++column)
+      steps[column] = e4m3(scales[column]) * global_scale * 0.5f;
+    for (int64_t k = 0; k < dlm::kGroup; ++k, codes += kHalf, weights += kPanel) {
+      unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+        constexpr int column = v * kLanes;
+        const F value = simd::look_up<column / kHalf * 4>(table, codes + column % kHalf);
+        simd::store(weights + column, simd::mul(value, simd::load(steps + column)));
+      });
+    }
+  }
+}
+
+// Adds the products of kRows rows, `stride` apart, and a panel's weights [inputs, 32] to sums
+// [kRows, 32].
+template <int kRows>
+void multiply_floats(const float* x, int64_t stride, const float* weights, int64_t inputs,
+                     float* sums) {
+  constexpr int kVectors = simd::kFloatVectors;
+  for (int64_t from = 0; from < kPanel; from += kVectors * kLanes) {
+    F total[kRows * kVectors];
+    unroll<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {
+      total[i] = simd::load(sums + i / kVectors * kPanel + from + i % kVectors * kLanes);
+    });
+    const float* weight = weights + from;
+    for (int64_t k = 0; k < inputs; ++k, weight += kPanel) {
+      F w[kVectors];
+      unroll<kVectors>(
+          [&](auto v) __attribute__((always_inline)) { w[v] = simd::load(weight + v * kLanes); });
+      unroll<kRows>([&](auto r) __attribute__((always_inline)) {
+        const F one = simd::set(x[r * stride + k]);
+        unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
+          total[r * kVectors + v] = simd::fma(one, w[v], total[r * kVectors + v]);
+        });
+      });
+    }
+    unroll<kRows * kVectors>([&](auto i) __attribute__((always_inline)) {
+      simd::store(sums + i / kVectors * kPanel + from + i % kVectors * kLanes, total[i]);
+    });
+  }
+}
+
+using MultiplyFloats = void (*)(const float*, int64_t, const float*, int64_t, float*);
+
+template <int kRows>
+MultiplyFloats find_multiply_floats(int64_t rows) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return find_multiply_floats<kRows - 1>(rows);
+  }
+  return multiply_floats<kRows>;
+}
+
+void nvfp4_linear(const dlm::Nvfp4Linear& layer, dlm::Parallel& parallel) {
+  if (layer.rows == 0) return;
+  const Tiles tiles(layer.rows, simd::kFloatRows);
+  const int64_t K = layer.inputs, panels = dlm::padded_columns(layer.columns) / kPanel;
+  const int64_t groups = (tiles.count + kTilesTogether - 1) / kTilesTogether;
+  parallel.each(static_cast<size_t>(groups * panels), [&](size_t i) {
+    const int64_t group = static_cast<int64_t>(i) / panels,
+                  panel = static_cast<int64_t>(i) % panels;
+    const int64_t first = group * kTilesTogether, last = least(first + kTilesTogether, tiles.count);
+    const int64_t top = tiles.start(first), rows = tiles.start(last) - top;
+    float sums[kTilesTogether * simd::kFloatRows * kPanel], weights[kStretch * kPanel];
+    for (int64_t at = 0; at < rows * kPanel; ++at) sums[at] = 0;
+    for (int64_t k = 0; k < K; k += kStretch) {
+      const int64_t inputs = least(kStretch, K - k);
+      const uint8_t* const scales = layer.scales + (panel * K + k) / dlm::kGroup * kPanel;
+      decode(layer.panels + (panel * K + k) * (kPanel / 2), scales, inputs, layer.global_scale,
+             weights);
+      for (int64_t tile = first; tile < last; ++tile) {
+        const int64_t start = tiles.start(tile);
+        const MultiplyFloats multiply = find_multiply_floats<simd::kFloatRows>(tiles.rows(tile));
+        multiply(layer.x + start * K + k, K, weights, inputs, sums + (start - top) * kPanel);
+      }
+    }
+    const int64_t column = panel * kPanel, columns = least(kPanel, layer.columns - column);
+    for (int64_t r = 0; r < rows; ++r)
+      __builtin_memcpy(layer.y + (top + r) * layer.columns + column, sums + r * kPanel,
+                       static_cast<size_t>(columns) * sizeof(float));
+  });
+}
+
+}  // namespace

@@ -1,0 +1,19 @@
+// The kernels for x86-64 with AMX for bytes: linear layers by its registers, the rest by AVX-512
+// and VNNI, which all such processors have.
+#include "kernels/x86/matrix_amx.h"
+#include "kernels/x86/simd_avx512.h"
+// after the registers and vectors that it is written over
+#include "kernels/linear_by_matrices.h"
+
+namespace dlm {
+
+extern const Kernels kAvx512Kernels, kAmxKernels;
+const Kernels kAmxKernels = {"amx-int8",
+                             matrix_linear<kAvx512Kernels>,
+                             kAvx512Kernels.nvfp4_linear,
+                             kAvx512Kernels.experts,
+                             kAvx512Kernels.attention,
+                             kAvx512Kernels.candidates,
+                             kAvx512Kernels.embedding};
+
+}  // namespace dlm

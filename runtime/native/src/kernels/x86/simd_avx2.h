@@ -1,0 +1,197 @@
+// Vectors of AVX2 with FMA and F16C, as kernels/body.h wants them; with VNNI in its 256-bit forms
+// if the compiler has it.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+namespace simd {
+
+constexpr int kLanes = 8;
+constexpr int kFloatRows = 6,
+              kFloatVectors = 2;  // of a product of floats: 12 sums, 2 vectors of weights
+constexpr int kQueryVectors = 2;  // of attention
+constexpr int kKeyBlock = 4;
+
+using F = __m256;
+using I = __m256i;
+
+inline F load(const float* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, F x) { _mm256_storeu_ps(to, x); }
+inline F set(float x) { return _mm256_set1_ps(x); }
+inline F zero() { return _mm256_setzero_ps(); }
+inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F div(F a, F b) { return _mm256_div_ps(a, b); }
+inline F max(F a, F b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+inline F min(F a, F b) { return _mm256_min_ps(a, b); }  // b where either is NaN
+inline F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+inline I iload(const int32_t* from) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+inline void istore(int32_t* to, I x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
+inline I iset(int32_t x) { return _mm256_set1_epi32(x); }
+inline I izero() { return _mm256_setzero_si256(); }
+inline I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
+inline I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
+inline I imax(I a, I b) { return _mm256_max_epi32(a, b); }
+inline I iand(I a, I b) { return _mm256_and_si256(a, b); }
+inline I bits(F x) { return _mm256_castps_si256(x); }
+inline F to_float(I x) { return _mm256_cvtepi32_ps(x); }
+inline I to_int(F x) { return _mm256_cvtps_epi32(x); }  // rounds half to even
+inline F power_of_two(I n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, iset(127)), 23));
+}
+
+// kLanes numbers in fp16 (which rounds half to even), or codes of a byte.
+inline F load_half(const uint16_t* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline void store_half(uint16_t* to, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline F load_codes(const int8_t* from) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+
+// The lanes of `a` where x > y, else of b.
+inline F select_greater(F x, F y, F a, F b) {
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GT_OQ));
+}
+inline I select_greater(F x, F y, I a, I b) {
+  return _mm256_castps_si256(select_greater(x, y, _mm256_castsi256_ps(a), _mm256_castsi256_ps(b)));
+}
+
+// ---- Products of codes: how weights and rows are read, and multiplied ----
+
+inline __m256i load_bytes(const uint8_t* from) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+inline __m128i to_shorts(I x) {
+  return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+}
+inline __m256i spread_four(const void* four_bytes) {
+  int32_t bits;
+  __builtin_memcpy(&bits, four_bytes, sizeof bits);
+  return _mm256_set1_epi32(bits);
+}
+
+// Four signed bytes of a row in every lane.
+struct Bytes {
+  using Code = int8_t;
+  static constexpr int kCodeOrder[] = {0, 1, 2, 3};
+  using Weights = __m256i;
+  using Activations = __m256i;
+  static Activations spread(const Code* four) { return spread_four(four); }
+  static void store_codes(Code* to, I x) {
+    const __m128i shorts = to_shorts(x);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(shorts, shorts));
+  }
+};
+
+// The same with two weights in a byte.
+template <class Products>
+struct Nibbles : Products {
+  static constexpr int kParts = 2;
+  static constexpr int32_t kWeightOffset = 8;
+  template <int kPart>
+  static __m256i load(const uint8_t* from) {
+    const __m256i bytes = load_bytes(from);
+    return _mm256_and_si256(kPart == 0 ? bytes : _mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
+  }
+};
+
+#if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
+
+struct Products : Bytes {
+  static constexpr int kTileRows = 6, kVectors = 2;  // in registers: 12 sums, 2 vectors of weights
+  static constexpr int64_t kMostInputs = 0;
+  static I dot(I sum, Weights w, Activations a) {
+#ifdef __AVXVNNI__
+    return _mm256_dpbusd_avx_epi32(sum, w, a);
+#else
+    return _mm256_dpbusd_epi32(sum, w, a);
+#endif
+  }
+};
+
+struct Int8 : Products {
+  static constexpr int kParts = 1;
+  static constexpr int32_t kWeightOffset = 128;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    return load_bytes(from);
+  }
+};
+
+#else
+
+// Products of bytes go to 16 bits and saturate there, so both are widened first: a weight's even
+// and odd bytes here, codes when they are stored.
+struct Int8 {
+  static constexpr int kTileRows = 4,
+                       kVectors = 2;  // in registers: 8 sums, 4 vectors of weights, 2 of codes
+  static constexpr int kParts = 1;
+  static constexpr int64_t kMostInputs = 0;
+  static constexpr int32_t kWeightOffset = 128;
+  using Code = int16_t;
+  static constexpr int kCodeOrder[] = {0, 2, 1, 3};
+  struct Weights {
+    __m256i even, odd;
+  };
+  using Activations = Weights;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    const __m256i w = load_bytes(from);
+    return {_mm256_and_si256(w, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(w, 8)};
+  }
+  static Activations spread(const Code* four) { return {spread_four(four), spread_four(four + 2)}; }
+  static I dot(I sum, Weights w, Activations a) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w.even, a.even));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(w.odd, a.odd));
+  }
+  static void store_codes(Code* to, I x) {
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(to_shorts(x), order));
+  }
+};
+
+// Products of nibbles and bytes fit 16 bits, and so do sums of 16 of them: 16 * 15 * 127 is 30480.
+struct Products : Bytes {
+  static constexpr int kTileRows = 6, kVectors = 2;  // in registers: 12 sums, 2 vectors of weights
+  static constexpr int64_t kMostInputs = 32;
+  static I dot(I sum, Weights w, Activations a) {
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, a));
+  }
+  static I widen(I sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+};
+
+#endif
+
+using Int4 = Nibbles<Products>;
+
+// What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
+using Table = __m128i;
+inline Table load_table(const int8_t* from) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+}
+template <int kShift>
+inline F look_up(Table table, const uint8_t* from) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m128i nibbles = _mm_and_si128(_mm_srli_epi16(bytes, kShift), _mm_set1_epi8(15));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
+}
+
+// Inlined early: GCC takes a call for one without effects, and drops it.
+[[gnu::always_inline]] inline void prefetch(const void* at) {
+  _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
+}
+
+}  // namespace simd
+}  // namespace

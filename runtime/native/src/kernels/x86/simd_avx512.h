@@ -1,0 +1,129 @@
+// Vectors of AVX-512 with VNNI, as kernels/body.h wants them.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+namespace simd {
+
+constexpr int kLanes = 16;
+constexpr int kFloatRows = 12,
+              kFloatVectors = 2;  // of a product of floats: 24 sums, 2 vectors of weights
+constexpr int kQueryVectors = 2;  // of attention
+constexpr int kKeyBlock = 8;
+
+using F = __m512;
+using I = __m512i;
+
+inline F load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, F x) { _mm512_storeu_ps(to, x); }
+inline F set(float x) { return _mm512_set1_ps(x); }
+inline F zero() { return _mm512_setzero_ps(); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }  // b where either is NaN
+inline F round(F x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+inline I iload(const int32_t* from) { return _mm512_loadu_si512(from); }
+inline void istore(int32_t* to, I x) { _mm512_storeu_si512(to, x); }
+inline I iset(int32_t x) { return _mm512_set1_epi32(x); }
+inline I izero() { return _mm512_setzero_si512(); }
+inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
+inline I imax(I a, I b) { return _mm512_max_epi32(a, b); }
+inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
+inline I bits(F x) { return _mm512_castps_si512(x); }
+inline F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+inline I to_int(F x) { return _mm512_cvtps_epi32(x); }  // rounds half to even
+inline F power_of_two(I n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, iset(127)), 23));
+}
+
+// kLanes numbers in fp16 (which rounds half to even), or codes of a byte.
+inline F load_half(const uint16_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline void store_half(uint16_t* to, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline F load_codes(const int8_t* from) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+
+// The lanes of `a` where x > y, else of b.
+inline F select_greater(F x, F y, F a, F b) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
+}
+inline I select_greater(F x, F y, I a, I b) {
+  return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
+}
+
+// ---- Products of codes: how weights and rows are read, and multiplied ----
+
+// Four bytes a lane: unsigned ones of a weight, and the same four signed ones in every lane.
+struct Bytes {
+  static constexpr int kTileRows = 12, kVectors = 2;  // in registers: 24 sums, 2 vectors of weights
+  static constexpr int64_t kMostInputs = 0;
+  using Code = int8_t;
+  static constexpr int kCodeOrder[] = {0, 1, 2, 3};
+  using Weights = __m512i;
+  using Activations = __m512i;
+  static Activations spread(const Code* four) {
+    int32_t bits;
+    __builtin_memcpy(&bits, four, sizeof bits);
+    return _mm512_set1_epi32(bits);
+  }
+  static I dot(I sum, Weights w, Activations a) { return _mm512_dpbusd_epi32(sum, w, a); }
+  static void store_codes(Code* to, I x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
+  }
+};
+
+struct Int8 : Bytes {
+  static constexpr int kParts = 1;
+  static constexpr int32_t kWeightOffset = 128;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    return _mm512_loadu_si512(from);
+  }
+};
+
+struct Int4 : Bytes {
+  static constexpr int kParts = 2;
+  static constexpr int32_t kWeightOffset = 8;
+  template <int kPart>
+  static Weights load(const uint8_t* from) {
+    const __m512i bytes = _mm512_loadu_si512(from);
+    return _mm512_and_si512(kPart == 0 ? bytes : _mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15));
+  }
+};
+
+// What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
+using Table = __m128i;
+inline Table load_table(const int8_t* from) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+}
+template <int kShift>
+inline F look_up(Table table, const uint8_t* from) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const __m128i nibbles = _mm_and_si128(_mm_srli_epi16(bytes, kShift), _mm_set1_epi8(15));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
+}
+
+// Inlined early: GCC takes a call for one without effects, and drops it.
+[[gnu::always_inline]] inline void prefetch(const void* at) {
+  _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
+}
+
+}  // namespace simd
+}  // namespace

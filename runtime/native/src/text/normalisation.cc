@@ -1,0 +1,120 @@
+#include "text/normalisation.h"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "base/utf8.h"
+
+namespace dlm {
+namespace {
+
+constexpr uint8_t kStarts = 255;  // the class of what starts something and yet may change
+constexpr char32_t kFirstChange =
+    0x300;  // what lies below stays as it is next to all that does too
+// Hangul syllables are put together by arithmetic (section 3.12 of the standard).
+constexpr char32_t kSyllables = 0xAC00, kLeads = 0x1100, kVowels = 0x1161, kTails = 0x11A7;
+constexpr char32_t kLeadCount = 19, kVowelCount = 21, kTailCount = 28,
+                   kSyllableCount = kLeadCount * kVowelCount * kTailCount;
+
+struct Point {
+  char32_t point;
+  uint8_t order;  // its combining class
+};
+
+uint8_t order_of(const TextFile& file, char32_t point) {
+  const uint8_t found = file.nfc[point];
+  return found == kStarts ? 0 : found;
+}
+
+void decompose(const TextFile& file, char32_t point, std::vector<Point>& out) {
+  if (point - kSyllables < kSyllableCount) {
+    const char32_t at = point - kSyllables, tail = at % kTailCount;
+    out.push_back({kLeads + at / (kVowelCount * kTailCount), 0});
+    out.push_back({kVowels + at / kTailCount % kVowelCount, 0});
+    if (tail > 0) out.push_back({kTails + tail, 0});
+    return;
+  }
+  const auto wanted = static_cast<int32_t>(point);
+  const int32_t* const found =
+      std::lower_bound(file.decomposed.begin(), file.decomposed.end(), wanted);
+  if (found == file.decomposed.end() || *found != wanted)
+    return out.push_back({point, order_of(file, point)});
+  const auto number = static_cast<size_t>(found - file.decomposed.begin());
+  for (int32_t i = file.decomposition_starts[number]; i < file.decomposition_starts[number + 1];
+       ++i) {
+    const auto part = static_cast<char32_t>(file.decomposition_points[static_cast<size_t>(i)]);
+    out.push_back({part, order_of(file, part)});
+  }
+}
+
+// What two become together; 0: they stay two.
+char32_t composed(const TextFile& file, char32_t first, char32_t second) {
+  if (first - kLeads < kLeadCount && second - kVowels < kVowelCount)
+    return kSyllables + ((first - kLeads) * kVowelCount + (second - kVowels)) * kTailCount;
+  if (first - kSyllables < kSyllableCount && (first - kSyllables) % kTailCount == 0 &&
+      second > kTails && second - kTails < kTailCount)
+    return first + (second - kTails);
+  using Entry = std::array<int32_t, 3>;
+  const auto* const begin = reinterpret_cast<const Entry*>(file.compositions.data);
+  const auto* const end = begin + file.compositions.size / 3;
+  const Entry wanted{static_cast<int32_t>(first), static_cast<int32_t>(second), 0};
+  const auto* const found = std::lower_bound(begin, end, wanted);
+  return found != end && (*found)[0] == wanted[0] && (*found)[1] == wanted[1]
+             ? static_cast<char32_t>((*found)[2])
+             : 0;
+}
+
+// Characters that follow what they are part of, in the order of their classes.
+void sort_parts(std::vector<Point>& points) {
+  for (auto first = points.begin(); first != points.end();) {
+    if (first->order == 0) {
+      ++first;
+      continue;
+    }
+    const auto last =
+        std::find_if(first, points.end(), [](const Point& each) { return each.order == 0; });
+    std::stable_sort(first, last, [](const Point& a, const Point& b) { return a.order < b.order; });
+    first = last;
+  }
+}
+
+// Takes into its start each part that nothing of the same class, nor another start, keeps from it.
+void join(const TextFile& file, std::vector<Point>& points) {
+  size_t kept = 0, start = points.size();  // where the last start is; none yet
+  for (size_t i = 0; i < points.size(); ++i) {
+    const Point point = points[i];
+    const bool is_next = start + 1 == kept && start < kept;
+    const bool is_open =
+        start < kept &&
+        (is_next || (points[kept - 1].order != 0 && points[kept - 1].order < point.order));
+    if (const char32_t whole = is_open ? composed(file, points[start].point, point.point) : 0;
+        whole != 0) {
+      points[start].point = whole;
+      continue;
+    }
+    if (point.order == 0) start = kept;
+    points[kept++] = point;
+  }
+  points.resize(kept);
+}
+
+}  // namespace
+
+bool compose(const TextFile& file, std::string_view text, std::string& out) {
+  bool is_composed = true;
+  for (size_t at = 0; is_composed && at < text.size();)
+    if (const char32_t point = next_char(text, at); point >= kFirstChange)
+      is_composed = file.nfc[point] == 0;
+  if (is_composed) return false;
+  std::vector<Point> points;
+  points.reserve(text.size());
+  for (size_t at = 0; at < text.size();) decompose(file, next_char(text, at), points);
+  sort_parts(points);
+  join(file, points);
+  out.clear();
+  for (const Point& each : points) append_char(each.point, out);
+  return true;
+}
+
+}  // namespace dlm

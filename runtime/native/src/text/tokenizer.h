@@ -1,0 +1,91 @@
+// Text to token ids and back, as a bundle's compiled text file says it; what is the same as
+// Python's tokenizers does, by proof.
+//
+// Byte pair encoding, over bytes or over characters with bytes for those that the vocabulary lacks.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "text/chat_template.h"
+#include "text/text_file.h"
+
+namespace dlm {
+
+constexpr size_t kMostTextBytes = size_t{1} << 28;  // that are encoded at once
+
+// Finds numbers by what they stand for: open addressing, at most half full.
+class Index {
+ public:
+  void reserve(size_t count);
+  // Throws Error(DLM_BAD_BUNDLE) where so many hashes meet that someone chose them to.
+  void insert(uint64_t hash, int32_t number);
+  template <class IsIt>
+  int32_t find(uint64_t hash, IsIt is_it) const {
+    for (size_t slot = hash & mask_; slots_[slot] >= 0; slot = (slot + 1) & mask_)
+      if (is_it(slots_[slot])) return slots_[slot];
+    return -1;
+  }
+  size_t bytes() const { return slots_.size() * sizeof(int32_t); }
+
+ private:
+  std::vector<int32_t> slots_{-1};
+  size_t mask_ = 0;
+};
+
+struct Encode {
+  bool is_prompt = false;
+  bool special_tokens = false;  // whether text that spells a special token is that token
+};
+
+class Text {
+ public:
+  // Reads and checks a file; throws as read_text_file does.
+  Text(const void* data, size_t size, const std::string& where);
+
+  const TextFile& file() const { return file_; }
+
+  // Appends the ids of a text. `how.is_prompt` adds the tokens that the tokenizer puts around a
+  // prompt. Throws Error(DLM_INVALID_ARGUMENT) for invalid UTF-8, and for text that gives a special
+  // token all the same where these are off.
+  void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
+  // The same for a rendered chat: special tokens are recognised in it, but not where they touch a
+  // message's content.
+  void encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const;
+
+ private:
+  friend class Encoding;
+  bool is_special(int32_t token) const {
+    return (file_.token_flags[static_cast<size_t>(token)] & TextFile::special) != 0;
+  }
+
+  TextFile file_;
+  const std::string where_;
+  Index merges_, wholes_;
+  uint8_t starts_added_[2][256] =
+      {};  // whether an added text starts with a byte, before and behind normalising
+};
+
+// Text of ids that come piece by piece. What it gives out is whole characters, and does not depend
+// on how ids are cut into pieces.
+class TextDecoder {
+ public:
+  explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}
+
+  // Appends what `count` further ids add; those that the vocabulary does not have, and special
+  // ones, add nothing. `is_last`: no others will come.
+  void push(const int32_t* ids, size_t count, bool is_last, std::string& out);
+
+ private:
+  void end_bytes(std::string& out);
+  void put(std::string_view whole, std::string& out);
+
+  std::shared_ptr<const Text> text_;
+  std::string held_;  // bytes that are not known to be text yet
+  bool is_at_start_ = true;
+};
+
+}  // namespace dlm

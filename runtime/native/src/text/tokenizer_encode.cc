@@ -1,0 +1,380 @@
+#include <algorithm>
+#include <cstring>
+#include <functional>
+
+#include "base/error.h"
+#include "base/json.h"
+#include "base/utf8.h"
+#include "text/normalisation.h"
+#include "text/tokenizer.h"
+
+namespace dlm {
+namespace {
+
+constexpr size_t kMostProbes = 1024;  // at half full, chance alone needs some dozens
+constexpr size_t kStepsPerChar = 64;  // that a split may look at, over and over
+constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581
+
+uint64_t mixed(uint64_t value) {
+  value *= 0x9E3779B97F4A7C15;
+  return value ^ value >> 29;
+}
+
+uint64_t hash_of(int32_t left, int32_t right) {
+  return mixed(static_cast<uint64_t>(static_cast<uint32_t>(left)) << 32 |
+               static_cast<uint32_t>(right));
+}
+
+uint64_t hash_of(std::string_view text) {
+  uint64_t hash = text.size();
+  while (text.size() >= 8) {
+    uint64_t word;
+    std::memcpy(&word, text.data(), 8);
+    hash = mixed(hash ^ word);
+    text.remove_prefix(8);
+  }
+  uint64_t word = 0;
+  if (!text.empty()) std::memcpy(&word, text.data(), text.size());
+  return mixed(mixed(hash ^ word));
+}
+
+// White space as Unicode has it.
+bool is_space(char32_t point) {
+  return (point >= 9 && point <= 13) || point == ' ' || point == 0x85 || point == 0xA0 ||
+         point == 0x1680 || (point >= 0x2000 && point <= 0x200A) || point == 0x2028 ||
+         point == 0x2029 || point == 0x202F || point == 0x205F || point == 0x3000;
+}
+
+// Where the white space that text ends with starts.
+size_t space_before(std::string_view text) {
+  size_t end = text.size();
+  while (end > 0) {
+    size_t start = end - 1;
+    while ((static_cast<uint8_t>(text[start]) & 0xC0) == 0x80) --start;
+    size_t at = start;
+    if (!is_space(next_char(text, at))) break;
+    end = start;
+  }
+  return end;
+}
+
+// Bytes of the white space that text starts with.
+size_t space_behind(std::string_view text) {
+  size_t end = 0;
+  for (size_t at = 0; at < text.size() && is_space(next_char(text, at));) end = at;
+  return end;
+}
+
+}  // namespace
+
+void Index::reserve(size_t count) {
+  size_t slots = 1;
+  while (slots < 2 * count + 1) slots *= 2;
+  slots_.assign(slots, -1);
+  mask_ = slots - 1;
+}
+
+void Index::insert(uint64_t hash, int32_t number) {
+  size_t slot = hash & mask_;
+  for (size_t probes = 0; slots_[slot] >= 0; slot = (slot + 1) & mask_)
+    if (++probes > kMostProbes)
+      fail(DLM_BAD_BUNDLE, "more of its hashes meet than chance explains");
+  slots_[slot] = number;
+}
+
+Text::Text(const void* data, size_t size, const std::string& where)
+    : file_(read_text_file(data, size, where)), where_(where) {
+  try {
+    const Numbers& merges = file_.merges;
+    merges_.reserve(merges.size / 3);
+    for (size_t i = 0; i < merges.size / 3; ++i)
+      merges_.insert(hash_of(merges[3 * i], merges[3 * i + 1]), static_cast<int32_t>(i));
+    const auto is_whole = [](uint8_t flags) { return (flags & TextFile::whole) != 0; };
+    wholes_.reserve(static_cast<size_t>(
+        std::count_if(file_.token_flags.begin(), file_.token_flags.end(), is_whole)));
+    for (size_t token = 0; token < file_.tokens.size(); ++token)
+      if (is_whole(file_.token_flags[token]))
+        wholes_.insert(hash_of(file_.tokens[token]), static_cast<int32_t>(token));
+  } catch (const Error& error) {
+    throw Error(error.status(), where + ": " + error.what());
+  }
+  for (size_t i = 0; i < file_.added.size(); ++i)
+    starts_added_[i < file_.raw_added ? 0 : 1][static_cast<uint8_t>(file_.added[i][0])] = 1;
+}
+
+// The working state of one call of Text::encode or encode_chat.
+class Encoding {
+ public:
+  // `chat`: where contents are in a rendered chat; nullptr for other text, in which special tokens
+  // are recognised or not.
+  Encoding(const Text& text, bool special_tokens, const RenderedChat* chat,
+           std::vector<int32_t>& out)
+      : text_(text), file_(text.file_), special_tokens_(special_tokens), chat_(chat), out_(out) {}
+
+  void run(std::string_view whole) {
+    split_added(whole, 0, [&](std::string_view given) {
+      const std::string_view made = normalised(given);
+      piece_start_ = static_cast<size_t>(given.data() - whole.data()), piece_size_ = given.size();
+      is_changed_ = made.data() != given.data();
+      split_added(made, 1, [&](std::string_view piece) { split(piece, 0); });
+    });
+  }
+
+ private:
+  // Calls `piece` for what lies between added texts, whose ids it appends.
+  template <class Piece>
+  void split_added(std::string_view text, size_t stage, Piece piece) {
+    const uint8_t* const starts = text_.starts_added_[stage];
+    const size_t first = stage == 0 ? 0 : file_.raw_added,
+                 last = stage == 0 ? file_.raw_added : file_.added.size();
+    size_t done = 0;
+    for (size_t at = 0; first < last && at < text.size();) {
+      if (starts[static_cast<uint8_t>(text[at])] == 0) {
+        ++at;
+        continue;
+      }
+      const size_t found = longest_added(text.substr(at), first, last);
+      if (found == last) {
+        ++at;
+        continue;
+      }
+      size_t start = at, end = at += file_.added[found].size();
+      if (text_.is_special(file_.added_ids[found]) && is_ordinary(stage, start, end)) continue;
+      const int32_t flags = file_.added_flags[found];
+      if ((flags & TextFile::strips_left) != 0)
+        start = std::max(space_before(text.substr(0, start)), done);
+      if ((flags & TextFile::strips_right) != 0) end += space_behind(text.substr(end));
+      if (done < start) piece(text.substr(done, start - done));
+      out_.push_back(file_.added_ids[found]);
+      done = end;
+    }
+    if (done < text.size()) piece(text.substr(done));
+  }
+
+  // True if a special token's text in [start, end) is ordinary text. As in tokenizers, no added
+  // token is then found within it.
+  bool is_ordinary(size_t stage, size_t start, size_t end) const {
+    if (chat_ == nullptr) return !special_tokens_;
+    if (stage == 0) return touches_content(start, end);
+    if (!is_changed_) return touches_content(piece_start_ + start, piece_start_ + end);
+    if (touches_content(piece_start_, piece_start_ + piece_size_))
+      fail(DLM_UNSUPPORTED,
+           "%s: the chat has a special token in text that was normalised together with a message's "
+           "content. "
+           "Give the chat's tokens, or the chat in Python",
+           text_.where_.c_str());
+    return false;
+  }
+
+  bool touches_content(size_t start, size_t end) const {
+    const auto& contents = chat_->contents;
+    const auto is_before = [&](const std::pair<size_t, size_t>& each) {
+      return each.second <= start;
+    };
+    const auto found = std::partition_point(contents.begin(), contents.end(), is_before);
+    return found != contents.end() && found->first < end;
+  }
+
+  // The longest added text of [first, last) that `text` starts with; `last`: none.
+  size_t longest_added(std::string_view text, size_t first, size_t last) const {
+    size_t found = last;
+    const size_t none = last;
+    for (size_t length = 1; first < last && length <= text.size(); ++length) {
+      // Those that start alike lie together, the shortest first.
+      const auto next = static_cast<uint8_t>(text[length - 1]);
+      const auto bound = [&](bool is_upper) {
+        size_t low = first, high = last;
+        while (low < high) {
+          const size_t middle = (low + high) / 2;
+          const auto byte = static_cast<uint8_t>(file_.added[middle][length - 1]);
+          if (byte < next || (is_upper && byte == next))
+            low = middle + 1;
+          else
+            high = middle;
+        }
+        return low;
+      };
+      const size_t low = bound(false);
+      last = bound(true);
+      first = low;
+      if (first < last && file_.added[first].size() == length) found = first++;
+    }
+    return found == none ? none : found;
+  }
+
+  std::string_view normalised(std::string_view text) {
+    if (text.empty()) return text;
+    if (file_.nfc.pages.size > 0 && compose(file_, text, composed_)) text = composed_;
+    if (!file_.has_space_letter && !file_.starts_with_space) return text;
+    spaced_ = file_.starts_with_space ? " " : "";
+    for (size_t at = 0; at < text.size();) {
+      const size_t next =
+          file_.has_space_letter ? std::min(text.find(kSpaceLetter, at), text.size()) : text.size();
+      spaced_.append(text, at, next - at);
+      if (next < text.size()) spaced_ += ' ';
+      at = next + kSpaceLetter.size();
+    }
+    return spaced_;
+  }
+
+  // Cuts by the splits from number `number` on.
+  void split(std::string_view text, size_t number) {
+    if (number + 1 == file_.split_starts.size) return merge(text);
+    const auto width = static_cast<size_t>(file_.class_count) + 1;
+    const int32_t* const table =
+        file_.split_tables.data + static_cast<size_t>(file_.split_starts[number]) * width;
+    size_t done = 0, steps = 0;
+    const size_t most_steps = kStepsPerChar * (text.size() + 1);
+    for (size_t at = 0; at < text.size();) {
+      size_t end = at, state = 0;
+      for (size_t next = at;; ++steps) {
+        const size_t before = next;
+        const bool is_end = next == text.size();
+        const size_t column = is_end ? width - 1 : file_.classes[next_char(text, next)];
+        const auto entry = static_cast<size_t>(table[state * width + column]);
+        if ((entry & 1) != 0) end = before;
+        if (entry < 2 || is_end) break;
+        state = entry / 2 - 1;
+      }
+      if (steps > most_steps)
+        fail(DLM_BAD_BUNDLE, "%s: split %zu takes more than %zu steps a byte of this text",
+             text_.where_.c_str(), number, kStepsPerChar);
+      if (end == at) {
+        at += char_bytes(text[at]);  // of no match
+        continue;
+      }
+      if (done < at) split(text.substr(done, at - done), number + 1);
+      split(text.substr(at, end - at), number + 1);
+      done = at = end;
+    }
+    if (done < text.size()) split(text.substr(done), number + 1);
+  }
+
+  int32_t merge_of(int32_t left, int32_t right) const {
+    const int32_t* const merges = file_.merges.data;
+    return text_.merges_.find(hash_of(left, right), [&](int32_t number) {
+      const int32_t* const entry = merges + 3 * static_cast<size_t>(number);
+      return entry[0] == left && entry[1] == right;
+    });
+  }
+
+  // Byte pair encoding of one piece: the pair that was learned first is merged first, the leftmost
+  // among equals.
+  void merge(std::string_view text) {
+    const int32_t whole = text_.wholes_.find(hash_of(text), [&](int32_t token) {
+      return file_.tokens[static_cast<size_t>(token)] == text;
+    });
+    if (whole >= 0) return put(whole);
+    start_symbols(text);
+    heap_.clear();
+    const size_t count = symbols_.size();
+    for (size_t i = 0; i + 1 < count; ++i) offer(i, false);
+    std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
+    while (!heap_.empty()) {
+      std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+      const uint64_t top = heap_.back();
+      heap_.pop_back();
+      const auto at = static_cast<size_t>(top & 0xFFFFFFFF);
+      Symbol& left = symbols_[at];
+      if (left.merge != static_cast<int32_t>(top >> 32))
+        continue;  // one of the pair has become another since
+      const size_t behind = left.next;
+      left.id = file_.merges[3 * static_cast<size_t>(left.merge) + 2];
+      left.next = symbols_[behind].next;
+      symbols_[behind].id = symbols_[behind].merge = -1;
+      if (left.next < count) symbols_[left.next].previous = static_cast<uint32_t>(at);
+      offer(at, true);
+      if (at > 0) offer(left.previous, true);
+    }
+    for (size_t i = 0; i < count; i = symbols_[i].next) put(symbols_[i].id);
+  }
+
+  // A vocabulary may have a special token's text as an ordinary word too.
+  void put(int32_t id) {
+    if (!special_tokens_ && text_.is_special(id))
+      fail(DLM_INVALID_ARGUMENT,
+           "the text has %s, which is a special token, and the vocabulary has no ordinary tokens "
+           "for it: change "
+           "the text, or allow special tokens in it",
+           json::quoted(file_.tokens[static_cast<size_t>(id)]).c_str());
+    out_.push_back(id);
+  }
+
+  void start_symbols(std::string_view text) {
+    symbols_.clear();
+    const auto put = [&](int32_t id) {
+      const auto at = static_cast<uint32_t>(symbols_.size());
+      if (id >= 0) symbols_.push_back({id, -1, at - 1, at + 1});
+    };
+    if (file_.char_points.size == 0) {
+      for (const char each : text) put(file_.byte_ids[static_cast<uint8_t>(each)]);
+      return;
+    }
+    for (size_t at = 0; at < text.size();) {
+      const size_t start = at;
+      const auto point = static_cast<int32_t>(next_char(text, at));
+      const int32_t* const found =
+          std::lower_bound(file_.char_points.begin(), file_.char_points.end(), point);
+      if (found != file_.char_points.end() && *found == point) {
+        put(file_.char_ids[static_cast<size_t>(found - file_.char_points.begin())]);
+        continue;
+      }
+      for (size_t i = start; i < at; ++i) put(file_.byte_ids[static_cast<uint8_t>(text[i])]);
+    }
+  }
+
+  // Finds the merge of a symbol with the next, and puts it among those to come.
+  void offer(size_t at, bool is_heap) {
+    Symbol& left = symbols_[at];
+    left.merge = left.next < symbols_.size() ? merge_of(left.id, symbols_[left.next].id) : -1;
+    if (left.merge < 0) return;
+    heap_.push_back(static_cast<uint64_t>(static_cast<uint32_t>(left.merge)) << 32 | at);
+    if (is_heap) std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+  }
+
+  struct Symbol {
+    int32_t id, merge;  // merge: its number with the next symbol, -1: none
+    uint32_t previous, next;
+  };
+
+  const Text& text_;
+  const TextFile& file_;
+  const bool special_tokens_;
+  const RenderedChat* const chat_;
+  std::vector<int32_t>& out_;
+  size_t piece_start_ = 0, piece_size_ = 0;  // of the text that is being normalised
+  bool is_changed_ = false;                  // whether normalising made another text of it
+  std::string composed_, spaced_;
+  std::vector<Symbol> symbols_;
+  std::vector<uint64_t> heap_;
+};
+
+namespace {
+
+void check(std::string_view text) {
+  if (text.size() > kMostTextBytes)
+    fail(DLM_INVALID_ARGUMENT, "a text of %zu bytes; at most %zu are encoded at once", text.size(),
+         kMostTextBytes);
+  if (!json::is_utf8(text)) {
+    size_t at = 0;
+    for (Utf8Start start{}; (start = utf8_start(text.substr(at))).kind == Utf8Start::whole;)
+      at += start.bytes;
+    fail(DLM_INVALID_ARGUMENT, "the text is no UTF-8: byte %zu starts no whole character", at);
+  }
+}
+
+}  // namespace
+
+void Text::encode(std::string_view text, Encode how, std::vector<int32_t>& out) const {
+  check(text);
+  if (how.is_prompt) out.insert(out.end(), file_.prefix.begin(), file_.prefix.end());
+  Encoding(*this, how.special_tokens, nullptr, out).run(text);
+  if (how.is_prompt) out.insert(out.end(), file_.suffix.begin(), file_.suffix.end());
+}
+
+void Text::encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const {
+  check(chat.text);
+  Encoding(*this, false, &chat, out).run(chat.text);
+}
+
+}  // namespace dlm
