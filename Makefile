@@ -61,13 +61,13 @@ fuzz: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
+	@$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(C_SOURCES)
+	@$(BIN)/clang-format -i $(C_SOURCES)
 
 bench: $(STAMP)
 	@# llama.cpp is compiled for this machine's instructions. Where it cannot be, generation.py names what it leaves out.
