@@ -21,8 +21,8 @@ from shapes import ROOT, machine
 
 import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
-from dlm_export.judging import accuracy
-from dlm_export.judging.rounds import Effort
+from dlm_export.judging.accuracy import run as accuracy
+from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.opening import Opening
 from dlm_export.progress import Silent
 from dlm_export.quantising import numbers

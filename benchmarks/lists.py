@@ -21,7 +21,7 @@ from timing import cell, clocked, interleave
 
 import dlm_runtime
 from dlm_export.cli.options import policy_changes
-from dlm_export.judging.levels import LEVELS
+from dlm_export.judging.tuning.effort_levels import LEVELS
 
 WAYS: dict[str, dict[str, Any]] = {
     "block": {"cache": "block"},

@@ -31,7 +31,9 @@ from dlm_export.checkpoints.folder import CONFIG_LIMIT_BYTES, Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace, write
-from dlm_export.judging import accuracy, parity, verify
+from dlm_export.judging.accuracy import run as accuracy
+from dlm_export.judging.parity import against_torch as verify
+from dlm_export.judging.parity import verdict as parity
 from dlm_runtime.errors import BundleError
 
 Change = Callable[[Path], None]

@@ -35,7 +35,7 @@ from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace
-from dlm_export.judging.levels import LEVELS
+from dlm_export.judging.tuning.effort_levels import LEVELS
 from dlm_export.outputs import OutputError
 from dlm_export.tensorrt import bundled
 from dlm_runtime import BundleError, DlmError, EngineError, Policy, RequestError

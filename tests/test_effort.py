@@ -20,7 +20,8 @@ from test_judging_effort import Sure
 import dlm_runtime
 from dlm_export.bundle import read_manifest
 from dlm_export.cli import main
-from dlm_export.judging.levels import (
+from dlm_export.judging.sides.side import JudgeError
+from dlm_export.judging.tuning.effort_levels import (
     CAREFUL,
     LEVELS,
     LOSSES,
@@ -30,8 +31,7 @@ from dlm_export.judging.levels import (
     level_units,
     variants,
 )
-from dlm_export.judging.predictors import JudgeError
-from dlm_export.judging.replay import record
+from dlm_export.judging.tuning.replay import record
 from dlm_runtime import PRESETS, Policy, RequestError
 
 

@@ -274,7 +274,7 @@ def test_every_room_says_what_comes_in_and_what_goes_out() -> None:
 
 LIGHT = [
     "dlm_export.graph",
-    "dlm_export.judging.accuracy",
+    "dlm_export.judging.accuracy.run",
     "dlm_export.quantising.samples",
     "dlm_export.planning.plan",
     "dlm_export.planning.bench",

@@ -21,11 +21,11 @@ from judging import judge
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
-from dlm_export.judging import frontier as judging
-from dlm_export.judging.judge import Budgets, Judgement
-from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, scores
-from dlm_export.judging.threshold import Point, Refit, refit_steps, refit_threshold
-from dlm_export.judging.torch_predictor import TorchPredictor
+from dlm_export.judging.accuracy import frontier as judging
+from dlm_export.judging.accuracy.verdict import Budgets, Judgement
+from dlm_export.judging.sides.side import BundlePredictor, JudgeError, Predictor, scores
+from dlm_export.judging.sides.torch import TorchPredictor
+from dlm_export.judging.tuning.threshold import Point, Refit, refit_steps, refit_threshold
 from dlm_export.network import proposers
 from dlm_export.network.passes import Span
 from dlm_export.network.reference import fill

@@ -31,16 +31,16 @@ from test_judge import (
 
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
 from dlm_export import families
-from dlm_export.judging import rounds
-from dlm_export.judging.evidence import Evidence
-from dlm_export.judging.frontier import Met, follow, meet, meet_within
-from dlm_export.judging.judge import Budgets
-from dlm_export.judging.predictors import Seer
-from dlm_export.judging.replay import Replayed, record
-from dlm_export.judging.rounds import Effort, judge_in_rounds
-from dlm_export.judging.swept import SweptPredictor
-from dlm_export.judging.threshold import refit_by_replay
-from dlm_export.judging.torch_predictor import TorchPredictor
+from dlm_export.judging.accuracy import rounds
+from dlm_export.judging.accuracy.evidence import Evidence
+from dlm_export.judging.accuracy.frontier import Met, follow, meet, meet_within
+from dlm_export.judging.accuracy.rounds import Effort, judge_in_rounds
+from dlm_export.judging.accuracy.verdict import Budgets
+from dlm_export.judging.sides.layerwise import SweptPredictor
+from dlm_export.judging.sides.side import Seer
+from dlm_export.judging.sides.torch import TorchPredictor
+from dlm_export.judging.tuning.replay import Replayed, record
+from dlm_export.judging.tuning.threshold import refit_by_replay
 from dlm_export.network.turns import Canvas, choose_in, start_canvas, turns
 from dlm_export.sources import open_source
 from dlm_runtime import PRESETS, Policy

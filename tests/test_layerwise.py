@@ -21,9 +21,9 @@ from dlm_export.building.quantising import quantise
 from dlm_export.building.request import check_job, check_request
 from dlm_export.graph import DATA_FILE, GRAPH_FILE, trace
 from dlm_export.graph.taps import find_taps
-from dlm_export.judging import layerwise
-from dlm_export.judging.parity import PART_TOLERANCES, Parity, ParityError, require_parity
-from dlm_export.judging.rounds import Effort
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.parity import by_layer as layerwise
+from dlm_export.judging.parity.verdict import PART_TOLERANCES, Parity, ParityError, require_parity
 from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation

@@ -31,9 +31,10 @@ from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.building import writing
 from dlm_export.cli import main
 from dlm_export.families.base import later
-from dlm_export.judging import auto, sensitivity
-from dlm_export.judging.parity import ParityError
-from dlm_export.judging.rounds import Effort
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.parity.verdict import ParityError
+from dlm_export.judging.precision_search import search as auto
+from dlm_export.judging.precision_search import sensitivity
 from dlm_export.network.experts import RoutedMLPs, Router
 from dlm_export.network.spec import ExpertsSpec, RouterSpec
 from dlm_export.quantising import calibrate, experts

@@ -21,8 +21,9 @@ pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 
 from made_up_results import FILES, HOSTILE, ROLES, made_up_accuracy, made_up_manifest
 
-from dlm_export.judging import figures, report
-from dlm_export.judging.report import ReportError, write_report
+from dlm_export.judging.report import figures
+from dlm_export.judging.report import page as report
+from dlm_export.judging.report.page import ReportError, write_report
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

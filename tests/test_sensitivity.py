@@ -20,7 +20,7 @@ from dlm_calibration import recipes
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.building.writing import write_text
-from dlm_export.judging import sensitivity
+from dlm_export.judging.precision_search import sensitivity
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source, open_source

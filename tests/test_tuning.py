@@ -14,7 +14,7 @@ from test_quantise_cli import SCHEMA, SMALL
 
 from dlm_calibration.recipes import HIGH
 from dlm_export.cli import main
-from dlm_export.judging import auto
+from dlm_export.judging.precision_search import search as auto
 from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning
 from dlm_export.sources import open_source

@@ -20,12 +20,12 @@ from dlm_export.building.writing import Text, write_graph, write_text
 from dlm_export.families.base import Overrides
 from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
 from dlm_export.graph.fuse import Fused
-from dlm_export.judging.auto import CurvePoint
-from dlm_export.judging.judge import Judgement
-from dlm_export.judging.levels import Levels
-from dlm_export.judging.parity import Parity
-from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
-from dlm_export.judging.threshold import Refit
+from dlm_export.judging.accuracy.verdict import Judgement
+from dlm_export.judging.parity.verdict import Parity
+from dlm_export.judging.precision_search.search import CurvePoint
+from dlm_export.judging.report.page import ACCURACY_FILE, REPORT_FILE, write_report
+from dlm_export.judging.tuning.effort_levels import Levels
+from dlm_export.judging.tuning.threshold import Refit
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.outputs import check_outside
 from dlm_export.planning.tuning import Tuning

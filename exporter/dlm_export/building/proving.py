@@ -12,11 +12,15 @@ from dlm_export import families
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
-from dlm_export.judging import accuracy, layerwise, rounded, sensitivity, verify
-from dlm_export.judging.judge import Judgement, check_budgets
-from dlm_export.judging.levels import Levels, level_units
-from dlm_export.judging.parity import Parity, require_parity
-from dlm_export.judging.threshold import Refit
+from dlm_export.judging.accuracy import rounded_cache as rounded
+from dlm_export.judging.accuracy import run as accuracy
+from dlm_export.judging.accuracy.verdict import Judgement, check_budgets
+from dlm_export.judging.parity import against_torch as verify
+from dlm_export.judging.parity import by_layer as layerwise
+from dlm_export.judging.parity.verdict import Parity, require_parity
+from dlm_export.judging.precision_search import sensitivity
+from dlm_export.judging.tuning.effort_levels import Levels, level_units
+from dlm_export.judging.tuning.threshold import Refit
 from dlm_export.progress import Stages
 from dlm_export.quantising import samples
 from dlm_export.workplace import Workplace

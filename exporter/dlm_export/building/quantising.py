@@ -15,7 +15,7 @@ from dlm_export import families, targets
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
 from dlm_export.graph import trace
-from dlm_export.judging import auto
+from dlm_export.judging.precision_search import search as auto
 from dlm_export.memory import give_back
 from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning

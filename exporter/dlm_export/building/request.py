@@ -13,7 +13,9 @@ from dlm_calibration.recipes import HIGH, NEXT, Recipe, RecipeError, abridged, f
 from dlm_export import graph, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
-from dlm_export.judging import auto, layerwise, parity
+from dlm_export.judging.parity import by_layer as layerwise
+from dlm_export.judging.parity import verdict as parity
+from dlm_export.judging.precision_search import search as auto
 from dlm_export.network.spec import ExpertsSpec, LinearSpec, NetworkSpec
 from dlm_export.planning import roofline
 from dlm_export.quantising import modelopt, samples

@@ -41,9 +41,9 @@ from dlm_export.cli.printing import (
 
 if TYPE_CHECKING:
     from dlm_export.build import BuildReport
-    from dlm_export.judging.auto import CurvePoint
-    from dlm_export.judging.parity import Parity
-    from dlm_export.judging.threshold import Refit
+    from dlm_export.judging.parity.verdict import Parity
+    from dlm_export.judging.precision_search.search import CurvePoint
+    from dlm_export.judging.tuning.threshold import Refit
     from dlm_export.planning.tuning import Tuning
     from dlm_export.tensorrt.engine import Built
 
@@ -212,7 +212,7 @@ def print_build(report: BuildReport) -> None:
 def _shown_parity(parity: Parity) -> str:
     """What was compared, and how far it was apart."""
     from dlm_calibration.recipes import FORMATS
-    from dlm_export.judging.parity import LOGITS, ROUTER
+    from dlm_export.judging.parity.verdict import LOGITS, ROUTER
 
     pass_apart = max(row.relative for row in parity.graph)
     limit = parity.tolerance

@@ -61,13 +61,13 @@ def capture(checkpoint: Path, output: Path, force: bool, as_json: bool, **values
 
     Example: dlm-export capture Dream-v0-Instruct-7B -o dream.npz --trust-remote-code
     """
-    from dlm_export.judging import golden
+    from dlm_export.judging.parity import golden
     from dlm_export.outputs import check_outside
 
     check_outside(output, checkpoint)
     with golden.claimed(output, force=force) as new, Bars() as bars:
-        from dlm_export.judging.capture import CaptureOptions
-        from dlm_export.judging.capture import capture as run
+        from dlm_export.judging.parity.capture import CaptureOptions
+        from dlm_export.judging.parity.capture import capture as run
 
         what = CaptureOptions(
             trust_remote_code=values["trust_remote_code"],

@@ -46,7 +46,7 @@ def effort(
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """
-    from dlm_export.judging.effort import EffortOptions, fit_bundle
+    from dlm_export.judging.tuning.fit import EffortOptions, fit_bundle
     from dlm_export.quantising.samples import CalibrationOptions
 
     options = EffortOptions(CalibrationOptions(data=data, preset=preset), samples, opening(values))

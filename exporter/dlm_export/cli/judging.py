@@ -30,9 +30,9 @@ from dlm_export.cli.options import (
 from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
 
 if TYPE_CHECKING:
-    from dlm_export.judging.accuracy import JudgingOptions
-    from dlm_export.judging.judge import Judgement
-    from dlm_export.judging.parity import Parity
+    from dlm_export.judging.accuracy.run import JudgingOptions
+    from dlm_export.judging.accuracy.verdict import Judgement
+    from dlm_export.judging.parity.verdict import Parity
     from dlm_export.sources import Source
 
 STOPPED = {
@@ -106,8 +106,8 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         return
     import dlm_runtime
     from dlm_export import families, graph
-    from dlm_export.judging.parity import random_prompts, read_prompts, require_parity
-    from dlm_export.judging.verify import by_layers, check_parity, parity_units
+    from dlm_export.judging.parity.against_torch import by_layers, check_parity, parity_units
+    from dlm_export.judging.parity.verdict import random_prompts, read_prompts, require_parity
     from dlm_export.opening import ON_CPU
     from dlm_export.sources import open_source_of
     from dlm_runtime.manifest import check_manifest
@@ -158,8 +158,8 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
 
 
 def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
-    from dlm_export.judging import golden
-    from dlm_export.judging.parity import require_parity
+    from dlm_export.judging.parity import golden
+    from dlm_export.judging.parity.verdict import require_parity
 
     found = golden.load(path)
     with Bars() as bars:
@@ -173,7 +173,7 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
 
 def _judging(values: dict[str, Any]) -> JudgingOptions:
     """What ``verify`` and ``compare`` judge by."""
-    from dlm_export.judging.accuracy import VERIFY_SECONDS, JudgingOptions
+    from dlm_export.judging.accuracy.run import VERIFY_SECONDS, JudgingOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
     data = CalibrationOptions(
@@ -183,9 +183,9 @@ def _judging(values: dict[str, Any]) -> JudgingOptions:
 
 
 def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
-    from dlm_export.judging import accuracy
-    from dlm_export.judging.judge import check_budgets
-    from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE
+    from dlm_export.judging.accuracy import run as accuracy
+    from dlm_export.judging.accuracy.verdict import check_budgets
+    from dlm_export.judging.report.page import ACCURACY_FILE, REPORT_FILE
 
     folder: Path | None = values["report"]
     if folder is None:
@@ -223,8 +223,8 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
 
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
-    from dlm_export.judging import accuracy
-    from dlm_export.judging.judge import check_budgets
+    from dlm_export.judging.accuracy import run as accuracy
+    from dlm_export.judging.accuracy.verdict import check_budgets
 
     with Bars() as bars:
         judgement = accuracy.compare_bundles(reference, candidate, _judging(values), bars, warn)
@@ -268,8 +268,8 @@ def report(
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
     build/compare.html
     """
-    from dlm_export.judging import comparison
-    from dlm_export.judging.report import require_matplotlib
+    from dlm_export.judging.report import comparison
+    from dlm_export.judging.report.page import require_matplotlib
     from dlm_export.outputs import check_outside, claimed_file
     from dlm_export.planning import bench
     from dlm_export.targets import this_machine

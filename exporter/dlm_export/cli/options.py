@@ -20,8 +20,8 @@ import click
 if TYPE_CHECKING:
     from dlm_export.building.options import BuildOptions, QuantiseOptions
     from dlm_export.families.base import Overrides
-    from dlm_export.judging.judge import Budgets
-    from dlm_export.judging.rounds import Effort
+    from dlm_export.judging.accuracy.rounds import Effort
+    from dlm_export.judging.accuracy.verdict import Budgets
     from dlm_export.opening import Opening
     from dlm_export.tensorrt.estimate import EngineOptions
 
@@ -533,7 +533,7 @@ def overrides(values: dict[str, Any]) -> Overrides:
 
 def budgets(values: dict[str, Any]) -> Budgets:
     """The options of ``BUDGETS`` as the judge takes them. UsageError for one that is no limit."""
-    from dlm_export.judging.judge import Budgets
+    from dlm_export.judging.accuracy.verdict import Budgets
 
     for name in BUDGETS:
         if values[name] is not None and not math.isfinite(values[name]):
@@ -549,7 +549,7 @@ def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
 
     ``seconds``: that the default effort is worth, where no build says it.
     """
-    from dlm_export.judging.rounds import Effort
+    from dlm_export.judging.accuracy.rounds import Effort
 
     if values["judge"] == "none":
         refuse(
@@ -574,7 +574,7 @@ def _recipe_changes(values: dict[str, Any]) -> dict[str, Any]:
 
 def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
     from dlm_export.building.options import QuantiseOptions
-    from dlm_export.judging.auto import AutoOptions
+    from dlm_export.judging.precision_search.search import AutoOptions
     from dlm_export.quantising.samples import FEWEST_TOKENS, CalibrationOptions
 
     formats = tuple(split(values["auto_formats"] or ""))

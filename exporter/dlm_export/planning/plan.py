@@ -605,7 +605,7 @@ def save_plot(path: Path, plan: Plan) -> None:
 
     Raises PlanError if there is nothing to draw, OSError.
     """
-    from dlm_export.judging.figures import save_growth
+    from dlm_export.judging.report.figures import save_growth
 
     growth = [asdict(each) for each in plan.growth if each.values]
     if not any(any(points) for each in growth for points in each["lines"].values()):

@@ -19,8 +19,8 @@ from typing import Any
 from dlm_calibration.metrics import is_told_from_zero
 from dlm_calibration.recipes import HIGH
 from dlm_export import outputs
-from dlm_export.judging import figures
-from dlm_export.judging.figures import as_change, as_number, as_percent, finite, printable
+from dlm_export.judging.report import figures
+from dlm_export.judging.report.figures import as_change, as_number, as_percent, finite, printable
 from dlm_runtime.errors import DlmError
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
@@ -177,7 +177,7 @@ def _render(template: str, context: Mapping[str, Any]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("dlm_export", ""),
+        loader=PackageLoader("dlm_export.judging.report", ""),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_shown,

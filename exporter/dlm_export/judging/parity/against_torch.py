@@ -18,8 +18,8 @@ import torch
 from dlm_calibration.states import MASK_RATIOS
 from dlm_export.graph import PLAIN_OPSET, experts, trace
 from dlm_export.graph.taps import find_taps
-from dlm_export.judging import layerwise
-from dlm_export.judging.parity import (
+from dlm_export.judging.parity import by_layer as layerwise
+from dlm_export.judging.parity.verdict import (
     Canvas,
     LoopRow,
     Parity,

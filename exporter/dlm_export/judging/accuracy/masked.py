@@ -11,7 +11,7 @@ import numpy as np
 
 from dlm_calibration import metrics
 from dlm_calibration.states import MASK_RATIOS, Sample, mask_share, pad_to_blocks
-from dlm_export.judging.predictors import JudgeError, Scorer, View, finite_logits
+from dlm_export.judging.sides.side import JudgeError, Scorer, View, finite_logits
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlm_calibration.states import MASK_RATIOS, Sample
-from dlm_export.judging.frontier import Met, meet_within
-from dlm_export.judging.predictors import Predictor, Scorer, finite_logits
+from dlm_export.judging.accuracy.frontier import Met, meet_within
+from dlm_export.judging.sides.side import Predictor, Scorer, finite_logits
 from dlm_export.network.turns import Turn, choose_in, start_canvas, turns
 from dlm_runtime import Policy
 

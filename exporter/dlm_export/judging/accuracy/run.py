@@ -17,11 +17,17 @@ import dlm_runtime
 from dlm_calibration.metrics import summarise
 from dlm_calibration.states import Sample
 from dlm_export.bundle import network_of, read_manifest
-from dlm_export.judging.evidence import Evidence
-from dlm_export.judging.judge import Budgets, Judgement
-from dlm_export.judging.levels import Levels, fit_levels
-from dlm_export.judging.masked import compare_masked, masked_canvases
-from dlm_export.judging.predictors import (
+from dlm_export.judging.accuracy.evidence import Evidence
+from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
+from dlm_export.judging.accuracy.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
+from dlm_export.judging.accuracy.verdict import Budgets, Judgement
+from dlm_export.judging.report.page import (
+    ACCURACY_FILE,
+    REPORT_FILE,
+    require_matplotlib,
+    write_report,
+)
+from dlm_export.judging.sides.side import (
     BundlePredictor,
     Generator,
     JudgeError,
@@ -29,10 +35,9 @@ from dlm_export.judging.predictors import (
     Scorer,
     Seer,
 )
-from dlm_export.judging.replay import Recording, record
-from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, require_matplotlib, write_report
-from dlm_export.judging.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
-from dlm_export.judging.threshold import (
+from dlm_export.judging.tuning.effort_levels import Levels, fit_levels
+from dlm_export.judging.tuning.replay import Recording, record
+from dlm_export.judging.tuning.threshold import (
     Refit,
     check_policy,
     refit_by_replay,
@@ -52,7 +57,7 @@ from dlm_runtime.policy import Policy
 if TYPE_CHECKING:
     import torch
 
-    from dlm_export.judging.swept import SweptPredictor
+    from dlm_export.judging.sides.layerwise import SweptPredictor
     from dlm_export.quantising.numbers import Quantisation
     from dlm_export.sources import Source
     from dlm_export.workplace import Workplace
@@ -93,7 +98,7 @@ def judge_source(
     import torch
 
     from dlm_export import families
-    from dlm_export.judging.torch_predictor import TorchPredictor
+    from dlm_export.judging.sides.torch import TorchPredictor
     from dlm_export.quantising import calibrate
     from dlm_export.workplace import threads_for
 
@@ -139,7 +144,7 @@ def shown_source(
 ) -> SweptPredictor:
     """A source in torch that is shown its canvases, and is read a layer at a time."""
     from dlm_export import families
-    from dlm_export.judging.swept import SweptPredictor
+    from dlm_export.judging.sides.layerwise import SweptPredictor
     from dlm_export.workplace import Workplace
 
     place = workplace or Workplace()
@@ -413,7 +418,7 @@ def fit_threshold(
     import torch
 
     from dlm_export import families
-    from dlm_export.judging.torch_predictor import TorchPredictor
+    from dlm_export.judging.sides.torch import TorchPredictor
 
     c, policy, candidate = (
         source.network,

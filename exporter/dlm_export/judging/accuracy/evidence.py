@@ -18,10 +18,10 @@ import numpy as np
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Frontier, Run
 from dlm_calibration.states import MASK_RATIOS, Sample, samples_sha256
-from dlm_export.judging.frontier import Met, follow, meet, meet_within, predict_commitment
-from dlm_export.judging.judge import Budgets, Judgement
-from dlm_export.judging.masked import Masked, compare_masked, masked_canvases
-from dlm_export.judging.predictors import JudgeError, Predictor, Scorer, Seer, check_comparable
+from dlm_export.judging.accuracy.frontier import Met, follow, meet, meet_within, predict_commitment
+from dlm_export.judging.accuracy.masked import Masked, compare_masked, masked_canvases
+from dlm_export.judging.accuracy.verdict import Budgets, Judgement
+from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
 from dlm_runtime import Policy
 
 DECIDING_SAMPLES = 8  # fewer leave a bootstrap interval that is narrower than what it should cover

@@ -17,7 +17,7 @@ import numpy as np
 
 from dlm_calibration import metrics
 from dlm_calibration.states import Sample
-from dlm_export.judging.predictors import JudgeError
+from dlm_export.judging.sides.side import JudgeError
 from dlm_runtime.errors import DlmError, ExitCode
 
 WORST_LAYERS = 3  # named when a budget is missed

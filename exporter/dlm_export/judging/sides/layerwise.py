@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_export.judging.predictors import View, rows_of
+from dlm_export.judging.sides.side import View, rows_of
 from dlm_export.network import proposers
 from dlm_export.network.layered import Carried, Layered
 from dlm_export.network.turns import Turn, Walk

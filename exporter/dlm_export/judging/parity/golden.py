@@ -33,7 +33,7 @@ import numpy as np
 from dlm_export import outputs
 from dlm_export.bundle import read_manifest
 from dlm_export.graph import PRECISIONS
-from dlm_export.judging.parity import TOLERANCES, Canvas, Parity, compare_logits
+from dlm_export.judging.parity.verdict import TOLERANCES, Canvas, Parity, compare_logits
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
 from dlm_runtime.errors import DlmError, ExitCode

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dlm_export.bundle import network_of, read_manifest
-from dlm_export.judging import figures
-from dlm_export.judging.figures import TradePoint
-from dlm_export.judging.report import ACCURACY_FILE, write_page
+from dlm_export.judging.report import figures
+from dlm_export.judging.report.figures import TradePoint
+from dlm_export.judging.report.page import ACCURACY_FILE, write_page
 from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from dlm_export.judging.evidence import Evidence
-from dlm_export.judging.judge import Budgets, Judgement
+from dlm_export.judging.accuracy.evidence import Evidence
+from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 
 MOST_JUDGED = 32  # samples, unless more are asked for
 LEAST_SECONDS = 4.0  # that judging may take, however quick the rest of a build is

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlm_export.bundle import changing, network_of, read_manifest, sha256, write_manifest
-from dlm_export.judging.accuracy import decoder, new_tokens, recorded
-from dlm_export.judging.levels import Levels, fit_levels, level_units
-from dlm_export.judging.predictors import BundlePredictor
-from dlm_export.judging.report import REPORT_FILE, require_matplotlib, write_report
+from dlm_export.judging.accuracy.run import decoder, new_tokens, recorded
+from dlm_export.judging.report.page import REPORT_FILE, require_matplotlib, write_report
+from dlm_export.judging.sides.side import BundlePredictor
+from dlm_export.judging.tuning.effort_levels import Levels, fit_levels, level_units
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.outputs import replaced
 from dlm_export.progress import Progress

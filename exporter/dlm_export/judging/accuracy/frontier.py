@@ -11,7 +11,7 @@ import numpy as np
 
 from dlm_calibration.metrics import Commitment
 from dlm_calibration.states import Sample
-from dlm_export.judging.predictors import (
+from dlm_export.judging.sides.side import (
     JudgeError,
     Predictor,
     Scorer,
