@@ -18,7 +18,7 @@ from test_judge import EOS, POLICY, Scripted, answered, decode, no_text, text_sa
 from test_judging_effort import Sure
 
 import dlm_runtime
-from dlm_export.bundle import read_manifest
+from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
 from dlm_export.judging.sides.side import JudgeError
 from dlm_export.judging.tuning.effort_levels import (

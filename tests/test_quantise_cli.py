@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import dlm_runtime
 from dlm_export import targets
-from dlm_export.bundle import read_manifest
+from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
 
 ROOT = Path(__file__).parent.parent

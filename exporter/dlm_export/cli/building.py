@@ -18,14 +18,8 @@ from dlm_export.cli.options import (
     QUANTISE_OPTIONS,
     SOURCE_OPTIONS,
     TEXT_OPTIONS,
-    build_options,
-    check_build_options,
-    engine_options,
     json_option,
     options,
-    overrides,
-    refuse,
-    split,
 )
 from dlm_export.cli.printing import (
     Bars,
@@ -37,6 +31,14 @@ from dlm_export.cli.printing import (
     print_table,
     shown,
     warn,
+)
+from dlm_export.cli.values import (
+    build_options,
+    check_build_options,
+    engine_options,
+    overrides,
+    refuse,
+    split,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ def engine(
 
     Example: dlm-export engine build/demo-nvfp4 --target thor
     """
-    from dlm_export.bundle import read_manifest
+    from dlm_export.bundle.manifest import read_manifest
     from dlm_export.targets import find_all
     from dlm_export.tensorrt.bundled import add_engine, remove_engine
 
@@ -151,7 +153,7 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
 
 def _targets_of(source: Path) -> list[str]:
     """What a bundle was built for; a checkpoint is built for the cpu unless told otherwise."""
-    from dlm_export.bundle import read_manifest
+    from dlm_export.bundle.manifest import read_manifest
 
     if not (source / "manifest.json").is_file():
         return ["cpu"]

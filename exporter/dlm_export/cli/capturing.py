@@ -7,16 +7,9 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import (
-    CHECKPOINT,
-    FILE,
-    OUTPUT,
-    SOURCE_OPTIONS,
-    json_option,
-    options,
-    overrides,
-)
+from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options
 from dlm_export.cli.printing import Bars, format_bytes, print_json
+from dlm_export.cli.values import overrides
 
 
 @click.command()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_calibration.recipes import FORMATS, HIGH
-from dlm_export.bundle import network_of, read_manifest
+from dlm_export.bundle.manifest import network_of, read_manifest
 from dlm_export.graph import PRECISIONS
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for

@@ -11,8 +11,8 @@ import numpy as np
 
 from dlm_calibration.metrics import Commitment
 from dlm_calibration.states import Sample
+from dlm_export.judging.sides.prompts import asked_of
 from dlm_export.judging.sides.side import (
-    JudgeError,
     Predictor,
     Scorer,
     Seer,
@@ -70,24 +70,6 @@ def predict_commitment(
     return Commitment(
         logits, guess, choose_in(state.turn, guess, scores(state.turn, logits, policy), policy)
     )
-
-
-def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
-    """A sample's prompt and how many tokens to write behind it; plain text is continued from its
-    middle.
-    """
-    start = sample.prompt_length or max(1, len(sample.tokens) // 2)
-    return sample.tokens[:start].tolist(), min(max_new_tokens, max_canvas_length - start)
-
-
-def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tuple[list[int], int]:
-    """``prompt_of`` for the sample of that number. Raises JudgeError if its prompt leaves no room."""
-    prompt, room = prompt_of(sample, max_new_tokens, limit)
-    if room < 1:
-        raise JudgeError(
-            f"sample {number + 1}: its prompt of {len(prompt)} tokens fills the canvas: leave it out"
-        )
-    return prompt, room
 
 
 @dataclass(frozen=True, eq=False)

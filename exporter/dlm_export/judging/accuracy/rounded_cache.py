@@ -21,9 +21,10 @@ from dlm_calibration.states import Sample
 from dlm_export import families
 from dlm_export.judging.accuracy.frontier import meet_within, predict_commitment
 from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
-from dlm_export.judging.accuracy.run import new_tokens, shown_source
-from dlm_export.judging.sides.layerwise import SweptPredictor, view_key
-from dlm_export.judging.sides.side import BundlePredictor, View, rows_of
+from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source, view_key
+from dlm_export.judging.sides.prompts import new_tokens
+from dlm_export.judging.sides.side import View, rows_of
 from dlm_export.network.layered import Layered
 from dlm_export.network.passes import FULL_CACHES, Span, block_length_of
 from dlm_export.network.spec import NetworkSpec

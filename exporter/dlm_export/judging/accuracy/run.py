@@ -1,80 +1,43 @@
-"""What a quantised bundle costs: the judge's figures, against its source or against another bundle.
+"""Judging: a bundle against its source in torch, or one bundle against another.
 
-Two bundles are compared where there is no torch: what a source in torch needs is imported where it
-is opened.
+Comparing two bundles needs no torch, so whatever needs torch is imported where it is used.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dlm_runtime
-from dlm_calibration.metrics import summarise
 from dlm_calibration.states import Sample
-from dlm_export.bundle import network_of, read_manifest
+from dlm_export.bundle.manifest import network_of
 from dlm_export.judging.accuracy.evidence import Evidence
-from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
+from dlm_export.judging.accuracy.files import recorded
 from dlm_export.judging.accuracy.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
-from dlm_export.judging.report.page import (
-    ACCURACY_FILE,
-    REPORT_FILE,
-    require_matplotlib,
-    write_report,
-)
-from dlm_export.judging.sides.side import (
-    BundlePredictor,
-    Generator,
-    JudgeError,
-    Predictor,
-    Scorer,
-    Seer,
-)
-from dlm_export.judging.tuning.effort_levels import Levels, fit_levels
-from dlm_export.judging.tuning.replay import Recording, record
-from dlm_export.judging.tuning.threshold import (
-    Refit,
-    check_policy,
-    refit_by_replay,
-    refit_steps,
-    refit_threshold,
-)
+from dlm_export.judging.report.page import ACCURACY_FILE
+from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.prompts import decoder, new_tokens
+from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
-from dlm_export.outputs import TakenError, claimed_file
 from dlm_export.progress import Progress
 from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
 from dlm_runtime.errors import BundleError
-from dlm_runtime.files import read_object
-from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
+from dlm_runtime.manifest import check_manifest
 from dlm_runtime.policy import Policy
 
 if TYPE_CHECKING:
     import torch
 
     from dlm_export.judging.sides.layerwise import SweptPredictor
-    from dlm_export.quantising.numbers import Quantisation
     from dlm_export.sources import Source
     from dlm_export.workplace import Workplace
 
+
 VERIFY_SECONDS = 60.0  # that the default effort may take where there is no build to measure it by
-_MOST_BYTES = 12 << 20  # of accuracy.json: four hundred times the demo's
-
-
-def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) -> int:
-    """Mask tokens for a free run: the longest response in whole blocks, as far as every prompt
-    leaves room.
-    """
-    block_length = policy.block_length or 32
-    starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
-    longest = max(len(sample.tokens) - start for sample, start in zip(samples, starts, strict=True))
-    wanted = -(-longest // block_length) * block_length
-    return max(1, min(wanted, network.max_canvas_length - max(starts)))
 
 
 def judge_source(
@@ -98,6 +61,7 @@ def judge_source(
     import torch
 
     from dlm_export import families
+    from dlm_export.judging.sides.layerwise import shown_source
     from dlm_export.judging.sides.torch import TorchPredictor
     from dlm_export.quantising import calibrate
     from dlm_export.workplace import threads_for
@@ -139,19 +103,6 @@ def judge_source(
         )
 
 
-def shown_source(
-    source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None
-) -> SweptPredictor:
-    """A source in torch that is shown its canvases, and is read a layer at a time."""
-    from dlm_export import families
-    from dlm_export.judging.sides.layerwise import SweptPredictor
-    from dlm_export.workplace import Workplace
-
-    place = workplace or Workplace()
-    layered = families.layered(source.parameters, source.network, dtype, place.device)
-    return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
-
-
 def _judge(
     reference: Scorer,
     free: Predictor | None,
@@ -183,17 +134,6 @@ def _judge(
     )
     found = judge_in_rounds(evidence, effort, budgets, pilot, on_done)
     return replace(found, speed=candidate.speed())
-
-
-def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
-    """Generated ids to text, up to the first end token; None without a tokenizer."""
-    tokenizer, stops = bundle.tokenizer, bundle.eos_token_ids
-
-    def decode(tokens: list[int]) -> str | None:
-        end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-        return None if tokenizer is None else tokenizer.decode(tokens[:end])
-
-    return decode
 
 
 @dataclass(frozen=True)
@@ -344,187 +284,6 @@ def _known_layers(folder: Path) -> dict[str, Any]:
     return {"layers": layers, "layers_method": method}
 
 
-def recorded(bundle: Path) -> dict[str, Any]:
-    """accuracy.json of a bundle, empty where it has none. Raises BundleError."""
-    path = bundle / ACCURACY_FILE
-    return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
-
-
-@contextmanager
-def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
-    """Where to ``write_files`` what is to become accuracy.json and report.html of ``folder``: see
-    ``outputs.claimed``.
-
-    Raises TakenError for a bundle's folder, whose own files these are; ReportError without
-    matplotlib.
-    """
-    if (folder / MANIFEST_FILE).exists():
-        raise TakenError(
-            f"{folder} is a bundle, and its files stay as they were built. Choose another folder for the report."
-        )
-    require_matplotlib()
-    with (
-        claimed_file(folder / ACCURACY_FILE, force=force) as accuracy,
-        claimed_file(folder / REPORT_FILE, force=force) as report,
-    ):
-        yield accuracy, report
-
-
-def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
-    """accuracy.json and report.html of a judgement, to paths of ``claimed_files``; what its build
-    recorded goes along.
-    """
-    manifest = read_manifest(bundle, check_hashes=False)
-    accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}
-    paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")
-    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-    write_report(paths[1], manifest, accuracy, sizes, judgement.speed)
-
-
-def record_runs(
-    source: Source,
-    bundle: dlm_runtime.Bundle,
-    samples: Sequence[Sample],
-    preset: str,
-    on_done: Callable[[], None],
-) -> Recording:
-    """The bundle's runs under a preset of its source, for thresholds and effort levels to be fitted
-    by a replay of them.
-
-    ``on_done`` is called once a run, of which there are as many as samples at most.
-    """
-    policy, candidate = source.presets[preset].greedy(), BundlePredictor(bundle, "candidate")
-    check_policy(policy)
-    length = new_tokens(samples, policy, source.network)
-    return record(candidate, samples, policy, length, candidate.max_canvas_length, on_done)
-
-
-def fit_threshold(
-    source: Source,
-    bundle: dlm_runtime.Bundle,
-    samples: Sequence[Sample],
-    preset: str,
-    seed: int,
-    on_done: Callable[[], None],
-    *,
-    recording: Recording | None,
-    workplace: Workplace | None = None,
-) -> Refit:
-    """Whether the bundle wants another threshold than its source; on samples that are not judged
-    by. See ``judge_source``.
-
-    Thresholds are tried by a replay of ``recording``; None: by generations of both.
-    """
-    import torch
-
-    from dlm_export import families
-    from dlm_export.judging.sides.torch import TorchPredictor
-
-    c, policy, candidate = (
-        source.network,
-        source.presets[preset].greedy(),
-        BundlePredictor(bundle, "candidate"),
-    )
-    length, decode = new_tokens(samples, policy, c), decoder(bundle)
-    if recording is not None:
-        seer = shown_source(source, "fp32", torch.float32, workplace)
-        return refit_by_replay(
-            seer, candidate, recording, length, decode, preset=preset, seed=seed, on_done=on_done
-        )
-    reference = TorchPredictor(families.load(source.parameters, c), "fp32")
-    return refit_threshold(
-        reference,
-        candidate,
-        samples,
-        policy,
-        length,
-        decode,
-        preset=preset,
-        seed=seed,
-        on_done=on_done,
-    )
-
-
-def fit_effort(
-    source: Source,
-    bundle: dlm_runtime.Bundle,
-    samples: Sequence[Sample],
-    threshold: Refit,
-    on_done: Callable[[], None],
-    *,
-    recording: Recording | None,
-) -> Levels:
-    """Effort levels of the preset that ``threshold`` was fitted for, with what came of that. See
-    ``fit_threshold``.
-    """
-    assert threshold.preset is not None
-    policy = (
-        source.presets[threshold.preset]
-        .greedy()
-        .with_fields({"threshold": threshold.refitted.threshold})
-    )
-    length, decode = new_tokens(samples, policy, source.network), decoder(bundle)
-    side: Generator = BundlePredictor(bundle, "candidate") if recording is None else recording.side
-    return fit_levels(
-        side,
-        samples if recording is None else recording.samples,
-        policy,
-        length,
-        decode,
-        preset=threshold.preset,
-        found_by="generations" if recording is None else "replay",
-        on_done=on_done,
-    )
-
-
 def judge_units(samples: Sequence[Sample]) -> int:
     """How often ``judge_source`` calls ``on_done``, at most."""
     return 2 * len(samples)
-
-
-def fit_units(samples: Sequence[Sample], policy: Policy) -> int:
-    """How often ``fit_threshold`` calls ``on_done``, at most."""
-    return refit_steps(len(samples), policy)
-
-
-class MaskedLoss:
-    """The relative increase of masked cross-entropy alone, over all mask ratios, of one candidate
-    after another.
-    """
-
-    def __init__(
-        self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
-    ) -> None:
-        """A reference that has to be shown the canvases is shown them once."""
-        limit = reference.max_canvas_length
-        self._canvases = [
-            seen
-            for number, sample in enumerate(samples)
-            for seen in masked_canvases(
-                sample, number, reference, block_length=policy.block_length, limit=limit, seed=seed
-            )
-        ]
-        self._reference, self._samples, self._seed = reference, len(samples), seed
-        self._show(reference)
-
-    def _show(self, side: Scorer) -> None:
-        if isinstance(side, Seer):
-            side.see([seen.view for seen in self._canvases])
-
-    def of(self, candidate: Scorer) -> float:
-        """A candidate's; infinite where the reference loses nothing."""
-        self._show(candidate)
-        (found,) = compare_masked(self._reference, [candidate], self._canvases)
-        increase = summarise(found.rows, found.sample, self._samples, self._seed)["ce_increase"]
-        return float("inf") if increase is None else float(increase)
-
-
-def statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The calibration record of accuracy.json: provenance, and the ranges of every layer that was
-    observed.
-    """
-    if provenance is None or done.observers is None:
-        return None
-    layers = [observer.summary() for observer in done.observers.values()]
-    reached = [each.as_dict() for each in done.reached.values()]
-    return {**provenance, "observer": done.recipe.observer, "layers": layers, "experts": reached}

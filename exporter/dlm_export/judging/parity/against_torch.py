@@ -18,16 +18,9 @@ import torch
 from dlm_calibration.states import MASK_RATIOS
 from dlm_export.graph import PLAIN_OPSET, experts, trace
 from dlm_export.graph.taps import find_taps
-from dlm_export.judging.parity import by_layer as layerwise
-from dlm_export.judging.parity.verdict import (
-    Canvas,
-    LoopRow,
-    Parity,
-    compare_logits,
-    make_canvases,
-    random_prompts,
-    tolerance_of,
-)
+from dlm_export.judging.parity import by_layer
+from dlm_export.judging.parity.canvases import Canvas, make_canvases, random_prompts
+from dlm_export.judging.parity.verdict import LoopRow, Parity, compare_logits, tolerance_of
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
@@ -113,8 +106,8 @@ def by_layers(
     if "device_file" in manifest["loop"]["graph"]:
         experts.spread(traced.model, source.network)
         taps |= find_taps(traced)
-    progress.start("check layers", layerwise.units(source.network))
-    return layerwise.instead_of_passes(
+    progress.start("check layers", by_layer.units(source.network))
+    return by_layer.instead_of_passes(
         parity,
         folder,
         source.parameters,

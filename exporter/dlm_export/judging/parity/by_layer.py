@@ -35,17 +35,15 @@ from dlm_export.families.base import Parameters
 from dlm_export.graph import GRAPH_FILE
 from dlm_export.graph.parts import END, Part, cut
 from dlm_export.graph.taps import ROUTES, SHOWN, Tap, show
+from dlm_export.judging.parity.canvases import Canvas, make_canvases, random_prompts
 from dlm_export.judging.parity.graph_parts import Values, full_pass, run_parts
 from dlm_export.judging.parity.verdict import (
     LOGITS,
     PART_TOLERANCES,
     ROUTER,
-    Canvas,
     LayerRow,
     Parity,
     graph_rows,
-    make_canvases,
-    random_prompts,
 )
 from dlm_export.memory import give_back
 from dlm_export.network.experts import RoutedMLPs, Router, Stacked

@@ -25,18 +25,14 @@ import numpy as np
 import torch
 
 from dlm_export import families
-from dlm_export.bundle import sha256
+from dlm_export.bundle.folder import sha256
 from dlm_export.checkpoints import tokenizer as released_tokenizer
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Family, Overrides
 from dlm_export.judging.parity import golden
+from dlm_export.judging.parity.canvases import make_canvases, random_prompts, read_prompts
 from dlm_export.judging.parity.golden import Golden, Provenance
-from dlm_export.judging.parity.verdict import (
-    check_host_memory,
-    make_canvases,
-    random_prompts,
-    read_prompts,
-)
+from dlm_export.memory import check_host_memory
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress, Silent
 from dlm_runtime.errors import DlmError, ExitCode

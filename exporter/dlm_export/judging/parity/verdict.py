@@ -1,35 +1,23 @@
-"""What parity is: the canvases that two sides see, the tolerances they are held to, and the
-verdict.
+"""Tolerances of parity, what a comparison found, and the verdict.
 
-Two parities are told apart. A bundle is compared with our own denoiser in torch (``verify``, at the
-end of every build): that cannot see a checkpoint that we misread, because both sides misread it. A
-bundle is compared with logits of the released code (``golden``): that can. Nothing here imports
-torch, so that a board judges golden files as well.
+There are two kinds of parity. ``against_torch`` compares a bundle with our own denoiser in torch, at
+the end of every build; it cannot find a checkpoint that we misread, because both sides misread it.
+``against_golden`` compares with logits of the released code, which can. Nothing here imports torch,
+so a board without torch can check golden files too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from dlm_calibration.states import MASK_RATIOS, mask_independently, random_tokens
-from dlm_export import targets
+from dlm_export.judging.parity.canvases import Canvas
 from dlm_runtime import Bundle
-from dlm_runtime.errors import DlmError, ExitCode, RequestError
-from dlm_runtime.files import read_text
+from dlm_runtime.errors import DlmError, ExitCode
 
-if TYPE_CHECKING:
-    from dlm_export.network.spec import NetworkSpec
-    from dlm_runtime.tokenizer import Tokenizer
-
-PROMPT_LENGTH = 12  # tokens of a random prompt
-TAIL_LENGTH = 48  # random tokens behind a prompt
-PROMPTS_LIMIT_BYTES = 16 << 20
-ROWS_PER_CANVAS = 16  # logits rows compared a canvas; 126,464 fp32 logits a row are 0.5 MB
 OUR_DENOISER = "our torch denoiser"
 ROUTER = "fp32"  # what a row of parts says that a router is held in, whatever the full precision is
 LOGITS = "logits"  # what a row of parts calls the network's end
@@ -77,17 +65,6 @@ def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
         if cache_dtype == "float32"
         else replace(found, agreement=min(found.agreement, ROUNDED_CACHE_AGREEMENT))
     )
-
-
-@dataclass(frozen=True, eq=False)
-class Canvas:
-    """A canvas to compare on: ids int64 ``[L]``, masked at ``mask_ratio``, and which of its rows
-    ``[R]`` are looked at.
-    """
-
-    mask_ratio: float
-    tokens: np.ndarray
-    rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -223,56 +200,6 @@ class Parity:
         return asdict(self) | {"passed": not self.misses, "misses": self.misses}
 
 
-def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int]]:
-    """Seeded prompts of random ids without special ones, at most ``PROMPT_LENGTH`` and half a
-    canvas long.
-    """
-    c, rng = network, np.random.default_rng(seed)
-    length = max(1, min(PROMPT_LENGTH, c.max_canvas_length // 2))
-    return [
-        random_tokens(length, c.vocab_size, (c.mask_token_id, *c.eos_token_ids), rng).tolist()
-        for _ in range(count)
-    ]
-
-
-def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[list[int]]:
-    """The first ``count`` lines of a text file as ids, without empty lines. Raises RequestError.
-
-    A special token that a line spells is that token, as in the released code.
-    """
-    if tokenizer is None:
-        raise RequestError(f"{path}: there is no tokenizer for text; leave --prompts out")
-    lines = [
-        line
-        for line in read_text(path, PROMPTS_LIMIT_BYTES, RequestError).splitlines()
-        if line.strip()
-    ]
-    if not lines:
-        raise RequestError(f"{path}: holds no prompt")
-    return [tokenizer.encode(line, True) for line in lines[:count]]
-
-
-def make_canvases(
-    network: NetworkSpec, prompts: Sequence[Sequence[int]], seed: int
-) -> list[Canvas]:
-    """Every prompt, followed by random ids, at each of ``MASK_RATIOS``; a prompt's own ids stay."""
-    c, rng = network, np.random.default_rng(seed)
-    canvases = []
-    for ratio in MASK_RATIOS:
-        for prompt in prompts:
-            length = max(1, min(TAIL_LENGTH, c.max_canvas_length - len(prompt)))
-            tail = random_tokens(length, c.vocab_size, (c.mask_token_id,), rng)
-            canvas = np.array([*prompt, *tail])[: c.max_canvas_length]
-            canvas = mask_independently(
-                canvas, ratio, c.mask_token_id, rng, protected=min(len(prompt), len(canvas) - 1)
-            )
-            rows = np.sort(
-                rng.choice(len(canvas), size=min(ROWS_PER_CANVAS, len(canvas)), replace=False)
-            )
-            canvases.append(Canvas(ratio, canvas, rows))
-    return canvases
-
-
 def compare_logits(
     bundle: Bundle,
     canvases: Sequence[Canvas],
@@ -330,12 +257,3 @@ def require_parity(parity: Parity, where: str) -> None:
     """Raises ParityError with what is outside the tolerance."""
     if parity.misses:
         raise ParityError(f"{where}: {parity.summary}")
-
-
-def check_host_memory(needed: int, holder: str, instead: str) -> None:
-    """Raises DlmError if this machine has no room for so many bytes, as far as it tells; ``holder``
-    says what holds what.
-    """
-    available = targets.available_memory_bytes()
-    if available is not None and needed > available:
-        raise DlmError(f"{holder}, {needed:,} bytes, and {available:,} are available. {instead}")

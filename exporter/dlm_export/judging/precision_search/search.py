@@ -23,10 +23,10 @@ from dlm_calibration.sensitivity import Choice, Point, trade_off
 from dlm_calibration.states import Sample, State
 from dlm_export.families import weights
 from dlm_export.graph.quantise import misfit
-from dlm_export.judging.accuracy.run import MaskedLoss, shown_source
 from dlm_export.judging.accuracy.verdict import AccuracyError
 from dlm_export.judging.precision_search import sensitivity
-from dlm_export.judging.sides.layerwise import SweptPredictor
+from dlm_export.judging.precision_search.masked_loss import MaskedLoss
+from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source
 from dlm_export.network.denoiser import Block
 from dlm_export.network.layered import Layered, named
 from dlm_export.network.spec import LinearSpec, NetworkSpec

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlm_export.bundle import network_of, read_manifest
-from dlm_export.judging.report import figures
+from dlm_export.bundle.manifest import network_of, read_manifest
+from dlm_export.judging.report import drawing, figures
 from dlm_export.judging.report.figures import TradePoint
 from dlm_export.judging.report.page import ACCURACY_FILE, write_page
 from dlm_runtime.errors import DlmError, ExitCode
@@ -231,7 +231,7 @@ def write_comparison(
 
 def _trade(
     title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]
-) -> figures.Figure | None:
+) -> drawing.Figure | None:
     """None where fewer than two bundles have a loss."""
     points: list[TradePoint] = []
     for entry, where in zip(entries, at, strict=True):

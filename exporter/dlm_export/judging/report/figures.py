@@ -1,194 +1,44 @@
-"""The figures of report.html: matplotlib to inline SVG that takes its colours, font and size from
-the page. And a plan's.
-
-matplotlib draws in placeholder colours, which become the style sheet's variables, so that a figure
-follows light and dark mode; text stays text. Every figure is ``WIDTH`` units wide and carries its
-numbers in words, for those who hear the page.
-"""
+"""The figures of the pages, one function each."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from markupsafe import Markup, escape
+
+from dlm_export.judging.report.drawing import (
+    CANDIDATE,
+    MUTED,
+    REFERENCE,
+    RULE,
+    Figure,
+    draw,
+    label_of,
+    with_nan,
+)
+from dlm_export.judging.report.numbers import (
+    TIMES,
+    as_change,
+    as_number,
+    as_percent,
+    finite,
+    formatted,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
+
 LONG_AXIS = 4  # times high's passes from which a plot of effort is logarithmic
-# units of every figure: about as many pixels on a telephone, so that text of 9 units stays legible
-WIDTH = 360
-MISSING, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
-# What matplotlib draws in -> what the page shows.
-INK, MUTED, RULE, REFERENCE, CANDIDATE = "#010101", "#020202", "#030303", "#040404", "#050505"
-_COLOURS = {
-    INK: "currentColor",
-    MUTED: "var(--muted)",
-    RULE: "var(--rule)",
-    REFERENCE: "var(--reference)",
-    CANDIDATE: "var(--candidate)",
-}
-_STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign in a layer's name is a dollar sign
-    "font.size": 10.5,
-    "text.color": INK,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "axes.linewidth": 0.7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": RULE,
-    "grid.linewidth": 0.7,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4.5,
-}
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One drawing: inline SVG, its title, how to read it, and its legend as (style sheet class,
-    words).
-    """
-
-    title: str
-    reading: str
-    legend: list[tuple[str, str]]
-    svg: str
-
-
-def printable(text: str) -> str:
-    """``text`` without what a page must not hold: controls become their pictures, or U+FFFD with
-    the other unfit ones.
-    """
-    text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
-    # C1 controls, bidirectional overrides (they reorder their surroundings), lone surrogates (UTF-8
-    # has none).
-    return re.sub(r"[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
-
-
-def finite(value: float | None, otherwise: float) -> float:
-    return float(value) if value is not None and math.isfinite(value) else otherwise
-
-
-def formatted(value: float | None, form: Callable[[float], str]) -> str:
-    if value is None:
-        return MISSING
-    return form(value).replace("-", MINUS) if math.isfinite(value) else "not finite"
-
-
-def as_number(value: float | None, digits: int = 4) -> str:
-    """``value`` to ``digits`` significant digits; an exponent only where the plain form would be
-    long. Integers are exact.
-    """
-
-    def form(number: float) -> str:
-        if isinstance(number, int):
-            return f"{number:,}"
-        if number and not 1e-4 <= abs(number) < 1e6:
-            return f"{number:.{digits - 1}e}"
-        decimals = digits - 1 - math.floor(math.log10(abs(number))) if number else digits - 1
-        return f"{number:,.{max(0, decimals)}f}"
-
-    return formatted(value, form)
-
-
-def as_percent(value: float | None, decimals: int = 1) -> str:
-    """A share as per cent; rounding never turns a share below 1 into 100%, nor one above 0 into 0%."""
-
-    def form(share: float) -> str:
-        text, least = f"{share:.{decimals}%}", 10.0**-decimals
-        if share > 0 and float(text[:-1]) == 0:
-            return f"<{least:.{decimals}f}%"
-        if share < 1 and float(text[:-1]) == 100:
-            return f">{100 - least:.{decimals}f}%"
-        return text
-
-    return formatted(value, form)
-
-
-def as_change(value: float | None) -> str:
-    """A relative change as signed per cent."""
-    return formatted(value, lambda change: f"{change:+.2%}")
-
-
-def as_points(value: float | None) -> str:
-    """A difference of two shares, in signed points."""
-    return formatted(value, lambda difference: f"{100 * difference:+.1f}")
-
-
-def _draw(
-    title: str, description: str, height: float, paint: Callable[[Canvas], None], **words: Any
-) -> Figure:
-    """``paint`` on a canvas ``WIDTH`` x ``height``, as SVG without identifiers, colours or fonts of
-    its own.
-    """
-    import matplotlib.style
-    from matplotlib.figure import Figure as Canvas
-
-    buffer = io.StringIO()
-    # Marker and clip paths are named by a hash with this salt: two figures on one page must not
-    # share a name.
-    with matplotlib.style.context(["default", _STYLE | {"svg.hashsalt": title}]):
-        canvas = Canvas(figsize=(WIDTH / 72, height / 72), layout="constrained")
-        paint(canvas)
-        canvas.savefig(
-            buffer,
-            format="svg",
-            transparent=True,
-            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
-        )
-    svg = buffer.getvalue()
-    body = svg[svg.index(">", svg.index("<svg")) + 1 :]
-    body = re.sub(
-        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->|<title>.*?</title>",
-        "",
-        body,
-        flags=re.DOTALL,
-    )
-    # figure_1, axes_1, line2d_1: the same in every figure, and nothing refers to them.
-    body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
-    body = re.sub(
-        r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body
-    )  # before matplotlib 3.10
-    body = re.sub(r"font-family: [^;\"]*(; )?| transform=\"rotate\(-?0 [^\"]*\"", "", body)
-    body = re.sub(r"(?<=: )#0\d0\d0\d", lambda match: _COLOURS.get(match[0], match[0]), body)
-    body = re.sub(r"\s*\n\s*", "\n", body)
-    head = f'<svg class="chart" role="img" aria-label="{escape(printable(description))}" viewBox="0 0 {WIDTH} {height:g}">'
-    return Figure(title=title, svg=Markup(f"{head}<title>{escape(title)}</title>{body}"), **words)
-
-
-def _numbers(values: Iterable[float | None]) -> np.ndarray:
-    """fp64 with NaN, which matplotlib leaves out, for whatever is missing or not finite."""
-    return np.array([finite(value, math.nan) for value in values], dtype=float)
-
-
-def _label(layer: str) -> str:
-    """A layer's name in at most 27 characters that every font has."""
-    layer = "".join(letter if " " <= letter <= "~" else "?" for letter in layer)
-    return layer if len(layer) <= 27 else f"{layer[:12]}…{layer[-14:]}"
 
 
 def _layer_axis(axes: Axes, layers: Sequence[str]) -> None:
     """One row a layer, the first on top, names at the left."""
-    axes.set_yticks(range(len(layers)), [_label(layer) for layer in layers], fontsize=9.5)
+    axes.set_yticks(range(len(layers)), [label_of(layer) for layer in layers], fontsize=9.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
@@ -205,10 +55,10 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
     rows, floor = judgement["buckets"], judgement["noise_floor"]
     ratios = [row["mask_ratio"] for row in rows]
     ours, theirs = (
-        _numbers(row[f"{who}_ce"] for row in rows) for who in ("candidate", "reference")
+        with_nan(row[f"{who}_ce"] for row in rows) for who in ("candidate", "reference")
     )
-    increase = 100 * _numbers(row["ce_increase"] for row in rows)
-    bounds = 100 * np.array([_numbers(row["ce_increase_interval"] or (None, None)) for row in rows])
+    increase = 100 * with_nan(row["ce_increase"] for row in rows)
+    bounds = 100 * np.array([with_nan(row["ce_increase_interval"] or (None, None)) for row in rows])
 
     def paint(canvas: Canvas) -> None:
         top, bottom = canvas.subplots(2, sharex=True, height_ratios=(3, 2))
@@ -244,14 +94,14 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
         legend.append(("floor", "increase within the noise floor"))
     values = ", ".join(f"{row['mask_ratio']:g}: {as_change(row['ce_increase'])}" for row in rows)
     description = f"Increase of the masked cross-entropy by mask ratio. {values}."
-    return _draw("Loss by mask ratio", description, 268, paint, reading=reading, legend=legend)
+    return draw("Loss by mask ratio", description, 268, paint, reading=reading, legend=legend)
 
 
 def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """Largest input per mask-ratio bucket, over the layer's smallest bucket: a row a layer, darker
     is larger.
     """
-    ranges = np.array([_numbers(row["by_bucket"]) for row in layers])
+    ranges = np.array([with_nan(row["by_bucket"]) for row in layers])
     ranges[ranges <= 0] = math.nan
     smallest = np.array([np.min(row[np.isfinite(row)], initial=math.inf) for row in ranges])
     times = ranges / smallest[:, None]
@@ -289,7 +139,7 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
     )
     values = ", ".join(f"{row['layer']} {as_number(row['drift'], 3)} times" for row in layers[:5])
     description = f"Range drift of the layers' inputs over the mask ratio, largest first: {values}."
-    return _draw(
+    return draw(
         "Range drift by layer",
         description,
         40 + 18 * len(layers),
@@ -302,8 +152,8 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """KL that quantising one layer alone costs, at the frontier and on all masked positions."""
     frontier, everywhere = (
-        _numbers(row["frontier_kl"] for row in layers),
-        _numbers(row["kl"] for row in layers),
+        with_nan(row["frontier_kl"] for row in layers),
+        with_nan(row["kl"] for row in layers),
     )
     known = np.concatenate([frontier, everywhere])
     is_log = bool(np.all(known[np.isfinite(known)] > 0))
@@ -328,7 +178,7 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
     reading = "Divergence from the reference when this layer alone is quantised; the costliest at the frontier come first."
     values = ", ".join(f"{row['layer']} {as_number(sensitivity(row), 3)}" for row in layers[:5])
     description = f"KL of each layer quantised alone, largest first: {values}."
-    return _draw(
+    return draw(
         "Sensitivity by layer",
         description,
         48 + 18 * len(layers),
@@ -373,7 +223,7 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
         "How many passes each prompt took at the same policy; the vertical lines are the means."
     )
     description = f"Histogram of passes a prompt: {means[0]}; {means[1]}."
-    return _draw("Passes a prompt", description, 190, paint, reading=reading, legend=legend)
+    return draw("Passes a prompt", description, 190, paint, reading=reading, legend=legend)
 
 
 def _names(judgement: Mapping[str, Any]) -> tuple[str, str]:
@@ -444,7 +294,7 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
         f"{name}: threshold {p['threshold']:g}, quality {as_percent(p['quality'])}, {as_number(p['nfe'], 3)} passes"
         for name, p in ((name, refit[name]) for name in ("reference", "original", "refitted"))
     )
-    return _draw("Quality against passes", description, 210, paint, reading=reading, legend=legend)
+    return draw("Quality against passes", description, 210, paint, reading=reading, legend=legend)
 
 
 def draw_effort(effort: Mapping[str, Any]) -> Figure:
@@ -488,7 +338,7 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
         f"{name}: quality {as_percent(p['quality'])}, {as_number(p['nfe'], 3)} passes"
         for name, p in levels.items()
     )
-    return _draw(
+    return draw(
         "Effort levels",
         description,
         210,
@@ -520,7 +370,7 @@ def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figur
         axes.axhline(0, color=MUTED, linewidth=0.8)
         for point in points:
             colour, fill = (REFERENCE, "none") if point.is_reference else (CANDIDATE, CANDIDATE)
-            low, high = _numbers(point.interval or (None, None))
+            low, high = with_nan(point.interval or (None, None))
             axes.vlines(point.at, 100 * low, 100 * high, color=colour, linewidth=1.4)
             axes.plot(
                 point.at,
@@ -531,7 +381,7 @@ def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figur
                 markersize=6,
             )
             axes.annotate(
-                _label(point.name),
+                label_of(point.name),
                 (point.at, 100 * point.increase),
                 (6, 4),
                 textcoords="offset points",
@@ -548,58 +398,6 @@ def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figur
     values = ", ".join(
         f"{point.name}: {as_number(point.at, 3)}, {as_change(point.increase)}" for point in points
     )
-    return _draw(
+    return draw(
         title, f"{title}, {quantity}: {values}.", 210, paint, reading=reading, legend=legend
     )
-
-
-def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
-    """Write what a token takes along each axis of a plan (``plan.Growth`` as plain values) to a PNG
-    or SVG of its own.
-
-    ``quantity`` is the field of the points to draw, one line a target; points that are None are
-    left out, and so are targets without another.
-    """
-    import matplotlib.style
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure as Canvas
-
-    # No page colours these: placeholders become greys.
-    greys = {INK: "#222222", MUTED: "#666666", RULE: "#dddddd"}
-    style = {
-        key: greys.get(value, value) if isinstance(value, str) else value
-        for key, value in _STYLE.items()
-    }
-    with matplotlib.style.context(["default", style | {"svg.hashsalt": title}]):
-        canvas = Canvas(figsize=(3 * WIDTH / 72, WIDTH / 72), layout="constrained")
-        canvas.suptitle(printable(title), x=0.01, ha="left")
-        drawn = [
-            target
-            for target in growth[0]["lines"]
-            if any(any(each["lines"][target]) for each in growth)
-        ]
-        for axes, each in zip(
-            np.atleast_1d(canvas.subplots(1, len(growth), sharey=True)), growth, strict=True
-        ):
-            places = range(len(each["values"]))
-            for number, target in enumerate(drawn):
-                values = _numbers(
-                    None if point is None else point[quantity] for point in each["lines"][target]
-                )
-                marker, line = (
-                    "osD^v<>ph*"[number // 10 % 10],
-                    ("-", "--", ":", "-.")[number // 10 % 4],
-                )
-                axes.plot(
-                    places,
-                    values,
-                    marker + line,
-                    color=colormaps["tab10"](number % 10),
-                    label=target,
-                )
-            axes.set_title(f"{each['axis']}, {each['denoiser']}")
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.set_xticks(places, [str(value) for value in each["values"]], rotation=45)
-        canvas.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
-        canvas.savefig(path, dpi=150)

@@ -12,15 +12,20 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dlm_calibration.metrics import is_told_from_zero
 from dlm_calibration.recipes import HIGH
 from dlm_export import outputs
-from dlm_export.judging.report import figures
-from dlm_export.judging.report.figures import as_change, as_number, as_percent, finite, printable
+from dlm_export.judging.report import figures, numbers
+from dlm_export.judging.report.numbers import (
+    FORMS,
+    as_interval,
+    finite,
+    printable,
+)
 from dlm_runtime.errors import DlmError
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
@@ -202,41 +207,15 @@ def _shown(value: object) -> object:
     not hold.
     """
     if value is None:
-        return figures.MISSING
+        return numbers.MISSING
     return (
         printable(value) if type(value) is str else value
     )  # Markup is a str too, and stays as it is
 
 
-def as_bytes(count: int) -> str:
-    """``count`` bytes in the largest binary unit that leaves at least 1."""
-    power = min(3, max(0, (int(count).bit_length() - 1) // 10))
-    return (
-        f"{count:,} B"
-        if power == 0
-        else f"{count / 1024**power:.4g} {('', 'KiB', 'MiB', 'GiB')[power]}"
-    )
-
-
 def as_points(value: float | None) -> str:
     """A difference of two shares, in signed points."""
-    return figures.formatted(value, lambda difference: f"{100 * difference:+.1f}")
-
-
-def as_ratio(value: float | None) -> str:
-    """A ratio near 1."""
-    return figures.formatted(value, lambda ratio: f"{ratio:.3f}")
-
-
-FORMS: dict[str, Callable[..., str]] = {
-    form.__name__: form
-    for form in (as_bytes, as_change, as_number, as_percent, as_points, as_ratio)
-}
-
-
-def as_interval(pair: Sequence[float | None] | None, form: str) -> str:
-    """Both ends of a 95% interval in one of ``FORMS``."""
-    return " to ".join(FORMS[f"as_{form}"](value) for value in pair) if pair else figures.MISSING
+    return numbers.formatted(value, lambda difference: f"{100 * difference:+.1f}")
 
 
 def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

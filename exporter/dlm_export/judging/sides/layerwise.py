@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_export import families
 from dlm_export.judging.sides.side import View, rows_of
 from dlm_export.network import proposers
 from dlm_export.network.layered import Carried, Layered
 from dlm_export.network.turns import Turn, Walk
 from dlm_export.network.walks import Walked
+from dlm_export.sources import Source
+from dlm_export.workplace import Workplace
 from dlm_runtime import Policy
 
 
@@ -93,6 +96,15 @@ class SweptPredictor:
     def _logits(self, features: Tensor) -> np.ndarray:
         found: np.ndarray = self._project(features).numpy()
         return found
+
+
+def shown_source(
+    source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None
+) -> SweptPredictor:
+    """A source in torch that is shown its canvases, and is read a layer at a time."""
+    place = workplace or Workplace()
+    layered = families.layered(source.parameters, source.network, dtype, place.device)
+    return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
 
 
 def view_key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:

@@ -19,7 +19,7 @@ import numpy as np
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.states import MASK_RATIOS, Sample
-from dlm_export.judging.accuracy.frontier import prompt_of
+from dlm_export.judging.sides.prompts import prompt_of
 from dlm_export.judging.sides.side import Generator, JudgeError, Predictor, Seer, check_comparable
 from dlm_export.judging.tuning.replay import Recording, Replayed
 from dlm_runtime import Policy
