@@ -21,7 +21,7 @@ import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.judging.accuracy.run import JudgingOptions, judge_bundle
-from dlm_export.judging.tuning import fit_in_build
+from dlm_export.judging.tuning.fit_in_build import fit_threshold
 from dlm_export.opening import Opening
 from dlm_export.progress import Silent
 from dlm_export.quantising.samples import CalibrationOptions, load_data
@@ -72,14 +72,13 @@ def measure(
         }
         with dlm_runtime.open(folder) as bundle:
             own = load_data(source.network, source.path, bundle.tokenizer, CalibrationOptions())
-            fitted = fit_in_build.fit_threshold(
+            fitted = fit_threshold(
                 source,
                 bundle,
                 own.calibration[:FITTED],
                 "fast-dllm",
                 0,
                 lambda: None,
-                recording=None,
             )
         row["threshold"] = fitted.as_dict()
         threshold = fitted.refitted.threshold

@@ -159,7 +159,6 @@ def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
     point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5}
     fitted = {
         "quality": "task",
-        "found_by": "replay",
         "samples": 3,
         "curve": [point],
         "levels": dict.fromkeys(LEVELS, point),

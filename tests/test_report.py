@@ -180,7 +180,6 @@ def test_a_reference_that_did_not_run_freely_is_said_to_be_followed(tmp_path: Pa
     free["reference_nfe"][0] = 6.25
     free["task"] |= {"reference": None, "difference": None, "difference_interval": None}
     free["samples"][0] |= {"reference": None, "reference_nfe": 6.25}
-    judgement["threshold"]["found_by"] = "replay"
     text = Page(rendered(tmp_path, accuracy=accuracy)).text
     for words in (
         "Runs equal by induction 87.5%",

@@ -18,9 +18,9 @@ from dlm_export.judging.accuracy.verdict import Judgement, check_budgets
 from dlm_export.judging.parity import against_torch, by_layer
 from dlm_export.judging.parity.verdict import Parity, require_parity
 from dlm_export.judging.precision_search import sensitivity
-from dlm_export.judging.tuning import fit_in_build
 from dlm_export.judging.tuning.effort_levels import Levels, level_units
-from dlm_export.judging.tuning.threshold import Refit
+from dlm_export.judging.tuning.fit_in_build import fit_effort, fit_threshold
+from dlm_export.judging.tuning.threshold import Refit, refit_steps
 from dlm_export.progress import Stages
 from dlm_export.quantising import samples
 from dlm_export.quantising.numbers import Quantisation
@@ -176,10 +176,10 @@ def _judge_cache(
                 is_calibrating=False,
             )
         judging = data.judging[: options.effort.judged or CACHE_SAMPLES]
+        policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
         with stages.stage(
             "judge cache", len(rounded_cache.caches_of(source.network)) * len(judging)
         ) as advance:
-            policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
             return rounded_cache.judge_cache(
                 source, bundle, judging, job.cache_dtype, policy, seed, advance, workplace
             )
@@ -187,14 +187,15 @@ def _judge_cache(
 
 def _judge(
     job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
-) -> tuple[Judgement, Refit, Levels]:
-    """What quantisation costs, the threshold that makes up for it, and what loops by effort cost
-    and give.
+) -> tuple[Judgement, Refit | None, Levels | None]:
+    """What quantisation costs and, where all loops may run freely, the threshold that makes up for
+    it and the effort levels.
     """
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
     effort = options.effort.beside(sum(stages.seconds.values()))
+    exact = effort.name == "full"
     policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
     judging = calibration.data.judging[: effort.most]
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
@@ -214,26 +215,12 @@ def _judge(
             )
         # As many samples as were worth judging.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
-        recording = None
-        if effort.name != "full":
-            with stages.stage("record runs", len(fitting)) as advance:
-                recording = fit_in_build.record_runs(source, bundle, fitting, job.preset, advance)
-        with stages.stage("fit threshold", fit_in_build.fit_units(fitting, policy)) as advance:
-            threshold = fit_in_build.fit_threshold(
-                source,
-                bundle,
-                fitting,
-                job.preset,
-                seed,
-                advance,
-                recording=recording,
-                workplace=workplace,
-            )
-        with stages.stage("fit effort", level_units(policy, source.network.shift)) as advance:
-            levels = fit_in_build.fit_effort(
-                source, bundle, fitting, threshold, advance, recording=recording
-            )
-    exact = effort.name == "full"
+        threshold, levels = None, None
+        if exact:
+            with stages.stage("fit threshold", refit_steps(len(fitting), policy)) as advance:
+                threshold = fit_threshold(source, bundle, fitting, job.preset, seed, advance)
+            with stages.stage("fit effort", level_units(policy, source.network.shift)) as advance:
+                levels = fit_effort(source, bundle, fitting, threshold, advance)
     fitted = replace(calibration.data, calibration=fitting)
     states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))
     if not exact:
@@ -254,7 +241,7 @@ def _judge(
         judgement,
         layers=sensitivity.as_rows(lost, source.network, numbers.formats),
         layers_method=sensitivity.method(exact=exact),
-        threshold=threshold.as_dict(),
+        threshold=None if threshold is None else threshold.as_dict(),
     )
     return judgement.with_budgets(options.budgets), threshold, levels
 

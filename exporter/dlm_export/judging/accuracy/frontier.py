@@ -137,17 +137,15 @@ def meet_within(
     *,
     passes: int,
     least: int = 1,
-    on_done: Callable[[], None] = lambda: None,
 ) -> list[Met]:
     """Runs of the first samples (with their numbers), as many as ``passes`` in all allow, ``least``
-    of them whatever they take. ``on_done`` is called once a run.
+    of them whatever they take.
     """
     runs: list[Met] = []
     for number, sample in samples:
         if len(runs) >= least and sum(run.nfe for run in runs) + runs[-1].nfe > passes:
             break
         runs.append(meet(predictor, sample, number, policy, max_new_tokens, limit))
-        on_done()
     return runs
 
 

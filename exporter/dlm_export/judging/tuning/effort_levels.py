@@ -23,7 +23,7 @@ from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.states import Sample
 from dlm_export.judging.sides.prompts import prompt_of
 from dlm_export.judging.sides.side import Generator, JudgeError
-from dlm_export.judging.tuning.threshold import Way, check_policy
+from dlm_export.judging.tuning.threshold import check_policy
 from dlm_runtime import Policy
 
 LEVELS = ("instant", "low", "medium", "high")
@@ -53,12 +53,11 @@ class Levels:
     """Loops of a preset by effort, and the curve that they were chosen from, fewest passes first.
 
     ``quality`` is ``task`` (right answers) or ``agreement`` (tokens equal to those at one token a
-    pass), over ``samples``. ``found_by``: each loop ran, or runs under the preset were replayed.
+    pass), over ``samples``.
     """
 
     preset: str
     quality: str
-    found_by: Way
     samples: int
     curve: list[LevelPoint]
     levels: dict[str, LevelPoint]
@@ -70,7 +69,6 @@ class Levels:
         return {
             "preset": self.preset,
             "quality": self.quality,
-            "found_by": self.found_by,
             "samples": self.samples,
         } | {
             "curve": curve,
@@ -118,7 +116,6 @@ def fit_levels(
     decode: Decode,
     *,
     preset: str,
-    found_by: Way,
     on_done: Callable[[], None] = lambda: None,
 ) -> Levels:
     """Try every one of ``variants`` on the samples, and the best of them as the preset stores; and
@@ -171,7 +168,7 @@ def fit_levels(
         on_done()
     kind = "task" if is_task else "agreement"
     ascending = sorted(curve, key=lambda point: (point.nfe, -point.quality))
-    return Levels(preset, kind, found_by, len(samples), ascending, choose_levels(curve, curve[0]))
+    return Levels(preset, kind, len(samples), ascending, choose_levels(curve, curve[0]))
 
 
 def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:

@@ -61,7 +61,6 @@ def fit_bundle(
             new_tokens(samples, policy, network),
             decoder(bundle),
             preset=preset,
-            found_by="generations",
             on_done=progress.advance,
         )
     made, files = levels.applied(manifest), manifest["files"]

@@ -2,9 +2,8 @@
 reference misses it.
 
 A preset's threshold is changed only where samples show that another is better, by paired bootstrap
-intervals; what they cannot show leaves it as it was. Thresholds are tried by real generations of
-both sides, or by a replay of the candidate's runs under the preset (``replay``), and what that
-finds is then confirmed by generations of the candidate.
+intervals; what they cannot show leaves it as it was. Thresholds are tried by generations of both
+sides.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.states import MASK_RATIOS, Sample
 from dlm_export.judging.sides.prompts import prompt_of
-from dlm_export.judging.sides.side import Generator, JudgeError, Predictor, Seer, check_comparable
-from dlm_export.judging.tuning.replay import Recording, Replayed
+from dlm_export.judging.sides.side import Generator, JudgeError, check_comparable
 from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
@@ -31,7 +29,6 @@ THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99
 MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
-Way = Literal["generations", "replay"]
 
 
 @dataclass(frozen=True)
@@ -54,9 +51,7 @@ class Refit:
     ``quality`` is ``task`` (right answers) or ``agreement`` (tokens equal to the reference's at one
     token a pass). ``difference`` is the quality at ``refitted`` less the reference's, ``interval``
     its 95% interval, paired over ``samples``. ``reached``: the interval leaves out a loss of more
-    than ``MARGIN``. ``found_by``: how thresholds were tried; a ``replay`` that changes one was
-    confirmed, and ``original`` and ``refitted`` are then of generations. ``verdict`` says what
-    became of the preset's threshold:
+    than ``MARGIN``. ``verdict`` says what became of the preset's threshold:
 
     ========= ===========================================================================================================
     kept      nothing shows that another is better
@@ -78,7 +73,6 @@ class Refit:
     samples: int
     difference: float
     interval: tuple[float, float]
-    found_by: Way = "generations"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the manifest and accuracy.json have them."""
@@ -93,7 +87,6 @@ class Refit:
             "samples": self.samples,
             "difference": self.difference,
             "interval": list(self.interval),
-            "found_by": self.found_by,
         }
         return {"preset": self.preset, **points, **rest}
 
@@ -139,7 +132,6 @@ def refit_threshold(
     *,
     preset: str | None = None,
     seed: int = 0,
-    confirm: Generator | None = None,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
     """Find out whether the candidate wants another threshold than the policy's own, and which of
@@ -153,9 +145,8 @@ def refit_threshold(
     quality and makes no fewer passes than the reference: those would be quality spent where the
     samples cannot see it.
 
-    ``confirm``: the candidate itself, where both sides are replayed; a threshold that its own
-    generations do not show to be better is not taken. ``on_done`` is called once a generation: see
-    ``refit_steps``. Raises JudgeError for no samples, RequestError for a policy without threshold.
+    ``on_done`` is called once a generation: see ``refit_steps``. Raises JudgeError for no samples,
+    RequestError for a policy without threshold.
     """
     check_policy(policy)
     if not samples:
@@ -163,9 +154,7 @@ def refit_threshold(
     check_comparable(reference, candidate)
     is_task = all(sample.answer is not None for sample in samples) and decode([]) is not None
     used = (
-        samples
-        if is_task or confirm is not None
-        else samples[: max(1, len(samples) * len(MASK_RATIOS) // max_new_tokens)]
+        samples if is_task else samples[: max(1, len(samples) * len(MASK_RATIOS) // max_new_tokens)]
     )
     limit = min(reference.max_canvas_length, candidate.max_canvas_length)
     asked = [prompt_of(sample, max_new_tokens, limit) for sample in used]
@@ -241,13 +230,6 @@ def refit_threshold(
         found = _lowest([t for t in sorted(grid) if t < policy.threshold], saves)
         if found is not None and is_told(at(found), original, "lowered"):
             chosen, verdict = at(found), "lowered"
-    if confirm is not None and verdict in ("raised", "lowered"):
-        before, after = trial(confirm, original.threshold), trial(confirm, chosen.threshold)
-        keeps = verdict == "raised" or after.quality.mean() >= before.quality.mean()
-        if keeps and is_told(after, before, verdict):
-            original, chosen = before, after
-        else:
-            chosen, verdict = original, "kept"
     interval = difference(chosen, goal)
     return Refit(
         preset=preset,
@@ -261,44 +243,6 @@ def refit_threshold(
         samples=len(used),
         difference=float((chosen.quality - goal.quality).mean()),
         interval=interval,
-        found_by="generations" if confirm is None else "replay",
-    )
-
-
-def refit_by_replay(
-    reference: Seer,
-    candidate: Predictor,
-    recording: Recording,
-    max_new_tokens: int,
-    decode: Decode,
-    *,
-    preset: str | None = None,
-    seed: int = 0,
-    on_done: Callable[[], None] = lambda: None,
-) -> Refit:
-    """``refit_threshold`` from one set of runs: the candidate's under the preset, and what both
-    sides predict on their canvases.
-
-    ``on_done`` is called once a run. Raises JudgeError, RequestError.
-    """
-    policy, runs, ours = recording.policy, recording.runs, recording.side
-    check_policy(policy)
-    check_comparable(reference, candidate)
-    reference.see([view for run in runs for view in run.views])
-    theirs = Replayed(reference, runs, policy)
-    for _ in runs:
-        on_done()
-    used = recording.samples
-    return refit_threshold(
-        theirs,
-        ours,
-        used,
-        policy,
-        max_new_tokens,
-        decode,
-        preset=preset,
-        seed=seed,
-        confirm=candidate,
     )
 
 
