@@ -23,11 +23,12 @@ import dlm_runtime
 from dlm_export import targets
 from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
+from dlm_runtime.manifest import schema
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "examples" / "demo-denoiser"
 HELD_OUT = ROOT / "examples" / "demo" / "heldout.jsonl"
-SCHEMA = json.loads((ROOT / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
+SCHEMA = schema()
 CALIBRATED = ("--calib-samples", "6", "--calib-states", "4")
 SMALL = (*CALIBRATED, "--judged", "3")
 
