@@ -25,10 +25,9 @@ from referencing import Registry
 import dlm_runtime
 from dlm_export.bundle.folder import sha256, write_manifest
 from dlm_export.tensorrt import audit, builders, engine
+from dlm_runtime.manifest import schema
 
-SCHEMA = json.loads(
-    (Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text()
-)
+SCHEMA = schema()
 
 
 @pytest.fixture

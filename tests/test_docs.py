@@ -28,6 +28,7 @@ import dlm_runtime
 from dlm_export import targets
 from dlm_export.cli import main, options
 from dlm_export.families import FAMILIES
+from dlm_runtime.manifest import schema
 from dlm_runtime.policy import PRESETS, Policy
 
 if sys.version_info >= (3, 11):
@@ -504,12 +505,11 @@ def test_decoding_lists_the_policies() -> None:
     assert [_quoted(row[0])[0] for row in _table(page, "preset")] == list(PRESETS)
     rows = {_quoted(row[0])[0]: row[1] for row in _table(page, "field")}
     assert rows.keys() == {field.name for field in fields(Policy)}
-    schema = json.loads((ROOT / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
     for name, said in rows.items():
         default = getattr(Policy(), name)
         if isinstance(default, str):
-            known = schema["$defs"]["preset"]["properties"][name]
-            assert sorted(_quoted(said)) == sorted(known.get("enum", [known.get("const")])), name
+            known = schema()["$defs"]["preset"]["properties"][name]
+            assert sorted(_quoted(said)) == sorted(known["enum"]), name
             assert _quoted(said)[0] == default, name
         else:
             shown = re.search(r"\(([\d.]+)", said) or re.search(r"([\d.]+)", said)
@@ -519,8 +519,7 @@ def test_decoding_lists_the_policies() -> None:
 
 def test_the_bundle_page_names_the_keys_and_ports_of_the_schema() -> None:
     page = ROOT / "docs" / "bundle.md"
-    schema = json.loads((ROOT / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text())
-    keys = schema["properties"]
+    keys = schema()["properties"]
     assert {name for row in _table(page, "key") for name in _quoted(row[0])} == keys.keys()
     loop = keys["loop"]["properties"]
     assert all(

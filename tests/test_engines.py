@@ -43,12 +43,11 @@ from dlm_export import targets
 from dlm_export.sources import open_source
 from dlm_export.tensorrt import builders, bundled, engine, estimate
 from dlm_export.tensorrt.estimate import EngineOptions
+from dlm_runtime.manifest import schema
 
 trt = pytest.importorskip("tensorrt_rtx_bindings")
 
-SCHEMA = json.loads(
-    (Path(__file__).parent.parent / "runtime" / "dlm_runtime" / "manifest.schema.json").read_text()
-)
+SCHEMA = schema()
 SM = {"rtx4090": 89, "rtx5090": 120, "gb10": 121}
 
 

@@ -25,6 +25,7 @@ EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
 ROOMS = (
     {
         "devices",
+        "engines",
         "machine",
         "memory",
         "opening",

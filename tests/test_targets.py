@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from dlm_calibration.recipes import FORMATS, RECIPES, Recipe
 from dlm_export import machine, targets
 from dlm_export.cli import main
+from dlm_export.engines import RTX
 from dlm_export.processors import KERNEL_SETS
 from dlm_export.targets import TargetError, find, find_all, recipe_for
 from dlm_runtime import _native
@@ -316,7 +317,7 @@ def _finds(monkeypatch: pytest.MonkeyPatch, *modules: str, sm: int | None = None
     monkeypatch.setattr(machine, "device_sm", lambda: sm)
 
 
-@pytest.mark.parametrize("module", machine.RTX_MODULES)
+@pytest.mark.parametrize("module", RTX.modules)
 def test_with_tensorrt_rtx_engines_of_its_devices_are_built_here(
     monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 
 from dlm_calibration.pieces import Lazy, ahead, slices
 from dlm_runtime.errors import DlmError, ExitCode
+from dlm_runtime.precision import NUMBER_FORMATS
 
-NUMBER_FORMATS = ("int8", "int4", "fp8", "nvfp4")
 ScaleType = np.dtype[Any]
 FP32: ScaleType = np.dtype(np.float32)
 FP16: ScaleType = np.dtype(np.float16)
@@ -30,22 +30,12 @@ E2M1_VALUES = np.array(
 INT4_GROUP_SIZE = 128  # where none is asked for: the usual one of GPTQ and AWQ
 NVFP4_GROUP_SIZE = 16  # fixed by the format
 
-_LEVELS = {
-    "int8": np.float32(127),
-    "int4": np.float32(7),
-    "fp8": np.float32(448),
-    "nvfp4": np.float32(6 * 448),
-}
-CODE_TYPES = {
-    "int8": np.dtype(np.int8),
-    "int4": np.dtype(ml_dtypes.int4),
-    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
-    "nvfp4": np.dtype(np.uint8),
-}
+_LEVELS = {name: np.float32(known.levels) for name, known in NUMBER_FORMATS.items()}
+CODE_TYPES = {name: np.dtype(known.code_type) for name, known in NUMBER_FORMATS.items()}
 _CODE_LIMITS = {
-    "int8": (np.float32(-127), np.float32(127)),
-    "int4": (np.float32(-8), np.float32(7)),
-    "fp8": (np.float32(-448), np.float32(448)),
+    name: (np.float32(known.code_limits[0]), np.float32(known.code_limits[1]))
+    for name, known in NUMBER_FORMATS.items()
+    if known.code_limits is not None
 }
 _SMALLEST_E4M3 = np.float32(2**-9)
 # Below this a scale is as good as zero, and taken as 1: fp32 subnormals lose bits, and flush to

@@ -30,6 +30,9 @@ from typing import Any
 
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
+from dlm_runtime.precision import FORMATS as FORMATS
+from dlm_runtime.precision import HIGH as HIGH
+from dlm_runtime.precision import LayerFormat as LayerFormat
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,86 +46,6 @@ class RecipeError(DlmError):
     exit_code = ExitCode.WRONG_INPUT
 
 
-@dataclass(frozen=True)
-class LayerFormat:
-    """How one matrix multiplication is computed.
-
-    ``weights`` and ``activations`` name number formats of ``formats.py``; None is full precision.
-    Activations have a range found by calibration (``is_static``) or take it from each pass.
-    ``group_size`` counts weights along the input.
-    """
-
-    weights: str | None = None
-    activations: str | None = None
-    is_static: bool = False
-    group_size: int | None = None
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether activations take their range from each pass, a row of them at a time."""
-        return self.activations is not None and not self.is_static
-
-    @property
-    def is_simulated_on_cpu(self) -> bool:
-        """Whether a CPU computes this in fp32 on quantised values, having no arithmetic for it."""
-        return self.weights in ("fp8", "nvfp4")
-
-    @property
-    def has_half_scales(self) -> bool:
-        """Whether its scales are fp16 in every graph: those of INT4 in panels are a tenth of its
-        bytes.
-        """
-        return self.weights == "int4" and self.is_dynamic
-
-    def weight_bytes(self, inputs: int, outputs: int) -> int:
-        """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision
-        counts as fp32.
-        """
-        elements = inputs * outputs
-        if self.weights is None:
-            return 4 * elements
-        if self.weights in ("int8", "fp8"):
-            return elements + 4 * outputs
-        if self.weights == "int4":
-            assert self.group_size is not None
-            return (elements + 1) // 2 + (2 if self.has_half_scales else 4) * outputs * -(
-                -inputs // self.group_size
-            )
-        return elements // 2 + elements // 16 + 4
-
-
-HIGH = "high"
-FORMATS: dict[str, LayerFormat] = {
-    HIGH: LayerFormat(),
-    "int8-dynamic": LayerFormat("int8", "int8"),
-    "int8-static": LayerFormat("int8", "int8", is_static=True),
-    "int8-weight": LayerFormat("int8"),
-    "int4-g32": LayerFormat("int4", group_size=32),
-    "int4-g64": LayerFormat("int4", group_size=64),
-    "int4-g128": LayerFormat("int4", group_size=128),
-    "int4-g32-dynamic": LayerFormat("int4", "int8", group_size=32),
-    "int4-g64-dynamic": LayerFormat("int4", "int8", group_size=64),
-    "int4-g128-dynamic": LayerFormat("int4", "int8", group_size=128),
-    "fp8": LayerFormat("fp8", "fp8", is_static=True),
-    "nvfp4": LayerFormat("nvfp4", "nvfp4", is_static=True, group_size=16),
-    "nvfp4-weight": LayerFormat("nvfp4", group_size=16),
-}
-NEXT: dict[str, tuple[str, ...]] = {
-    "int8-dynamic": ("int8-weight",),
-    "int8-static": ("int8-dynamic",),
-    "int8-weight": ("int8-dynamic",),
-    "int4-g128": ("int4-g64", "int4-g32", "int8-weight", "int8-dynamic"),
-    "int4-g64": ("int4-g32", "int8-weight", "int8-dynamic"),
-    "int4-g32": ("int8-weight", "int8-dynamic"),
-    "int4-g128-dynamic": ("int8-dynamic", "int8-weight"),
-    "int4-g64-dynamic": ("int8-dynamic", "int8-weight"),
-    "int4-g32-dynamic": ("int8-dynamic", "int8-weight"),
-    "nvfp4": ("fp8", "int8-weight"),
-    "nvfp4-weight": ("int8-weight",),
-}
-"""What a layer is held in whose shape does not suit its format: the first that its shape and the
-target take, else ``HIGH``.
-"""
 OBSERVERS = ("max", "percentile", "mse", "entropy")
 SOLVERS = ("nearest", "awq", "gptq")
 EMBEDDINGS = ("int8", "fp8")

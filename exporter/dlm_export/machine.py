@@ -10,12 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dlm_export.engines import RTX, TENSORRT
 from dlm_export.targets import Target
-
-RTX_MODULES = (
-    "tensorrt_rtx",
-    "tensorrt_rtx_bindings",
-)  # NVIDIA's whole package, or its bindings alone
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,8 @@ class Builders:
 
 def builders_here() -> Builders:
     """This machine's. Imports none of them."""
-    rtx = any(map(find_spec, RTX_MODULES))
-    return Builders(bool(find_spec("onnxruntime")), rtx, bool(find_spec("tensorrt")), device_sm())
+    rtx, tensorrt = (any(map(find_spec, builder.modules)) for builder in (RTX, TENSORRT))
+    return Builders(bool(find_spec("onnxruntime")), rtx, tensorrt, device_sm())
 
 
 def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str]:
@@ -52,12 +48,12 @@ def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str
         if here.onnxruntime:
             return True, "ONNX Runtime runs the graph as it is, nothing is built"
         return False, "ONNX Runtime is missing: pip install onnxruntime"
-    if "rtx" in target.engine_kinds and here.rtx:
+    if RTX.kind in target.engine_kinds and here.rtx:
         return True, "ahead of time by TensorRT-RTX, without a GPU"
     if here.tensorrt and here.sm in reported_sms(target.sm):
         return True, "by TensorRT, for this machine's GPU"
     on_device = f"on the device: dlm-export engine BUNDLE --target {target.name}"
-    if "rtx" in target.engine_kinds:
+    if RTX.kind in target.engine_kinds:
         return False, f"pip install 'dlm-export[rtx]', or {on_device}"
     return False, on_device
 

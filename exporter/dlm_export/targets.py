@@ -14,44 +14,23 @@ from typing import Any
 from dlm_calibration import recipes
 from dlm_calibration.recipes import FORMATS, HIGH, Recipe
 from dlm_export.devices import DEVICES, Device
+from dlm_export.engines import RTX, TENSORRT
 from dlm_runtime.errors import DlmError, ExitCode
 
 FULL_PRECISIONS = ("fp32", "fp16")
 AUTO = "auto"
 STORED = "stored"  # as a pre-quantised checkpoint holds its weights
 
-# Oldest SM by number format, 89 being 8.9. TensorRT-RTX 1.7 refuses to compile INT4 and bf16 for
-# 7.5; INT8 weights compile, although its support matrix has them from 8.6 on.
-LEAST_SM = {"fp16": 75, "int8": 75, "bf16": 80, "int4": 80, "fp8": 89, "nvfp4": 100}
-GPU_FULL_PRECISIONS = ("fp16", "bf16")
-GPU_FORMATS = (
-    "int8-weight",
-    "int8-static",
-    "int4-g64",
-    "int4-g128",
-    "fp8",
-    "nvfp4",
-    "nvfp4-weight",
-)
-GPU_AUTO = ("nvfp4", "fp8", "int4-g64", "int8-weight")  # cheapest first
+LEAST_SM = {"fp16": 75, "bf16": 80}
+"""Oldest SM by full precision, 89 being 8.9: TensorRT-RTX 1.7 refuses to compile bf16 for 7.5."""
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
-NOT_IN_TENSORRT = {
-    "fp32": "engines compute in fp16 or bf16",
-    **{
-        name: "TensorRT has no MatMulInteger, which quantises activations in each pass"
-        for name, chosen in FORMATS.items()
-        if chosen.is_dynamic
-    },
-    "int4-g32": "groups of 32 weights are untried in TensorRT",
-}
 
-# What the CUDA provider has kernels for, by docs/OperatorKernels.md of ONNX Runtime and by
-# libonnxruntime_providers_cuda.so of onnxruntime-gpu 1.31.1: all that a graph in fp16 or bf16 is
-# written in, at opset 23 (graph/cuda.py), and MatMulNBits, which 1.24.4's has too. DequantizeLinear
-# and QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is missing,
-# MatMulInteger takes signed bytes alone.
-CUDA_FORMATS = ("int8-weight", "int4-g32", "int4-g64", "int4-g128")
+# What the CUDA provider has kernels for (LayerFormat.on_cuda), by docs/OperatorKernels.md of ONNX
+# Runtime and by libonnxruntime_providers_cuda.so of onnxruntime-gpu 1.31.1: all that a graph in
+# fp16 or bf16 is written in, at opset 23 (graph/cuda.py), and MatMulNBits, which 1.24.4's has too.
+# DequantizeLinear and QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is
+# missing, MatMulInteger takes signed bytes alone.
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for what its graph is written in"
 
 # What TensorRT-RTX builds for without a GPU: its ComputeCapability enumeration, 1.7.
@@ -159,10 +138,12 @@ class Target:
         """
         if self.sm is None:
             return NOT_ON_CUDA if self.provider == "cuda" and name != "fp32" else None
-        number = _number(name)
-        if self.sm < LEAST_SM.get(number, 0):
-            return f"{number.upper()} needs SM {sm_text(LEAST_SM[number])} or later; {self.name} is SM {sm_text(self.sm)}"
-        return NOT_IN_TENSORRT.get(name)
+        if name == "fp32":
+            return "engines compute in fp16 or bf16"
+        if self.sm < (least := _least_sm(name)):
+            number = FORMATS[name].weights if name in FORMATS else name
+            return f"{str(number).upper()} needs SM {sm_text(least)} or later; {self.name} is SM {sm_text(self.sm)}"
+        return FORMATS[name].not_in_tensorrt if name in FORMATS else None
 
 
 def _formats(recipe: Recipe) -> set[str]:
@@ -170,11 +151,14 @@ def _formats(recipe: Recipe) -> set[str]:
     return {name for _, name in recipe.layers} | ({"fp8"} if recipe.embedding == "fp8" else set())
 
 
-def _number(name: str) -> str:
-    """The number format that the name of a quantised layer's format, or of a full precision, begins
-    with.
-    """
-    return name.partition("-")[0]
+def _least_sm(name: str) -> int:
+    """The oldest SM that computes in a full precision or a layer's format."""
+    return FORMATS[name].least_sm if name in FORMATS else LEAST_SM.get(name, 0)
+
+
+def _formats_for(kind: str) -> tuple[str, ...]:
+    """What ``--precision auto`` tries on targets of a kind: cpu, cuda or tensorrt."""
+    return tuple(name for name, known in FORMATS.items() if kind in known.auto)
 
 
 def sm_text(sm: int) -> str:
@@ -182,18 +166,23 @@ def sm_text(sm: int) -> str:
     return f"{sm // 10}.{sm % 10}"
 
 
+_ENGINE_FORMATS = [
+    name for name, known in FORMATS.items() if name != HIGH and known.not_in_tensorrt is None
+]
+
+
 def _gpu(device: Device) -> Target:
     def runs(name: str) -> bool:
-        return device.sm >= LEAST_SM[_number(name)]
+        return device.sm >= _least_sm(name)
 
     sm = device.sm
     return Target(
         name=device.name,
         description=device.description,
         engine="tensorrt",
-        full_precisions=tuple(filter(runs, GPU_FULL_PRECISIONS)),
-        formats=tuple(filter(runs, GPU_FORMATS)),
-        auto=tuple(filter(runs, GPU_AUTO)),
+        full_precisions=tuple(filter(runs, LEAST_SM)),
+        formats=tuple(filter(runs, _ENGINE_FORMATS)),
+        auto=tuple(filter(runs, _formats_for("tensorrt"))),
         note=device.note,
         aliases=GPU_ALIASES,
         sm=sm,
@@ -203,7 +192,7 @@ def _gpu(device: Device) -> Target:
         rates={key: value * 1e12 for key, value in device.tera.items()},
         derived=device.derived,
         sources=device.sources,
-        engine_kinds=("rtx", "tensorrt") if sm in RTX_SM else ("tensorrt",),
+        engine_kinds=(RTX.kind, TENSORRT.kind) if sm in RTX_SM else (TENSORRT.kind,),
         tensorrt=TENSORRT_BY_SM[sm],
         jetpack=JETPACK_BY_SM.get(sm),
     )
@@ -215,7 +204,7 @@ _CPU = Target(
     "onnxruntime",
     FULL_PRECISIONS,
     tuple(name for name in FORMATS if name != HIGH),
-    ("int4-g32-dynamic", "int8-dynamic"),
+    _formats_for("cpu"),
     "int8 and int4 are fastest, int4 smallest; fp16 saves disk; fp8 and nvfp4 are simulated: exact values, fp32 speed",
     aliases=CPU_ALIASES,
 )
@@ -223,9 +212,9 @@ _CUDA = Target(
     "cuda",
     "any NVIDIA GPU, through ONNX Runtime's CUDA provider",
     "onnxruntime",
-    GPU_FULL_PRECISIONS,
-    CUDA_FORMATS,
-    ("int4-g64", "int8-weight"),
+    tuple(LEAST_SM),
+    tuple(name for name, known in FORMATS.items() if known.on_cuda),
+    _formats_for("cuda"),
     "runs with --provider cuda (onnxruntime-gpu), no engine is built; bf16 needs SM 8.0 or later",
     aliases=GPU_ALIASES,
     provider="cuda",

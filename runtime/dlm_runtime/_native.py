@@ -87,6 +87,9 @@ class Policy(C.Structure):
     ]
 
 
+FIELD_DOUBLE = 2  # DLM_FIELD_DOUBLE
+
+
 class PolicyField(C.Structure):
     _fields_ = [
         ("name", C.c_char_p),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dlm_runtime import _native, precision
 from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.errors import BundleError, shown
 from dlm_runtime.tools import FORMATS
@@ -95,6 +96,34 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 @functools.cache
+def schema() -> dict[str, Any]:
+    """manifest.schema.json with what other tables say: a policy's fields from the native library,
+    and the names of layer formats, JSON layouts and call formats.
+    """
+    found: dict[str, Any] = json.loads(
+        Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")
+    )
+    fields = {field.name.decode(): _policy_rule(field) for field in _native.policy_fields()}
+    found["$defs"]["preset"] |= {"properties": fields, "additionalProperties": False}
+    found["$defs"]["format"]["enum"] = list(precision.FORMATS)
+    found["properties"]["json_layout"]["enum"] = list(LAYOUTS)
+    found["properties"]["call_format"]["enum"] = list(FORMATS)
+    return found
+
+
+def _policy_rule(field: _native.PolicyField) -> dict[str, Any]:
+    if field.choices:
+        names = itertools.takewhile(lambda name: name is not None, field.choices)
+        choices = [name.decode() for name in names]
+        return {"type": "string", "enum": choices, "default": choices[0]}
+    if field.kind == _native.FIELD_DOUBLE:
+        kind, highest, initial = "number", field.highest, field.initial
+    else:  # a reader of JSON takes 63 bits
+        kind, highest, initial = "integer", min(field.highest, 2**63 - 1), int(field.initial)
+    return {"type": kind, "minimum": field.lowest, "maximum": highest, "default": initial}
+
+
+@functools.cache
 def validator() -> Draft202012Validator:
     """Checks manifests by the schema; as in the native reader, an integer is written without a
     fraction.
@@ -106,12 +135,9 @@ def validator() -> Draft202012Validator:
     def is_integer(_: object, value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
-    schema = json.loads(
-        Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")
-    )
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
     made: Draft202012Validator = extend(Draft202012Validator, type_checker=types)(
-        schema, registry=Registry()
+        schema(), registry=Registry()
     )
     return made
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dlm_calibration.recipes import HIGH, NEXT, Recipe, RecipeError, abridged, for_experts
+from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError, abridged, for_experts
 from dlm_export import graph, memory, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
@@ -234,7 +234,7 @@ def held_in(request: Request, layer: LinearSpec, name: str) -> str:
         name,
         *(
             other
-            for other in NEXT.get(name, ())
+            for other in FORMATS[name].next
             if not any(target.missing([other]) for target in request.targets)
         ),
     ]

@@ -27,6 +27,7 @@ import numpy as np
 
 from dlm_calibration.formats import NVFP4_GROUP_SIZE, QuantisedWeight, unpack_nibbles
 from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
+from dlm_runtime.precision import NUMBER_FORMATS
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,6 @@ CACHE_SUFFIXES = (".k_scale", ".v_scale", ".k_bias", ".v_bias")
 """Of a quantised key/value cache: not the network's own, and not used."""
 
 _WITH_INPUT_SCALE = ("FP8", "NVFP4")  # the algorithms whose activations have a calibrated range
-_LEVELS = {"fp8": np.float32(448), "nvfp4": np.float32(6 * 448)}
 _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 
 
@@ -60,7 +60,9 @@ class StoredQuantised:
         """
         if self.input_scale is None:
             return None
-        return float(np.float32(self.input_scale * _LEVELS[self.weight.format]))
+        return float(
+            np.float32(self.input_scale * np.float32(NUMBER_FORMATS[self.weight.format].levels))
+        )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from dlm_export.engines import ENGINE_BUILDERS
+
 
 class _File(click.Path):
     """A file to read. No pipe, which could keep a command waiting for ever, and no device."""
@@ -304,7 +306,7 @@ ENGINE_OPTIONS = (
     ),
     click.option(
         "--builder",
-        type=click.Choice(["tensorrt_rtx", "tensorrt"]),
+        type=click.Choice(list(ENGINE_BUILDERS)),
         help="Insist on one.  [default: what builds here]",
     ),
     click.option(

@@ -205,8 +205,9 @@ def print_targets(
     ``targets.engine_here``), and this machine.
     """
     from dlm_export.targets import GPU_ALIASES, sm_text
+    from dlm_runtime.precision import NUMBER_FORMATS
 
-    shown = ("fp32", "fp16", "bf16", "int8", "int4", "fp8", "nvfp4")
+    shown = ("fp32", "fp16", "bf16", *NUMBER_FORMATS)
     rows = [
         [
             target.name,

@@ -12,6 +12,7 @@ from dlm_export.bundle.manifest import network_of
 from dlm_export.doctor.checks import LEAST_FOR_GPU, LEAST_ONNXRUNTIME, builders_of, numbers, size
 from dlm_export.doctor.findings import NOTE, OK, Finding, needed
 from dlm_export.doctor.machine import Machine
+from dlm_export.engines import ENGINE_BUILDERS, TENSORRT
 from dlm_export.machine import engine_here, reported_sms
 from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.targets import LEAST_SM, Target, sm_text
@@ -21,7 +22,7 @@ Lacking = list[tuple[str, str]]
 """What stands in the way, each with what to do about it."""
 
 ON_CPU = "or run its graph on the CPU: --engine onnxruntime"
-NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
+NAMES = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
 SHARED_SM = (87, 110, 101, 121)  # GPUs that have no memory but the host's
 
 
@@ -82,7 +83,7 @@ def examine_bundle(
         engine = (
             ""
             if lacking
-            else f"{NAMES[machine.native.tensorrt or 'tensorrt']} on {machine.driver.gpus[0].name}"
+            else f"{NAMES[machine.native.tensorrt or TENSORRT.name]} on {machine.driver.gpus[0].name}"
         )
     yield needed(part, "engine", lacking, engine)
     yield _memory(machine, part, manifest)

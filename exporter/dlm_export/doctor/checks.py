@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from dlm_export.doctor.findings import MISSING, NOTE, OK, Finding, needed
 from dlm_export.doctor.machine import Machine
+from dlm_export.engines import ENGINE_BUILDERS, RTX, TENSORRT
 from dlm_export.machine import Builders, engine_here, reported_sms
 from dlm_export.processors import KERNEL_SETS
 from dlm_export.targets import GENERIC, find, sm_text
@@ -102,12 +103,12 @@ def _native_library(m: Machine) -> Iterator[Finding]:
         if native.failure
         else []
     )
-    kinds = {
-        None: "without TensorRT",
-        "tensorrt": "with TensorRT",
-        "tensorrt_rtx": "with TensorRT-RTX",
-    }
-    told = f"{native.version}, ABI {_native.ABI_VERSION}, {kinds[native.tensorrt]}, {native.path}"
+    engines = (
+        "without TensorRT"
+        if native.tensorrt is None
+        else f"with {ENGINE_BUILDERS[native.tensorrt].title}"
+    )
+    told = f"{native.version}, ABI {_native.ABI_VERSION}, {engines}, {native.path}"
     yield needed("base", "native library", lacking, told)
     if native.failure:
         return
@@ -223,7 +224,7 @@ def _gpu(m: Machine) -> Iterator[Finding]:
 
 
 def _tensorrt(m: Machine) -> Iterator[Finding]:
-    names = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
+    names = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
     found = {kind: library for kind, library in m.tensorrt.items() if library.version is not None}
     for kind, library in found.items():
         yield Finding("GPU", names[kind], OK, f"library {library.version}, {library.path}")
@@ -284,7 +285,7 @@ def _runs_engines(m: Machine, names: dict[str, str]) -> Finding:
 def builders_of(m: Machine) -> Builders:
     """What could build or run an engine on it."""
     has = {kind: version is not None for kind, version in m.builders.items()}
-    return Builders(m.onnxruntime.version is not None, has["tensorrt_rtx"], has["tensorrt"], m.sm)
+    return Builders(m.onnxruntime.version is not None, has[RTX.name], has[TENSORRT.name], m.sm)
 
 
 def _board(m: Machine) -> Iterator[Finding]:

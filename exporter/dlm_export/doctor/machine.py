@@ -12,7 +12,7 @@ from typing import Any
 
 from dlm_export.doctor.board import Board, find_board
 from dlm_export.doctor.system import System
-from dlm_export.machine import RTX_MODULES
+from dlm_export.engines import ENGINE_BUILDERS, RTX, TENSORRT
 from dlm_runtime import _native
 from dlm_runtime.errors import DlmError
 from dlm_runtime.providers import cuda_libraries
@@ -25,11 +25,6 @@ NO_TENSORRT, FOR_RTX = (
     b"this build of libdlm_runtime has no TensorRT",
     b"(pip: tensorrt-rtx-cu13-libs)",
 )
-TENSORRT_NAMES = {
-    "tensorrt": ("libnvinfer.so.11", "libnvinfer.so.10"),
-    "tensorrt_rtx": ("libtensorrt_rtx.so.1",),
-}
-BUILDER_MODULES = {"tensorrt": ("tensorrt",), "tensorrt_rtx": RTX_MODULES}
 HEADER_FOLDERS = ("usr/include/{}-linux-gnu", "usr/include", "usr/local/include")
 
 
@@ -164,7 +159,10 @@ def look(system: System, folder: Path) -> Machine:
         if wants_cuda
         else {},
         tensorrt=_tensorrt(system),
-        builders={kind: _module_version(system, names) for kind, names in BUILDER_MODULES.items()},
+        builders={
+            name: _module_version(system, builder.modules)
+            for name, builder in ENGINE_BUILDERS.items()
+        },
         board=find_board(system),
         memory_bytes=memory.get("MemTotal"),
         available_bytes=memory.get("MemAvailable"),
@@ -214,7 +212,7 @@ def _native_library() -> Native:
         return Native(failure=str(err))
     path = library._name
     data = Path(path).read_bytes()
-    kind = None if NO_TENSORRT in data else "tensorrt_rtx" if FOR_RTX in data else "tensorrt"
+    kind = None if NO_TENSORRT in data else (RTX if FOR_RTX in data else TENSORRT).name
     return Native(path, library.dlm_version().decode(), kind, kernels)
 
 
@@ -247,9 +245,9 @@ def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
 def _tensorrt(system: System) -> dict[str, Library]:
     chosen, packaged = system.variables.get("DLM_TENSORRT"), _native.tensorrt_libraries()
     found = {}
-    for kind, names in TENSORRT_NAMES.items():
-        candidates = _candidates(system, "DLM_TENSORRT", packaged.get(kind), *names)
-        if chosen and ("rtx" in Path(chosen).name) != (kind == "tensorrt_rtx"):
+    for kind, builder in ENGINE_BUILDERS.items():
+        candidates = _candidates(system, "DLM_TENSORRT", packaged.get(kind), *builder.libraries)
+        if chosen and ("rtx" in Path(chosen).name) != (builder is RTX):
             candidates = []  # the variable means the other kind
         found[kind] = _library(system, "tensorrt", candidates)
     return found

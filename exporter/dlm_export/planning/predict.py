@@ -31,6 +31,7 @@ from dlm_export.planning.roofline import (
 from dlm_export.planning.shapes import Precision, Shape
 from dlm_export.targets import Target
 from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
+from dlm_runtime.precision import NUMBER_FORMATS
 
 
 def generation_passes(
@@ -168,12 +169,8 @@ class Prediction:
         return asdict(self) | passes
 
 
-NUMBERS = {
-    FULL: "fp16",
-    "int8": "int8",
-    "fp8": "fp8",
-    "nvfp4": "nvfp4",
-}  # arithmetic -> key of a GPU's rates
+# arithmetic -> key of a GPU's rates
+NUMBERS = {FULL: "fp16", **{name: name for name in NUMBER_FORMATS}}
 
 
 def rates_of(target: Target, measured: Measured | None = None) -> Rates:

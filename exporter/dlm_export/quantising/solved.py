@@ -14,9 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dlm_calibration.errors import CalibrationError
-from dlm_calibration.formats import QuantisedWeight, pack_nibbles, unpack_nibbles
-
-_CODES = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
+from dlm_calibration.formats import CODE_TYPES, QuantisedWeight, pack_nibbles, unpack_nibbles
+from dlm_runtime.precision import NUMBER_FORMATS
 
 
 class Solved:
@@ -37,7 +36,7 @@ class Solved:
         if self._folder is None:
             self._held[layer] = weight
             return
-        nibbles = weight.format in ("int4", "nvfp4")
+        nibbles = NUMBER_FORMATS[weight.format].bits == 4
         codes = weight.codes.astype(np.int8) if weight.format == "int4" else weight.codes
         flat = np.ascontiguousarray(codes).view(np.uint8).reshape(-1)
         arrays = {
@@ -76,12 +75,12 @@ class Solved:
             ):
                 raise ValueError("its content has another SHA-256, or is another layer's")
             format, shape = described["format"], tuple(map(int, described["shape"].split()))
-            if format in ("int4", "nvfp4"):
+            if NUMBER_FORMATS[format].bits == 4:
                 codes = unpack_nibbles(codes)[: shape[0] * shape[1]]
             if format == "int4":
                 codes = ((codes ^ np.uint8(8)).view(np.int8) - np.int8(8)).astype(ml_dtypes.int4)
             elif format != "nvfp4":
-                codes = codes.view(_CODES[format])
+                codes = codes.view(CODE_TYPES[format])
             kind = ml_dtypes.float8_e4m3fn if format == "nvfp4" else np.float32
             return QuantisedWeight(
                 format,

@@ -15,19 +15,13 @@ from typing import Any
 
 from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_runtime.errors import DlmError, ExitCode
+from dlm_runtime.precision import NUMBER_FORMATS
 
 MATMUL = "MatMul"  # nodes of a device graph are called <module path>/<operator>
 FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
-NUMBERS = {"INT8": "int8", "INT4": "int4", "FP8": "fp8", "FP4": "nvfp4"}
-# As the inspector spells them in "Format/Datatype", e.g. "Row major linear FP8 format".
-INSPECTED = {
-    "FP4": "nvfp4",
-    "E2M1": "nvfp4",
-    "FP8": "fp8",
-    "E4M3": "fp8",
-    "INT4": "int4",
-    "INT8": "int8",
-}
+# By what TensorRT calls them, also in the inspector's "Format/Datatype", such as "Row major linear
+# FP8 format".
+NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
 # An engine holds the weights as the data file does, page padding apart, and besides them kernels
 # and constants.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
@@ -217,7 +211,7 @@ def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, 
         held = {
             number
             for text in types
-            for spelled, number in INSPECTED.items()
+            for spelled, number in NUMBERS.items()
             if spelled in text.upper()
         }
         table[path] = name if numbers <= held else " and ".join(sorted(types)) or "nowhere"

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from dlm_export.machine import RTX_MODULES, device_sm, reported_sms
+from dlm_export.engines import RTX, TENSORRT
+from dlm_export.machine import device_sm, reported_sms
 from dlm_export.targets import Target, sm_text
 from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOptions
-
-RTX, TENSORRT = "tensorrt_rtx", "tensorrt"  # builders, as the manifest calls them
 
 
 @dataclass(frozen=True)
@@ -43,20 +42,20 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
     """
     wanted = options.builder
     assert target.sm is not None, target.name
-    kinds = [{"rtx": RTX, "tensorrt": TENSORRT}[kind] for kind in target.engine_kinds]
+    kinds = [known.name for known in (RTX, TENSORRT) if known.kind in target.engine_kinds]
     if wanted is not None and wanted not in kinds:
         raise EngineError(
             f"{wanted} does not build for {target.name} (SM {sm_text(target.sm)}): {' or '.join(kinds)} does"
         )
-    if RTX in kinds and wanted != TENSORRT:
+    if RTX.name in kinds and wanted != TENSORRT.name:
         module = _rtx_module()
         if module is not None:
             if options.timing_cache is not None:
                 # Since TensorRT-RTX 1.2 its timing caches hold nothing, and asking for one fails
                 # where there is no GPU.
                 raise EngineError("TensorRT-RTX keeps no timings: leave --timing-cache out")
-            return Builder(RTX, module, (target.sm,))
-        if wanted == RTX or importlib.util.find_spec("tensorrt") is None:
+            return Builder(RTX.name, module, (target.sm,))
+        if wanted == RTX.name or importlib.util.find_spec("tensorrt") is None:
             raise BuilderError(
                 f"building for {target.name} here needs TensorRT-RTX, which is not installed: "
                 "pip install 'dlm-export[rtx]'. Or build it on the device (`dlm-export build --no-engine` leaves it out)."
@@ -74,11 +73,11 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
             f"TensorRT builds for the GPU that it runs on: this one is SM {sm_text(found)}, {target.name} is SM "
             f"{sm_text(target.sm)}. Run `dlm-export engine` there (`dlm-export build --no-engine` leaves it out here)."
         )
-    return Builder(TENSORRT, importlib.import_module("tensorrt"), (found,))
+    return Builder(TENSORRT.name, importlib.import_module("tensorrt"), (found,))
 
 
 def _rtx_module() -> ModuleType | None:
-    for name in RTX_MODULES:
+    for name in RTX.modules:
         if importlib.util.find_spec(name) is not None:
             if importlib.util.find_spec("tensorrt_rtx_libs") is not None:
                 importlib.import_module(

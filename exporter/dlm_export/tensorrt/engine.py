@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from dlm_export.bundle.manifest import network_of
+from dlm_export.engines import RTX, TENSORRT
 from dlm_export.outputs import replaced
 from dlm_export.progress import Progress, Silent
 from dlm_export.signals import handled_by
 from dlm_export.targets import Target
 from dlm_export.tensorrt import audit
-from dlm_export.tensorrt.builders import RTX, TENSORRT, Builder
+from dlm_export.tensorrt.builders import Builder
 from dlm_export.tensorrt.estimate import (
     BuilderError,
     EngineError,
@@ -154,7 +155,7 @@ def build_engine(
         output.stat().st_size, expected_bytes, target.name, allow_fallback=options.allow_fallback
     )
     method = "network"
-    if builder.kind == TENSORRT:
+    if builder.kind == TENSORRT.name:
         method = "inspector"
         engine = trt.Runtime(logger).deserialize_cuda_engine(output.read_bytes())
         _raise_logged(
@@ -301,7 +302,7 @@ def _make_config(
 ) -> Any:
     config = trt_builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
-    if builder.kind == RTX:
+    if builder.kind == RTX.name:
         config.num_compute_capabilities = len(builder.sms)
         for i, sm in enumerate(builder.sms):
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)

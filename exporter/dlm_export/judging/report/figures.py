@@ -212,7 +212,6 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
         axes.set_xlim(max(0 if first else -0.5, min(first - 1, last - 4)), max(last + 1, first + 4))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-        axes.set_xlabel("passes (NFE) a prompt")
 
     means = [
         f"{name}, mean {as_number(float(nfe.mean()), 3)}"
@@ -230,28 +229,25 @@ def _names(judgement: Mapping[str, Any]) -> tuple[str, str]:
     return judgement["reference"], judgement["candidate"]
 
 
+def _quality_axes(
+    canvas: Canvas, kind: str, curve: Sequence[Mapping[str, Any]], line: str, **style: Any
+) -> Axes:
+    """Quality against passes, with a point for each of ``curve``."""
+    axes = canvas.subplots()
+    name = "task score" if kind == "task" else "agreement with one token a pass"
+    axes.set_title(f"Quality: {name}")
+    passes, quality = [p["nfe"] for p in curve], [p["quality"] for p in curve]
+    axes.plot(passes, quality, line, color=CANDIDATE, **style)
+    axes.set_xlabel("passes (NFE) a prompt")
+    return axes
+
+
 def draw_threshold(refit: Mapping[str, Any]) -> Figure:
     """The candidate's quality against its passes as the threshold moves, with the operating points."""
     curve = sorted(refit["curve"], key=lambda point: point["threshold"])
 
     def paint(canvas: Canvas) -> None:
-        axes = canvas.subplots()
-        axes.set_title(
-            "Quality"
-            + (
-                ": task score"
-                if refit["quality"] == "task"
-                else ": agreement with one token a pass"
-            )
-        )
-        axes.plot(
-            [p["nfe"] for p in curve],
-            [p["quality"] for p in curve],
-            ".-",
-            color=CANDIDATE,
-            linewidth=1,
-            alpha=0.7,
-        )
+        axes = _quality_axes(canvas, refit["quality"], curve, ".-", linewidth=1, alpha=0.7)
         axes.axhline(refit["reference"]["quality"], color=REFERENCE, linestyle=":", linewidth=1)
         for name, marker, colour, fill in (
             ("reference", "s", REFERENCE, "none"),
@@ -282,7 +278,6 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
                 f"{point['threshold']:g}", at, (5, -12), textcoords="offset points", fontsize=9.5
             )
         axes.margins(x=0.08, y=0.12)
-        axes.set_xlabel("passes (NFE) a prompt")
 
     legend = [
         ("reference square", "reference"),
@@ -302,22 +297,7 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
     curve, levels = effort["curve"], effort["levels"]
 
     def paint(canvas: Canvas) -> None:
-        axes = canvas.subplots()
-        axes.set_title(
-            "Quality"
-            + (
-                ": task score"
-                if effort["quality"] == "task"
-                else ": agreement with one token a pass"
-            )
-        )
-        axes.plot(
-            [p["nfe"] for p in curve],
-            [p["quality"] for p in curve],
-            "o",
-            color=CANDIDATE,
-            markerfacecolor="none",
-        )
+        axes = _quality_axes(canvas, effort["quality"], curve, "o", markerfacecolor="none")
         # Levels may share a loop: their names then stand together.
         names: dict[tuple[float, float], str] = {}
         for name, point in levels.items():
@@ -331,7 +311,6 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.xaxis.set_minor_formatter("")
         axes.margins(x=0.12, y=0.14)
-        axes.set_xlabel("passes (NFE) a prompt")
 
     legend = [("candidate diamond", "levels"), ("candidate hollow", "other loops")]
     description = "; ".join(

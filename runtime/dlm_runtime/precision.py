@@ -1,0 +1,152 @@
+"""Number formats and layer formats: one record each, and everything else follows from them.
+
+A number format is how a number is stored (INT8, FP8). A layer format says which number formats a
+matrix multiplication takes for its weights and its activations, and which targets run it. To add
+one, add a record here; its arithmetic is in ``dlm_calibration.formats`` and its graph in
+``dlm_export.graph.quantise``. The records are plain data, so that a board can read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """How numbers are stored.
+
+    ``code_type`` is the name of a code's dtype in numpy (with ml_dtypes), ``levels`` the largest
+    value that a scale of 1 reaches, ``code_limits`` the range that codes are clipped to (None: they
+    are looked up in a table). ``least_sm``: the oldest GPU that computes with it, 89 being SM 8.9.
+    ``tensorrt``: what TensorRT and its inspector call it. ``is_simulated_on_cpu``: a CPU has no
+    arithmetic for it and computes in fp32 on quantised values.
+    """
+
+    name: str
+    bits: int
+    code_type: str
+    levels: float
+    code_limits: tuple[float, float] | None
+    least_sm: int
+    tensorrt: tuple[str, ...]
+    is_simulated_on_cpu: bool = False
+
+
+# TensorRT-RTX 1.7 refuses to compile INT4 for SM 7.5; INT8 weights compile, although its support
+# matrix has them from 8.6 on.
+NUMBER_FORMATS = {
+    each.name: each
+    for each in (
+        NumberFormat("int8", 8, "int8", 127, (-127, 127), 75, ("INT8",)),
+        NumberFormat("int4", 4, "int4", 7, (-8, 7), 80, ("INT4",)),
+        NumberFormat("fp8", 8, "float8_e4m3fn", 448, (-448, 448), 89, ("FP8", "E4M3"), True),
+        NumberFormat("nvfp4", 4, "uint8", 6 * 448, None, 100, ("FP4", "E2M1"), True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How one matrix multiplication is computed.
+
+    ``weights`` and ``activations`` name number formats; None is full precision. Activations have a
+    range found by calibration (``is_static``) or take it from each pass. ``group_size`` counts
+    weights along the input. ``next``: the formats that a layer is held in whose shape does not suit
+    this one: the first that its shape and the target take, else ``HIGH``. ``on_cuda``: ONNX
+    Runtime's CUDA provider has kernels for it. ``untried``: why TensorRT does not get it, where it
+    could. ``auto``: the kinds of target on which ``--precision auto`` tries it.
+    """
+
+    weights: str | None = None
+    activations: str | None = None
+    is_static: bool = False
+    group_size: int | None = None
+    next: tuple[str, ...] = ()
+    on_cuda: bool = False
+    untried: str | None = None
+    auto: tuple[str, ...] = ()
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether activations take their range from each pass, a row of them at a time."""
+        return self.activations is not None and not self.is_static
+
+    @property
+    def is_simulated_on_cpu(self) -> bool:
+        """Whether a CPU computes this in fp32 on quantised values, having no arithmetic for it."""
+        return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
+
+    @property
+    def least_sm(self) -> int:
+        """The oldest GPU that computes this by TensorRT."""
+        return 0 if self.weights is None else NUMBER_FORMATS[self.weights].least_sm
+
+    @property
+    def not_in_tensorrt(self) -> str | None:
+        """Why no engine computes this; None where one does."""
+        if self.is_dynamic:
+            return "TensorRT has no MatMulInteger, which quantises activations in each pass"
+        return self.untried
+
+    @property
+    def has_half_scales(self) -> bool:
+        """Whether its scales are fp16 in every graph: those of INT4 in panels are a tenth of its
+        bytes.
+        """
+        return self.weights == "int4" and self.is_dynamic
+
+    def weight_bytes(self, inputs: int, outputs: int) -> int:
+        """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision
+        counts as fp32.
+        """
+        elements = inputs * outputs
+        if self.weights is None:
+            return 4 * elements
+        codes = (elements * NUMBER_FORMATS[self.weights].bits + 7) // 8
+        if self.group_size is None:
+            return codes + 4 * outputs
+        groups = outputs * -(-inputs // self.group_size)
+        if self.weights == "nvfp4":
+            return codes + groups + 4
+        return codes + (2 if self.has_half_scales else 4) * groups
+
+
+_ROWS = ("int8-dynamic", "int8-weight")
+HIGH = "high"
+FORMATS: dict[str, LayerFormat] = {
+    HIGH: LayerFormat(),
+    "nvfp4": LayerFormat(
+        "nvfp4", "nvfp4", True, 16, next=("fp8", "int8-weight"), auto=("tensorrt",)
+    ),
+    "nvfp4-weight": LayerFormat("nvfp4", group_size=16, next=("int8-weight",)),
+    "fp8": LayerFormat("fp8", "fp8", True, auto=("tensorrt",)),
+    "int4-g32-dynamic": LayerFormat("int4", "int8", False, 32, next=_ROWS, auto=("cpu",)),
+    "int4-g64-dynamic": LayerFormat("int4", "int8", False, 64, next=_ROWS),
+    "int4-g128-dynamic": LayerFormat("int4", "int8", False, 128, next=_ROWS),
+    "int4-g32": LayerFormat(
+        "int4",
+        group_size=32,
+        next=("int8-weight", "int8-dynamic"),
+        on_cuda=True,
+        untried="groups of 32 weights are untried in TensorRT",
+    ),
+    "int4-g64": LayerFormat(
+        "int4",
+        group_size=64,
+        next=("int4-g32", "int8-weight", "int8-dynamic"),
+        on_cuda=True,
+        auto=("tensorrt", "cuda"),
+    ),
+    "int4-g128": LayerFormat(
+        "int4",
+        group_size=128,
+        next=("int4-g64", "int4-g32", "int8-weight", "int8-dynamic"),
+        on_cuda=True,
+    ),
+    "int8-dynamic": LayerFormat("int8", "int8", next=("int8-weight",), auto=("cpu",)),
+    "int8-static": LayerFormat("int8", "int8", True, next=("int8-dynamic",)),
+    "int8-weight": LayerFormat(
+        "int8", next=("int8-dynamic",), on_cuda=True, auto=("tensorrt", "cuda")
+    ),
+}
+"""By name; those that ``auto`` tries stand cheapest first."""
