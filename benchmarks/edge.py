@@ -61,16 +61,15 @@ class Theirs:
     one.
     """
 
-    def __init__(self, size: str, file_type: str, threads: int) -> None:
-        from gguf_files import gguf_of
+    def __init__(self, path: Path, threads: int, context: int = 2 * CACHED) -> None:
         from llama import Llama
 
-        self.path = gguf_of(size, file_type)
+        self.path = path
         self.weights_bytes = self.path.stat().st_size
         began = time.perf_counter()
         self.model = Llama(self.path, threads, is_causal=True)
         self.open_s = time.perf_counter() - began
-        self.model.prepare(1, 2 * CACHED)
+        self.model.prepare(1, context)
         self.filled = 0
 
     def time(self, tokens: int, cached: int, rows: int) -> float:
@@ -94,7 +93,7 @@ class Theirs:
         batch.n_tokens = count
         for i in range(count):
             batch.token[i], batch.pos[i], batch.logits[i] = (
-                (first + i) * 7919 % 150_000,
+                (first + i) * 7919 % self.model.vocab_size,
                 first + i,
                 i == count - 1,
             )
@@ -132,7 +131,12 @@ def work(side: str, size: str, kind: str, threads: str) -> None:
     """Answer requests on stdin until it ends."""
     from dlm_export.planning.bench import peak_rss_bytes
 
-    model = (Ours if side == "ours" else Theirs)(size, kind, int(threads))
+    if side == "ours":
+        model: Any = Ours(size, kind, int(threads))
+    else:
+        from gguf_files import gguf_of
+
+        model = Theirs(gguf_of(size, kind), int(threads))
     for line in sys.stdin:
         what = json.loads(line)
         if what == ["facts"]:

@@ -1,7 +1,20 @@
-"""Milliseconds from the start of a C process to the first committed tokens of a bundle, its files
-in the page cache.
+"""Milliseconds from the start of a process to a bundle's first token, in C and in Python, with the
+bundle's files in the page cache.
 
-python benchmarks/first_token.py [--size 134M] [--precision int8] [--rounds 15] [--json FILE]
+    python benchmarks/first_token.py [BUNDLE] [--prompt-tokens 4,32] [--threads N] [--rounds 15]
+
+Each run is a new process. Three ways to open the bundle take turns. "recorded" opens a bundle whose
+hashes were right before. "hashed" hashes all files, like the first open. "sizes" checks no hashes.
+
+Phases are in milliseconds since just before the process was created:
+    main         the program's first statement runs
+    import       Python has imported dlm_runtime
+    open         the bundle is open
+    first pass   the first pass is done
+    first token  the first token is committed; a later pass if the first one stores the prompt
+
+Resident memory is read at the end: copies of weights would be anonymous, mapped weights are files.
+Without BUNDLE the script builds one of random weights (--size, --precision).
 """
 
 from __future__ import annotations
@@ -9,87 +22,141 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from shapes import ROOT, bundle_of, machine
+from timing import cell, spread
 
 from dlm_runtime import _native
 
-STAGES = ("main began", "bundle open", "first tokens")
+WAYS = {"recorded": (1, "changed"), "hashed": (1, "always"), "sizes": (0, "changed")}
+"""check_hashes and $DLM_HASH_FILES."""
+
+PYTHON = """
+import json, sys, time
+path, check, prompt, new, threads, started = sys.argv[1], *map(int, sys.argv[2:])
+ms = lambda: (time.monotonic_ns() - started) / 1e6
+found = {"main": ms()}
+import dlm_runtime
+found["import"] = ms()
+bundle = dlm_runtime.open(path, threads=threads, check_hashes=bool(check))
+found["open"] = ms()
+tokens = [i % 1000 for i in range(prompt)]
+for event in bundle.stream(tokens=tokens, max_new_tokens=new):
+    found.setdefault("first_pass", ms())
+    if event.committed:
+        break
+found |= {"first_token": ms(), "passes": event.nfe}
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+found["anonymous_kib"] = int(status["RssAnon"].split()[0])
+found["file_kib"] = int(status["RssFile"].split()[0])
+print(json.dumps(found))
+"""
 
 
 def compiled() -> Path:
     """The C program, against the installed package's header and library."""
     library = Path(_native.library()._name)
     program = ROOT / "build" / "benchmarks" / "first_token"
+    program.parent.mkdir(parents=True, exist_ok=True)
     source = ROOT / "benchmarks" / "first_token.c"
-    command = [
-        "cc",
-        "-O2",
-        "-std=c99",
-        "-I",
-        str(ROOT / "runtime/native/include"),
-        str(source),
-        "-o",
-        str(program),
-        str(library),
-    ]
+    include = ROOT / "runtime" / "native" / "include"
+    command = ["cc", "-O2", "-std=c99", f"-I{include}", source, "-o", program, library]
     subprocess.run([*command, f"-Wl,-rpath,{library.parent}"], check=True)
     return program
+
+
+def read(bundle: Path) -> None:
+    """Bring the bundle's files into the page cache."""
+    buffer = bytearray(1 << 23)
+    for path in filter(Path.is_file, bundle.rglob("*")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def measure(
+    command: list[str], bundle: Path, way: str, sizes: tuple[int, int, int], records: str
+) -> dict[str, Any]:
+    """The phases of one process."""
+    check_hashes, hash_files = WAYS[way]
+    environment = os.environ | {
+        "DLM_ONNXRUNTIME": _native.onnxruntime_library() or "",
+        "DLM_HASH_FILES": hash_files,
+        "XDG_CACHE_HOME": records,
+    }
+    arguments = [str(bundle), str(check_hashes), *map(str, sizes)]
+    done = subprocess.run(
+        [*command, *arguments, str(time.monotonic_ns())],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and quartiles of each phase; the last run's passes and memory."""
+    last = runs[-1]
+    facts = ("passes", "anonymous_kib", "file_kib")
+    phases = {name: spread([run[name] / 1e3 for run in runs]) for name in last if name not in facts}
+    return {"phases": phases} | {name: last[name] for name in facts}
+
+
+def show(title: str, row: dict[str, Any]) -> None:
+    """Print one way of opening."""
+    phases = "; ".join(
+        f"{name.replace('_', ' ')} {cell(values)}" for name, values in row["phases"].items()
+    )
+    print(
+        f"{title}: {phases} ms; {row['passes']} passes; anonymous {row['anonymous_kib'] / 1024:.0f}, "
+        f"files {row['file_kib'] / 1024:.0f} MiB",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("bundle", type=Path, nargs="?")
     parser.add_argument("--size", default="134M")
     parser.add_argument("--precision", default="int8")
+    parser.add_argument("--prompt-tokens", default="4,32", help="lengths of prompts, with commas")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    bundle, program = bundle_of(arguments.size, arguments.precision), compiled()
-    environment = os.environ | {"DLM_ONNXRUNTIME": _native.onnxruntime_library() or ""}
+    bundle = arguments.bundle or bundle_of(arguments.size, arguments.precision)
+    programs = {"C": [str(compiled())], "Python": [sys.executable, "-c", PYTHON]}
     rows: dict[str, Any] = {}
-    for prompt, new_tokens in ((32, 32), (32, 128), (128, 128)):
-        for check in (1, 0):
-            runs = []
-            for _ in range(2 + arguments.rounds):
-                command = [
-                    str(program),
-                    str(bundle),
-                    str(check),
-                    str(prompt),
-                    str(new_tokens),
-                    str(time.monotonic_ns()),
-                ]
-                text = subprocess.run(
-                    command, env=environment, check=True, capture_output=True, text=True
-                ).stdout
-                runs.append([float(value) for value in text.split()])
-            name = (
-                f"{prompt} given, {new_tokens} new, {'hashes checked' if check else 'sizes only'}"
-            )
-            rows[name] = {}
-            for stage, values in zip(STAGES, zip(*runs[2:], strict=True), strict=True):
-                low, median, high = statistics.quantiles(values, n=4)
-                rows[name][stage] = {"median_ms": median, "q1_ms": low, "q3_ms": high}
-            print(
-                name,
-                *(f"{stage} {row['median_ms']:.0f} ms" for stage, row in rows[name].items()),
-                sep="; ",
-                flush=True,
-            )
+    with tempfile.TemporaryDirectory() as records:
+        for prompt in map(int, arguments.prompt_tokens.split(",")):
+            sizes = (prompt, arguments.new_tokens, arguments.threads)
+            runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+            for number in range(2 + arguments.rounds):  # two warm-ups
+                for language, command in programs.items():
+                    for way in WAYS:
+                        read(bundle)
+                        found = measure(command, bundle, way, sizes, records)
+                        if number >= 2:
+                            runs.setdefault((language, way), []).append(found)
+            for (language, way), values in runs.items():
+                title = f"prompt of {prompt}, {language}, {way}"
+                rows[title] = summary(values)
+                show(title, rows[title])
+        if not list(Path(records).rglob("dlm-runtime/*")):
+            print("No file was recorded, so 'recorded' hashed all of them: see docs/bundle.md.")
     if arguments.json:
-        result = {
-            "machine": machine(),
-            "size": arguments.size,
-            "precision": arguments.precision,
-            "rows": rows,
-        }
+        result = {"machine": machine(), "bundle": str(bundle), "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

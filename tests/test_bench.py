@@ -30,7 +30,7 @@ from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.opening import Opening
-from dlm_export.planning import bench, cost, roofline
+from dlm_export.planning import bench, cost, peer, roofline
 from dlm_export.planning.roofline import Machine, Rates, Work, limit_s, work_of
 from dlm_export.progress import Silent
 from dlm_runtime import Bundle, Generation, PassCost, RequestError
@@ -81,6 +81,7 @@ def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
         "generation",
         "batches",
         "requests",
+        "peer",
         "memory",
         "notes",
     ]
@@ -97,18 +98,22 @@ def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
             "quartiles_ms",
             "limit_ms",
             "ratio",
+            "break_even_tokens",
         }
+        assert row["break_even_tokens"] is None
     made = {
         "prompt_tokens",
         "new_tokens",
         "preset",
         "changes",
         "nfe",
+        "ms_per_pass",
         "tokens_per_s",
         "seconds",
         "parts",
     }
     assert set(told["generation"]) == made
+    assert told["peer"] is None
     for row in told["batches"]:
         assert set(row) == {"batch", "seconds", "tokens_per_s", "speedup", "cache_bytes"}
     assert set(told["generation"]["parts"]) == {"engine", "selection", "cache", "other"}
@@ -272,6 +277,8 @@ def test_without_being_asked_it_measures_what_fits_the_bundle(
     monkeypatch.setattr(bench, "WARM_UP", 1)
     result = json.loads(invoke(tmp_path / "b", "--rounds", 3, "--threads", 1, "--json").stdout)
     assert [(row["tokens"], row["cached"], row["rows"]) for row in result["passes"]] == [
+        (4, 36, 4),
+        (8, 32, 8),
         (20, 20, 20),
         (40, 0, 40),
     ]
@@ -301,6 +308,8 @@ def test_without_being_asked_it_measures_what_fits_the_bundle(
         (("--batch", "9999"), "a pass of 9999 requests: a batch has 1..4096"),
         (("--engine", "abacus"), "--engine"),
         (("--threads", -1), "--threads"),
+        (("--peer-token-ms", 0), "--peer-token-ms"),
+        (("--peer-token-ms", -1), "--peer-token-ms"),
     ],
 )
 def test_what_cannot_be_measured_is_wrong_usage(
@@ -361,9 +370,7 @@ def test_prompts_are_requests_of_their_own_with_p50_and_p95(
 ) -> None:
     data = tmp_path / "data.jsonl"
     prompts = ["turn on the kitchen lights", "stop", "remind me to call the garage at seven"]
-    data.write_text(
-        "".join(json.dumps({"prompt": prompt, "completion": "{}"}) + "\n" for prompt in prompts)
-    )
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     arguments = (
         demo_bundle,
         *SMALL[2:],
@@ -408,6 +415,71 @@ def test_latencies_are_of_the_prompts_and_not_of_the_first_run() -> None:
     assert (told["p50_ms"], told["p95_ms"]) == (pytest.approx(11), pytest.approx(20))
     assert told["tokens_per_s"] == pytest.approx(21 * 5 / 0.231)
     assert told["tokens_per_pass"] == 2.5
+    assert told["ms_per_pass"] == pytest.approx(231 / 42)
+
+
+# ---- Beside an autoregressive model ----
+
+
+GENERATION = {"ms_per_pass": 60.0}
+REQUESTS = {"ms_per_pass": 50.0, "tokens_per_pass": 2.0, "tokens_per_s": 40.0, "data": "data.jsonl"}
+
+
+def test_diffusion_pays_from_as_many_tokens_a_pass_as_the_peer_makes_in_its_time() -> None:
+    found = peer.compare_with_peer(40.0, GENERATION, REQUESTS)
+    assert found["break_even_tokens_per_pass"] == 1.25
+    assert found["speedup"] == pytest.approx(1.6)
+    assert peer.verdict(found) == (
+        "Diffusion pays on this device: it is faster than an autoregressive model of 40 ms a token "
+        "from 1.25 tokens a pass on, and data.jsonl gave 2.00, 1.60 times as fast."
+    )
+    found = peer.compare_with_peer(20.0, GENERATION, REQUESTS)
+    assert peer.verdict(found) == (
+        "Diffusion does not pay on this device: it is faster than an autoregressive model of 20 ms "
+        "a token from 2.50 tokens a pass on, but data.jsonl gave 2.00, 0.80 times as fast."
+    )
+
+
+def test_without_prompts_only_the_break_even_is_told() -> None:
+    found = peer.compare_with_peer(40.0, GENERATION, None)
+    assert (found["tokens_per_pass"], found["speedup"]) == (None, None)
+    assert found["break_even_tokens_per_pass"] == 1.5
+    assert peer.verdict(found).startswith(
+        "Diffusion is faster than an autoregressive model of 40 ms a token from 1.50 tokens a pass"
+    )
+
+
+@given(token_ms=st.floats(1e-3, 1e4), ms=st.floats(1e-3, 1e4), tokens=st.floats(1e-2, 32))
+@settings(deadline=None)
+def test_the_speedup_is_that_of_tokens_a_second(token_ms: float, ms: float, tokens: float) -> None:
+    requests = {"ms_per_pass": ms, "tokens_per_pass": tokens, "data": "d"}
+    found = peer.compare_with_peer(token_ms, GENERATION, requests)
+    assert found["speedup"] == pytest.approx((1e3 * tokens / ms) / (1e3 / token_ms))
+    assert peer.verdict(found).startswith("Diffusion pays") == (found["speedup"] > 1)
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_bench_says_whether_diffusion_pays(demo_bundle: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "stop"}) + "\n")
+    arguments = (demo_bundle, *SMALL, "--preset", "fast-dllm", "--data", data)
+    told = json.loads(invoke(*arguments, "--peer-token-ms", 1e6, "--json").stdout)
+    found, sent = told["peer"], told["requests"]
+    assert (found["token_ms"], found["data"]) == (1e6, str(data))
+    assert found["ms_per_pass"] == sent["ms_per_pass"]
+    assert found["tokens_per_pass"] == sent["tokens_per_pass"]
+    assert found["speedup"] == pytest.approx(sent["tokens_per_s"] * 1e3)
+    assert [row["break_even_tokens"] for row in told["passes"]] == [
+        pytest.approx(row["ms"] / 1e6) for row in told["passes"]
+    ]
+    shown = invoke(*arguments, "--peer-token-ms", 1e6).stdout
+    assert "Diffusion pays on this device: it is faster than an autoregressive model" in shown
+    assert "peer's tokens" in shown
+    shown = invoke(*arguments, "--peer-token-ms", 1e-6).stdout
+    assert "Diffusion does not pay on this device" in shown
+    shown = invoke(demo_bundle, *SMALL, "--peer-token-ms", 2).stdout
+    assert "Give --data to measure how many tokens a pass your prompts give." in shown
+    assert "peer's tokens" not in invoke(demo_bundle, *SMALL).stdout
 
 
 def test_help_has_an_example() -> None:

@@ -101,6 +101,43 @@ def test_the_last_message_of_the_assistant_is_the_completion(
     assert "call amir" in sample.prompt
 
 
+def test_prompts_are_read_without_their_completions(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "call amir"}
+    answered = {"role": "assistant", "content": "done"}
+    path = write(
+        tmp_path / "data.jsonl",
+        {"prompt": "call amir"},
+        {"prompt": "call amir", "completion": " ".join(["long"] * 10_000)},
+        {"messages": [asked]},
+        {"messages": [asked, answered]},
+        {"messages": [asked, answered, asked]},
+        {"text": "call amir"},
+    )
+    samples = read_samples(path, tokenizer, **LIMITS, prompts_only=True)
+    given = [sample.tokens[: sample.prompt_length].tolist() for sample in samples]
+    plain, chat = tokenizer.encode("call amir"), tokenizer.encode_chat([asked])
+    longer = tokenizer.encode_chat([asked, answered, asked])
+    assert given == [plain, plain, chat, chat, longer, []]
+    assert all(sample.answer is None for sample in samples)
+    assert [len(sample.tokens) for sample in samples[:5]] == list(map(len, given[:5]))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"completion": "a"}, "line 1: neither prompt, nor messages, nor text"),
+        ({"prompt": 1}, "line 1: prompt is a int"),
+        ({"messages": []}, "line 1: messages hold no prompt"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1: messages hold no prompt"),
+    ],
+)
+def test_a_record_without_a_prompt_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, record: dict[str, object], message: str
+) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        read_samples(write(tmp_path / "data.jsonl", record), tokenizer, **LIMITS, prompts_only=True)
+
+
 def test_plain_text_has_no_prompt_and_no_wrapping(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (sample,) = read_samples(
         write(tmp_path / "data.jsonl", {"text": "call amir"}), tokenizer, **LIMITS

@@ -50,7 +50,8 @@ class Sample:
 
     ``tokens``: int64 ``[L]``, a prompt, its completion and one eos; of plain text, the text alone.
     The first ``prompt_length`` are never masked (0 for plain text). ``prompt`` and ``answer`` are
-    the texts of prompt and completion, None for plain text.
+    the texts of prompt and completion, None for plain text. A prompt that was read without its
+    completion has its own tokens only, and no answer.
     """
 
     tokens: np.ndarray
@@ -66,13 +67,15 @@ def read_samples(
     eos_token_id: int | None,
     max_canvas_length: int,
     limit: int | None = None,
+    prompts_only: bool = False,
 ) -> list[Sample]:
     """Samples of a JSONL file, or of a ``.txt`` file whose paragraphs are separated by blank lines.
 
     A line of JSON is an object with ``prompt`` and ``completion``, with ``messages`` (the last one
     of the assistant is the completion, what comes before it the prompt), or with ``text``, looked
-    for in this order; other keys are ignored, and so are blank lines. Reading ends after ``limit``
-    samples: what follows is not checked. Raises CalibrationError, with the line's number where a
+    for in this order; other keys are ignored, and so are blank lines. With ``prompts_only`` a
+    completion is not needed and not read, and messages may end with the user's. Reading ends after
+    ``limit`` samples: what follows is not checked. Raises CalibrationError, with the line's number where a
     line is at fault: not readable, not UTF-8, not JSON, no such keys, longer than the canvas, no
     samples at all, no tokenizer or no chat template.
     """
@@ -82,7 +85,9 @@ def read_samples(
         )
     if limit is not None and limit < 1:
         raise CalibrationError(f"{path}: at least 1 sample is needed, not {limit}")
-    read = _text_sample if path.suffix == ".txt" else _json_sample
+    read = _text_sample
+    if path.suffix != ".txt":
+        read = functools.partial(_json_sample, prompts_only=prompts_only)
     records = _paragraphs(path) if path.suffix == ".txt" else _lines(path)
     samples: list[Sample] = []
     for number, text in itertools.islice((record for record in records if record[1]), limit):
@@ -201,7 +206,9 @@ def _paragraphs(path: Path) -> Iterator[tuple[int, str]]:
             lines, size = [], 0
 
 
-def _json_sample(line: str, tokenizer: Tokenizer, eos_token_id: int | None) -> Sample:
+def _json_sample(
+    line: str, tokenizer: Tokenizer, eos_token_id: int | None, *, prompts_only: bool
+) -> Sample:
     """Raises ValueError (a RequestError is one): what is wrong with this line."""
     try:
         record = json.loads(line)
@@ -209,11 +216,12 @@ def _json_sample(line: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
         raise ValueError(f"not JSON ({err}); plain text goes into a file called .txt") from err
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, an object is needed")
-    if "prompt" in record and "completion" in record:
-        prompt, completion = _string(record, "prompt"), _string(record, "completion")
+    if "prompt" in record and (prompts_only or "completion" in record):
+        prompt = _string(record, "prompt")
+        completion = None if prompts_only else _string(record, "completion")
         return _completed(tokenizer, prompt, None, completion, eos_token_id)
     if "messages" in record:
-        messages, completion = _conversation(record["messages"])
+        messages, completion = _conversation(record["messages"], prompts_only)
         if tokenizer.template is None:
             raise ValueError(
                 "messages need a chat template, and this tokenizer has none: give prompt and completion"
@@ -222,7 +230,8 @@ def _json_sample(line: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
         return _completed(tokenizer, prompt, messages, completion, eos_token_id)
     if "text" in record:
         return _text_sample(_string(record, "text"), tokenizer, eos_token_id)
-    raise ValueError("neither prompt and completion, nor messages, nor text among its keys")
+    needed = "prompt" if prompts_only else "prompt and completion"
+    raise ValueError(f"neither {needed}, nor messages, nor text among its keys")
 
 
 def _string(record: dict[str, Any], key: str) -> str:
@@ -232,13 +241,21 @@ def _string(record: dict[str, Any], key: str) -> str:
     return value
 
 
-def _conversation(messages: Any) -> tuple[list[dict[str, Any]], str]:
-    """The messages before the assistant's last one, and its text. Raises ValueError."""
+def _conversation(messages: Any, prompts_only: bool) -> tuple[list[dict[str, Any]], str | None]:
+    """The messages before the assistant's last one, and its text. With ``prompts_only`` all
+    messages, without the last one if it is the assistant's, and None. Raises ValueError.
+    """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of objects with role and content")
     for key in ("role", "content"):
         if not all(isinstance(message.get(key), str) for message in messages):
             raise ValueError(f"a message without a {key} that is a string")
+    if prompts_only:
+        is_answered = bool(messages) and messages[-1]["role"] == "assistant"
+        prompt = messages[:-1] if is_answered else messages
+        if not prompt:
+            raise ValueError("messages hold no prompt")
+        return prompt, None
     last = max(
         (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0
     )
@@ -253,22 +270,25 @@ def _completed(
     tokenizer: Tokenizer,
     prompt: str,
     chat: list[dict[str, Any]] | None,
-    completion: str,
+    completion: str | None,
     eos_token_id: int | None,
 ) -> Sample:
-    """Prompt, completion and, if there is one, the end token. Raises ValueError.
+    """Prompt, completion and, if there is one, the end token; without a completion the prompt
+    alone. Raises ValueError.
 
     Samples are not untrusted text, so a special token that they spell is that token.
     """
-    if not completion.strip():
+    if completion is not None and not completion.strip():
         raise ValueError("an empty completion: leave this line out")
     given = (
         tokenizer.encode(prompt, True)
         if chat is None
         else tokenizer.encode_chat(chat, special_tokens=True)
     )
-    end = [] if eos_token_id is None else [eos_token_id]
-    tokens = [*given, *tokenizer.encode_plain(completion, True), *end]
+    tokens = list(given)
+    if completion is not None:
+        tokens += tokenizer.encode_plain(completion, True)
+        tokens += [] if eos_token_id is None else [eos_token_id]
     return Sample(np.array(tokens, dtype=np.int64), len(given), completion, prompt)
 
 

@@ -889,7 +889,11 @@ def open(
     packages and the system, in that order. ``threads`` are those of ONNX Runtime: 0 takes all
     cores, and more than the cores of this process gives as many as these and a DlmWarning. ONNX
     Runtime gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none":
-    its own). ``check_hashes=False`` compares files by size only.
+    its own).
+
+    All files are compared with the manifest's hashes. A file of more than 16 MiB is not hashed again
+    if its hash was right before and it has not changed since, unless ``engine`` is "none" or
+    $DLM_HASH_FILES is "always". ``check_hashes=False`` compares files by size only.
 
     ``provider`` of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx", with
     the GPU's number behind it where that is not 0 ("cuda:1"); engine "auto" is then "onnxruntime".

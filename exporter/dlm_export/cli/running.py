@@ -31,6 +31,7 @@ from dlm_export.cli.options import (
 )
 from dlm_export.cli.printing import Bars, format_bytes, how_it_went, print_json, print_table, shown
 from dlm_export.cli.values import opening, policy_changes
+from dlm_export.planning.peer import verdict
 from dlm_export.signals import cancelling
 from dlm_runtime import Bundle, Generation
 
@@ -264,7 +265,7 @@ def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict
 @click.argument("bundle", type=CHECKPOINT)
 @click.option(
     "--passes",
-    help="tokens,cached,rows of passes, with semicolons.  [default: 32,224,32;256,0,256, as far as it fits]",
+    help="tokens,cached,rows of passes, with semicolons.  [default: 4,252,4;8,248,8;32,224,32;256,0,256, as far as it fits]",
 )
 @click.option(
     "--prompt-tokens",
@@ -289,7 +290,7 @@ def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict
 @click.option(
     "--data",
     type=FILE,
-    help="JSONL with prompt and completion, or messages: send its prompts one by one, print p50 and p95.",
+    help="JSONL with prompt, or messages: send its prompts one by one, print p50, p95 and tokens a pass.",
 )
 @click.option(
     "--samples",
@@ -297,6 +298,11 @@ def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict
     default=64,
     show_default=True,
     help="Most prompts of --data.",
+)
+@click.option(
+    "--peer-token-ms",
+    type=click.FloatRange(0, min_open=True),
+    help="Milliseconds that an autoregressive model takes for a token here: say whether diffusion is faster.",
 )
 @click.option(
     "--cost",
@@ -319,7 +325,7 @@ def bench(
     distance from the machine's limit.
 
     Example: dlm-export bench build/demo --preset fast-dllm --data
-    examples/demo-denoiser/calibration.jsonl
+    examples/demo-denoiser/calibration.jsonl --peer-token-ms 2.5
     """
     from dlm_export.planning import bench as bencher
 
@@ -357,6 +363,7 @@ def _integers(option: str, text: str) -> list[int]:
 def print_bench(result: Mapping[str, Any]) -> None:
     """What ``bench`` measured: the machine, passes, a generation by part, memory."""
     bundle, machine, rates = result["bundle"], result["machine"], result["roofline"]
+    peer = result["peer"]
     threads = f"{result['threads']} threads" if result["threads"] else "all cores"
     click.echo(
         f"{bundle['path']}: {bundle['precision']}, {bundle['parameters']:,} parameters, {bundle['engine']}, {threads}"
@@ -377,14 +384,12 @@ def print_bench(result: Mapping[str, Any]) -> None:
             " .. ".join(f"{value:.2f}" for value in row["quartiles_ms"]),
             shown(row["limit_ms"], ".2f"),
             shown(row["ratio"], ".2f"),
+            *([] if peer is None else [f"{row['break_even_tokens']:.2f}"]),
         ]
         for row in result["passes"]
     ]
-    print_table(
-        "Passes",
-        ["batch", "tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"],
-        rows,
-    )
+    titles = ["batch", "tokens", "cached", "rows", "ms", "quartiles", "limit, ms", "of the limit"]
+    print_table("Passes", titles + ([] if peer is None else ["peer's tokens"]), rows)
     if result["cost"] is not None:
         each = "{pass_ms:.3g} ms a pass, {token_ms:.3g} a token, {row_ms:.3g} a row, {pair_ms:.3g} a token and a position"
         error = "off by {median_error:.0%} in the median, {worst_error:.0%} at worst"
@@ -416,8 +421,10 @@ def print_bench(result: Mapping[str, Any]) -> None:
         click.echo(
             f"Requests: {sent['count']} prompts of {sent['data']}, at most {sent['max_new_tokens']} new tokens: "
             f"p50 {sent['p50_ms']:.1f} ms, p95 {sent['p95_ms']:.1f} ms, {sent['mean_nfe']:.2f} passes in the mean, "
-            f"{sent['tokens_per_pass']:.2f} tokens a pass, {sent['tokens_per_s']:.1f} tokens/s"
+            f"{sent['ms_per_pass']:.2f} ms and {sent['tokens_per_pass']:.2f} tokens a pass, {sent['tokens_per_s']:.1f} tokens/s"
         )
+    if peer is not None:
+        click.echo(verdict(peer))
     click.echo(
         f"Memory: {format_bytes(memory['peak_rss_bytes'])} at the generation's peak, weights "
         f"{format_bytes(memory['weights_bytes'])}, keys and values {format_bytes(memory['cache_bytes'])}"

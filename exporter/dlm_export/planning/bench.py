@@ -29,11 +29,13 @@ from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.planning.cost import check_telling, cost_of
+from dlm_export.planning.peer import compare_with_peer
 from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
 
-CANVAS, BLOCK = 256, 32  # tokens of the passes that are measured unless others are asked for
+CANVAS = 256  # tokens of the canvas whose passes are measured unless others are asked for
+BLOCKS = (4, 8, 32)  # and of the passes over the rest of it
 TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)  # of those that a cost is fitted to
 WARM_UP = 3  # passes of a size before any counts: an engine captures a graph at its third one
 GENERATION_SHARE = 5  # a generation is many passes: one round of it for five of a pass
@@ -50,8 +52,8 @@ class PassSize:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure; None is what fits the bundle: passes of 256 tokens and of 32 over 224, 128
-    given and 128 new tokens.
+    """What to measure; None is what fits the bundle: passes of 4, 8 and 32 tokens over the rest of
+    a canvas of 256, and of all 256, 128 given and 128 new tokens.
     """
 
     opening: Opening = field(default_factory=Opening)
@@ -67,8 +69,9 @@ class BenchOptions:
         1,
     )  # requests that share passes; 1, to compare with, is measured in any case
     cost: bool = False  # fit what passes cost; without ``passes``, to some of sizes that tell
-    data: Path | None = None  # calibration data, whose prompts are requests of their own
+    data: Path | None = None  # prompts as in calibration data; each is a request of its own
     samples: int = 64  # most prompts of ``data``
+    peer_token_ms: float | None = None  # what an autoregressive model takes for a token here
 
 
 def parse_passes(text: str) -> tuple[PassSize, ...]:
@@ -107,6 +110,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     of one length; ``speedup`` is in tokens/s, over one at a time. ``cost`` is a ``PassCost`` with
     the errors of its fit, or None. ``requests`` are the prompts of ``data``, sent one at a time;
     each ends at its end token, and a latency is that of the whole request. None without ``data``.
+    ``peer`` is what ``compare_with_peer`` returns, and a pass has ``break_even_tokens``, the tokens
+    that the peer makes in its time; None without ``peer_token_ms``.
     Raises CalibrationError for ``data`` that cannot be read, what ``dlm_runtime.open`` raises, and
     RequestError for passes and lengths that the bundle does not take.
     """
@@ -149,10 +154,13 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     progress.start("roofline", 1)
     machine, note = _machine(options.opening.threads, is_on_cpu)
     for row, (size, batch) in zip(passes, made, strict=True):
-        row["limit_ms"] = row["ratio"] = None
+        row["limit_ms"] = row["ratio"] = row["break_even_tokens"] = None
+        if options.peer_token_ms is not None:
+            row["break_even_tokens"] = row["ms"] / options.peer_token_ms
         if machine is not None:
             limit_ms = roofline.limit_s(_work(manifest, size, batch), machine.rates()) * 1e3
             row |= {"limit_ms": limit_ms, "ratio": row["ms"] / limit_ms}
+    made_up = generation.as_dict()
     return {
         "machine": this_machine(),
         "bundle": {
@@ -165,9 +173,12 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         "roofline": None if machine is None else asdict(machine),
         "passes": passes,
         "cost": cost_of(passes) if options.cost else None,
-        "generation": generation.as_dict(),
+        "generation": made_up,
         "batches": [one.as_batch(generation) for one in generations],
         "requests": requests,
+        "peer": None
+        if options.peer_token_ms is None
+        else compare_with_peer(options.peer_token_ms, made_up, requests),
         "memory": memory,
         "notes": [note] if note else [],
     }
@@ -175,8 +186,11 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
 
 def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
     canvas = min(CANVAS, bundle.max_canvas_length)
-    block = min(BLOCK, max(1, canvas // 2))
-    return PassSize(block, canvas - block, block), PassSize(canvas, 0, canvas)
+    blocks = sorted({min(block, max(1, canvas // 2)) for block in BLOCKS})
+    return (
+        *(PassSize(block, canvas - block, block) for block in blocks),
+        PassSize(canvas, 0, canvas),
+    )
 
 
 def _telling_passes(bundle: Bundle) -> tuple[PassSize, ...]:
@@ -234,6 +248,7 @@ class _Generation:
             "preset": self.preset,
             "changes": dict(self.changes),
             "nfe": self.result.nfe,
+            "ms_per_pass": timings["total"] * 1e3 / max(1, self.result.nfe),
             "tokens_per_s": self.tokens_per_s,
             "seconds": timings["total"],
             "parts": parts | {"other": timings["total"] - sum(parts.values())},
@@ -277,24 +292,22 @@ def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> 
 
 
 def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
-    """Token ids of the prompts in a file of calibration data. Raises CalibrationError,
-    RequestError.
+    """Token ids of the prompts in a file of calibration data, whose completions may be missing.
+    Raises CalibrationError, RequestError.
     """
-    ends = bundle.eos_token_ids
     samples = read_samples(
         data,
         bundle.tokenizer,
-        eos_token_id=ends[0] if ends else None,
+        eos_token_id=None,
         max_canvas_length=bundle.max_canvas_length,
         limit=count,
+        prompts_only=True,
     )
     prompts = [
         sample.tokens[: sample.prompt_length].tolist() for sample in samples if sample.prompt_length
     ]
     if not prompts:
-        raise RequestError(
-            f"{data}: holds no prompt: give lines with prompt and completion, or with messages"
-        )
+        raise RequestError(f"{data}: holds no prompt: give lines with prompt, or with messages")
     return prompts
 
 
@@ -318,6 +331,7 @@ def _time_requests(
         progress.advance()
     results = results[1:]
     seconds = [result.timings["total"] for result in results]
+    passes = max(1, sum(result.nfe for result in results))
     p95 = (
         statistics.quantiles(seconds, n=20, method="inclusive")[-1]
         if len(seconds) > 1
@@ -330,8 +344,8 @@ def _time_requests(
         "p50_ms": statistics.median(seconds) * 1e3,
         "p95_ms": p95 * 1e3,
         "mean_nfe": statistics.mean(result.nfe for result in results),
-        "tokens_per_pass": sum(result.completion_tokens for result in results)
-        / max(1, sum(result.nfe for result in results)),
+        "ms_per_pass": sum(seconds) * 1e3 / passes,
+        "tokens_per_pass": sum(result.completion_tokens for result in results) / passes,
         "tokens_per_s": sum(result.completion_tokens for result in results) / sum(seconds),
     }
 

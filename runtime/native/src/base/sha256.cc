@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 
+#include "base/descriptor.h"
 #include "base/error.h"
 
 #if defined(__x86_64__)
@@ -150,21 +151,6 @@ bool has_instructions() { return false; }
 constexpr auto compress_special = compress_portable;
 #endif
 
-class File {
- public:
-  // Non-blocking, so that opening a pipe without a writer returns; plain files do not notice.
-  explicit File(const char* path) : descriptor_(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {}
-  ~File() {
-    if (descriptor_ >= 0) close(descriptor_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  int descriptor() const { return descriptor_; }
-
- private:
-  int descriptor_;
-};
-
 }  // namespace
 
 bool Sha256::is_accelerated() { return has_instructions(); }
@@ -214,23 +200,29 @@ std::string Sha256::hex() {
 }
 
 std::string sha256_file_hex(const std::string& path) {
-  const auto refuse = [&](dlm_status status, const char* reason) {
-    throw Error(status, path + ": " + reason);
+  // Non-blocking, so that opening a pipe without a writer returns; plain files do not notice.
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (!file.is_open())
+    throw Error(errno == ENOENT ? DLM_NOT_FOUND : DLM_BAD_BUNDLE,
+                path + ": " + std::strerror(errno));
+  return sha256_file_hex(file.number(), path);
+}
+
+std::string sha256_file_hex(int descriptor, const std::string& path) {
+  const auto refuse = [&](const char* reason) {
+    throw Error(DLM_BAD_BUNDLE, path + ": " + reason);
   };
-  const File file(path.c_str());
   struct stat information;
-  if (file.descriptor() < 0)
-    refuse(errno == ENOENT ? DLM_NOT_FOUND : DLM_BAD_BUNDLE, std::strerror(errno));
-  if (fstat(file.descriptor(), &information) != 0) refuse(DLM_BAD_BUNDLE, std::strerror(errno));
-  if (!S_ISREG(information.st_mode)) refuse(DLM_BAD_BUNDLE, "not a plain file");
+  if (fstat(descriptor, &information) != 0) refuse(std::strerror(errno));
+  if (!S_ISREG(information.st_mode)) refuse("not a plain file");
   constexpr size_t kPiece = size_t{1} << 20;
   const std::unique_ptr<uint8_t[]> buffer(new uint8_t[kPiece]);
   Sha256 hash;
   for (;;) {
-    const ssize_t bytes = read(file.descriptor(), buffer.get(), kPiece);
+    const ssize_t bytes = read(descriptor, buffer.get(), kPiece);
     if (bytes == 0) return hash.hex();
     if (bytes > 0) hash.update(buffer.get(), static_cast<size_t>(bytes));
-    if (bytes < 0 && errno != EINTR) refuse(DLM_BAD_BUNDLE, std::strerror(errno));
+    if (bytes < 0 && errno != EINTR) refuse(std::strerror(errno));
   }
 }
 

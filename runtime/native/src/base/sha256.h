@@ -37,4 +37,8 @@ class Sha256 {
 // might never end).
 std::string sha256_file_hex(const std::string& path);
 
+// The same of a file that is open for reading, from its current position on; `path` is for
+// messages.
+std::string sha256_file_hex(int descriptor, const std::string& path);
+
 }  // namespace dlm

@@ -103,8 +103,9 @@ constexpr int64_t kLarge = 16 << 20;          // bytes that take 10 ms to hash
 // Engine files are compared where one of them is to be run: a damaged one must not keep the graph
 // from the CPU, nor an engine from being built again. Without engines to run, hashes of large files
 // are left for the caller to compare.
+// `records`: for large files. Hashing a small one takes less time than looking for its record.
 std::vector<FileHash> check_files(const json::Value& files, const std::string& folder,
-                                  bool check_hashes, bool with_engines) {
+                                  bool check_hashes, bool with_engines, Records records) {
   std::vector<FileHash> left;
   for (const json::Value& entry : files.members()) {
     entry.refuse_unknown({"bytes", "sha256"});
@@ -127,10 +128,11 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
            "%s: %lld bytes, but the manifest says %lld: the file is truncated or was replaced. %s",
            path.c_str(), static_cast<long long>(found), static_cast<long long>(expected), advice);
     if (!check_hashes) continue;
+    const FileHash file{path, hash, advice, found > kLarge ? records : Records::none};
     if (!with_engines && found > kLarge)
-      left.push_back({path, hash, advice});
+      left.push_back(file);
     else
-      check_hash({path, hash, advice});
+      check_hash(file);
   }
   return left;
 }
@@ -405,7 +407,7 @@ void read_text_entry(const json::Value& root, const json::Value& files, const st
 }
 
 Manifest interpret(const std::string& text, const std::string& folder, bool check_hashes,
-                   const std::string& engine) {
+                   const std::string& engine, Records records) {
   const auto root = json::parse(text, kManifestLimitBytes);
   const int64_t version = root->integer("schema_version", 1, INT32_MAX);
   if (version < kSchemaVersion)
@@ -449,7 +451,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
     for (const json::Value& entry : loop.object("engines").members())
       manifest.engines.push_back(read_engine(entry, graph, files, folder, is_run));
   read_text_entry(*root, files, folder, check_hashes, manifest);
-  manifest.unhashed = check_files(files, folder, check_hashes, is_run);
+  manifest.unhashed = check_files(files, folder, check_hashes, is_run, records);
   return manifest;
 }
 
@@ -462,7 +464,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
 }  // namespace
 
 void check_hash(const FileHash& file) {
-  if (sha256_file_hex(file.path) != file.sha256) refuse_hash(file.path, file.advice);
+  if (!has_sha256(file.path, file.sha256, file.records)) refuse_hash(file.path, file.advice);
 }
 
 std::shared_ptr<const Text> read_text(const Manifest& manifest) {
@@ -493,8 +495,10 @@ Manifest read_bundle(const std::string& path, bool check_hashes, const std::stri
   std::string folder = path;
   while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
   const std::string text = read_manifest(folder);
+  const Records chosen = check_hashes ? chosen_records() : Records::none;
+  const Records records = chosen == Records::use && engine == "none" ? Records::write : chosen;
   try {
-    return interpret(text, folder, check_hashes, engine);
+    return interpret(text, folder, check_hashes, engine, records);
   } catch (const Error& error) {
     const std::string message = error.what();
     // Errors about a file start with its path already; those about the manifest's text do not.

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bundle/verified_files.h"
 #include "decode/loop.h"
 #include "engines/engine.h"
 #include "text/tokenizer.h"
@@ -22,6 +23,7 @@ namespace dlm {
 struct FileHash {
   std::string path, sha256;
   const char* advice;
+  Records records;
 };
 
 // Effort levels of a bundle, fewest passes first.
@@ -51,10 +53,12 @@ struct Manifest {
 };
 
 // Reads and checks the bundle in folder `path`; check_hashes = false compares sizes only.
-// Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED).
-// `engine` is dlm_open_options': engine files and what their entries rest on are compared only
-// where one is to be run. What it leaves in `unhashed` can be compared while an engine maps the
-// same files: nothing may be computed before.
+// Large files are not hashed again if they have not changed since their hash was right
+// (bundle/verified_files.h), unless $DLM_HASH_FILES is "always" or `engine` is "none": a bundle
+// that makes no passes is opened to be checked. Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE,
+// DLM_UNSUPPORTED, DLM_INVALID_ARGUMENT). `engine` is dlm_open_options': engine files and what
+// their entries rest on are compared only where one is to be run. What it leaves in `unhashed` can
+// be compared while an engine maps the same files: nothing may be computed before.
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
 
 // Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle has no such file, and

@@ -1,0 +1,53 @@
+"""Whether diffusion pays on a device: a bundle's passes beside the token time of an autoregressive
+model.
+
+An autoregressive model makes one token in each pass. A denoiser's pass takes longer and commits
+several, so it is faster if it commits more tokens a pass than its pass takes token times. Time for
+reading the prompt is part of the denoiser's passes and not of the peer's token time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def compare_with_peer(
+    token_ms: float, generation: Mapping[str, Any], requests: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Compare with a model that takes ``token_ms`` for a token.
+
+    ``generation`` and ``requests`` are those of ``bench``. The time of a pass is that of the
+    requests, or of the generation without them. Made-up tokens do not show how many a pass commits,
+    so without requests ``tokens_per_pass`` and ``speedup`` are None.
+    """
+    measured = generation if requests is None else requests
+    break_even = measured["ms_per_pass"] / token_ms
+    tokens_per_pass = None if requests is None else requests["tokens_per_pass"]
+    return {
+        "token_ms": token_ms,
+        "ms_per_pass": measured["ms_per_pass"],
+        "break_even_tokens_per_pass": break_even,
+        "data": None if requests is None else requests["data"],
+        "tokens_per_pass": tokens_per_pass,
+        "speedup": None if tokens_per_pass is None else tokens_per_pass / break_even,
+    }
+
+
+def verdict(peer: Mapping[str, Any]) -> str:
+    """What ``compare_with_peer`` found, as a sentence."""
+    condition = (
+        f"faster than an autoregressive model of {peer['token_ms']:.4g} ms a token from "
+        f"{peer['break_even_tokens_per_pass']:.2f} tokens a pass on"
+    )
+    if peer["speedup"] is None:
+        return (
+            f"Diffusion is {condition}. Give --data to measure how many tokens a pass your "
+            "prompts give."
+        )
+    found = (
+        f"{peer['data']} gave {peer['tokens_per_pass']:.2f}, {peer['speedup']:.2f} times as fast"
+    )
+    if peer["speedup"] > 1:
+        return f"Diffusion pays on this device: it is {condition}, and {found}."
+    return f"Diffusion does not pay on this device: it is {condition}, but {found}."

@@ -1,0 +1,25 @@
+// Owns a POSIX file descriptor.
+#pragma once
+
+#include <unistd.h>
+
+namespace dlm {
+
+class Descriptor {
+ public:
+  // Takes the result of open(), which is negative if that failed.
+  explicit Descriptor(int number) : number_(number) {}
+  ~Descriptor() {
+    if (number_ >= 0) close(number_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  bool is_open() const { return number_ >= 0; }
+  int number() const { return number_; }
+
+ private:
+  const int number_;
+};
+
+}  // namespace dlm

@@ -1,0 +1,197 @@
+// Records of files whose SHA-256 was right: how they are named, trusted and written.
+#include "bundle/verified_files.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cinttypes>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+#include "base/descriptor.h"
+#include "base/error.h"
+#include "base/sha256.h"
+
+namespace dlm {
+namespace {
+
+constexpr int64_t kSettledSeconds = 2;  // some file systems keep whole seconds
+constexpr const char* kFolder = "dlm-runtime";
+
+// File systems that update a file's change time on every write, also on the first write through
+// mmap after a flush (their page_mkwrite calls file_update_time), or that are read-only.
+// Magic numbers of linux/magic.h and the kernel's fs/.
+struct FileSystem {
+  uint32_t magic;
+  bool is_read_only;
+};
+constexpr FileSystem kTrusted[] = {
+    {0xEF53, false},      // ext2, ext3, ext4
+    {0x58465342, false},  // XFS
+    {0x9123683E, false},  // Btrfs
+    {0xF2F52010, false},  // F2FS
+    {0x794C7630, false},  // overlayfs, as in containers
+    {0x73717368, true},   // SquashFS
+    {0xE0F5E1E2, true},   // EROFS
+};
+
+// A text that differs for any two states of files. A record is exactly this text, so reading one
+// needs no parser.
+std::string describe(const struct stat& info, const std::string& sha256) {
+  char text[512];
+  std::snprintf(text, sizeof text,
+                "verified file 1\ndevice %" PRIu64 "\ninode %" PRIu64 "\nbytes %" PRId64
+                "\nmodified %" PRId64 ".%09ld\nchanged %" PRId64 ".%09ld\nsha256 %.64s\n",
+                uint64_t{info.st_dev}, uint64_t{info.st_ino}, int64_t{info.st_size},
+                int64_t{info.st_mtim.tv_sec}, info.st_mtim.tv_nsec, int64_t{info.st_ctim.tv_sec},
+                info.st_ctim.tv_nsec, sha256.c_str());
+  return text;
+}
+
+// There are 65,536 names, so records never take much room. Two files of one name replace each
+// other's record, and are hashed more often.
+std::string record_name(const struct stat& info) {
+  char text[16];
+  std::snprintf(text, sizeof text, "%04x",
+                static_cast<unsigned>((uint64_t{info.st_dev} + uint64_t{info.st_ino}) & 0xFFFF));
+  return text;
+}
+
+timespec now() {
+  timespec time{};
+  clock_gettime(CLOCK_REALTIME, &time);
+  return time;
+}
+
+bool is_before(const timespec& a, const timespec& b) {
+  return a.tv_sec != b.tv_sec ? a.tv_sec < b.tv_sec : a.tv_nsec < b.tv_nsec;
+}
+
+bool is_ours_alone(const struct stat& info) {
+  return info.st_uid == geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+}
+
+// The user's cache directory by the XDG Base Directory Specification; empty if there is none. A
+// program with raised privileges has none: its environment belongs to somebody else.
+std::string cache_home() {
+  const char* const chosen = secure_getenv("XDG_CACHE_HOME");
+  std::string found;
+  if (chosen != nullptr && *chosen == '/') {
+    found = chosen;
+  } else if (const char* const home = secure_getenv("HOME"); home != nullptr && *home == '/') {
+    found = std::string(home) + "/.cache";
+  }
+  while (found.size() > 1 && found.back() == '/') found.pop_back();
+  return found;
+}
+
+// Makes the folder of records and its parent where they are missing. Nothing is made in a
+// directory of somebody else: its owner could not use that later.
+void make_folder(const std::string& home) {
+  const std::string above = home.substr(0, home.find_last_of('/') + 1);
+  struct stat info{};
+  if (stat(above.c_str(), &info) == 0 && info.st_uid == geteuid()) mkdir(home.c_str(), S_IRWXU);
+  if (stat(home.c_str(), &info) == 0 && info.st_uid == geteuid())
+    mkdir((home + "/" + kFolder).c_str(), S_IRWXU);
+}
+
+// The folder of records, if it belongs to the user alone. Not open otherwise.
+Descriptor open_folder(bool is_made) {
+  const std::string home = cache_home();
+  if (home.empty()) return Descriptor(-1);
+  if (is_made) make_folder(home);
+  const int number =
+      open((home + "/" + kFolder).c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  struct stat info{};
+  if (number >= 0 && (fstat(number, &info) != 0 || !is_ours_alone(info))) {
+    close(number);
+    return Descriptor(-1);
+  }
+  return Descriptor(number);
+}
+
+bool is_recorded(const struct stat& info, const std::string& sha256) {
+  const Descriptor folder = open_folder(false);
+  if (!folder.is_open()) return false;
+  const Descriptor file(openat(folder.number(), record_name(info).c_str(),
+                               O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  struct stat record{};
+  if (!file.is_open() || fstat(file.number(), &record) != 0 || !S_ISREG(record.st_mode) ||
+      !is_ours_alone(record))
+    return false;
+  // A record of the future: the clock was set back since, so time stamps may come a second time.
+  if (is_before(now(), record.st_mtim)) return false;
+  const std::string expected = describe(info, sha256);
+  char found[512];
+  const ssize_t bytes = read(file.number(), found, sizeof found);
+  return bytes >= 0 && std::string(found, static_cast<size_t>(bytes)) == expected;
+}
+
+void record(const struct stat& info, const std::string& sha256) {
+  const Descriptor folder = open_folder(true);
+  if (!folder.is_open()) return;
+  const std::string name = record_name(info), text = describe(info, sha256),
+                    partial = name + ".partial-" + std::to_string(getpid());
+  bool is_written = false;
+  {
+    const Descriptor file(openat(folder.number(), partial.c_str(),
+                                 O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
+                                 S_IRUSR | S_IWUSR));
+    if (!file.is_open()) return;
+    is_written =
+        write(file.number(), text.data(), text.size()) == static_cast<ssize_t>(text.size());
+  }
+  if (!is_written || renameat(folder.number(), partial.c_str(), folder.number(), name.c_str()) != 0)
+    unlinkat(folder.number(), partial.c_str(), 0);
+}
+
+// Whether every later change of the file will show in its change time.
+bool will_show_changes(int descriptor, const struct stat& info) {
+  timespec settled = info.st_ctim;
+  settled.tv_sec += kSettledSeconds;
+  if (!is_before(settled, now())) return false;
+  struct statfs system{};
+  if (fstatfs(descriptor, &system) != 0) return false;
+  for (const FileSystem& trusted : kTrusted) {
+    if (static_cast<uint32_t>(system.f_type) != trusted.magic) continue;
+    // A page that a program wrote through mmap stays writable to it, without any further update of
+    // the time, until the page is flushed.
+    return trusted.is_read_only || fsync(descriptor) == 0;
+  }
+  return false;
+}
+
+}  // namespace
+
+bool has_sha256(const std::string& path, const std::string& sha256, Records records) {
+  if (records == Records::none) return sha256_file_hex(path) == sha256;
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  struct stat before{}, after{};
+  if (!file.is_open() || fstat(file.number(), &before) != 0 || !S_ISREG(before.st_mode))
+    return sha256_file_hex(path) == sha256;  // throws, and says what is wrong with the file
+  if (records == Records::use && is_recorded(before, sha256)) return true;
+  // In this order: the flush, the hash, and the second look at the time stamps.
+  const bool shows_changes = will_show_changes(file.number(), before);
+  const bool is_right = sha256_file_hex(file.number(), path) == sha256;
+  if (is_right && shows_changes && fstat(file.number(), &after) == 0 &&
+      describe(before, sha256) == describe(after, sha256))
+    record(before, sha256);
+  return is_right;
+}
+
+Records chosen_records() {
+  const char* const wanted = std::getenv("DLM_HASH_FILES");
+  if (wanted == nullptr || *wanted == '\0' || std::strcmp(wanted, "changed") == 0)
+    return Records::use;
+  if (std::strcmp(wanted, "always") == 0) return Records::none;
+  fail(DLM_INVALID_ARGUMENT, "DLM_HASH_FILES is \"%.40s\"; choose \"changed\" or \"always\"",
+       wanted);
+}
+
+}  // namespace dlm
