@@ -265,7 +265,13 @@ def test_the_dataclass_has_the_fields_of_the_native_table() -> None:
 def test_the_schema_has_the_fields_of_the_native_table() -> None:
     rules = schema()["$defs"]["preset"]["properties"]
     assert rules["commit"]["enum"][:2] == ["static", "threshold"]
-    assert rules["threshold"] == {"type": "number", "minimum": 0, "maximum": 1, "default": 0.9}
+    assert rules["threshold"] == {
+        "description": "threshold of dlm_policy: see dlm_runtime.h.",
+        "type": "number",
+        "minimum": 0,
+        "maximum": 1,
+        "default": 0.9,
+    }
     assert rules["seed"]["maximum"] == (1 << 63) - 1, "a reader of JSON takes 63 bits"
     for name, rule in rules.items():
         assert rule["default"] == getattr(Policy(), name), name

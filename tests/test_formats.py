@@ -305,7 +305,7 @@ def _matrix(rows: int, columns: int, scale: np.float32, extra: np.ndarray) -> np
     return w
 
 
-@given(_matrices, st.sampled_from(NUMBER_FORMATS))
+@given(_matrices, st.sampled_from(list(NUMBER_FORMATS)))
 @settings(max_examples=200, deadline=None)
 def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
     w: np.ndarray, format: str
@@ -367,7 +367,7 @@ def test_int4_scales_leave_the_least_error_of_their_choices(
     ).all()
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from(NUMBER_FORMATS), st.integers(1, 40))
+@given(st.integers(0, 2**32 - 1), st.sampled_from(list(NUMBER_FORMATS)), st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
 def test_quantising_twice_changes_nothing(seed: int, format: str, columns: int) -> None:
     w = np.random.default_rng(seed).standard_t(3, (32, columns)).astype(np.float32)

@@ -113,7 +113,7 @@ def test_codes_are_those_of_a_denoiser_held_whole(
 
 @given(
     st.integers(0, 2**32 - 1),
-    st.sampled_from(NUMBER_FORMATS),
+    st.sampled_from(list(NUMBER_FORMATS)),
     st.integers(1, 5),
     st.integers(1, 9),
     st.sampled_from([16, 32]),

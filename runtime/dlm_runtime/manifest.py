@@ -112,15 +112,16 @@ def schema() -> dict[str, Any]:
 
 
 def _policy_rule(field: _native.PolicyField) -> dict[str, Any]:
+    said = {"description": f"{field.name.decode()} of dlm_policy: see dlm_runtime.h."}
     if field.choices:
         names = itertools.takewhile(lambda name: name is not None, field.choices)
         choices = [name.decode() for name in names]
-        return {"type": "string", "enum": choices, "default": choices[0]}
+        return said | {"type": "string", "enum": choices, "default": choices[0]}
     if field.kind == _native.FIELD_DOUBLE:
         kind, highest, initial = "number", field.highest, field.initial
     else:  # a reader of JSON takes 63 bits
         kind, highest, initial = "integer", min(field.highest, 2**63 - 1), int(field.initial)
-    return {"type": kind, "minimum": field.lowest, "maximum": highest, "default": initial}
+    return said | {"type": kind, "minimum": field.lowest, "maximum": highest, "default": initial}
 
 
 @functools.cache

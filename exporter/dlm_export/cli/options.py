@@ -182,7 +182,7 @@ QUANTISE_OPTIONS = (
         type=click.Choice(["default", "full", "none"]),
         default="default",
         show_default=True,
-        help="Effort: about half as long as the rest of the build; all there is, for releases; parity only.",
+        help="Half as long as the rest; all data, thresholds and effort levels, for releases; parity only.",
     ),
     click.option(
         "--calib",
