@@ -7,6 +7,6 @@ namespace dlm {
 
 extern const Kernels kAvx512Kernels;
 const Kernels kAvx512Kernels = {"avx512-vnni", linear,     nvfp4_linear, experts,
-                                attention,     candidates, embedding};
+                                attention,     candidates, embedding,    tied_head};
 
 }  // namespace dlm
