@@ -74,6 +74,11 @@ class LayerFormat:
         """
         return self.weights == "int4" and self.is_dynamic
 
+    @property
+    def suits_table(self) -> bool:
+        """Whether a CPU looks rows up in it: what the table of a tied head may be held in."""
+        return self.weights in (None, "fp8") or self.is_dynamic
+
     def weight_bytes(self, inputs: int, outputs: int) -> int:
         """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision
         counts as fp32.
