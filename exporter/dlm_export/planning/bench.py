@@ -28,6 +28,7 @@ from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.planning.cost import check_telling, cost_of
+from dlm_export.planning.shapes import table_bytes_of
 from dlm_export.progress import Progress, Silent
 from dlm_export.targets import this_machine
 from dlm_runtime import Bundle, Generation, RequestError
@@ -452,5 +453,6 @@ def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.
         size.rows,
         batch,
         element_bytes=element_bytes,
+        table_bytes=table_bytes_of(manifest),
         cache_dtype=cache_dtype,
     )
