@@ -69,7 +69,7 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
         "tokenizer": text.tokenizer is not None,
         "chat_template": text.chat_template is not None,
     }
-    table = families.open_weights(opened, network).stored_type(EMBEDDING)
+    table = tensors.stored_type(EMBEDDING)
     memory = {
         name: _memory(network, element_bytes, min(table.itemsize, element_bytes))
         for name, element_bytes in PRECISIONS.items()

@@ -138,7 +138,7 @@ def _checkpoint_sizes(path: Path, values: dict[str, Any]) -> tuple[NetworkSpec, 
 
     checkpoint = Checkpoint(path)
     network = families.read_network(checkpoint, overrides(values))
-    table = families.open_weights(checkpoint, network).stored_type(EMBEDDING)
+    table = families.check_tensors(checkpoint, network).stored_type(EMBEDDING)
     return network, table.itemsize
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dlm_calibration.recipes import FORMATS, HIGH, NEXT
-from dlm_export.bundle import network_of, read_manifest
+from dlm_export.bundle import network_of, read_manifest, table_bytes_of
 from dlm_export.graph import PRECISIONS
 from dlm_export.network.spec import (
-    CACHE_ROWS,
     HEAD,
     AttentionSpec,
     LayerSpec,
@@ -104,14 +103,6 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
         name: policy.as_dict()
         for name, policy in presets_for(network.visible_block, network.shift).items()
     }
-
-
-def table_bytes_of(manifest: Mapping[str, Any]) -> int | None:
-    """Bytes of an element of a bundle's embedding table; None where it is quantised, or where an
-    earlier dlm-export did not say.
-    """
-    dtype = manifest["precision"].get("embedding_dtype")
-    return None if dtype is None else CACHE_ROWS[dtype][0]
 
 
 def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, int]]) -> Shape:
