@@ -50,7 +50,7 @@ def bundle_of(purpose: str, cache: str) -> Path:
 def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
     """Bytes of the cache, by formula and as the runtime counts them, and the peak of the process."""
     import dlm_runtime
-    from dlm_export.bundle import network_of
+    from dlm_export.bundle.manifest import network_of
     from dlm_export.graph import CACHE_DTYPES
     from dlm_export.network.spec import CACHE_ROWS
     from dlm_export.planning.bench import peak_rss_bytes

@@ -21,8 +21,8 @@ from shapes import ROOT, machine
 
 import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
-from dlm_export.judging import accuracy
-from dlm_export.judging.rounds import Effort
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.run import JudgingOptions, judge_bundle
 from dlm_export.opening import Opening
 from dlm_export.progress import Silent
 from dlm_export.quantising import numbers
@@ -55,12 +55,12 @@ def measure(
         folder,
         BuildOptions(precision=recipe, force=True, check_parity=False, quantise=quantise),
     )
-    judging = accuracy.JudgingOptions(
+    judging = JudgingOptions(
         CalibrationOptions(data=data),
         Effort("full", judged),
         opening=Opening("onnxruntime", threads=1),
     )
-    found = accuracy.judge_bundle(folder, source, judging, Silent()).as_dict()
+    found = judge_bundle(folder, source, judging, Silent()).as_dict()
     with dlm_runtime.open(folder) as bundle:
         states = bundle.manifest["precision"]["calibration"]["states"]
     kept = {key: found[key] for key in ("buckets", "overall", "frontier")}

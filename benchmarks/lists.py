@@ -20,8 +20,8 @@ from shapes import machine
 from timing import cell, clocked, interleave
 
 import dlm_runtime
-from dlm_export.cli.options import policy_changes
-from dlm_export.judging.levels import LEVELS
+from dlm_export.cli.values import policy_changes
+from dlm_export.judging.tuning.effort_levels import LEVELS
 
 WAYS: dict[str, dict[str, Any]] = {
     "block": {"cache": "block"},

@@ -25,7 +25,7 @@ from timing import interleave, show
 from watching import figures
 
 import dlm_runtime
-from dlm_export.bundle import network_of
+from dlm_export.bundle.manifest import network_of
 from dlm_export.planning import roofline
 
 ACTIVE, COUNT, SIZE, VOCABULARY = 8, 64, 512, 32_000

@@ -19,8 +19,9 @@ from shapes import ROOT, machine
 
 import dlm_runtime
 from dlm_export.build import BuildOptions, QuantiseOptions, build_from
-from dlm_export.judging import accuracy
-from dlm_export.judging.rounds import Effort
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.run import JudgingOptions, judge_bundle
+from dlm_export.judging.tuning.fit_in_build import fit_threshold
 from dlm_export.opening import Opening
 from dlm_export.progress import Silent
 from dlm_export.quantising.samples import CalibrationOptions, load_data
@@ -58,12 +59,12 @@ def measure(
     }
     threshold = 0.9
     if is_quantised:
-        judging = accuracy.JudgingOptions(
+        judging = JudgingOptions(
             CalibrationOptions(data=data),
             Effort("full", judged),
             opening=Opening("onnxruntime", threads=1),
         )
-        judgement = accuracy.judge_bundle(folder, source, judging, Silent())
+        judgement = judge_bundle(folder, source, judging, Silent())
         found = judgement.as_dict()
         row |= {key: found[key] for key in ("buckets", "overall", "frontier", "noise_floor")}
         row["free_running"] = {
@@ -71,14 +72,13 @@ def measure(
         }
         with dlm_runtime.open(folder) as bundle:
             own = load_data(source.network, source.path, bundle.tokenizer, CalibrationOptions())
-            fitted = accuracy.fit_threshold(
+            fitted = fit_threshold(
                 source,
                 bundle,
                 own.calibration[:FITTED],
                 "fast-dllm",
                 0,
                 lambda: None,
-                recording=None,
             )
         row["threshold"] = fitted.as_dict()
         threshold = fitted.refitted.threshold

@@ -26,7 +26,8 @@ from dlm_calibration import recipes
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.building.writing import write_text
-from dlm_export.judging import auto, sensitivity
+from dlm_export.judging.precision_search import sensitivity
+from dlm_export.judging.precision_search.search import search as search_precision
 from dlm_export.quantising import calibrate, samples
 from dlm_export.sources import Source, open_source
 
@@ -120,7 +121,7 @@ def search(
     preset, policy = samples.threshold_preset(source.network, source.presets, None)
     began = time.perf_counter()
     chosen = data.calibration[:judged]
-    found = auto.search(
+    found = search_precision(
         source, states, chosen, FORMATS, policy, budget, 0, lambda: None, exact=exact
     )
     (point,) = [point for point in found.curve if point.chosen]

@@ -137,7 +137,7 @@ def machine() -> dict[str, Any]:
     import platform
     from importlib import metadata
 
-    from dlm_export.targets import this_machine
+    from dlm_export.machine import this_machine
 
     packages = {
         name: metadata.version(name) for name in ("torch", "onnxruntime", "onnx", "dlm-export")

@@ -68,7 +68,7 @@ static void generate(dlm_bundle *bundle, const dlm_policy *policy) {
 }
 
 static void print_policy(const dlm_policy *p) {
-  printf("%s %s %s %s %s %s %s %s %d %d %d %g %g %g %g %g %d\n", p->select, p->score, p->commit, p->compare, p->schedule, p->remask,
+  printf("%s %s %s %s %s %s %s %d %d %d %g %g %g %g %g %d\n", p->select, p->score, p->commit, p->compare, p->remask,
          p->cache, p->stop, (int)p->block_length, (int)p->steps_per_block, (int)p->refresh, p->threshold, p->factor,
          p->entropy_bound, p->timestep_eps, p->temperature, (int)p->seed);
 #ifdef NOVELTY

@@ -16,7 +16,7 @@ import onnx
 from click.testing import CliRunner, Result
 
 from dlm_export.build import BuildOptions, QuantiseOptions, build
-from dlm_export.bundle import finish
+from dlm_export.bundle.folder import finish
 from dlm_export.cli import main
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.tensorrt.estimate import EngineOptions

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_export import outputs
-from dlm_export.bundle import staged
+from dlm_export.bundle.folder import staged
 from dlm_export.signals import dying_by_signal
 
 Build = Callable[[Path, str, bool], None]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from dlm_calibration.metrics import Decode
 from dlm_calibration.states import Sample
-from dlm_export.judging.evidence import Evidence
-from dlm_export.judging.judge import Judgement
-from dlm_export.judging.predictors import JudgeError, Predictor, Scorer
+from dlm_export.judging.accuracy.evidence import Evidence
+from dlm_export.judging.accuracy.verdict import Judgement
+from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer
 from dlm_runtime import Policy
 
 

@@ -36,7 +36,6 @@ def made_up_effort() -> dict[str, Any]:
     return {
         "preset": "fast-dllm",
         "quality": "task",
-        "found_by": "replay",
         "samples": 11,
         "curve": points,
         "levels": levels,
@@ -189,7 +188,6 @@ def made_up_accuracy() -> dict[str, Any]:
                 "quality": "task",
                 "curve": curve,
                 "verdict": "raised",
-                "found_by": "generations",
                 "samples": 32,
                 "difference": 0.0,
                 "interval": [-0.02, 0.02],

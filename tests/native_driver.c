@@ -494,7 +494,6 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_VALUE(score);
   REFUSE_VALUE(commit);
   REFUSE_VALUE(compare);
-  REFUSE_VALUE(schedule);
   REFUSE_VALUE(remask);
   REFUSE_VALUE(cache);
   REFUSE_VALUE(stop);

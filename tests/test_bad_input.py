@@ -25,13 +25,14 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from dlm_export import bundle as bundle_files
-from dlm_export import families, graph, outputs, targets
+from dlm_export import families, graph, memory, outputs
+from dlm_export.bundle import folder as bundle_folder
 from dlm_export.checkpoints.folder import CONFIG_LIMIT_BYTES, Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace, write
-from dlm_export.judging import accuracy, parity, verify
+from dlm_export.judging.accuracy import run
+from dlm_export.judging.parity import against_torch, verdict
 from dlm_runtime.errors import BundleError
 
 Change = Callable[[Path], None]
@@ -385,7 +386,7 @@ def test_a_key_of_a_config_does_not_steer_the_terminal(checkpoint: Path) -> None
 def test_a_record_of_accuracy_that_no_build_wrote_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "accuracy.json").write_text(text)
     with pytest.raises(BundleError, match=r"accuracy\.json: "):
-        accuracy._known_layers(tmp_path)
+        run._known_layers(tmp_path)
 
 
 # ---- What config.json and the tokenizer say ----
@@ -585,7 +586,7 @@ def test_force_replaces_a_bundle_of_an_older_schema(out: Path) -> None:
     (out / "manifest.json").write_text(
         '{"schema_version": 1, "denoiser": {}, "tokens": {}, "files": {}}'
     )
-    with bundle_files.staged(out, force=True, needed_bytes=0) as staging:
+    with bundle_folder.staged(out, force=True, needed_bytes=0) as staging:
         (staging / "new").touch()
     assert os.listdir(out) == ["new"]
 
@@ -678,7 +679,7 @@ def test_an_error_of_the_disk_leaves_nothing_behind(
 def test_a_build_that_needs_more_memory_than_there_is_says_so(
     llada_checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1000)
     _build_fails(
         llada_checkpoint,
         out,
@@ -693,8 +694,8 @@ def test_a_build_that_needs_more_memory_than_there_is_says_so(
 STAGES = [
     (trace, "trace_pass"),
     (write, "write_graph"),
-    (bundle_files, "finish"),
-    (verify, "check_parity"),
+    (bundle_folder, "finish"),
+    (against_torch, "check_parity"),
     (outputs, "_place"),
 ]
 
@@ -721,9 +722,9 @@ def test_ctrl_c_leaves_nothing_behind_and_an_old_bundle_as_it_was(
     monkeypatch.setattr(module, function, interrupt)
     if function == "_place":
         monkeypatch.setattr(
-            verify,
+            against_torch,
             "check_parity",
-            lambda *_, **__: parity.Parity("fp32", parity.TOLERANCES["fp32"], [], []),
+            lambda *_, **__: verdict.Parity("fp32", verdict.TOLERANCES["fp32"], [], []),
         )
     result = CliRunner().invoke(main, ["build", str(llada_checkpoint), "-o", str(out), "--force"])
     assert result.exit_code == 1, result.output
@@ -735,10 +736,10 @@ def test_ctrl_c_leaves_nothing_behind_and_an_old_bundle_as_it_was(
 def test_a_build_that_differs_from_torch_exits_3_and_writes_no_bundle(
     llada_checkpoint: Path, out: Path, traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "PROMPT_COUNT", 1)
-    monkeypatch.setattr(verify, "NEW_TOKENS", 2)
-    strict = dataclasses.replace(parity.TOLERANCES["fp32"], relative=0.0)
-    monkeypatch.setitem(parity.TOLERANCES, "fp32", strict)
+    monkeypatch.setattr(against_torch, "PROMPT_COUNT", 1)
+    monkeypatch.setattr(against_torch, "NEW_TOKENS", 2)
+    strict = dataclasses.replace(verdict.TOLERANCES["fp32"], relative=0.0)
+    monkeypatch.setitem(verdict.TOLERANCES, "fp32", strict)
     says = (f"{out}: not written, it differs from PyTorch", "logits differ by")
     _build_fails(llada_checkpoint, out, code=3, says=says)
 

@@ -25,7 +25,7 @@ import dlm_runtime
 from dlm_calibration.recipes import FORMATS
 from dlm_export import families
 from dlm_export.build import BuildOptions, build
-from dlm_export.bundle import network_of
+from dlm_export.bundle.manifest import network_of
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides

@@ -29,13 +29,14 @@ from hypothesis import strategies as st
 
 import dlm_runtime
 from dlm_calibration.recipes import FORMATS
-from dlm_export import bundle as bundle_files
 from dlm_export import families
+from dlm_export.bundle.folder import finish, write_manifest
+from dlm_export.bundle.manifest import make_manifest, network_of, read_manifest
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.graph import trace
-from dlm_export.judging.levels import LEVELS
+from dlm_export.judging.tuning.effort_levels import LEVELS
 from dlm_export.outputs import OutputError
 from dlm_export.tensorrt import bundled
 from dlm_runtime import BundleError, DlmError, EngineError, Policy, RequestError
@@ -158,7 +159,6 @@ def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
     point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5}
     fitted = {
         "quality": "task",
-        "found_by": "replay",
         "samples": 3,
         "curve": [point],
         "levels": dict.fromkeys(LEVELS, point),
@@ -229,7 +229,7 @@ def _refusal(
 def test_a_built_manifest_is_valid_under_the_schema(llada_bundle: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     manifest = _read(llada_bundle)
-    assert manifest == bundle_files.read_manifest(llada_bundle)
+    assert manifest == read_manifest(llada_bundle)
     assert [
         f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(manifest)
     ] == []
@@ -291,7 +291,7 @@ def test_the_manifest_of_every_family_is_valid(
         (tmp_path / "denoiser.onnx").write_bytes(b"graph")
         (tmp_path / "chat.jinja").write_text("{{ messages }}")
         (tmp_path / "tokenizer.json").write_text("{}")
-        manifest = bundle_files.make_manifest(
+        manifest = make_manifest(
             network,
             graph=trace.describe(network, "float16", is_simulated=False),
             opset=23,
@@ -311,8 +311,8 @@ def test_the_manifest_of_every_family_is_valid(
             json_layout="lines",
             call_format=None if network.shift else "list",
         )
-        bundle_files.finish(tmp_path, manifest)
-        assert bundle_files.read_manifest(tmp_path) == _read(tmp_path)
+        finish(tmp_path, manifest)
+        assert read_manifest(tmp_path) == _read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -328,15 +328,15 @@ def test_a_layout_that_is_not_known_is_refused_by_its_name(
     shutil.copytree(llada_bundle, tmp_path / "bundle")
     manifest = _read(tmp_path / "bundle")
     known = {"json_layout": "indented", "call_format": "lines"}
-    bundle_files.write_manifest(tmp_path / "bundle", manifest | known, manifest["files"])
-    assert {name: bundle_files.read_manifest(tmp_path / "bundle")[name] for name in known} == known
+    write_manifest(tmp_path / "bundle", manifest | known, manifest["files"])
+    assert {name: read_manifest(tmp_path / "bundle")[name] for name in known} == known
     with dlm_runtime.open(tmp_path / "bundle") as opened:
         assert (opened.json_layout, opened.call_format) == ("indented", "lines")
-    bundle_files.write_manifest(tmp_path / "bundle", manifest | {key: "wide"}, manifest["files"])
+    write_manifest(tmp_path / "bundle", manifest | {key: "wide"}, manifest["files"])
     with pytest.raises(BundleError, match=sentence):
         dlm_runtime.open(tmp_path / "bundle")
     with pytest.raises(BundleError, match=key):
-        bundle_files.read_manifest(tmp_path / "bundle")
+        read_manifest(tmp_path / "bundle")
     assert set(LAYOUTS) == set(SCHEMA["properties"]["json_layout"]["enum"])
     assert set(CALL_FORMATS) == set(SCHEMA["properties"]["call_format"]["enum"])
     options: dict[Any, Any] = {option.name: option.type for option in main.commands["build"].params}
@@ -572,7 +572,7 @@ def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
     assert is_described == VALIDATOR.is_valid(damaged)
     if is_described:
         with contextlib.suppress(BundleError):  # sizes that do not go together
-            bundle_files.network_of(damaged)
+            network_of(damaged)
 
 
 @examples(150)
@@ -925,7 +925,7 @@ def test_a_bundle_with_effort_levels_opens_and_says_them(bundle: Path) -> None:
     manifest = _read(bundle)
     _add_effort(manifest)["levels"]["low"]["threshold"] = 0.25
     _write(bundle, manifest)
-    assert bundle_files.read_manifest(bundle) == manifest
+    assert read_manifest(bundle) == manifest
     with dlm_runtime.open(bundle, engine="none") as opened:
         assert opened.policy(effort="low") == replace(opened.policy("llada"), threshold=0.25)
 
@@ -1038,7 +1038,7 @@ def test_a_bundle_runs_without_what_describes_it(bundle: Path) -> None:
     with pytest.raises(
         BundleError, match=r"manifest\.json: the manifest: 'producer' is a required property"
     ):
-        bundle_files.read_manifest(bundle)
+        read_manifest(bundle)
 
 
 def test_running_a_bundle_needs_no_jsonschema(bundle: Path) -> None:
@@ -1096,7 +1096,7 @@ def test_a_wrong_description_is_named_with_its_place_by_every_reader_but_the_run
     _change(bundle, *path, value=value)
     assert _opens(bundle)
     with pytest.raises(BundleError) as caught:
-        bundle_files.read_manifest(bundle)
+        read_manifest(bundle)
     assert str(caught.value).startswith(f"{bundle / 'manifest.json'}: {sentence}")
     assert not _is_described(_read(bundle), bundle)
     done = CliRunner().invoke(main, ["inspect", str(bundle)])
@@ -1343,7 +1343,7 @@ def test_writing_into_a_bundle_follows_no_link_out_of_it(bundle: Path, tmp_path:
     (bundle / "manifest.json.new").symlink_to(outside / "letter")
     manifest = _read(bundle)
     files = manifest.pop("files")
-    bundle_files.write_manifest(bundle, manifest, files)
+    write_manifest(bundle, manifest, files)
     assert _opens(bundle)
     (bundle / "engines").symlink_to(outside)
     with (

@@ -35,7 +35,7 @@ from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
 from dlm_export.graph import caches, functions, fuse, trace
 from dlm_export.graph.body import DOMAIN, Body
-from dlm_export.judging.rounds import Effort
+from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.network import reference
 from dlm_export.network.caches import read_back
 from dlm_runtime import BundleError, _native

@@ -27,9 +27,9 @@ from dlm_export import families
 from dlm_export.checkpoints import folder
 from dlm_export.checkpoints.folder import CheckpointError
 from dlm_export.cli import main
-from dlm_export.judging import golden
-from dlm_export.judging.capture import CaptureOptions, capture
-from dlm_export.judging.golden import Golden
+from dlm_export.judging.parity import golden
+from dlm_export.judging.parity.capture import CaptureOptions, capture
+from dlm_export.judging.parity.golden import Golden
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
 

@@ -18,9 +18,9 @@ pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 from made_up_results import made_up_accuracy
 from test_report import Page, laid_out, needs_browser
 
-from dlm_export.bundle import finish
+from dlm_export.bundle.folder import finish
 from dlm_export.cli import main
-from dlm_export.judging.comparison import ComparisonError, read_entries, write_comparison
+from dlm_export.judging.report.comparison import ComparisonError, read_entries, write_comparison
 from dlm_export.opening import Opening
 from dlm_export.planning.bench import BenchOptions, side_by_side
 from dlm_runtime import Bundle

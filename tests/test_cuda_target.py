@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import dlm_runtime
 from dlm_calibration.formats import quantise_weight
 from dlm_export.building.writing import part_of
-from dlm_export.bundle import network_of
+from dlm_export.bundle.manifest import network_of
 from dlm_export.graph import cuda, functions
 from dlm_export.graph.quantise import Part
 from dlm_export.graph.trace import Graph, trace_pass

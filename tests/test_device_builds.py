@@ -23,7 +23,7 @@ from interrupted import count_operations, in_child
 from referencing import Registry
 
 import dlm_runtime
-from dlm_export.bundle import sha256, write_manifest
+from dlm_export.bundle.folder import sha256, write_manifest
 from dlm_export.tensorrt import audit, builders, engine
 
 SCHEMA = json.loads(

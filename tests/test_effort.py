@@ -15,12 +15,12 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_judge import EOS, POLICY, Scripted, answered, decode, no_text, text_sample
-from test_judging_effort import Sure
 
 import dlm_runtime
-from dlm_export.bundle import read_manifest
+from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
-from dlm_export.judging.levels import (
+from dlm_export.judging.sides.side import JudgeError
+from dlm_export.judging.tuning.effort_levels import (
     CAREFUL,
     LEVELS,
     LOSSES,
@@ -30,8 +30,6 @@ from dlm_export.judging.levels import (
     level_units,
     variants,
 )
-from dlm_export.judging.predictors import JudgeError
-from dlm_export.judging.replay import record
 from dlm_runtime import PRESETS, Policy, RequestError
 
 
@@ -120,7 +118,6 @@ def test_levels_are_fitted_on_right_answers_and_else_on_agreement_with_one_token
         8,
         decode,
         preset="p",
-        found_by="generations",
         on_done=lambda: told.append(None),
     )
     assert len(told) == level_units(POLICY, 0)
@@ -131,9 +128,7 @@ def test_levels_are_fitted_on_right_answers_and_else_on_agreement_with_one_token
     assert found.levels["medium"].changes == {"threshold": 0.7}
     assert (found.levels["medium"].quality, found.levels["medium"].nfe) == (1.0, 4.0)
     sample = text_sample(8)
-    agreed = fit_levels(
-        Rushed(0.65), [sample], POLICY, 8, no_text, preset="p", found_by="generations"
-    )
+    agreed = fit_levels(Rushed(0.65), [sample], POLICY, 8, no_text, preset="p")
     assert agreed.quality == "agreement"
     assert {point.quality for point in agreed.curve} == {1.0, 7 / 8} or min(
         p.quality for p in agreed.curve
@@ -163,7 +158,6 @@ def test_loops_that_open_a_block_as_they_store_the_one_before_are_tried_and_high
         8,
         decode,
         preset="p",
-        found_by="generations",
         on_done=lambda: told.append(None),
     )
     assert len(told) == level_units(BLOCKWISE, 0)
@@ -193,21 +187,9 @@ def test_no_loop_is_tried_that_cannot_open_a_block_as_it_stores(
     assert len(variants(BLOCKWISE, 0)) == len(variants(policy, shift)) + 1
 
 
-def test_levels_by_replay_take_no_further_pass() -> None:
-    side, samples = Sure(0.8), [answered()] * 3
-    recording = record(side, samples, POLICY, 8, side.max_canvas_length)
-    seen = len(side.seen)
-    found = fit_levels(
-        recording.side, recording.samples, POLICY, 8, decode, preset="p", found_by="replay"
-    )
-    assert len(side.seen) == seen
-    assert found.levels["high"].quality == 1.0
-    assert found.levels["low"].nfe == 1 < found.levels["high"].nfe == 2
-
-
 def test_what_cannot_be_fitted_is_refused() -> None:
     with pytest.raises(JudgeError, match="no samples"):
-        fit_levels(Scripted(), [], POLICY, 8, decode, preset="p", found_by="generations")
+        fit_levels(Scripted(), [], POLICY, 8, decode, preset="p")
     with pytest.raises(RequestError, match="has no threshold to fit"):
         fit_levels(
             Scripted(),
@@ -216,7 +198,6 @@ def test_what_cannot_be_fitted_is_refused() -> None:
             8,
             decode,
             preset="p",
-            found_by="generations",
         )
 
 
@@ -239,7 +220,7 @@ def test_a_level_is_the_loop_that_the_manifest_says(fitted: Path) -> None:
     manifest = read_manifest(fitted)
     effort = manifest["effort"]
     assert effort["preset"] == "fast-dllm"
-    assert (effort["found_by"], effort["samples"]) == ("generations", 3)
+    assert effort["samples"] == 3
     with dlm_runtime.open(fitted, threads=1) as bundle:
         for level in LEVELS:
             changed = bundle.policy("fast-dllm").with_fields(effort["levels"][level]["changes"])

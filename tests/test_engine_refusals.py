@@ -13,7 +13,7 @@ import pytest
 from engine_bundles import DEMO, contents, copy_of, dlm_export, gpu_bundle, read_manifest, refused
 
 from dlm_export import targets
-from dlm_export.bundle import network_of
+from dlm_export.bundle.manifest import network_of
 from dlm_export.graph import PLAIN_OPSET
 from dlm_export.planning.shapes import scaled_shape
 from dlm_export.tensorrt import builders, bundled, estimate

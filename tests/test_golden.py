@@ -25,11 +25,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dlm_runtime
-from dlm_export.bundle import sha256
+from dlm_export.bundle.folder import sha256
 from dlm_export.cli import main
-from dlm_export.judging import golden
-from dlm_export.judging.golden import Golden, GoldenError, Provenance
-from dlm_export.judging.parity import make_canvases, random_prompts
+from dlm_export.judging.parity import golden
+from dlm_export.judging.parity.canvases import make_canvases, random_prompts
+from dlm_export.judging.parity.golden import Golden, GoldenError, Provenance
 from dlm_export.outputs import OutputError
 from dlm_export.sources import network_of
 

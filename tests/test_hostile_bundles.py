@@ -17,7 +17,7 @@ from test_hostile_files import ended_commands
 from test_native import SANITIZE, compile_c, sanitized, succeed  # noqa: F401  (a fixture)
 
 import dlm_runtime
-from dlm_export.bundle import read_manifest
+from dlm_export.bundle.manifest import read_manifest
 from dlm_runtime.errors import DlmError, ExitCode
 
 FEWEST = 60

@@ -23,7 +23,18 @@ EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
 # From the ground up: what a room or a module of the root imports stands in its own line or above
 # it.
 ROOMS = (
-    {"memory", "opening", "outputs", "processors", "progress", "signals", "targets", "workplace"},
+    {
+        "devices",
+        "machine",
+        "memory",
+        "opening",
+        "outputs",
+        "processors",
+        "progress",
+        "signals",
+        "targets",
+        "workplace",
+    },
     {"network"},
     {"bundle"},
     {"checkpoints"},
@@ -40,6 +51,8 @@ ROOMS = (
     {"build"},
     {"cli"},
 )
+JUDGING = ("report", "sides", "parity", "accuracy", "tuning", "precision_search")
+"""The same for the folders of judging."""
 HEAVY = ("torch", "onnx", "onnx_ir", "onnxscript", "transformers", "safetensors", "ml_dtypes")
 BLOCKED = f"""
 import sys
@@ -222,8 +235,8 @@ def test_two_bundles_are_compared_in_a_base_install(llada_bundle: Path, dream_bu
     assert other.returncode == 2, other.stderr
 
 
-def _rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and room of every import of the exporter's own, inside functions too; not of those for
+def _rooms_imported(path: Path, package: str = "dlm_export") -> Iterator[tuple[int, str]]:
+    """Line and room of every import of a package's own, inside functions too; not of those for
     types alone.
     """
     tree = ast.parse(path.read_text())
@@ -245,9 +258,8 @@ def _rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Import) and node not in for_types:
             names = [alias.name for alias in node.names]
         for name in names:
-            package, _, rest = name.partition(".")
-            if package == "dlm_export":
-                yield node.lineno, rest.partition(".")[0]
+            if name.startswith(f"{package}."):
+                yield node.lineno, name.removeprefix(f"{package}.").partition(".")[0]
 
 
 def test_rooms_of_the_exporter_import_one_way() -> None:
@@ -264,6 +276,18 @@ def test_rooms_of_the_exporter_import_one_way() -> None:
     assert not backwards
 
 
+def test_folders_of_judging_import_one_way() -> None:
+    judging = EXPORTER / "judging"
+    assert {path.parent.name for path in judging.glob("*/__init__.py")} == {*JUDGING}
+    backwards = [
+        f"{path.relative_to(judging)}:{line}: imports {folder}"
+        for path in judging.glob("*/*.py")
+        for line, folder in _rooms_imported(path, "dlm_export.judging")
+        if JUDGING.index(folder) > JUDGING.index(path.parent.name)
+    ]
+    assert not backwards
+
+
 def test_every_room_says_what_comes_in_and_what_goes_out() -> None:
     for path in EXPORTER.glob("*/__init__.py"):
         first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
@@ -274,7 +298,7 @@ def test_every_room_says_what_comes_in_and_what_goes_out() -> None:
 
 LIGHT = [
     "dlm_export.graph",
-    "dlm_export.judging.accuracy",
+    "dlm_export.judging.accuracy.run",
     "dlm_export.quantising.samples",
     "dlm_export.planning.plan",
     "dlm_export.planning.bench",

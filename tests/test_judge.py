@@ -21,11 +21,12 @@ from judging import judge
 
 import dlm_runtime
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
-from dlm_export.judging import frontier as judging
-from dlm_export.judging.judge import Budgets, Judgement
-from dlm_export.judging.predictors import BundlePredictor, JudgeError, Predictor, scores
-from dlm_export.judging.threshold import Point, Refit, refit_steps, refit_threshold
-from dlm_export.judging.torch_predictor import TorchPredictor
+from dlm_export.judging.accuracy import frontier
+from dlm_export.judging.accuracy.verdict import Budgets, Judgement
+from dlm_export.judging.sides.bundle import BundlePredictor, scores
+from dlm_export.judging.sides.side import JudgeError, Predictor
+from dlm_export.judging.sides.torch import TorchPredictor
+from dlm_export.judging.tuning.threshold import Point, Refit, refit_steps, refit_threshold
 from dlm_export.network import proposers
 from dlm_export.network.passes import Span
 from dlm_export.network.reference import fill
@@ -229,9 +230,9 @@ def _walk(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
     """Each pass's predicted next canvas, the loop's own next one, and the state."""
     canvases = predictor.states(_prompt(predictor), new, policy)
-    states = judging.frontier_states(canvases[:-1], policy, predictor)
+    states = frontier.frontier_states(canvases[:-1], policy, predictor)
     for state, after in zip(states, canvases[1:], strict=True):
-        commitment = judging.predict_commitment(predictor, state, policy, predictor.scores)
+        commitment = frontier.predict_commitment(predictor, state, policy, predictor.scores)
         expected = state.canvas.copy()
         expected[state.turn.positions[commitment.is_chosen]] = commitment.guess[
             commitment.is_chosen
@@ -279,8 +280,8 @@ def test_the_mask_token_is_never_what_would_be_committed() -> None:
             (len(canvas), 1),
         )
 
-    (state,) = judging.frontier_states([start_canvas([1, 2], 2, MASK)], POLICY, Scripted())
-    commitment = judging.predict_commitment(Scripted(logits), state, POLICY, scores)
+    (state,) = frontier.frontier_states([start_canvas([1, 2], 2, MASK)], POLICY, Scripted())
+    commitment = frontier.predict_commitment(Scripted(logits), state, POLICY, scores)
     assert commitment.guess.tolist() == [6, 6]
     assert commitment.is_chosen.tolist() == [True, False]
 
@@ -301,13 +302,13 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
     done = fill(predictor.denoiser, start, policy, on_step=seen.append)
     assert done.nfe == int(start.undecided.sum()) == 10
     assert [i for i, token in enumerate(done.tokens) if token == predictor.mask_token_id] == mask
-    states = list(judging.frontier_states(seen[:-1], policy, predictor))
+    states = list(frontier.frontier_states(seen[:-1], policy, predictor))
     assert [len(state.turn.positions) for state in states] == [3, 2, 1, 4, 3, 2, 1, 3, 2, 1]
     for state, after in zip(states, seen[1:], strict=True):
         committed = np.flatnonzero(state.canvas != after.tokens)
         assert set(committed) <= set(state.turn.positions) - {*mask}
         if cache == "none":
-            commitment = judging.predict_commitment(predictor, state, policy, predictor.scores)
+            commitment = frontier.predict_commitment(predictor, state, policy, predictor.scores)
             chosen = state.turn.positions[commitment.is_chosen]
             assert after.tokens[chosen].tolist() == commitment.guess[commitment.is_chosen].tolist()
     assert states[0].mask_ratio == 10 / 15

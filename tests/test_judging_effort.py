@@ -22,28 +22,23 @@ from test_judge import (
     Scripted,
     answered,
     decode,
-    fit,
     knows,
     no_text,
     text_sample,
-    writer,
 )
 
 from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
 from dlm_export import families
-from dlm_export.judging import rounds
-from dlm_export.judging.evidence import Evidence
-from dlm_export.judging.frontier import Met, follow, meet, meet_within
-from dlm_export.judging.judge import Budgets
-from dlm_export.judging.predictors import Seer
-from dlm_export.judging.replay import Replayed, record
-from dlm_export.judging.rounds import Effort, judge_in_rounds
-from dlm_export.judging.swept import SweptPredictor
-from dlm_export.judging.threshold import refit_by_replay
-from dlm_export.judging.torch_predictor import TorchPredictor
-from dlm_export.network.turns import Canvas, choose_in, start_canvas, turns
+from dlm_export.judging.accuracy import rounds
+from dlm_export.judging.accuracy.evidence import Evidence
+from dlm_export.judging.accuracy.frontier import Met, follow, meet, meet_within
+from dlm_export.judging.accuracy.rounds import Effort, judge_in_rounds
+from dlm_export.judging.accuracy.verdict import Budgets
+from dlm_export.judging.sides.layerwise import SweptPredictor
+from dlm_export.judging.sides.side import Seer
+from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.sources import open_source
-from dlm_runtime import PRESETS, Policy
+from dlm_runtime import Policy
 
 NEW = 24
 
@@ -203,12 +198,7 @@ def test_masked_positions_cost_the_same_by_either_effort_and_the_reference_runs_
 def test_a_candidate_that_takes_a_pass_a_token_runs_fewer_prompts() -> None:
     slow = Scripted(write=lambda tokens, new, policy: ([EOS] * new, new))
     samples = list(enumerate([answered()] * 6))
-    told = list[None]()
-    assert (
-        len(meet_within(slow, samples, POLICY, 8, 64, passes=20, on_done=lambda: told.append(None)))
-        == len(told)
-        == 2
-    )
+    assert len(meet_within(slow, samples, POLICY, 8, 64, passes=20)) == 2
     assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1)) == 1
     assert len(meet_within(slow, samples, POLICY, 8, 64, passes=1, least=3)) == 3
     evidence = Evidence(
@@ -293,108 +283,3 @@ def test_rounds_double_until_every_budget_is_decided(monkeypatch: pytest.MonkeyP
     effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), undecided)
     assert (judged, effort["stopped"]) == ([4, 8, 16, 32], "most")
     assert all(after <= 2 * before for before, after in pairwise(judged))
-
-
-# --- Thresholds by replay ---
-
-
-def test_a_replay_at_the_recorded_threshold_is_the_run(sides: Sides) -> None:
-    policy = Policy(commit="threshold", threshold=0.05, block_length=8)
-    runs = _met(sides.candidate, sides.samples(4), policy)
-    replayed = Replayed(sides.candidate, runs, policy)
-    for run in runs:
-        assert replayed.generate(run.prompt, run.room, policy) == (run.tokens, run.nfe)
-        passes = []
-        for threshold in (0.01, 0.05, 0.2, 0.999999):
-            tokens, nfe = replayed.generate(
-                run.prompt, run.room, policy.with_fields({"threshold": threshold})
-            )
-            assert tokens[: len(run.prompt)] == run.prompt
-            assert replayed.mask_token_id not in tokens
-            passes.append(nfe)
-        assert passes == sorted(passes)
-        slowest = policy.with_fields({"commit": "static"})
-        assert replayed.generate(run.prompt, run.room, slowest)[1] <= NEW
-
-
-class Sure(Scripted):
-    """Predicts 7 8 9 and the end behind its prompt, with a given confidence in the 9 and none to
-    doubt elsewhere.
-    """
-
-    def __init__(self, confidence: float, token: int = 9, **options: Any) -> None:
-        def logits(canvas: np.ndarray) -> np.ndarray:
-            out = np.zeros((len(canvas), self.vocab_size), np.float32)
-            out[np.arange(len(canvas)), [*canvas[:3], 7, 8, token, *[EOS] * (len(canvas) - 6)]] = 30
-            out[5, token] = np.log(confidence / (1 - confidence) * (self.vocab_size - 2))
-            return out
-
-        super().__init__(logits, **options)
-
-    def generate(
-        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
-    ) -> tuple[list[int], int]:
-        states = self.states(tokens, max_new_tokens, policy)
-        return states[-1].tokens.tolist(), len(states) - 1
-
-    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
-        canvas = start_canvas(tokens, max_new_tokens, self.mask_token_id)
-        canvases = [Canvas(canvas.tokens.copy(), canvas.undecided.copy())]
-        for turn in turns(canvas, policy.with_fields({"stop": "none"}), self):
-            logits = self.logits(canvas.tokens, turn.positions)
-            guess = logits.argmax(-1)
-            committed = turn.positions[
-                chosen := choose_in(turn, guess, self.scores(turn, logits, policy), policy)
-            ]
-            canvas.tokens[committed], canvas.undecided[committed] = guess[chosen], False
-            canvases.append(Canvas(canvas.tokens.copy(), canvas.undecided.copy()))
-        return canvases
-
-
-class Shown(Sure):
-    """A reference that says what it was shown."""
-
-    def see(self, views: Sequence[Any], walks: Sequence[Any] = ()) -> None:
-        self.shown = len(views)
-
-    def walked(self, walk: int, step: int) -> np.ndarray:
-        raise AssertionError("no run is followed here")
-
-
-def test_a_threshold_found_by_replay_is_confirmed_by_generations() -> None:
-    samples = [answered()] * 4
-    reference, candidate = Shown(0.97), Sure(0.8)
-    recording = record(candidate, samples, POLICY, 8, 64)
-    found = refit_by_replay(reference, candidate, recording, 8, decode, preset="fast-dllm")
-    assert reference.shown == 8, "two passes a run of the candidate"
-    assert (found.verdict, found.found_by, found.quality) == ("lowered", "replay", "task")
-    assert (found.original.nfe, found.refitted.nfe, found.reference.nfe) == (2, 1, 1)
-    assert found.refitted.threshold < 0.8
-    assert found.as_dict()["found_by"] == "replay"
-
-
-def test_a_threshold_that_generations_do_not_show_to_be_better_is_not_taken() -> None:
-    hesitating, faithless = (
-        Scripted(write=writer(0.6, hesitation=3)),
-        Scripted(write=writer(0.95, hesitation=3)),
-    )
-    assert (
-        fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=hesitating).verdict
-        == "lowered"
-    )
-    stubborn = Scripted(write=lambda tokens, new, policy: ([7, 8, 9, *[EOS] * (new - 3)], 12))
-    found = fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=stubborn)
-    assert (found.verdict, found.refitted) == ("kept", found.original), (
-        "its passes are the same at every threshold"
-    )
-    loses = fit(Scripted(write=writer(0.9)), hesitating, [answered()] * 4, confirm=faithless)
-    assert loses.verdict == "lowered", "as bad at either threshold, and cheaper"
-
-
-def test_the_preset_named_for_parallel_decoding_can_be_replayed(sides: Sides) -> None:
-    samples = sides.samples(3)
-    policy = PRESETS["fast-dllm"].with_fields({"block_length": 8, "threshold": 0.05})
-    recording = record(sides.free, samples, policy, 8, sides.free.max_canvas_length)
-    found = refit_by_replay(sides.seer, sides.free, recording, 8, no_text)
-    assert (found.verdict, found.quality, found.samples) == ("kept", "agreement", 3)
-    assert found.original.nfe == found.reference.nfe

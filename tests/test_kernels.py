@@ -30,7 +30,7 @@ import dlm_runtime
 from dlm_calibration.formats import FP16, quantise_weight
 from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
-from dlm_export.bundle import finish
+from dlm_export.bundle.folder import finish
 from dlm_export.graph import functions
 from dlm_export.graph.body import DOMAIN
 from dlm_runtime import DlmError, EngineError, RequestError, _native

@@ -21,9 +21,9 @@ from dlm_export.building.quantising import quantise
 from dlm_export.building.request import check_job, check_request
 from dlm_export.graph import DATA_FILE, GRAPH_FILE, trace
 from dlm_export.graph.taps import find_taps
-from dlm_export.judging import layerwise
-from dlm_export.judging.parity import PART_TOLERANCES, Parity, ParityError, require_parity
-from dlm_export.judging.rounds import Effort
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.parity import by_layer
+from dlm_export.judging.parity.verdict import PART_TOLERANCES, Parity, ParityError, require_parity
 from dlm_export.progress import Stages
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
@@ -48,7 +48,7 @@ class Made:
     def check(self) -> Parity:
         network = self.numbers.parameters.network
         taps = find_taps(trace.trace_pass(network, self.base))
-        return layerwise.check_layers(
+        return by_layer.check_layers(
             self.folder,
             network,
             self.numbers,
@@ -181,7 +181,7 @@ def test_slack_is_one_step_of_an_input_on_a_boundary_and_nothing_elsewhere(fp8: 
     scale = np.float32(fp8.numbers.amax[layer] / 448)
     x = np.zeros((1, 1, weight.shape[0]), np.float32)
     x[0, 0, 3] = 17.0 * scale  # half way between 16 and 18
-    slack = layerwise._slack(fp8.numbers, layer, x, weight)
+    slack = by_layer._slack(fp8.numbers, layer, x, weight)
     np.testing.assert_allclose(slack[0, 0], 2 * scale * np.abs(weight[3]), rtol=1e-3)
     x[0, 0, 3] = 16.4 * scale
-    assert not np.any(layerwise._slack(fp8.numbers, layer, x, weight))
+    assert not np.any(by_layer._slack(fp8.numbers, layer, x, weight))

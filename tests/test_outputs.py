@@ -21,7 +21,7 @@ from interrupted import fake_build, fake_name, in_child
 
 import dlm_runtime
 from dlm_export import outputs
-from dlm_export.bundle import staged
+from dlm_export.bundle.folder import staged
 from dlm_export.outputs import OutputError, TakenError, claimed_file, locked
 from dlm_runtime.errors import ExitCode
 

@@ -15,7 +15,7 @@ from dlm_export.build import build
 from dlm_export.building.options import BuildOptions, QuantiseOptions
 from dlm_export.graph import GRAPH_FILE
 from dlm_export.graph.parts import PartError, cut
-from dlm_export.judging.part_runs import full_pass, open_graph, run_parts
+from dlm_export.judging.parity.graph_parts import full_pass, open_graph, run_parts
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.quantising.samples import CalibrationOptions
 from dlm_export.sources import open_source

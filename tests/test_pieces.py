@@ -24,7 +24,7 @@ from dlm_calibration.pieces import Lazy, ahead, row_slices
 from dlm_calibration.recipes import RECIPES
 from dlm_export.build import build
 from dlm_export.building.options import BuildOptions
-from dlm_export.bundle import sha256
+from dlm_export.bundle.folder import sha256
 from dlm_export.cli import printing
 from dlm_export.graph import DATA_FILE, functions, write
 from dlm_export.sources import Source, open_source

@@ -29,6 +29,7 @@ from dlm_export.building.options import BuildOptions
 from dlm_export.cli import main
 from dlm_export.network.spec import MlpSpec
 from dlm_export.planning import plan
+from dlm_export.planning import predict as predicting
 from dlm_export.planning.bench import PassSize
 from dlm_export.planning.measured import (
     MeasuredError,
@@ -36,7 +37,14 @@ from dlm_export.planning.measured import (
     interpolated_ratio,
     read_measured,
 )
-from dlm_export.planning.plan import Request, generation_passes, make_plan, memory_bytes, predict
+from dlm_export.planning.plan import make_plan
+from dlm_export.planning.predict import (
+    Request,
+    generation_passes,
+    memory_bytes,
+    predict,
+    stored_bytes,
+)
 from dlm_export.planning.roofline import Machine, kinds_of, limit_s, weights_bytes
 from dlm_export.planning.shapes import (
     Precision,
@@ -66,7 +74,7 @@ def prediction(
     precision: str = "fp16",
     request: Request | None = None,
     block: int = 32,
-) -> plan.Prediction:
+) -> predicting.Prediction:
     (found,), _ = precisions_of(shape, target, [precision])
     return predict(shape, target, found, request or Request(), block)
 
@@ -83,7 +91,7 @@ def measurement(**changes: Any) -> dict[str, Any]:
     (precision,), _ = precisions_of(TINY, CPU, ["int8"])
     passes = []
     for tokens, cached, rows, ratio in ((8, 24, 8, 3.0), (32, 0, 8, 2.0), (32, 0, 32, 1.5)):
-        work = plan._work(TINY, precision, PassSize(tokens, cached, rows), 1)
+        work = predicting._work(TINY, precision, PassSize(tokens, cached, rows), 1)
         limit_ms = 1e3 * limit_s(work, machine.rates())
         made = {"tokens": tokens, "cached": cached, "rows": rows}
         passes.append(
@@ -421,7 +429,7 @@ def test_a_tied_table_counts_once_in_the_format_that_it_has(
         shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
         found, _ = precisions_of(shape, CPU)
         own = next(each for each in found if precision in (each.name, *each.same_as))
-        assert plan.stored_bytes(shape, own) <= planned[precision]
+        assert stored_bytes(shape, own) <= planned[precision]
         told = invoke("plan", bundle, "--targets", "cpu", "--json", "--new-tokens", 32,
                       "--prompt-tokens", 32, "--precisions", precision)  # fmt: skip
         (again,) = json.loads(told.stdout)["predictions"]

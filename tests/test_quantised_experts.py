@@ -31,9 +31,9 @@ from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.building import writing
 from dlm_export.cli import main
 from dlm_export.families.base import later
-from dlm_export.judging import auto, sensitivity
-from dlm_export.judging.parity import ParityError
-from dlm_export.judging.rounds import Effort
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.parity.verdict import ParityError
+from dlm_export.judging.precision_search import search, sensitivity
 from dlm_export.network.experts import RoutedMLPs, Router
 from dlm_export.network.spec import ExpertsSpec, RouterSpec
 from dlm_export.quantising import calibrate, experts
@@ -348,7 +348,7 @@ def test_auto_holds_all_stacks_of_a_mixture_in_one_format(source: Source) -> Non
     seen, formats = states(source, 8, 8), ("int8-dynamic", "int4-g32-dynamic")
     tokens = np.random.default_rng(3).integers(0, 140, (6, LENGTH))
     samples = [Sample(each, LENGTH // 2, None, None) for each in tokens]
-    found = auto.search(
+    found = search.search(
         source, seen, samples, formats, source.presets["llada2"], 0.5, 0, lambda: None
     )
     held = dict(found.recipe.layers)

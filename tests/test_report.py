@@ -21,8 +21,8 @@ pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 
 from made_up_results import FILES, HOSTILE, ROLES, made_up_accuracy, made_up_manifest
 
-from dlm_export.judging import figures, report
-from dlm_export.judging.report import ReportError, write_report
+from dlm_export.judging.report import drawing, figures, numbers, page
+from dlm_export.judging.report.page import ReportError, write_report
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -88,8 +88,8 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the drawing itself out, the slowest part, where a test is about words."""
     monkeypatch.setattr(
         figures,
-        "_draw",
-        lambda title, description, height, paint, **words: figures.Figure(title, svg="", **words),
+        "draw",
+        lambda title, description, height, paint, **words: drawing.Figure(title, svg="", **words),
     )
 
 
@@ -125,7 +125,7 @@ def test_verdict_figures_and_worst_places_are_in_words(page_text: str) -> None:
         "Loops of preset fast-dllm that commit sooner or later, on 11 samples",
         "low 65.0% 5.00 threshold = 0.6 medium 70.0% 8.00",
         "e5" * 32,
-        f"The other {12 * len(ROLES) - report.FIGURE_LAYERS} layers",
+        f"The other {12 * len(ROLES) - page.FIGURE_LAYERS} layers",
     ):
         assert words in text
 
@@ -180,7 +180,6 @@ def test_a_reference_that_did_not_run_freely_is_said_to_be_followed(tmp_path: Pa
     free["reference_nfe"][0] = 6.25
     free["task"] |= {"reference": None, "difference": None, "difference_interval": None}
     free["samples"][0] |= {"reference": None, "reference_nfe": 6.25}
-    judgement["threshold"]["found_by"] = "replay"
     text = Page(rendered(tmp_path, accuracy=accuracy)).text
     for words in (
         "Runs equal by induction 87.5%",
@@ -198,7 +197,7 @@ def test_the_axis_of_passes_begins_at_zero_at_the_earliest() -> None:
     judgement["free_running"] |= {"reference_nfe": [3, 3, 3], "candidate_nfe": [3, 3, 3]}
     labels = re.findall(r"<text[^>]*>([^<]*)</text>", str(figures.draw_nfe(judgement).svg))
     assert {"0", "3"} <= {*labels}
-    assert not [label for label in labels if label.startswith(("-", figures.MINUS))]
+    assert not [label for label in labels if label.startswith(("-", numbers.MINUS))]
 
 
 def test_page_loads_nothing_runs_nothing_and_stays_small(tmp_path: Path) -> None:
@@ -417,20 +416,20 @@ def test_without_matplotlib_the_error_names_the_extra(
 
 @given(st.floats(0, 1), st.integers(1, 3))
 def test_percent_says_all_or_nothing_only_of_all_or_nothing(share: float, decimals: int) -> None:
-    text = figures.as_percent(share, decimals)
+    text = numbers.as_percent(share, decimals)
     assert (float(text.strip("<>%")) == 0) == (share == 0)
     assert (float(text.strip("<>%")) == 100) == (share == 1)
 
 
 @given(st.floats(-1e300, 1e300), st.integers(2, 6))
 def test_numbers_keep_their_significant_digits(value: float, digits: int) -> None:
-    text = figures.as_number(value, digits).replace(",", "").replace("\N{MINUS SIGN}", "-")
+    text = numbers.as_number(value, digits).replace(",", "").replace("\N{MINUS SIGN}", "-")
     assert float(text) == pytest.approx(value, rel=0.51 * 10 ** (1 - digits))
 
 
 @given(st.text(), st.text())
 def test_compared_pieces_make_up_the_text(ours: str, theirs: str) -> None:
-    pieces = report.compared(ours, theirs)
+    pieces = page.compared(ours, theirs)
     assert pieces is not None
     assert "".join(text for _, text in pieces) == ours
     assert any(differs for differs, _ in pieces) <= (ours != theirs)
@@ -438,9 +437,9 @@ def test_compared_pieces_make_up_the_text(ours: str, theirs: str) -> None:
 
 @given(st.text(st.characters()))
 def test_printable_text_can_be_written_and_read_back(text: str) -> None:
-    shown = figures.printable(text)
+    shown = numbers.printable(text)
     assert len(shown) == len(text)
-    assert figures.printable(shown) == shown
+    assert numbers.printable(shown) == shown
     shown.encode("utf-8")
 
 
@@ -451,13 +450,13 @@ def test_printable_text_can_be_written_and_read_back(text: str) -> None:
     )
 )
 def test_layer_map_shows_every_layer_once(layers: dict[str, str]) -> None:
-    shown = report.layer_map(layers)
+    shown = page.layer_map(layers)
     assert sum(count for _, count in shown["formats"]) == len(layers)
     cells = [
         shown["formats"][k][0] for row in shown["rows"] for _, k in row["cells"] if k is not None
     ]
     assert sorted(cells) == sorted(layers.values())
-    assert sum(count for _, count in report.grouped(layers)) == len(layers)
+    assert sum(count for _, count in page.grouped(layers)) == len(layers)
 
 
 MEASURE = """

@@ -21,7 +21,7 @@ from dlm_calibration import recipes
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.building.writing import write_text
-from dlm_export.judging import auto, sensitivity
+from dlm_export.judging.precision_search import search, sensitivity
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source, open_source
@@ -180,7 +180,7 @@ def test_a_tied_table_loses_where_it_is_looked_up_as_well(tmp_path: Path) -> Non
     # The estimate takes both places for independent; the exact sweep runs them together.
     assert 0.6 < found[0] / exact[0] < 1.6
     untied = {**config, "tie_word_embeddings": False}
-    assert auto.searched(source.network).keys() - auto.searched(
+    assert search.searched(source.network).keys() - search.searched(
         open_source(write_checkpoint(tmp_path / "untied", untied)).network
     ).keys() == {"head"}
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from dlm_calibration.recipes import FORMATS, RECIPES, Recipe
-from dlm_export import targets
+from dlm_export import machine, targets
 from dlm_export.cli import main
 from dlm_export.processors import KERNEL_SETS
 from dlm_export.targets import TargetError, find, find_all, recipe_for
@@ -312,36 +312,36 @@ def test_what_no_source_prints_is_told_beside_the_rates() -> None:
 
 
 def _finds(monkeypatch: pytest.MonkeyPatch, *modules: str, sm: int | None = None) -> None:
-    monkeypatch.setattr(targets, "find_spec", lambda name: name if name in modules else None)
-    monkeypatch.setattr(targets, "device_sm", lambda: sm)
+    monkeypatch.setattr(machine, "find_spec", lambda name: name if name in modules else None)
+    monkeypatch.setattr(machine, "device_sm", lambda: sm)
 
 
-@pytest.mark.parametrize("module", targets.RTX_MODULES)
+@pytest.mark.parametrize("module", machine.RTX_MODULES)
 def test_with_tensorrt_rtx_engines_of_its_devices_are_built_here(
     monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     _finds(monkeypatch, module)
-    assert targets.engine_here(find("rtx5090")) == (
+    assert machine.engine_here(find("rtx5090")) == (
         True,
         "ahead of time by TensorRT-RTX, without a GPU",
     )
-    assert targets.engine_here(find("sm75"))[0]
-    assert targets.engine_here(find("thor")) == (
+    assert machine.engine_here(find("sm75"))[0]
+    assert machine.engine_here(find("thor")) == (
         False,
         "on the device: dlm-export engine BUNDLE --target thor",
     )
-    assert not targets.engine_here(find("h100"))[0]
+    assert not machine.engine_here(find("h100"))[0]
 
 
 def test_without_tensorrt_the_package_and_the_command_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _finds(monkeypatch)
-    assert targets.engine_here(find("l4")) == (
+    assert machine.engine_here(find("l4")) == (
         False,
         "pip install 'dlm-export[rtx]', or on the device: dlm-export engine BUNDLE --target l4",
     )
-    assert targets.engine_here(find("cpu")) == (
+    assert machine.engine_here(find("cpu")) == (
         False,
         "ONNX Runtime is missing: pip install onnxruntime",
     )
@@ -349,17 +349,18 @@ def test_without_tensorrt_the_package_and_the_command_are_named(
 
 def test_standard_tensorrt_builds_for_the_gpu_at_hand_only(monkeypatch: pytest.MonkeyPatch) -> None:
     _finds(monkeypatch, "tensorrt", sm=90)
-    assert targets.engine_here(find("h100")) == (True, "by TensorRT, for this machine's GPU")
-    assert not targets.engine_here(find("b200"))[0]
+    assert machine.engine_here(find("h100")) == (True, "by TensorRT, for this machine's GPU")
+    assert not machine.engine_here(find("b200"))[0]
     _finds(monkeypatch, "tensorrt", sm=101)  # CUDA 12's name for Thor
-    assert targets.engine_here(find("thor"))[0]
+    assert machine.engine_here(find("thor"))[0]
     _finds(monkeypatch, "tensorrt", sm=None)
-    assert not targets.engine_here(find("h100"))[0]
+    assert not machine.engine_here(find("h100"))[0]
 
 
 def test_asking_what_can_be_built_imports_no_engine() -> None:
     code = (
-        "import sys; from dlm_export import targets as t; [t.engine_here(target) for target in t.TARGETS.values()]; "
+        "import sys; from dlm_export import machine, targets; "
+        "[machine.engine_here(target) for target in targets.TARGETS.values()]; "
         "print([name for name in sys.modules if name.startswith(('tensorrt', 'onnx', 'torch'))])"
     )
     done = subprocess.run(
@@ -385,16 +386,16 @@ def test_the_gpu_at_hand_is_asked_through_libcuda(
             value._obj.value = {75: 12, 76: 1}[attribute]  # type: ignore[attr-defined]
             return int(failing == "cuDeviceGetAttribute")
 
-    monkeypatch.setattr(targets.ctypes, "CDLL", lambda name: Driver())
-    assert targets.device_sm() == (121 if failing is None else None)
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: Driver())
+    assert machine.device_sm() == (121 if failing is None else None)
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(targets.ctypes, "CDLL", missing)
-    assert targets.device_sm() is None
+    monkeypatch.setattr(machine.ctypes, "CDLL", missing)
+    assert machine.device_sm() is None
 
 
 def test_the_command_lists_all_devices_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,8 @@ from dlm_export.cli import main
 from dlm_export.graph import functions
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS
-from dlm_export.judging.auto import AutoOptions
-from dlm_export.judging.judge import Budgets
+from dlm_export.judging.accuracy.verdict import Budgets
+from dlm_export.judging.precision_search.search import AutoOptions
 from dlm_export.sources import open_source
 from dlm_runtime import _native
 

@@ -15,7 +15,7 @@ from test_quantise_cli import SCHEMA, SMALL
 
 from dlm_calibration.recipes import HIGH
 from dlm_export.cli import main
-from dlm_export.judging import auto
+from dlm_export.judging.precision_search import search
 from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning
 from dlm_export.sources import open_source
@@ -50,7 +50,7 @@ def test_what_is_timed_is_the_product_that_a_graph_calls(format: str) -> None:
 
 def test_every_shape_is_timed_in_every_format_that_suits_it(llada_checkpoint: Path) -> None:
     layers, done = (
-        [layer for (layer,) in auto.searched(open_source(llada_checkpoint).network).values()],
+        [layer for (layer,) in search.searched(open_source(llada_checkpoint).network).values()],
         [],
     )
     found = tuning.measure(layers, [INT8, INT4], 8, lambda: done.append(1))
@@ -80,7 +80,7 @@ def test_auto_takes_the_format_that_is_fastest_here(
     def measured(
         layers: object, formats: object, rows: int, on_done: object, **_: object
     ) -> Tuning:
-        searched = auto.searched(open_source(llada_checkpoint).network)
+        searched = search.searched(open_source(llada_checkpoint).network)
         shapes = tuning.shapes_of((layer for (layer,) in searched.values()), rows)
         times = {HIGH: 2e-3, fast: 1e-3, slow: 3e-3}
         return Tuning(rows, "a processor", shapes, dict.fromkeys(shapes, times))

@@ -236,7 +236,7 @@ def compare(options: argparse.Namespace, checkpoint: Path, bundle: Path) -> list
 
 def machine(device: str) -> dict[str, Any]:
     """What it ran on."""
-    from dlm_export.targets import this_machine
+    from dlm_export.machine import this_machine
 
     found = {name: value for name, value in this_machine().items() if name != "onnxruntime_library"}
     if device != "cpu":

@@ -22,8 +22,9 @@ from tokenizers import Tokenizer
 
 import dlm_runtime
 import dlm_runtime.tokenizer
-from dlm_export.cli.options import policy_changes, set_option
-from dlm_export.judging.levels import LEVELS
+from dlm_export.cli.options import set_option
+from dlm_export.cli.values import policy_changes
+from dlm_export.judging.tuning.effort_levels import LEVELS
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_runtime.policy import PRESETS

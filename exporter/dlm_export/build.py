@@ -10,21 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlm_export import bundle as bundle_files
 from dlm_export.building import work
 from dlm_export.building.options import BuildOptions, QuantiseOptions
 from dlm_export.building.proving import Proof, prove
 from dlm_export.building.quantising import Quantised, quantise
 from dlm_export.building.request import Job, check_job, check_request
 from dlm_export.building.writing import Text, Written, table_dtype, write_graph, write_text
+from dlm_export.bundle import folder as bundle_folder
+from dlm_export.bundle.manifest import make_manifest
 from dlm_export.families.base import Overrides
 from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
-from dlm_export.judging.auto import CurvePoint
-from dlm_export.judging.judge import Judgement
-from dlm_export.judging.levels import Levels
-from dlm_export.judging.parity import Parity
-from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE, write_report
-from dlm_export.judging.threshold import Refit
+from dlm_export.judging.accuracy.verdict import Judgement
+from dlm_export.judging.parity.verdict import Parity
+from dlm_export.judging.precision_search.search import CurvePoint
+from dlm_export.judging.report.page import ACCURACY_FILE, REPORT_FILE, write_report
+from dlm_export.judging.tuning.effort_levels import Levels
+from dlm_export.judging.tuning.threshold import Refit
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.outputs import check_outside
 from dlm_export.planning.tuning import Tuning
@@ -147,7 +148,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
         + SMALL_FILES_BYTES
     )
     with (
-        bundle_files.staged(output, force=request.options.force, needed_bytes=needed) as folder,
+        bundle_folder.staged(output, force=request.options.force, needed_bytes=needed) as folder,
         work.opened(job, folder, stages) as workplace,
     ):
         text = write_text(source.text, folder)
@@ -156,18 +157,18 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
         )
         written = write_graph(job, quantised, folder, stages)
         manifest = _make_manifest(job, quantised, text, written)
-        hashed = bundle_files.finish(folder, manifest, written.hashed)
+        hashed = bundle_folder.finish(folder, manifest, written.hashed)
         engines = _build_engines(job, folder, manifest, hashed, stages)
         for built in engines:
             manifest = engine.with_engine(manifest, built)
         if engines:
-            hashed = bundle_files.finish(folder, manifest, hashed)
+            hashed = bundle_folder.finish(folder, manifest, hashed)
         proof = None
         if request.options.check_parity:
             proof = prove(job, quantised, written.taps, folder, output, workplace, stages)
             manifest = proof.applied(manifest)
             _write_proof(proof, folder, manifest, hashed)
-            bundle_files.finish(folder, manifest, hashed)
+            bundle_folder.finish(folder, manifest, hashed)
     return _report(job, output, manifest, quantised, engines, proof, stages)
 
 
@@ -181,7 +182,7 @@ def _make_manifest(
     # A graph for a GPU is judged as it is written: no kernel of the CPU's may take its integers
     # another way.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
-    return bundle_files.make_manifest(
+    return make_manifest(
         source.network,
         graph=trace.describe(
             source.network,

@@ -1,4 +1,4 @@
-"""What this process holds, and memory that is free given back to the system."""
+"""Memory of this machine and this process: what is available, what is held, and giving it back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import ctypes
 import functools
 import mmap
 from collections.abc import Callable
+from pathlib import Path
+
+from dlm_runtime.errors import DlmError
 
 
 @functools.cache
@@ -36,3 +39,23 @@ def resident_bytes() -> int:
     except (OSError, ValueError):
         return 0
     return (resident - shared) * mmap.PAGESIZE
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that a new program may take without swapping, as Linux estimates it; None where it
+    does not say.
+    """
+    info = Path("/proc/meminfo")
+    for line in info.read_text().splitlines() if info.is_file() else []:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def check_host_memory(needed: int, holder: str, instead: str) -> None:
+    """Raises DlmError if this machine has no room for so many bytes, as far as it tells; ``holder``
+    says what holds what.
+    """
+    available = available_memory_bytes()
+    if available is not None and needed > available:
+        raise DlmError(f"{holder}, {needed:,} bytes, and {available:,} are available. {instead}")

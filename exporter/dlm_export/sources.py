@@ -17,7 +17,8 @@ import dlm_runtime
 from dlm_calibration.formats import FP16, FP32
 from dlm_calibration.pieces import Index
 from dlm_export import families, graph
-from dlm_export.bundle import network_of, sha256
+from dlm_export.bundle.folder import sha256
+from dlm_export.bundle.manifest import network_of
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.tokenizer import TokenizerFiles

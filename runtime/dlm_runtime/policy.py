@@ -42,7 +42,6 @@ class Policy:
     score: str = "confidence"
     commit: str = "static"
     compare: str = ">="
-    schedule: str = "even"
     remask: str = "none"
     cache: str = "none"
     stop: str = "eos"

@@ -193,7 +193,6 @@ class RequestOptions(TypedDict, total=False):
     score: str
     commit: str
     compare: str
-    schedule: str
     remask: str
     cache: str
     stop: str

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dlm_calibration.pieces import MOST_CORES, PIECE
 from dlm_calibration.recipes import HIGH
-from dlm_export import targets
+from dlm_export import memory
 from dlm_export.building.request import Job
 from dlm_export.memory import resident_bytes
 from dlm_export.network.layered import BATCH_TOKENS, MemoryLimitError
@@ -26,7 +26,7 @@ def activation_bytes(job: Job) -> int | None:
     would.
     """
     asked = job.request.options.memory_bytes
-    limit = targets.available_memory_bytes() if asked is None else asked
+    limit = memory.available_memory_bytes() if asked is None else asked
     if limit is None:
         return None
     needs = needed_bytes(job)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlm_export.judging.auto import AutoOptions
-from dlm_export.judging.judge import Budgets
-from dlm_export.judging.rounds import Effort
+from dlm_export.judging.accuracy.rounds import Effort
+from dlm_export.judging.accuracy.verdict import Budgets
+from dlm_export.judging.precision_search.search import AutoOptions
 from dlm_export.quantising.samples import FEWEST_TOKENS, CalibrationOptions
 from dlm_export.tensorrt.estimate import EngineOptions
 

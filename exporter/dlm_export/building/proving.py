@@ -12,13 +12,18 @@ from dlm_export import families
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
-from dlm_export.judging import accuracy, layerwise, rounded, sensitivity, verify
-from dlm_export.judging.judge import Judgement, check_budgets
-from dlm_export.judging.levels import Levels, level_units
-from dlm_export.judging.parity import Parity, require_parity
-from dlm_export.judging.threshold import Refit
+from dlm_export.judging.accuracy import rounded_cache
+from dlm_export.judging.accuracy.run import judge_source, judge_units
+from dlm_export.judging.accuracy.verdict import Judgement, check_budgets
+from dlm_export.judging.parity import against_torch, by_layer
+from dlm_export.judging.parity.verdict import Parity, require_parity
+from dlm_export.judging.precision_search import sensitivity
+from dlm_export.judging.tuning.effort_levels import Levels, level_units
+from dlm_export.judging.tuning.fit_in_build import fit_effort, fit_threshold
+from dlm_export.judging.tuning.threshold import Refit, refit_steps
 from dlm_export.progress import Stages
 from dlm_export.quantising import samples
+from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 CACHE_SAMPLES = 8  # that a rounded cache is judged by, unless --judged says another number
@@ -87,9 +92,7 @@ def prove(
     if quantised is None:
         return Proof(parity, record, cache=cache)
     if quantised.calibration is not None:
-        record["calibration"] = accuracy.statistics(
-            quantised.numbers, quantised.calibration.provenance
-        )
+        record["calibration"] = _statistics(quantised.numbers, quantised.calibration.provenance)
     record["auto"] = [point.as_dict() for point in quantised.curve]
     if not job.request.is_judged:
         return Proof(parity, record, cache=cache)
@@ -107,8 +110,8 @@ def _check_pass(
     layers.
     """
     source = job.source
-    with stages.stage("check parity", verify.parity_units(source.presets, source.network)):
-        parity = verify.check_parity(
+    with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):
+        parity = against_torch.check_parity(
             folder,
             source.network,
             lambda: families.load(source.parameters, source.network),
@@ -119,8 +122,8 @@ def _check_pass(
         )
     if not (parity.misses and source.network.mixtures()):
         return parity
-    with stages.stage("check layers", layerwise.units(source.network)) as advance:
-        return layerwise.instead_of_passes(
+    with stages.stage("check layers", by_layer.units(source.network)) as advance:
+        return by_layer.instead_of_passes(
             parity,
             folder,
             source.parameters,
@@ -142,8 +145,8 @@ def _check_layers(
     stages: Stages,
 ) -> Parity:
     """Quantised: layer by layer from equal inputs."""
-    with stages.stage("check parity", layerwise.units(job.source.network)):
-        return layerwise.check_layers(
+    with stages.stage("check parity", by_layer.units(job.source.network)):
+        return by_layer.check_layers(
             folder,
             job.source.network,
             quantised.numbers,
@@ -173,31 +176,32 @@ def _judge_cache(
                 is_calibrating=False,
             )
         judging = data.judging[: options.effort.judged or CACHE_SAMPLES]
+        policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
         with stages.stage(
-            "judge cache", len(rounded.caches_of(source.network)) * len(judging)
+            "judge cache", len(rounded_cache.caches_of(source.network)) * len(judging)
         ) as advance:
-            policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
-            return rounded.judge_cache(
+            return rounded_cache.judge_cache(
                 source, bundle, judging, job.cache_dtype, policy, seed, advance, workplace
             )
 
 
 def _judge(
     job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
-) -> tuple[Judgement, Refit, Levels]:
-    """What quantisation costs, the threshold that makes up for it, and what loops by effort cost
-    and give.
+) -> tuple[Judgement, Refit | None, Levels | None]:
+    """What quantisation costs and, where all loops may run freely, the threshold that makes up for
+    it and the effort levels.
     """
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
     effort = options.effort.beside(sum(stages.seconds.values()))
+    exact = effort.name == "full"
     policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
     judging = calibration.data.judging[: effort.most]
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
-        with stages.stage("judge", accuracy.judge_units(judging)) as advance:
+        with stages.stage("judge", judge_units(judging)) as advance:
             name = numbers.recipe.name
-            judgement = accuracy.judge_source(
+            judgement = judge_source(
                 source,
                 bundle,
                 judging,
@@ -211,26 +215,12 @@ def _judge(
             )
         # As many samples as were worth judging.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
-        recording = None
-        if effort.name != "full":
-            with stages.stage("record runs", len(fitting)) as advance:
-                recording = accuracy.record_runs(source, bundle, fitting, job.preset, advance)
-        with stages.stage("fit threshold", accuracy.fit_units(fitting, policy)) as advance:
-            threshold = accuracy.fit_threshold(
-                source,
-                bundle,
-                fitting,
-                job.preset,
-                seed,
-                advance,
-                recording=recording,
-                workplace=workplace,
-            )
-        with stages.stage("fit effort", level_units(policy, source.network.shift)) as advance:
-            levels = accuracy.fit_effort(
-                source, bundle, fitting, threshold, advance, recording=recording
-            )
-    exact = effort.name == "full"
+        threshold, levels = None, None
+        if exact:
+            with stages.stage("fit threshold", refit_steps(len(fitting), policy)) as advance:
+                threshold = fit_threshold(source, bundle, fitting, job.preset, seed, advance)
+            with stages.stage("fit effort", level_units(policy, source.network.shift)) as advance:
+                levels = fit_effort(source, bundle, fitting, threshold, advance)
     fitted = replace(calibration.data, calibration=fitting)
     states = calibration.states or list(samples.masked_states(source, fitted, options.calibration))
     if not exact:
@@ -251,6 +241,17 @@ def _judge(
         judgement,
         layers=sensitivity.as_rows(lost, source.network, numbers.formats),
         layers_method=sensitivity.method(exact=exact),
-        threshold=threshold.as_dict(),
+        threshold=None if threshold is None else threshold.as_dict(),
     )
     return judgement.with_budgets(options.budgets), threshold, levels
+
+
+def _statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The calibration record of accuracy.json: provenance, and the ranges of every layer that was
+    observed.
+    """
+    if provenance is None or done.observers is None:
+        return None
+    layers = [observer.summary() for observer in done.observers.values()]
+    reached = [each.as_dict() for each in done.reached.values()]
+    return {**provenance, "observer": done.recipe.observer, "layers": layers, "experts": reached}

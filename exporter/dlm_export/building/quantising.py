@@ -17,7 +17,7 @@ from dlm_export import families, targets
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
 from dlm_export.graph import trace
-from dlm_export.judging import auto
+from dlm_export.judging.precision_search import search
 from dlm_export.memory import give_back
 from dlm_export.network.spec import EMBEDDING
 from dlm_export.planning import tuning
@@ -50,7 +50,7 @@ class Quantised:
 
     numbers: Quantisation
     calibration: Calibration | None
-    curve: list[auto.CurvePoint] = field(default_factory=list)
+    curve: list[search.CurvePoint] = field(default_factory=list)
     tuning: Tuning | None = None
 
     def uses(self, activations: str) -> bool:
@@ -100,7 +100,7 @@ def quantise(
         )
         if needs_states or options.effort.name == "full":
             calibration = _make_states(job, calibration.data, workplace, stages)
-    curve: list[auto.CurvePoint] = []
+    curve: list[search.CurvePoint] = []
     tuned = None
     if recipe is None or formats is None:
         assert calibration is not None
@@ -188,8 +188,10 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
 
 def _tune(job: Job, stages: Stages) -> Tuning:
     """What formats take on this processor, in a pass over a block."""
-    layers = [layer for members in auto.searched(job.source.network).values() for layer in members]
-    formats = auto.formats_for(job.request.targets, job.request.options.quantise.auto)
+    layers = [
+        layer for members in search.searched(job.source.network).values() for layer in members
+    ]
+    formats = search.formats_for(job.request.targets, job.request.options.quantise.auto)
     rows = job.source.presets[job.preset].block_length
     with stages.stage("tune", len(tuning.shapes_of(layers, rows))) as advance:
         table = ir.DataType.from_numpy(job.source.parameters.stored_type(EMBEDDING))
@@ -198,13 +200,13 @@ def _tune(job: Job, stages: Stages) -> Tuning:
 
 def _search(
     job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages
-) -> auto.Found:
+) -> search.Found:
     """``--precision auto``: the cheapest recipe within the budget."""
     request, options = job.request, job.request.options.quantise
-    formats = auto.formats_for(request.targets, options.auto)
+    formats = search.formats_for(request.targets, options.auto)
     network, exact = job.source.network, options.effort.name == "full"
-    with stages.stage("search", auto.units(network, formats, exact=exact)) as advance:
-        return auto.search(
+    with stages.stage("search", search.units(network, formats, exact=exact)) as advance:
+        return search.search(
             job.source,
             calibration.states,
             calibration.data.calibration[: options.effort.most],

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from dlm_calibration.recipes import HIGH, NEXT, Recipe, RecipeError, abridged, for_experts
-from dlm_export import graph, targets
+from dlm_export import graph, memory, targets
 from dlm_export.building.options import BuildOptions
 from dlm_export.graph import quantise as operands
-from dlm_export.judging import auto, layerwise, parity
+from dlm_export.judging.parity import by_layer
+from dlm_export.judging.precision_search import search
 from dlm_export.network.spec import ExpertsSpec, LinearSpec, NetworkSpec
 from dlm_export.planning import roofline
 from dlm_export.quantising import modelopt, samples
@@ -130,7 +131,7 @@ def check_request(options: BuildOptions) -> Request:
     if options.quantise.calibrator == "modelopt":
         modelopt.require()
     if options.precision == AUTO:
-        auto.formats_for(devices, options.quantise.auto)
+        search.formats_for(devices, options.quantise.auto)
     found = {}
     if on_gpu and options.engine is not None:
         for target in devices:
@@ -195,14 +196,14 @@ def check_job(request: Request, source: Source) -> Job:
         if request.is_quantised:
             holder, needed = (
                 "the parity check holds the denoiser's largest part in fp32",
-                layerwise.largest_bytes(network),
+                by_layer.largest_bytes(network),
             )
         else:
             holder, needed = (
                 "the parity check holds the denoiser in fp32",
                 4 * network.parameter_count(),
             )
-        parity.check_host_memory(needed, holder, instead)
+        memory.check_host_memory(needed, holder, instead)
     if request.on_gpu and options.precision not in (AUTO, STORED):
         _check_device_memory(job)
     return job

@@ -20,7 +20,7 @@ from typing import Any
 
 from dlm_export.building.memory import activation_bytes
 from dlm_export.building.request import Job
-from dlm_export.bundle import sha256
+from dlm_export.bundle.folder import sha256
 from dlm_export.outputs import replaced
 from dlm_export.progress import Stages
 from dlm_export.quantising.samples import CALIBRATION_FILE

@@ -18,14 +18,8 @@ from dlm_export.cli.options import (
     QUANTISE_OPTIONS,
     SOURCE_OPTIONS,
     TEXT_OPTIONS,
-    build_options,
-    check_build_options,
-    engine_options,
     json_option,
     options,
-    overrides,
-    refuse,
-    split,
 )
 from dlm_export.cli.printing import (
     Bars,
@@ -38,12 +32,20 @@ from dlm_export.cli.printing import (
     shown,
     warn,
 )
+from dlm_export.cli.values import (
+    build_options,
+    check_build_options,
+    engine_options,
+    overrides,
+    refuse,
+    split,
+)
 
 if TYPE_CHECKING:
     from dlm_export.build import BuildReport
-    from dlm_export.judging.auto import CurvePoint
-    from dlm_export.judging.parity import Parity
-    from dlm_export.judging.threshold import Refit
+    from dlm_export.judging.parity.verdict import Parity
+    from dlm_export.judging.precision_search.search import CurvePoint
+    from dlm_export.judging.tuning.threshold import Refit
     from dlm_export.planning.tuning import Tuning
     from dlm_export.tensorrt.engine import Built
 
@@ -102,7 +104,7 @@ def engine(
 
     Example: dlm-export engine build/demo-nvfp4 --target thor
     """
-    from dlm_export.bundle import read_manifest
+    from dlm_export.bundle.manifest import read_manifest
     from dlm_export.targets import find_all
     from dlm_export.tensorrt.bundled import add_engine, remove_engine
 
@@ -151,7 +153,7 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
 
 def _targets_of(source: Path) -> list[str]:
     """What a bundle was built for; a checkpoint is built for the cpu unless told otherwise."""
-    from dlm_export.bundle import read_manifest
+    from dlm_export.bundle.manifest import read_manifest
 
     if not (source / "manifest.json").is_file():
         return ["cpu"]
@@ -212,7 +214,7 @@ def print_build(report: BuildReport) -> None:
 def _shown_parity(parity: Parity) -> str:
     """What was compared, and how far it was apart."""
     from dlm_calibration.recipes import FORMATS
-    from dlm_export.judging.parity import LOGITS, ROUTER
+    from dlm_export.judging.parity.verdict import LOGITS, ROUTER
 
     pass_apart = max(row.relative for row in parity.graph)
     limit = parity.tolerance

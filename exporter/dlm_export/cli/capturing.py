@@ -7,16 +7,9 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import (
-    CHECKPOINT,
-    FILE,
-    OUTPUT,
-    SOURCE_OPTIONS,
-    json_option,
-    options,
-    overrides,
-)
+from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options
 from dlm_export.cli.printing import Bars, format_bytes, print_json
+from dlm_export.cli.values import overrides
 
 
 @click.command()
@@ -61,13 +54,13 @@ def capture(checkpoint: Path, output: Path, force: bool, as_json: bool, **values
 
     Example: dlm-export capture Dream-v0-Instruct-7B -o dream.npz --trust-remote-code
     """
-    from dlm_export.judging import golden
+    from dlm_export.judging.parity import golden
     from dlm_export.outputs import check_outside
 
     check_outside(output, checkpoint)
     with golden.claimed(output, force=force) as new, Bars() as bars:
-        from dlm_export.judging.capture import CaptureOptions
-        from dlm_export.judging.capture import capture as run
+        from dlm_export.judging.parity.capture import CaptureOptions
+        from dlm_export.judging.parity.capture import capture as run
 
         what = CaptureOptions(
             trust_remote_code=values["trust_remote_code"],

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from dlm_export.cli.conversing import take_tools, tool_options
-from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, json_option, options, read_json_file
+from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, json_option, options
 from dlm_export.cli.printing import format_bytes, print_json
+from dlm_export.cli.values import read_json_file
 
 _KINDS = {
     "schema": "--schema",

@@ -15,16 +15,14 @@ from dlm_export.cli.options import (
     FILE,
     effort_option,
     engine_option,
-    opening,
     options,
-    policy_changes,
     preset_option,
     provider_options,
-    read_json_file,
     set_option,
     threads_option,
 )
 from dlm_export.cli.printing import for_terminal, how_it_went, one_line, warn
+from dlm_export.cli.values import opening, policy_changes, read_json_file
 from dlm_export.signals import interrupted_by
 from dlm_runtime import Bundle, DlmError, Generation, RequestError
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, json_option, split
+from dlm_export.cli.options import CHECKPOINT, json_option
 from dlm_export.cli.printing import one_line, print_json, print_table
+from dlm_export.cli.values import split
 
 if TYPE_CHECKING:
     from dlm_export.doctor.findings import Report

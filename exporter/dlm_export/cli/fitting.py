@@ -12,11 +12,11 @@ from dlm_export.cli.options import (
     FILE,
     cpu_engine_option,
     json_option,
-    opening,
     provider_options,
     threads_option,
 )
 from dlm_export.cli.printing import Bars, print_effort, print_json, warn
+from dlm_export.cli.values import opening
 
 
 @click.command()
@@ -46,7 +46,7 @@ def effort(
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """
-    from dlm_export.judging.effort import EffortOptions, fit_bundle
+    from dlm_export.judging.tuning.fit_bundle import EffortOptions, fit_bundle
     from dlm_export.quantising.samples import CalibrationOptions
 
     options = EffortOptions(CalibrationOptions(data=data, preset=preset), samples, opening(values))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options, overrides
+from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options
 from dlm_export.cli.printing import (
     format_bytes,
     one_line,
@@ -19,6 +19,7 @@ from dlm_export.cli.printing import (
     print_kernels,
     print_table,
 )
+from dlm_export.cli.values import overrides
 
 if TYPE_CHECKING:
     from dlm_export.families.base import Overrides
@@ -42,7 +43,7 @@ def inspect(checkpoint: Path, as_json: bool, **values: Any) -> None:
 
 
 def _inspect_bundle(folder: Path, as_json: bool) -> None:
-    from dlm_export.bundle import read_manifest
+    from dlm_export.bundle.manifest import read_manifest
 
     manifest = read_manifest(folder)
     if as_json:
@@ -223,7 +224,7 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
 
 def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     """What a bundle is: denoiser, precision, files, engines."""
-    from dlm_export.bundle import network_of
+    from dlm_export.bundle.manifest import network_of
     from dlm_export.network.spec import CACHE_ROWS
     from dlm_export.targets import sm_text
 

@@ -15,24 +15,21 @@ from dlm_export.cli.options import (
     FILE,
     JUDGE_OPTIONS,
     OUTPUT,
-    budgets,
     cpu_engine_option,
-    effort,
     engine_option,
     json_option,
-    opening,
     options,
     preset_option,
     provider_options,
-    refuse,
     threads_option,
 )
 from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
+from dlm_export.cli.values import budgets, effort, opening, refuse
 
 if TYPE_CHECKING:
-    from dlm_export.judging.accuracy import JudgingOptions
-    from dlm_export.judging.judge import Judgement
-    from dlm_export.judging.parity import Parity
+    from dlm_export.judging.accuracy.run import JudgingOptions
+    from dlm_export.judging.accuracy.verdict import Judgement
+    from dlm_export.judging.parity.verdict import Parity
     from dlm_export.sources import Source
 
 STOPPED = {
@@ -106,8 +103,9 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         return
     import dlm_runtime
     from dlm_export import families, graph
-    from dlm_export.judging.parity import random_prompts, read_prompts, require_parity
-    from dlm_export.judging.verify import by_layers, check_parity, parity_units
+    from dlm_export.judging.parity.against_torch import by_layers, check_parity, parity_units
+    from dlm_export.judging.parity.canvases import random_prompts, read_prompts
+    from dlm_export.judging.parity.verdict import require_parity
     from dlm_export.opening import ON_CPU
     from dlm_export.sources import open_source_of
     from dlm_runtime.manifest import check_manifest
@@ -158,12 +156,12 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
 
 
 def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
-    from dlm_export.judging import golden
-    from dlm_export.judging.parity import require_parity
+    from dlm_export.judging.parity import against_golden, golden
+    from dlm_export.judging.parity.verdict import require_parity
 
     found = golden.load(path)
     with Bars() as bars:
-        parity = golden.check(bundle, path, found, opening=opening(values), progress=bars)
+        parity = against_golden.check(bundle, path, found, opening=opening(values), progress=bars)
     if values["as_json"]:
         print_json(parity.as_dict() | {"golden": found.provenance.as_dict()})
     else:
@@ -173,7 +171,7 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
 
 def _judging(values: dict[str, Any]) -> JudgingOptions:
     """What ``verify`` and ``compare`` judge by."""
-    from dlm_export.judging.accuracy import VERIFY_SECONDS, JudgingOptions
+    from dlm_export.judging.accuracy.run import VERIFY_SECONDS, JudgingOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
     data = CalibrationOptions(
@@ -183,9 +181,10 @@ def _judging(values: dict[str, Any]) -> JudgingOptions:
 
 
 def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> None:
-    from dlm_export.judging import accuracy
-    from dlm_export.judging.judge import check_budgets
-    from dlm_export.judging.report import ACCURACY_FILE, REPORT_FILE
+    from dlm_export.judging.accuracy.files import claimed_files, write_files
+    from dlm_export.judging.accuracy.run import judge_bundle
+    from dlm_export.judging.accuracy.verdict import check_budgets
+    from dlm_export.judging.report.page import ACCURACY_FILE, REPORT_FILE
 
     folder: Path | None = values["report"]
     if folder is None:
@@ -193,12 +192,12 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
     with (
         nullcontext()
         if folder is None
-        else accuracy.claimed_files(folder, force=bool(values["force"])) as files
+        else claimed_files(folder, force=bool(values["force"])) as files
     ):
         with Bars() as bars:
-            judgement = accuracy.judge_bundle(bundle, source, _judging(values), bars, warn)
+            judgement = judge_bundle(bundle, source, _judging(values), bars, warn)
         if files is not None:
-            accuracy.write_files(files, bundle, judgement)
+            write_files(files, bundle, judgement)
     if folder is not None:
         for path in (folder / ACCURACY_FILE, folder / REPORT_FILE):
             click.echo(f"{path} {format_bytes(path.stat().st_size)}", err=True)
@@ -223,11 +222,11 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
 
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
-    from dlm_export.judging import accuracy
-    from dlm_export.judging.judge import check_budgets
+    from dlm_export.judging.accuracy.run import compare_bundles
+    from dlm_export.judging.accuracy.verdict import check_budgets
 
     with Bars() as bars:
-        judgement = accuracy.compare_bundles(reference, candidate, _judging(values), bars, warn)
+        judgement = compare_bundles(reference, candidate, _judging(values), bars, warn)
     if values["as_json"]:
         print_json(judgement.as_dict())
     else:
@@ -268,11 +267,11 @@ def report(
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
     build/compare.html
     """
-    from dlm_export.judging import comparison
-    from dlm_export.judging.report import require_matplotlib
+    from dlm_export.judging.report import comparison
+    from dlm_export.judging.report.page import require_matplotlib
+    from dlm_export.machine import this_machine
     from dlm_export.outputs import check_outside, claimed_file
     from dlm_export.planning import bench
-    from dlm_export.targets import this_machine
 
     if not speed:
         refuse(values, ("rounds", "preset"), "is for timing, which --speed asks for")

@@ -11,22 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dlm_export.cli.options import (
-    CHECKPOINT,
-    FILE,
-    OUTPUT,
-    SOURCE_OPTIONS,
-    json_option,
-    options,
-    overrides,
-    refuse,
-    split,
-)
+from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options
 from dlm_export.cli.printing import format_bytes, one_line, print_caches, print_json, print_table
+from dlm_export.cli.values import overrides, refuse, split
 
 if TYPE_CHECKING:
     from dlm_export.network.spec import NetworkSpec
-    from dlm_export.planning.plan import Growth, PassTime, Plan, Prediction
+    from dlm_export.planning.growth import Growth
+    from dlm_export.planning.plan import Plan
+    from dlm_export.planning.predict import PassTime, Prediction
     from dlm_export.targets import Target
 
 
@@ -94,8 +87,10 @@ def plan(
 
     Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
     """
-    from dlm_export.planning import plan as planner
     from dlm_export.planning.measured import read_measured
+    from dlm_export.planning.plan import find_targets, make_plan
+    from dlm_export.planning.plot import claimed_plot, save_plot
+    from dlm_export.planning.predict import Request
     from dlm_export.planning.shapes import read_shape, scaled_shape
 
     if (source is None) == (values["sizes"] is None):
@@ -104,8 +99,8 @@ def plan(
         refuse(
             values, ("mask_token_id", "max_canvas_length", "attention_block"), "is for checkpoints"
         )
-    targets = planner.find_targets(names)
-    request = planner.Request(
+    targets = find_targets(names)
+    request = Request(
         prompt_tokens=values["prompt_tokens"],
         new_tokens=values["new_tokens"],
         batch=values["batch"],
@@ -113,16 +108,16 @@ def plan(
         tokens_per_pass=_numbers("--tokens-per-pass", values["tokens_per_pass"], float),
         prices=_prices(values["price_per_hour"], [target.name for target in targets]),
     )
-    with nullcontext() if plot is None else planner.claimed_plot(plot, force=force) as drawing:
+    with nullcontext() if plot is None else claimed_plot(plot, force=force) as drawing:
         measured = None if values["measured"] is None else read_measured(values["measured"])
         if source is None:
             shapes = [scaled_shape(size) for size in split(values["sizes"]) or [""]]
         else:
             shapes = [read_shape(source, lambda path: _checkpoint_sizes(path, values))]
         precisions = None if values["precisions"] is None else split(values["precisions"]) or [""]
-        made = planner.make_plan(shapes, targets, request, precisions, measured)
+        made = make_plan(shapes, targets, request, precisions, measured)
         if drawing is not None:
-            planner.save_plot(drawing, made)
+            save_plot(drawing, made)
     if plot is not None:
         click.echo(f"{plot} {format_bytes(plot.stat().st_size)}", err=True)
     if as_json:
@@ -180,8 +175,9 @@ def targets(as_json: bool) -> None:
 
     Example: dlm-export targets --json
     """
+    from dlm_export.machine import engine_here, this_machine
     from dlm_export.processors import list_kernels
-    from dlm_export.targets import GENERIC, TARGETS, engine_here, this_machine
+    from dlm_export.targets import GENERIC, TARGETS
 
     here = {name: engine_here(target) for name, target in TARGETS.items()}
     machine, kernels = this_machine(), list_kernels()

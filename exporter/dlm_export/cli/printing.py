@@ -219,8 +219,7 @@ def _rich_bars() -> Any:
 
 def print_effort(effort: Mapping[str, Any]) -> None:
     """Effort levels as the manifest has them, and what they rest on."""
-    how = "a replay of runs under it" if effort["found_by"] == "replay" else "generations"
-    title = f"Effort, loops of {effort['preset']}, by {how} of {effort['samples']} samples"
+    title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"
     kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"
     rows = [
         [

@@ -24,14 +24,13 @@ from dlm_export.cli.options import (
     effort_option,
     engine_option,
     json_option,
-    opening,
-    policy_changes,
     preset_option,
     provider_options,
     set_option,
     threads_option,
 )
 from dlm_export.cli.printing import Bars, format_bytes, how_it_went, print_json, print_table, shown
+from dlm_export.cli.values import opening, policy_changes
 from dlm_export.signals import cancelling
 from dlm_runtime import Bundle, Generation
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlm_export.bundle import network_of, table_bytes_of
+from dlm_export.bundle.manifest import network_of, table_bytes_of
 from dlm_export.doctor.checks import LEAST_FOR_GPU, LEAST_ONNXRUNTIME, builders_of, numbers, size
 from dlm_export.doctor.findings import NOTE, OK, Finding, needed
 from dlm_export.doctor.machine import Machine
+from dlm_export.machine import engine_here, reported_sms
 from dlm_export.network.spec import CACHE_ROWS
-from dlm_export.targets import LEAST_SM, Target, engine_here, reported_sms, sm_text
+from dlm_export.targets import LEAST_SM, Target, sm_text
 from dlm_export.tensorrt.estimate import EngineOptions, Estimate, Limits, estimate, limits_of
 
 Lacking = list[tuple[str, str]]

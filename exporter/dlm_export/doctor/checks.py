@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from dlm_export.doctor.findings import MISSING, NOTE, OK, Finding, needed
 from dlm_export.doctor.machine import Machine
+from dlm_export.machine import Builders, engine_here, reported_sms
 from dlm_export.processors import KERNEL_SETS
-from dlm_export.targets import GENERIC, Builders, engine_here, find, reported_sms, sm_text
+from dlm_export.targets import GENERIC, find, sm_text
 
 PYTHONS = ((3, 10), (3, 13))
 LEAST_ONNXRUNTIME, LEAST_FOR_GPU = (1, 23), (1, 24)

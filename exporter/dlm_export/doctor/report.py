@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlm_export.bundle import read_manifest
+from dlm_export.bundle.manifest import read_manifest
 from dlm_export.doctor.bundled import examine_bundle, examine_target
 from dlm_export.doctor.checks import examine as examine_machine
 from dlm_export.doctor.findings import Finding, Report, needed

@@ -1,9 +1,6 @@
-"""The judging room: a bundle and what it was built from in, figures with a verdict out.
+"""Judging: a bundle and its source in, figures and a verdict out.
 
-``parity`` is what a comparison sees, its tolerances and its verdict: ``verify`` proves it with our
-denoiser in torch, ``golden`` with logits that ``capture`` kept from the released code.
-``predictors`` gives the two sides of any other comparison one face: ``judge`` compares what they
-predict, commit and write, ``accuracy`` runs that on bundles and sources against budgets,
-``threshold`` fits the commit threshold again, and ``auto`` searches the recipe that keeps a budget.
-``report`` and ``figures`` show what was found.
+The folders, each imports only those above it: ``report`` (the HTML pages), ``sides`` (what is
+compared), ``parity`` (same numbers as torch or the released code?), ``accuracy`` (what quantisation
+costs), ``tuning`` (thresholds and effort levels), ``precision_search`` (``--precision auto``).
 """

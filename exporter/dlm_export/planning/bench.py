@@ -22,14 +22,14 @@ from typing import Any
 
 from dlm_calibration.recipes import FORMATS
 from dlm_calibration.states import read_samples
-from dlm_export.bundle import network_of, table_bytes_of
+from dlm_export.bundle.manifest import network_of, table_bytes_of
 from dlm_export.graph import PRECISIONS
+from dlm_export.machine import this_machine
 from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.planning.cost import check_telling, cost_of
 from dlm_export.progress import Progress, Silent
-from dlm_export.targets import this_machine
 from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
 

@@ -336,7 +336,7 @@ def _read_bytes() -> int:
     """Size of the array for the rate of reads: four times the last-level caches, as far as a
     quarter of free memory goes.
     """
-    from dlm_export.targets import available_memory_bytes
+    from dlm_export.memory import available_memory_bytes
 
     wanted = max(_READ_BYTES, 4 * last_level_cache_bytes())
     free = available_memory_bytes()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from dlm_export.targets import RTX_MODULES, Target, device_sm, reported_sms, sm_text
+from dlm_export.machine import RTX_MODULES, device_sm, reported_sms
+from dlm_export.targets import Target, sm_text
 from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOptions
 
 RTX, TENSORRT = "tensorrt_rtx", "tensorrt"  # builders, as the manifest calls them

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dlm_export.bundle import changing, sha256, write_manifest
+from dlm_export.bundle.folder import changing, sha256, write_manifest
 from dlm_export.graph import PLAIN_OPSET
 from dlm_export.outputs import OutputError, TakenError, replaced
 from dlm_export.progress import Progress

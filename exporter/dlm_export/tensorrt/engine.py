@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlm_export.bundle import network_of
+from dlm_export.bundle.manifest import network_of
 from dlm_export.outputs import replaced
 from dlm_export.progress import Progress, Silent
 from dlm_export.signals import handled_by

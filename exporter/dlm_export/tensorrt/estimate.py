@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlm_export.memory import available_memory_bytes
 from dlm_export.network.spec import LayerSpec, MlpSpec, NetworkSpec
-from dlm_export.targets import Target, available_memory_bytes
+from dlm_export.targets import Target
 from dlm_runtime.errors import DlmError, ExitCode
 
 WORKSPACE_BYTES = 1 << 30

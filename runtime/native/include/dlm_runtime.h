@@ -127,12 +127,11 @@ typedef dlm_status (*dlm_pass_fn)(void* user, const dlm_pass* pass);
  * borrowed: literals, or the bundle's own. */
 typedef struct dlm_policy {
   size_t struct_size;
-  const char* select;   /* "argmax" | "sample": a draw at `temperature` */
-  const char* score;    /* "confidence" | "margin" | "entropy" | "random" */
-  const char* commit;   /* "static" | "threshold" | "dynamic" | "factor" | "entropy_bound" |
-                           "timestep" | "sequential" */
-  const char* compare;  /* ">" | ">=": how scores meet the threshold */
-  const char* schedule; /* "even": counts a step as equal as integers allow, larger first */
+  const char* select;  /* "argmax" | "sample": a draw at `temperature` */
+  const char* score;   /* "confidence" | "margin" | "entropy" | "random" */
+  const char* commit;  /* "static" | "threshold" | "dynamic" | "factor" | "entropy_bound" |
+                          "timestep" | "sequential" */
+  const char* compare; /* ">" | ">=": how scores meet the threshold */
   const char*
       remask; /* "none" | "edit": a finished block's tokens may still change, see edit_threshold */
   const char* cache;    /* "none" | "prefix" | "dual", of full attention | "block", "block-dual", of

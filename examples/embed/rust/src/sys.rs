@@ -28,7 +28,6 @@ pub struct dlm_policy {
     pub score: *const c_char,
     pub commit: *const c_char,
     pub compare: *const c_char,
-    pub schedule: *const c_char,
     pub remask: *const c_char,
     pub cache: *const c_char,
     pub stop: *const c_char,

@@ -24,7 +24,6 @@ enum class Select { argmax, sample };
 enum class Score { confidence, margin, entropy, random };
 enum class Commit { statically, threshold, dynamic, factor, entropy_bound, timestep, sequential };
 enum class Compare { at_least, above };
-enum class Schedule { even };
 enum class Remask { none, edit };
 enum class Cache { none, prefix, dual, block, block_dual };
 
@@ -71,10 +70,6 @@ struct Choices<Compare> {
   static constexpr Choice<Compare> all[] = {{">=", Compare::at_least}, {">", Compare::above}};
 };
 template <>
-struct Choices<Schedule> {
-  static constexpr Choice<Schedule> all[] = {{"even", Schedule::even}};
-};
-template <>
 struct Choices<Remask> {
   static constexpr Choice<Remask> all[] = {{"none", Remask::none}, {"edit", Remask::edit}};
 };
@@ -111,7 +106,6 @@ struct Choices<ScoreOf> {
   CHOICE(score, Score)                             \
   CHOICE(commit, Commit)                           \
   CHOICE(compare, Compare)                         \
-  CHOICE(schedule, Schedule)                       \
   CHOICE(remask, Remask)                           \
   CHOICE(cache, Cache)                             \
   CHOICE(stop, Stop)                               \

@@ -37,6 +37,8 @@ template <int kVectors>
 class Softmax {
  public:
   static constexpr int kQueries = kVectors * kLanes;
+  // Sums of a product: enough of them to hide the latency of multiply-adds.
+  static constexpr int kBlock = kVectors == 1 ? 8 : simd::kKeyBlock;
 
   explicit Softmax(int64_t head_size) : head_size_(head_size) {
     for (int64_t i = 0; i < head_size * kQueries; i += kLanes) simd::store(sums_ + i, simd::zero());
@@ -68,7 +70,7 @@ class Softmax {
   void add(const float* keys, const float* values, int64_t rows) {
     for (int64_t from = 0; from < rows; from += kKeys) {
       const int64_t count = least(kKeys, rows - from);
-      score<false>(keys + from * head_size_, nullptr, count);
+      score<false>(keys + from * head_size_, values + from * head_size_, nullptr, count);
       weigh(values + from * head_size_, count);
     }
   }
@@ -84,9 +86,10 @@ class Softmax {
       bool is_seen_by_all = true;
       for (int64_t i = from; i < end; ++i) is_seen_by_all &= positions[i] <= first_limit_;
       if (is_seen_by_all)
-        score<false>(keys + from * head_size_, nullptr, end - from);
+        score<false>(keys + from * head_size_, values + from * head_size_, nullptr, end - from);
       else
-        score<true>(keys + from * head_size_, positions + from, end - from);
+        score<true>(keys + from * head_size_, values + from * head_size_, positions + from,
+                    end - from);
       weigh(values + from * head_size_, end - from);
     }
   }
@@ -100,7 +103,7 @@ class Softmax {
       const int64_t count = least(together, rows - from);
       for (int64_t j = 0; j < count; ++j)
         Rows::widen(keys + (from + j) * bytes, head_size_, wide + j * head_size_);
-      score<false>(wide, nullptr, count);
+      score<false>(wide, wide, nullptr, count);
       for (int64_t j = 0; j < count; ++j)
         Rows::widen(values + (from + j) * bytes, head_size_, wide + j * head_size_);
       weigh(wide, count);
@@ -115,27 +118,32 @@ class Softmax {
   }
 
  private:
-  // Where kHides, only the lanes that see a position have a score there, and a weight.
+  // Scores `count` keys; `values` are fetched, as they are read next. Where kHides, only the lanes
+  // that see a position have a score there, and a weight.
   template <bool kHides>
-  void score(const float* keys, const int64_t* positions, int64_t count) {
+  void score(const float* keys, const float* values, const int64_t* positions, int64_t count) {
     F largest[kVectors];
     for (int v = 0; v < kVectors; ++v) largest[v] = largest_[v];
-    for (int64_t from = 0; from < count; from += simd::kKeyBlock) {
-      const int64_t there = least(simd::kKeyBlock, count - from);
-      constexpr int kSums = simd::kKeyBlock * kVectors;
+    for (int64_t from = 0; from < count; from += kBlock) {
+      const int64_t there = least(kBlock, count - from);
+      constexpr int kSums = kBlock * kVectors;
       F sums[kSums];
-      const float* rows[simd::kKeyBlock];
-      unroll<simd::kKeyBlock>([&](auto j) __attribute__((always_inline)) {
+      const float* rows[kBlock];
+      unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
         rows[j] = keys + (from + least(j, there - 1)) *
                              head_size_;  // the last one again where there are fewer
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
+      // The rows of a block are D * kKeyBlock floats: a line of the next keys or of these values
+      // is fetched for each d. Rows come from memory, as weights have passed through the caches.
+      const float* const next[] = {rows[0] + kBlock * head_size_, values + from * head_size_};
       for (int64_t d = 0; d < head_size_; ++d) {
+        simd::prefetch(next[d % 2] + d * kBlock);
         F queries[kVectors];
         unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
           queries[v] = simd::load(queries_ + d * kQueries + v * kLanes);
         });
-        unroll<simd::kKeyBlock>([&](auto j) __attribute__((always_inline)) {
+        unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
           const F key = simd::set(rows[j][d]);
           unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
             sums[j * kVectors + v] = simd::fma(key, queries[v], sums[j * kVectors + v]);
@@ -175,7 +183,7 @@ class Softmax {
   }
 
   void weigh(const float* values, int64_t count) {
-    constexpr int kTogether = simd::kKeyBlock;
+    constexpr int kTogether = kBlock;
     int64_t d = 0;
     for (; d + kTogether <= head_size_; d += kTogether) weigh<kTogether>(values, count, d);
     for (; d < head_size_; ++d) weigh<1>(values, count, d);
@@ -339,12 +347,17 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   });
 }
 
-void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
+// The most queries of a request that see the same keys.
+inline int64_t largest_tile(const dlm::CachedAttention& a) {
   int64_t most = 0;
   for (int64_t number = 0; number < a.parts(); ++number)
     most = a.part(number).tokens > most ? a.part(number).tokens : most;
+  return most * (a.heads / a.kv_heads);
+}
+
+void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   // A few queries do not fill the lanes: then one vector of them is enough.
-  if (most * (a.heads / a.kv_heads) <= kLanes)
+  if (largest_tile(a) <= kLanes)
     attend<1>(a, parallel);
   else
     attend<simd::kQueryVectors>(a, parallel);

@@ -5,8 +5,26 @@
 
 namespace dlm {
 
-extern const Kernels kAvx512Kernels;
-const Kernels kAvx512Kernels = {"avx512-vnni", linear,     nvfp4_linear, experts,
-                                attention,     candidates, embedding,    tied_head};
+extern const Kernels kAvx2Kernels, kAvx512Kernels;
+
+}  // namespace dlm
+
+namespace {
+
+// Queries that fill half a vector at most are multiplied by vectors of half the width, of which
+// processors do two at a time.
+void attention_by_width(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
+  if (largest_tile(a) <= kLanes / 2)
+    dlm::kAvx2Kernels.attention(a, parallel);
+  else
+    attention(a, parallel);
+}
+
+}  // namespace
+
+namespace dlm {
+
+const Kernels kAvx512Kernels = {"avx512-vnni",      linear,     nvfp4_linear, experts,
+                                attention_by_width, candidates, embedding,    tied_head};
 
 }  // namespace dlm

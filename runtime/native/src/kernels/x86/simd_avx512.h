@@ -118,6 +118,7 @@ struct Int8 : Bytes {
 
 struct Int4 : Bytes {
   static constexpr int kParts = 2;
+  static constexpr int kTileRows = 10;  // 20 sums: the others hold the scales of a group
   static constexpr int32_t kWeightOffset = 8;
   template <int kPart>
   static Weights load(const uint8_t* from) {

@@ -1,0 +1,103 @@
+"""manifest.json: made for a new bundle, read and checked, and the network that it describes.
+
+The format is in docs/bundle.md and, for machines, in ``manifest.schema.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import dlm_runtime
+from dlm_export.network.spec import CACHE_ROWS, NetworkSpec
+from dlm_runtime.errors import BundleError
+from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
+from dlm_runtime.policy import Policy
+
+SCHEMA_VERSION = 3
+LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
+"""What of a network the loop needs: in ``loop``, and in ``network`` no second time."""
+
+
+def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
+    """The manifest of a bundle, all of it checked; ``check_hashes=False`` compares files by size
+    only. Raises BundleError.
+    """
+    with dlm_runtime.open(folder, engine="none", check_hashes=check_hashes) as opened:
+        opened.check_text()
+        manifest = opened.manifest
+    check_manifest(manifest, folder)
+    return manifest
+
+
+def make_manifest(
+    network: NetworkSpec,
+    *,
+    graph: dict[str, Any],
+    opset: int,
+    precision: dict[str, Any],
+    kernels: dict[str, Any] | None,
+    targets: list[str],
+    presets: dict[str, Policy],
+    default_preset: str,
+    max_new_tokens: int | None,
+    tokenizer: str | None,
+    chat_template: dict[str, Any] | None,
+    text: dict[str, str] | None,
+    config_sha256: str | None,
+    json_layout: str | None = None,
+    call_format: str | None = None,
+) -> dict[str, Any]:
+    """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s.
+
+    ``kernels``: ``Fused.as_dict`` of a graph for a CPU, else None. ``max_new_tokens``: of a request
+    that does not say; None: nobody said. ``config_sha256``: of the checkpoint's config.json; None
+    where the source does not say. ``json_layout``, ``call_format``: names of what the denoiser was
+    trained on, or None.
+    """
+    described = network.as_dict()
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "producer": {"name": "dlm-export", "version": metadata.version("dlm-export")},
+        "loop": {
+            **{name: described.pop(name) for name in LOOP_FIELDS},
+            **({} if network.visible_block is None else {"visible_block": network.visible_block}),
+            "graph": graph,
+            "presets": {name: policy.as_dict() for name, policy in presets.items()},
+            "default_preset": default_preset,
+            **({} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}),
+        },
+        "network": described,
+        "opset": opset,
+        **({} if config_sha256 is None else {"source": {"config_sha256": config_sha256}}),
+        "precision": precision,
+        **({} if kernels is None else {"kernels": kernels}),
+        "targets": targets,
+        "tokenizer": tokenizer,
+        "chat_template": chat_template,
+        **({} if json_layout is None else {"json_layout": json_layout}),
+        **({} if call_format is None else {"call_format": call_format}),
+        **({} if text is None else {"text": text}),
+    }
+
+
+def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
+    """The description that a checked manifest keeps. Raises BundleError for sizes that do not go
+    together.
+    """
+    try:
+        return NetworkSpec.from_dict(
+            manifest["network"] | {name: manifest["loop"][name] for name in LOOP_FIELDS}
+        )
+    except ValueError as err:
+        raise BundleError(f"{MANIFEST_FILE}: network: {err}. Build the bundle again.") from err
+
+
+def table_bytes_of(manifest: Mapping[str, Any]) -> int | None:
+    """Bytes of an element of a bundle's embedding table; None where it is quantised, or where an
+    earlier dlm-export did not say.
+    """
+    dtype = manifest["precision"].get("embedding_dtype")
+    return None if dtype is None else CACHE_ROWS[dtype][0]

@@ -1,0 +1,258 @@
+"""What the values of shared options become: the option dataclasses of the rooms, or a refusal.
+
+torch and the rest of the export extra are imported inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dlm_export.cli.options import BUDGETS
+
+if TYPE_CHECKING:
+    from dlm_export.building.options import BuildOptions, QuantiseOptions
+    from dlm_export.families.base import Overrides
+    from dlm_export.judging.accuracy.rounds import Effort
+    from dlm_export.judging.accuracy.verdict import Budgets
+    from dlm_export.opening import Opening
+    from dlm_export.tensorrt.estimate import EngineOptions
+
+
+JSON_LIMIT_BYTES = 4 << 20
+
+
+def opening(values: dict[str, Any]) -> Opening:
+    """Takes what ``Opening`` holds out of a command's values."""
+    from dlm_export.opening import Opening
+
+    return Opening(
+        **{name: values.pop(name) for name in ("engine", "provider", "allow_fallback", "threads")}
+    )
+
+
+_QUANTISED_ONLY = (
+    *("activations", "resume", "calib", "calib_preset", "calib_min_tokens_per_expert"),
+    *("observer", "solver", "smoothing", "rotate_down", "embedding"),
+    *BUDGETS,
+)
+_ENGINE_ONLY = (
+    *("activations", "canvas", "block", "workspace", "timing_cache"),
+    *("builder", "allow_fallback", "no_engine", "plain_graph"),
+)
+
+
+def split(text: str) -> list[str]:
+    """The names in a list with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
+    """UsageError if an option was given that would have no effect."""
+    for name in names:
+        if values.get(name) is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} {why}")
+
+
+def read_json_file(path: Path) -> Any:
+    """What a file of an option says. Raises RequestError that names it."""
+    from dlm_runtime.errors import RequestError
+    from dlm_runtime.files import parse_json, read_text
+
+    try:
+        return parse_json(read_text(path, JSON_LIMIT_BYTES, RequestError))
+    except ValueError as err:
+        raise (
+            err
+            if isinstance(err, RequestError)
+            else RequestError(f"{path}: not readable as JSON ({err})")
+        ) from err
+
+
+def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
+    """The fields of a policy that ``set_option`` was given. Raises UsageError, RequestError for
+    what is none.
+    """
+    from dlm_runtime import Policy
+
+    fields: dict[str, Any] = {}
+    for text in changes:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set {text}: write FIELD=VALUE, such as seed=7")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    Policy().with_fields(fields)  # --set must not reach other arguments of what takes a policy
+    return fields
+
+
+def check_build_options(values: dict[str, Any]) -> None:
+    """Refuse a build's options as far as that can be done before torch is imported.
+
+    Raises UsageError, TargetError, RecipeError.
+    """
+    from dlm_export import targets
+
+    precision = values["precision"]
+    if precision in ("fp32", "fp16", "bf16"):
+        refuse(values, _QUANTISED_ONLY, f"is for quantised bundles; --precision is {precision}")
+    if precision != "auto":
+        refuse(values, ("auto_formats", "tune"), "is for --precision auto")
+    if precision == "stored":
+        refuse(
+            values,
+            ("observer", "solver", "smoothing", "rotate_down"),
+            "has no effect on stored codes and scales",
+        )
+    if values["no_verify"]:
+        asked = values | {"judge": "full" if values["judge"] == "full" else None}
+        refuse(
+            asked,
+            ("judge", "judged", "free_runs", *BUDGETS),
+            "needs judging, which --no-verify skips",
+        )
+    if values["no_engine"]:
+        refuse(
+            values,
+            ("workspace", "timing_cache", "builder"),
+            "is for building engines, which --no-engine leaves out",
+        )
+    devices = targets.find_all(split(values["target"]))
+    recipe = targets.recipe_for(devices, precision)
+    if recipe is not None and values["no_verify"]:
+        recipe = replace(recipe, **_recipe_changes(values))
+        if not recipe.needs_states(dict(recipe.layers)):
+            refuse(
+                values,
+                ("calib",),
+                f"has no effect: {precision} needs no data, and --no-verify skips judging",
+            )
+    if devices[0].sm is None:
+        what = "engines" if devices[0].is_gpu else "GPUs"
+        refuse(values, _ENGINE_ONLY, f"is for {what}; --target is {values['target']}")
+    if devices[0].is_gpu:
+        refuse(values, ("tune",), f"times this processor; --target is {values['target']}")
+        refuse(
+            values,
+            ("cache_dtype",),
+            "is for CPUs; on a GPU keys and values are in the type of its activations",
+        )
+
+
+def build_options(values: dict[str, Any]) -> BuildOptions:
+    """``OUTPUT_OPTIONS``, ``QUANTISE_OPTIONS`` and ``--precision``, checked, as a build takes them."""
+    from dlm_export.building.options import BuildOptions
+
+    return BuildOptions(
+        targets=tuple(split(values["target"])),
+        precision=values["precision"],
+        activations=values["activations"],
+        cache_dtype=values["cache_dtype"],
+        engine=None if values["no_engine"] else engine_options(values),
+        plain_graph=bool(values["plain_graph"]),
+        force=values["force"],
+        check_parity=not values["no_verify"],
+        quantise=_quantise_options(values),
+        device=values["device"],
+        memory_bytes=values["memory"],
+        resume=values["resume"],
+    )
+
+
+def overrides(values: dict[str, Any]) -> Overrides:
+    """``SOURCE_OPTIONS`` and ``TEXT_OPTIONS`` as a source takes them; a command without them
+    overrides nothing.
+    """
+    from dlm_export.families.base import Overrides
+
+    names = ("mask_token_id", "max_canvas_length", "attention_block", "json_layout", "call_format")
+    return Overrides(**{name: values.get(name) for name in names})
+
+
+def budgets(values: dict[str, Any]) -> Budgets:
+    """The options of ``BUDGETS`` as the judge takes them. UsageError for one that is no limit."""
+    from dlm_export.judging.accuracy.verdict import Budgets
+
+    for name in BUDGETS:
+        if values[name] is not None and not math.isfinite(values[name]):
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} {values[name]} is no limit: give a finite number"
+            )
+    return Budgets(**{name: values[name] for name in BUDGETS})
+
+
+def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
+    """``--judge``, ``--judged`` and ``--free-runs`` as the judge takes them. UsageError for those
+    that have no effect.
+
+    ``seconds``: that the default effort is worth, where no build says it.
+    """
+    from dlm_export.judging.accuracy.rounds import Effort
+
+    if values["judge"] == "none":
+        refuse(
+            values,
+            (*BUDGETS, "judged", "free_runs"),
+            "needs judging, which --judge none leaves out",
+        )
+    if values["judge"] == "full":
+        refuse(
+            values,
+            ("free_runs",),
+            "has no effect with --judge full, which runs every prompt freely",
+        )
+    return Effort(values["judge"], values["judged"], values["free_runs"] or 0).lasting(seconds)
+
+
+def _recipe_changes(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe that options change."""
+    fields = ("observer", "solver", "smoothing", "rotate_down", "embedding")
+    return {name: values[name] for name in fields if values[name] is not None}
+
+
+def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
+    from dlm_export.building.options import QuantiseOptions
+    from dlm_export.judging.precision_search.search import AutoOptions
+    from dlm_export.quantising.samples import FEWEST_TOKENS, CalibrationOptions
+
+    formats = tuple(split(values["auto_formats"] or ""))
+    return QuantiseOptions(
+        calibration=CalibrationOptions(
+            data=values["calib"],
+            samples=values["calib_samples"],
+            states_per_sample=values["calib_states"],
+            source=values["calib_source"],
+            seed=values["seed"],
+            preset=values["calib_preset"],
+        ),
+        budgets=budgets(values),
+        effort=effort(values),
+        recipe_changes=_recipe_changes(values),
+        calibrator=values["calibrator"],
+        min_tokens_per_expert=values["calib_min_tokens_per_expert"] or FEWEST_TOKENS,
+        auto=AutoOptions(formats=formats or None, tune=bool(values["tune"])),
+    )
+
+
+def engine_options(values: dict[str, Any]) -> EngineOptions:
+    """``ENGINE_OPTIONS`` as the builder of engines takes them."""
+    from dlm_export.tensorrt.estimate import WORKSPACE_BYTES, EngineOptions
+
+    return EngineOptions(
+        canvas=values["canvas"],
+        block=values["block"],
+        workspace_bytes=WORKSPACE_BYTES
+        if values["workspace"] is None
+        else values["workspace"] << 20,
+        timing_cache=values["timing_cache"],
+        allow_fallback=bool(values["allow_fallback"]),
+        builder=values["builder"],
+    )

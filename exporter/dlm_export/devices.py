@@ -1,0 +1,197 @@
+"""The GPUs that bundles can be built for by name: one record each, with the pages that its figures are
+from. A new device is a record here.
+
+A vendor's GB counts as 10**9 bytes, which is no more than drivers report. Rates are dense, without
+sparsity; one that is printed sparse only is halved, and a comment beside it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU by name. None and missing keys: no source gives the figure.
+
+    ``sm`` is the compute capability (89 is 8.9). ``tera`` are its rates in 10**12 operations a
+    second, by fp16, int8, int4, fp8, nvfp4; ``derived`` says how those of them follow that no
+    source prints. ``is_shared``: the host's programs take their part of the memory.
+    """
+
+    name: str
+    sm: int
+    description: str
+    sources: tuple[str, ...] = ()
+    gb: int | None = None
+    gb_per_s: float | None = None
+    is_shared: bool = False
+    tera: Mapping[str, float] = field(default_factory=dict)
+    derived: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+_BLOG = "https://developer.nvidia.com/blog"
+_PRODUCTS = "https://www.nvidia.com/en-us"
+_JETSON_ORIN = f"{_PRODUCTS}/autonomous-machines/embedded-systems/jetson-orin/"
+_NANO_SUPER = f"{_BLOG}/nvidia-jetson-orin-nano-developer-kit-gets-a-super-boost/"
+_NX_SUPER = f"{_BLOG}/nvidia-jetpack-6-2-brings-super-mode-to-nvidia-jetson-orin-nano-and-jetson-orin-nx-modules/"
+_ORIN_BRIEF = "https://www.nvidia.com/content/dam/en-zz/Solutions/gtcf21/jetson-orin/nvidia-jetson-agx-orin-technical-brief.pdf"
+_ORIN_DLA = "https://github.com/NVIDIA/Deep-Learning-Accelerator-SW"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_HOPPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
+_HGX = f"{_PRODUCTS}/data-center/hgx/"
+_HGX_PARTS = "https://docs.nvidia.com/enterprise-reference-architectures/hgx-ai-factory/latest/components.html"
+_THOR = f"{_BLOG}/introducing-nvidia-jetson-thor-the-ultimate-platform-for-physical-ai/"
+_BLACKWELL = "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
+_BLACKWELL_PRO = (
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/"
+    "NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf"
+)
+
+DEVICES = (
+    Device(
+        "orin-nano",
+        87,
+        "Jetson Orin Nano 8 GB, MAXN_SUPER",
+        sources=(_NANO_SUPER,),
+        gb=8,
+        gb_per_s=102,
+        is_shared=True,
+        tera={"fp16": 17, "int8": 33},
+    ),
+    # Its 157 sparse TOPS count the two DLAs, which engines here leave idle; no page gives the GPU's
+    # part.
+    Device(
+        "orin-nx",
+        87,
+        "Jetson Orin NX 16 GB",
+        sources=(_JETSON_ORIN, _NX_SUPER),
+        gb=16,
+        gb_per_s=102.4,
+        is_shared=True,
+    ),
+    # int8: the GPU's part of 275 TOPS at MAXN, printed sparse (170 in the brief, which rounds).
+    # fp16: by the brief a tensor core makes 16 of its products where it makes 32 of int8, and Orin
+    # Nano's two printed rates stand so too.
+    Device(
+        "agx-orin",
+        87,
+        "Jetson AGX Orin 64 GB, MAXN",
+        sources=(_JETSON_ORIN, _ORIN_BRIEF, _ORIN_DLA),
+        gb=64,
+        gb_per_s=204.8,
+        is_shared=True,
+        tera={"fp16": 171 / 4, "int8": 171 / 2},
+        derived={"fp16": "half of int8's: an Ampere tensor core makes half as many products of it"},
+    ),
+    Device(
+        "rtx4090",
+        89,
+        "GeForce RTX 4090",
+        sources=(_ADA,),
+        gb=24,
+        gb_per_s=1008,
+        tera={"fp16": 165.2, "int8": 660.6, "int4": 1321.2, "fp8": 330.3},
+    ),
+    # Printed sparse.
+    Device(
+        "l4",
+        89,
+        "L4",
+        sources=(f"{_PRODUCTS}/data-center/l4/",),
+        gb=24,
+        gb_per_s=300,
+        tera={"fp16": 242 / 2, "int8": 485 / 2, "fp8": 485 / 2},
+    ),
+    Device(
+        "l40s",
+        89,
+        "L40S",
+        sources=(f"{_PRODUCTS}/data-center/l40s/",),
+        gb=48,
+        gb_per_s=864,
+        tera={"fp16": 362.05, "int8": 733, "fp8": 733},
+    ),
+    Device(
+        "h100",
+        90,
+        "H100 SXM 80 GB",
+        sources=(_HOPPER, f"{_PRODUCTS}/data-center/h100/"),
+        gb=80,
+        gb_per_s=3350,
+        tera={"fp16": 989.4, "int8": 1978.9, "fp8": 1978.9},
+    ),
+    # Printed sparse.
+    Device(
+        "h200",
+        90,
+        "H200 SXM 141 GB",
+        sources=(f"{_PRODUCTS}/data-center/h200/",),
+        gb=141,
+        gb_per_s=4800,
+        tera={"fp16": 1979 / 2, "int8": 3958 / 2, "fp8": 3958 / 2},
+    ),
+    # Printed for eight, of which nvfp4 is dense and the others are sparse.
+    Device(
+        "b200",
+        100,
+        "B200 SXM 180 GB",
+        sources=(f"{_PRODUCTS}/data-center/dgx-b200/", _HGX),
+        gb=180,
+        gb_per_s=64000 / 8,
+        tera={"fp16": 36000 / 16, "int8": 72000 / 16, "fp8": 72000 / 16, "nvfp4": 72000 / 8},
+    ),
+    # Likewise; the memory is 2.1 TB of eight, although 288 GB are fitted.
+    Device(
+        "b300",
+        103,
+        "B300 SXM",
+        sources=(_HGX, _HGX_PARTS),
+        gb=262,
+        gb_per_s=8000,
+        tera={"fp16": 36000 / 16, "int8": 3000 / 16, "fp8": 72000 / 16, "nvfp4": 108000 / 8},
+        note="hardly any INT8 arithmetic: int8-static is slow, int8 (weights only) is not",
+    ),
+    # fp16 and int8 are printed sparse.
+    Device(
+        "thor",
+        110,
+        "Jetson AGX Thor, T5000 128 GB",
+        sources=(_THOR,),
+        gb=128,
+        gb_per_s=273,
+        is_shared=True,
+        tera={"fp16": 517 / 2, "int8": 1035 / 2, "fp8": 517, "nvfp4": 1035},
+    ),
+    Device(
+        "rtx5090",
+        120,
+        "GeForce RTX 5090",
+        sources=(_BLACKWELL,),
+        gb=32,
+        gb_per_s=1792,
+        tera={"fp16": 209.5, "int8": 838, "fp8": 419, "nvfp4": 1676},
+    ),
+    Device(
+        "rtx-pro-6000",
+        120,
+        "RTX PRO 6000 Blackwell, Workstation Edition",
+        sources=(_BLACKWELL_PRO,),
+        gb=96,
+        gb_per_s=1792,
+        tera={"fp16": 503.8, "int8": 1007.6, "fp8": 1007.6, "nvfp4": 2015.2},
+    ),
+    # Printed sparse; no page gives the other rates.
+    Device(
+        "gb10",
+        121,
+        "GB10, DGX Spark",
+        sources=(f"{_PRODUCTS}/products/workstations/dgx-spark/",),
+        gb=128,
+        gb_per_s=273,
+        is_shared=True,
+        tera={"nvfp4": 1000 / 2},
+    ),
+)

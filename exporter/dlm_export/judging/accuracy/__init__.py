@@ -1,0 +1,3 @@
+"""Accuracy: what a quantised bundle loses against its source, measured until the stated budgets are
+decided.
+"""

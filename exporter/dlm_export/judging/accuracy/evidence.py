@@ -1,0 +1,267 @@
+"""What a judgement rests on, gathered sample by sample, so that judging may stop when enough is
+known.
+
+The frontier's canvases are those of one side's loop. Of the reference's: both sides run freely on
+every sample, which takes the reference's own passes. Of the candidate's: its loop runs, and the
+reference is asked about the canvases that it met. A reference that has to be shown them (``Seer``)
+sees everything that a round needs together, and follows the candidate's runs: those at which it
+commits the same at every pass are its own, by induction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from dlm_calibration import metrics
+from dlm_calibration.metrics import Decode, Frontier, Run
+from dlm_calibration.states import MASK_RATIOS, Sample, samples_sha256
+from dlm_export.judging.accuracy.frontier import Met, follow, meet, meet_within, predict_commitment
+from dlm_export.judging.accuracy.masked import Masked, compare_masked, masked_canvases
+from dlm_export.judging.accuracy.verdict import Budgets, Judgement
+from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
+from dlm_runtime import Policy
+
+DECIDING_SAMPLES = 8  # fewer leave a bootstrap interval that is narrower than what it should cover
+
+Side = Literal["reference", "candidate"]
+
+
+class Evidence:
+    """A candidate and its reference, compared on the first samples of ``pool``; ``add`` takes the
+    next ones.
+
+    ``states_of``: whose loop meets the frontier's canvases. ``free`` is the reference as a side
+    that runs its loop, None where only a ``Seer`` is at hand or wanted.
+    """
+
+    def __init__(
+        self,
+        reference: Scorer,
+        candidate: Predictor,
+        pool: Sequence[Sample],
+        *,
+        policy: Policy,
+        max_new_tokens: int,
+        decode: Decode,
+        seed: int = 0,
+        noise_floor: Scorer | None = None,
+        states_of: Side = "candidate",
+        free: Predictor | None = None,
+        free_runs: int | None = None,
+    ) -> None:
+        """``decode`` turns generated token ids, without the end token, into text (None: there is no
+        tokenizer).
+
+        ``noise_floor`` is the reference in its own storage format, judged by the same masks. At
+        most ``free_runs`` runs (None: all) are made by ``free``. Raises JudgeError.
+        """
+        if not pool:
+            raise JudgeError("no samples to judge by: give held-out data")
+        if max_new_tokens < 1:
+            raise JudgeError("judging needs at least one new token")
+        self._others = [candidate, *([noise_floor] if noise_floor is not None else [])]
+        for other in self._others:
+            check_comparable(reference, other)
+        for number, sample in enumerate(pool):
+            if (sample.tokens == reference.mask_token_id).any():
+                raise JudgeError(
+                    f"sample {number + 1}: its text holds the mask token ({reference.mask_token_id}): leave it out"
+                )
+        self.pool, self.seed, self._policy, self._decode = list(pool), seed, policy, decode
+        self._reference, self._candidate, self._floor = reference, candidate, noise_floor
+        self._states_of, self._free, self._free_runs = states_of, free, free_runs
+        self._new_tokens, self._limit = (
+            max_new_tokens,
+            min(p.max_canvas_length for p in (reference, *self._others)),
+        )
+        self._masked: list[list[Masked]] = [[] for _ in self._others]
+        self._frontier = Frontier(reference.mask_token_id)
+        self._run_samples: list[Sample] = []
+        self._prompts: list[str | None] = []
+        self._runs: tuple[list[Run | None], list[Run]] = ([], [])
+        self._nfe: list[float] = []  # the reference's passes, as counted or as estimated
+        self._equal: list[bool] = []  # by induction, of the runs that were followed
+        self.judged = self._freely = 0
+
+    def add(self, count: int, on_done: Callable[[], None] = lambda: None) -> None:
+        """Judge by the next ``count`` samples. ``on_done`` is called once a sample and once a run.
+        Raises JudgeError.
+        """
+        taken = list(enumerate(self.pool))[self.judged : self.judged + count]
+        block_length, policy = self._policy.block_length, self._policy
+        canvases = [
+            seen
+            for number, sample in taken
+            for seen in masked_canvases(
+                sample,
+                number,
+                self._reference,
+                block_length=block_length,
+                limit=self._limit,
+                seed=self.seed,
+            )
+        ]
+        self.judged += count
+        if self._states_of == "reference":
+            assert self._free is not None
+            taken = taken[
+                : None if self._free_runs is None else max(0, self._free_runs - len(self._prompts))
+            ]
+            runs = [
+                meet(self._free, sample, number, policy, self._new_tokens, self._limit)
+                for number, sample in taken
+            ]
+        else:
+            # A checkpoint that commits one token a pass must not cost more passes here than for its
+            # masked positions.
+            least = max(1, (self._free_runs or 0) - self._freely)
+            passes = len(canvases)
+            runs = meet_within(
+                self._candidate,
+                taken,
+                policy,
+                self._new_tokens,
+                self._limit,
+                passes=passes,
+                least=least,
+            )
+        views = [seen.view for seen in canvases]
+        if isinstance(self._floor, Seer):
+            self._floor.see(views)
+        if isinstance(self._reference, Seer):
+            walks = [run.walk(self._reference.shift) for run in runs]
+            self._reference.see([*views, *(view for run in runs for view in run.views)], walks)
+        for parts, found in zip(
+            self._masked,
+            compare_masked(self._reference, self._others, canvases, on_done),
+            strict=True,
+        ):
+            parts.append(found)
+        for walk, run in enumerate(runs):
+            self._add_run(walk, run)
+            on_done()
+
+    def _add_run(self, walk: int, run: Met) -> None:
+        """``walk``: its place among those that the reference was shown."""
+        reference, policy, sample = self._reference, self._policy, self.pool[run.number]
+        for state in run.deciding:
+            theirs = predict_commitment(reference, state, policy, reference.scores)
+            self._frontier.add(
+                state.mask_ratio,
+                theirs,
+                predict_commitment(self._candidate, state, policy, reference.scores),
+            )
+        met = self._as_run(run, run.tokens, run.nfe)
+        if self._states_of == "reference":
+            self._keep(
+                sample,
+                run,
+                met,
+                self._as_run(run, *self._candidate.generate(run.prompt, run.room, policy)),
+                run.nfe,
+            )
+            return
+        known, nfe = None, float(run.nfe)
+        if isinstance(reference, Seer):
+            followed = follow(reference, walk, run, policy)
+            self._equal.append(followed.is_equal)
+            known, nfe = met if followed.is_equal else None, followed.nfe
+        if self._free is not None and (self._free_runs is None or self._freely < self._free_runs):
+            self._freely += 1
+            known = self._as_run(run, *self._free.generate(run.prompt, run.room, policy))
+            nfe = known.nfe
+        self._keep(sample, run, known, met, nfe)
+
+    def _as_run(self, run: Met, tokens: Sequence[int], nfe: int) -> Run:
+        return metrics.as_run(tokens, run.prompt, nfe, self._reference.eos_token_ids, self._decode)
+
+    def _keep(self, sample: Sample, run: Met, theirs: Run | None, ours: Run, nfe: float) -> None:
+        self._run_samples.append(sample)
+        self._prompts.append(self._decode(run.prompt) if sample.prompt is None else sample.prompt)
+        self._runs[0].append(theirs)
+        self._runs[1].append(ours)
+        self._nfe.append(nfe)
+
+    def judgement(self) -> Judgement:
+        """What the samples so far show."""
+        ours, *rest = [Masked.join(parts) for parts in self._masked]
+        count, seed = self.judged, self.seed
+        floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
+        buckets = [
+            {"mask_ratio": mask_ratio}
+            | metrics.summarise(ours.rows.take(chosen), ours.sample[chosen], count, seed)
+            for index, mask_ratio in enumerate(MASK_RATIOS)
+            if (chosen := ours.ratio == index).any()
+        ]
+        text_bytes = _text_bytes(self.pool[:count], self._decode)
+        bound = {
+            "reference_bits_per_byte": metrics.bits_per_byte(
+                float(ours.weight @ ours.rows.reference_ce), text_bytes
+            ),
+            "candidate_bits_per_byte": metrics.bits_per_byte(
+                float(ours.weight @ ours.rows.candidate_ce), text_bytes
+            ),
+        }
+        runs = metrics.summarise_runs(
+            self._run_samples, self._prompts, *self._runs, seed, self._nfe
+        )
+        return Judgement(
+            reference=self._reference.name,
+            candidate=self._candidate.name,
+            data={"samples": count, "sha256": samples_sha256(self.pool), "seed": seed},
+            policy=self._policy.as_dict() | {"max_new_tokens": self._new_tokens},
+            buckets=buckets,
+            overall=metrics.summarise(ours.rows, ours.sample, count, seed) | bound,
+            frontier=self._frontier.as_dict(),
+            free_running=runs
+            | {"equal_by_induction": float(np.mean(self._equal)) if self._equal else None},
+            effort={
+                "states_of": self._states_of,
+                "free_runs": len(self._prompts) if self._states_of == "reference" else self._freely,
+            },
+            noise_floor=None
+            if floor is None
+            else {name: floor[name] for name in ("ce_increase", "top1", "kl_mean")},
+        )
+
+    def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
+        """Whether the 95% interval of every figure that has a budget lies on one side of its limit;
+        False if there is none.
+        """
+        if self.judged < DECIDING_SAMPLES:
+            return False
+        ours = Masked.join(self._masked[0])
+        right = [
+            float(metrics.same_answer(run.text, sample.answer))
+            for run, sample in zip(self._runs[1], self._run_samples, strict=True)
+            if sample.answer is not None
+        ]
+        hits, rows = (
+            np.bincount(ours.sample, weights, self.judged)
+            for weights in (ours.rows.rank == 0, None)
+        )
+        intervals = {
+            "max_ce_increase": judgement.overall["ce_increase_interval"],
+            "min_top1": metrics.ratio_interval(hits, rows, self.seed),
+            "max_nfe_ratio": judgement.free_running["nfe_ratio_interval"],
+            "min_task": metrics.difference_interval(np.array(right), self.seed) if right else None,
+        }
+        asked = {name: limit for name in intervals if (limit := getattr(budgets, name)) is not None}
+        return bool(asked) and all(
+            (interval := intervals[name]) is not None and not interval[0] <= limit <= interval[1]
+            for name, limit in asked.items()
+        )
+
+
+def _text_bytes(samples: Sequence[Sample], decode: Decode) -> int:
+    """Bytes of what was scored, in UTF-8; 0 if some of it has no text."""
+    texts = [
+        decode(sample.tokens.tolist()) if sample.answer is None else sample.answer
+        for sample in samples
+    ]
+    return (
+        0 if None in texts else sum(len((text or "").encode("utf-8", "replace")) for text in texts)
+    )

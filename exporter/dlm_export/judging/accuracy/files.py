@@ -1,0 +1,61 @@
+"""accuracy.json and report.html of a judgement: read from a bundle, or written elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dlm_export.bundle.manifest import read_manifest
+from dlm_export.judging.accuracy.verdict import Judgement
+from dlm_export.judging.report.page import (
+    ACCURACY_FILE,
+    REPORT_FILE,
+    require_matplotlib,
+    write_report,
+)
+from dlm_export.outputs import TakenError, claimed_file
+from dlm_runtime.errors import BundleError
+from dlm_runtime.files import read_object
+from dlm_runtime.manifest import MANIFEST_FILE
+
+_MOST_BYTES = 12 << 20  # of accuracy.json: four hundred times the demo's
+
+
+def recorded(bundle: Path) -> dict[str, Any]:
+    """accuracy.json of a bundle, empty where it has none. Raises BundleError."""
+    path = bundle / ACCURACY_FILE
+    return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
+
+
+@contextmanager
+def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
+    """Where to ``write_files`` what is to become accuracy.json and report.html of ``folder``: see
+    ``outputs.claimed``.
+
+    Raises TakenError for a bundle's folder, whose own files these are; ReportError without
+    matplotlib.
+    """
+    if (folder / MANIFEST_FILE).exists():
+        raise TakenError(
+            f"{folder} is a bundle, and its files stay as they were built. Choose another folder for the report."
+        )
+    require_matplotlib()
+    with (
+        claimed_file(folder / ACCURACY_FILE, force=force) as accuracy,
+        claimed_file(folder / REPORT_FILE, force=force) as report,
+    ):
+        yield accuracy, report
+
+
+def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
+    """accuracy.json and report.html of a judgement, to paths of ``claimed_files``; what its build
+    recorded goes along.
+    """
+    manifest = read_manifest(bundle, check_hashes=False)
+    accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}
+    paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")
+    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    write_report(paths[1], manifest, accuracy, sizes, judgement.speed)

@@ -1,0 +1,185 @@
+"""The canvases that a loop met: what each denoiser would commit there, and what follows for runs
+that nobody made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dlm_calibration.metrics import Commitment
+from dlm_calibration.states import Sample
+from dlm_export.judging.sides.prompts import asked_of
+from dlm_export.judging.sides.side import (
+    Predictor,
+    Scorer,
+    Seer,
+    View,
+    finite,
+    finite_logits,
+    rows_of,
+)
+from dlm_export.network.passes import Looped
+from dlm_export.network.turns import Canvas, Step, Turn, Walk, choose_in, turns
+from dlm_runtime import Policy
+
+Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
+"""``Scorer.scores``."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrontierState:
+    """A canvas that a loop met before one of its passes, int64 ``[L]``, and what it does with it.
+
+    ``mask_ratio`` is the undecided share of the positions from the first one on that the request
+    wants filled.
+    """
+
+    canvas: np.ndarray
+    turn: Turn
+    mask_ratio: float
+
+
+def frontier_states(
+    canvases: Sequence[Canvas], policy: Policy, looped: Looped
+) -> Iterator[FrontierState]:
+    """What the loop decides at each of the canvases that its passes saw, in their order."""
+    if not canvases:
+        return
+    met = Canvas(canvases[0].tokens.copy(), canvases[0].undecided.copy())
+    origin = int(met.undecided.argmax())
+    ahead = turns(met, policy, looped)
+    for canvas in canvases:
+        met.tokens[:], met.undecided[:] = canvas.tokens, canvas.undecided
+        yield FrontierState(canvas.tokens, next(ahead), float(canvas.undecided[origin:].mean()))
+
+
+def predict_commitment(
+    predictor: Scorer, state: FrontierState, policy: Policy, scores: Scores
+) -> Commitment:
+    """What a denoiser would commit here, from a full pass: what a cache would have kept from
+    earlier passes is left out.
+
+    ``scores`` of one side's loop serve both, so that thresholds compare with values that were
+    computed the same way.
+    """
+    logits = finite_logits(predictor, state.canvas, state.turn.positions)
+    guess = logits.argmax(-1)
+    return Commitment(
+        logits, guess, choose_in(state.turn, guess, scores(state.turn, logits, policy), policy)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Met:
+    """A run that a side made: its prompt, the canvas that each pass met and the finished one, and
+    what its loop did there.
+    """
+
+    number: int
+    prompt: list[int]
+    room: int
+    canvases: list[Canvas]
+    states: list[FrontierState] = field(repr=False)
+
+    @property
+    def nfe(self) -> int:
+        return len(self.states)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The finished canvas."""
+        found: list[int] = self.canvases[-1].tokens.tolist()
+        return found
+
+    @property
+    def views(self) -> list[View]:
+        """What predictions at its frontier need."""
+        return [(state.canvas, state.turn.positions) for state in self.deciding]
+
+    @property
+    def deciding(self) -> list[FrontierState]:
+        """The canvases of the passes that predict something; others fill a cache."""
+        return [state for state in self.states if len(state.turn.positions)]
+
+    def walk(self, shift: int) -> Walk:
+        """Its passes, for a ``Seer`` to take again."""
+        return [
+            Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift))
+            for state in self.states
+        ]
+
+
+def meet(
+    predictor: Predictor,
+    sample: Sample,
+    number: int,
+    policy: Policy,
+    max_new_tokens: int,
+    limit: int,
+) -> Met:
+    """Run a side's loop from a sample's prompt. Raises JudgeError if that fills the canvas."""
+    prompt, room = asked_of(sample, number, max_new_tokens, limit)
+    canvases = predictor.states(prompt, room, policy)
+    return Met(
+        number, prompt, room, canvases, list(frontier_states(canvases[:-1], policy, predictor))
+    )
+
+
+def meet_within(
+    predictor: Predictor,
+    samples: Sequence[tuple[int, Sample]],
+    policy: Policy,
+    max_new_tokens: int,
+    limit: int,
+    *,
+    passes: int,
+    least: int = 1,
+) -> list[Met]:
+    """Runs of the first samples (with their numbers), as many as ``passes`` in all allow, ``least``
+    of them whatever they take.
+    """
+    runs: list[Met] = []
+    for number, sample in samples:
+        if len(runs) >= least and sum(run.nfe for run in runs) + runs[-1].nfe > passes:
+            break
+        runs.append(meet(predictor, sample, number, policy, max_new_tokens, limit))
+    return runs
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A run of one side as another sees it, pass by pass.
+
+    ``is_equal``: it would have committed the same at every pass, and so, by induction, have written
+    the same in as many passes. ``nfe``: the passes that it would have taken; where the runs part an
+    estimate, of the candidate's commits at its own rate.
+    """
+
+    is_equal: bool
+    nfe: float
+
+
+def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
+    """What a side that was shown a run would have committed at each of its passes, with caches of
+    its own.
+    """
+    is_equal, nfe = True, 0.0
+    for step, (state, before, after) in enumerate(
+        zip(run.states, run.canvases, run.canvases[1:], strict=False)
+    ):
+        turn, logits = state.turn, finite(seer, seer.walked(walk, step))
+        guess = logits.argmax(-1)
+        chosen = choose_in(turn, guess, seer.scores(turn, logits, policy), policy)
+        tokens = after.tokens[turn.positions]
+        changed = (before.undecided & ~after.undecided)[turn.positions] | (
+            before.tokens[turn.positions] != tokens
+        )
+        is_equal &= np.array_equal(chosen, changed) and np.array_equal(
+            guess[chosen], tokens[chosen]
+        )
+        is_count = len(turn.positions) and turn.standing is None
+        nfe += int((~after.undecided[turn.positions]).sum()) / int(chosen.sum()) if is_count else 1
+    return Followed(is_equal, float(run.nfe) if is_equal else nfe)

@@ -1,0 +1,116 @@
+"""Masked positions of held-out text: the same random masks for two denoisers, and what each
+predicts there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlm_calibration import metrics
+from dlm_calibration.states import MASK_RATIOS, Sample, mask_share, pad_to_blocks
+from dlm_export.judging.sides.side import JudgeError, Scorer, View, finite_logits
+
+
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """Comparison of masked positions: per row its sample, its mask ratio's index, and its share of
+    the likelihood bound.
+    """
+
+    rows: metrics.Rows
+    sample: np.ndarray
+    ratio: np.ndarray
+    weight: np.ndarray
+
+    @classmethod
+    def join(cls, parts: Sequence[Masked]) -> Masked:
+        """All rows of ``parts``."""
+        columns = [
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("sample", "ratio", "weight")
+        ]
+        return cls(metrics.Rows.join([part.rows for part in parts]), *columns)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedCanvas:
+    """A sample at one of ``MASK_RATIOS``: what a denoiser sees, the positions that are scored and
+    their true tokens.
+
+    ``weight``: a row's share of the likelihood bound.
+    """
+
+    sample: int
+    ratio: int
+    canvas: np.ndarray
+    positions: np.ndarray
+    truth: np.ndarray
+    weight: float
+
+    @property
+    def view(self) -> View:
+        return self.canvas, self.positions
+
+
+def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tuple[int, int]:
+    """First position that is masked, and the end of those that are scored: behind the first end
+    token of a completion.
+
+    A shifted denoiser has no row that predicts position 0, so that it is never masked.
+    """
+    start = max(sample.prompt_length, shift)
+    if sample.answer is None:
+        return start, len(sample.tokens)
+    return start, start + len(metrics.until_end(sample.tokens[start:].tolist(), eos_token_ids))
+
+
+def masked_canvases(
+    sample: Sample, number: int, side: Scorer, *, block_length: int, limit: int, seed: int
+) -> Iterator[MaskedCanvas]:
+    """A sample once at each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens; ratios
+    that mask nothing are left out.
+
+    Completions are padded with the end token, where there is one, to whole blocks, as denoisers are
+    trained and decoded; what lies behind their first end token is masked with the rest and not
+    scored. Masks depend on the sample's ``number`` and the seed alone. Raises JudgeError.
+    """
+    start, end = scored_span(sample, side.shift, side.eos_token_ids)
+    if start >= end:
+        raise JudgeError(f"sample {number + 1}: nothing behind its prompt to predict: leave it out")
+    canvas = pad_to_blocks(sample, next(iter(side.eos_token_ids), None), block_length, limit)
+    rng = np.random.default_rng([seed, number])
+    for index, mask_ratio in enumerate(MASK_RATIOS):
+        masked = mask_share(canvas, mask_ratio, side.mask_token_id, rng, start)
+        is_masked = masked == side.mask_token_id
+        positions = start + np.flatnonzero(is_masked[start:end])
+        if len(positions):
+            weight = (len(canvas) - start) / int(is_masked.sum()) / len(MASK_RATIOS)
+            yield MaskedCanvas(number, index, masked, positions, canvas[positions], weight)
+
+
+def compare_masked(
+    reference: Scorer,
+    others: Sequence[Scorer],
+    canvases: Sequence[MaskedCanvas],
+    on_done: Callable[[], None] = lambda: None,
+) -> list[Masked]:
+    """Compare each of ``others`` with the reference on the same canvases. ``on_done`` is called
+    once a sample of theirs.
+    """
+    found: list[list[metrics.Rows]] = [[] for _ in others]
+    for number, seen in enumerate(canvases):
+        theirs = finite_logits(reference, *seen.view)
+        for parts, other in zip(found, others, strict=True):
+            ours = finite_logits(other, *seen.view)
+            parts.append(metrics.compare_rows(theirs, ours, seen.truth, reference.mask_token_id))
+        if number + 1 == len(canvases) or canvases[number + 1].sample != seen.sample:
+            on_done()
+    counts = [len(seen.positions) for seen in canvases]
+    columns = [
+        np.repeat([getattr(seen, name) for seen in canvases], counts)
+        for name in ("sample", "ratio", "weight")
+    ]
+    return [Masked(metrics.Rows.join(parts), *columns) for parts in found]

@@ -1,0 +1,137 @@
+"""What rounding keys and values in a cache costs by itself: a source in torch beside the same
+source over a rounded cache.
+
+A full pass reads no cache, so that a bundle's masked loss does not see it. Here a canvas's full
+pass fills a cache, and its masked positions are predicted block by block, in passes that take all
+other rows from it (``dual``) or those before the block (``prefix``, and ``block`` of a block-causal
+network). Both sides meet equal canvases: what differs is rounding. That a bundle's rows are
+torch's, parity proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlm_calibration.metrics import Frontier, summarise
+from dlm_calibration.states import Sample
+from dlm_export import families
+from dlm_export.judging.accuracy.frontier import meet_within, predict_commitment
+from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
+from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source, view_key
+from dlm_export.judging.sides.prompts import new_tokens
+from dlm_export.judging.sides.side import View, rows_of
+from dlm_export.network.layered import Layered
+from dlm_export.network.passes import FULL_CACHES, Span, block_length_of
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.turns import Step, Walk
+from dlm_export.sources import Source
+from dlm_export.workplace import Workplace
+from dlm_runtime import Bundle, Policy
+
+
+class CachedPredictor(SweptPredictor):
+    """A ``Seer`` in torch whose predictions come of passes over a cache of the canvas itself."""
+
+    def __init__(self, layered: Layered, cache_dtype: str, policy: Policy) -> None:
+        """``policy`` says which rows are cached (``cache``) and how long blocks are."""
+        super().__init__(layered, f"{policy.cache} cache in {cache_dtype}", cache_dtype=cache_dtype)
+        self._policy = policy
+        self._passes: dict[
+            tuple[bytes, bytes], tuple[int, int]
+        ] = {}  # a view's walk, and its steps
+
+    def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
+        """See ``Seer``; it takes no loops."""
+        assert not walks
+        wanted = {
+            view_key(canvas, rows): (canvas, rows)
+            for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)
+        }
+        made = [self._walk(canvas, rows) for canvas, rows in wanted.values()]
+        self._passes = {
+            key: (number, len(walk))
+            for number, (key, walk) in enumerate(zip(wanted, made, strict=True))
+        }
+        super().see([], made)
+
+    def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """See ``Scorer``; only what was shown."""
+        walk, steps = self._passes[view_key(canvas, rows)]
+        return np.concatenate([self.walked(walk, step) for step in range(1, steps)])
+
+    def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
+        """A pass that fills the cache, and one for every block that has ``rows`` ``[R]``, counted
+        from the first of them.
+        """
+        length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
+        origin = int(rows[0]) if self.visible_block is None else 0
+        numbers = (rows - origin) // size
+        walk = [Step(canvas, Span(0, length, "keep"), rows[:0])]
+        for number in np.unique(numbers):
+            first = int(origin + number * size)
+            last = min(first + size, length) if self._policy.cache == "dual" else length
+            walk.append(Step(canvas, Span(first, last, "drop"), rows[numbers == number]))
+        return walk
+
+
+def caches_of(network: NetworkSpec) -> Sequence[str]:
+    """The caches that are judged: those that the network's loop takes."""
+    return FULL_CACHES if network.visible_block is None else ("block",)
+
+
+def judge_cache(
+    source: Source,
+    bundle: Bundle,
+    samples: Sequence[Sample],
+    cache_dtype: str,
+    policy: Policy,
+    seed: int,
+    on_done: Callable[[], None],
+    workplace: Workplace,
+) -> dict[str, Any]:
+    """What a cache of this type costs, as accuracy.json has it; the frontier's canvases are those
+    that ``bundle`` meets.
+
+    By ``caches_of``: ``masked`` as ``overall`` of a judgement, and ``frontier``. ``on_done`` is
+    called once a sample and cache. Raises DlmError.
+    """
+    network, found = source.network, {}
+    reference = shown_source(source, "fp32", torch.float32, workplace)
+    layered = families.layered(source.parameters, network, torch.float32, workplace.device)
+    limit, size = network.max_canvas_length, block_length_of(policy, network.visible_block)
+    masked = [
+        seen
+        for number, sample in enumerate(samples)
+        for seen in masked_canvases(
+            sample, number, reference, block_length=size, limit=limit, seed=seed
+        )
+    ]
+    for cache in caches_of(network):
+        loop = policy.with_fields({"cache": cache})
+        side = BundlePredictor(bundle, "met")
+        room = new_tokens(samples, loop, network)
+        runs = meet_within(side, list(enumerate(samples)), loop, room, limit, passes=len(masked))
+        states = [state for run in runs for state in run.deciding]
+        views = [
+            *(seen.view for seen in masked),
+            *((state.canvas, state.turn.positions) for state in states),
+        ]
+        candidate = CachedPredictor(layered, cache_dtype, loop)
+        reference.see(views)
+        candidate.see(views)
+        (rows,) = compare_masked(reference, [candidate], masked, on_done)
+        frontier = Frontier(network.mask_token_id)
+        for state in states:
+            theirs, ours = (
+                predict_commitment(each, state, loop, reference.scores)
+                for each in (reference, candidate)
+            )
+            frontier.add(state.mask_ratio, theirs, ours)
+        overall = summarise(rows.rows, rows.sample, len(samples), seed)
+        found[cache] = {"masked": overall, "frontier": frontier.as_dict()}
+    return {"cache_dtype": cache_dtype, "samples": len(samples), **found}

@@ -1,0 +1,289 @@
+"""Judging: a bundle against its source in torch, or one bundle against another.
+
+Comparing two bundles needs no torch, so whatever needs torch is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dlm_runtime
+from dlm_calibration.states import Sample
+from dlm_export.bundle.manifest import network_of
+from dlm_export.judging.accuracy.evidence import Evidence
+from dlm_export.judging.accuracy.files import recorded
+from dlm_export.judging.accuracy.rounds import LARGE_PILOT, PILOT_SAMPLES, Effort, judge_in_rounds
+from dlm_export.judging.accuracy.verdict import Budgets, Judgement
+from dlm_export.judging.report.page import ACCURACY_FILE
+from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.prompts import decoder, new_tokens
+from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.opening import ON_CPU, Opening
+from dlm_export.progress import Progress
+from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
+from dlm_runtime.errors import BundleError
+from dlm_runtime.manifest import check_manifest
+from dlm_runtime.policy import Policy
+
+if TYPE_CHECKING:
+    import torch
+
+    from dlm_export.judging.sides.layerwise import SweptPredictor
+    from dlm_export.sources import Source
+    from dlm_export.workplace import Workplace
+
+
+VERIFY_SECONDS = 60.0  # that the default effort may take where there is no build to measure it by
+
+
+def judge_source(
+    source: Source,
+    bundle: dlm_runtime.Bundle,
+    samples: Sequence[Sample],
+    name: str,
+    policy: Policy,
+    seed: int,
+    effort: Effort,
+    budgets: Budgets,
+    on_done: Callable[[], None],
+    workplace: Workplace | None = None,
+) -> Judgement:
+    """A bundle against its source in torch fp32, with bf16 as the noise floor where the denoiser is
+    small.
+
+    The source is held whole only where it runs freely; otherwise it is read a layer at a time, in a
+    ``workplace`` (None: the CPU, and all of its memory).
+    """
+    import torch
+
+    from dlm_export import families
+    from dlm_export.judging.sides.layerwise import shown_source
+    from dlm_export.judging.sides.torch import TorchPredictor
+    from dlm_export.quantising import calibrate
+    from dlm_export.workplace import threads_for
+
+    c = source.network
+    is_small = c.parameter_count() <= calibrate.LARGE
+
+    def runs_freely(name: str, dtype: torch.dtype) -> TorchPredictor:
+        return TorchPredictor(
+            families.load(source.parameters, c, dtype).to(
+                None if workplace is None else workplace.device
+            ),
+            name,
+        )
+
+    def is_shown(name: str, dtype: torch.dtype) -> SweptPredictor:
+        return shown_source(source, name, dtype, workplace)
+
+    with threads_for(c.largest_matrix()):
+        make = runs_freely if effort.name == "full" else is_shown
+        free = (
+            runs_freely("fp32", torch.float32)
+            if effort.name == "full" or effort.free_runs
+            else None
+        )
+        return _judge(
+            free if free is not None and effort.name == "full" else is_shown("fp32", torch.float32),
+            free,
+            BundlePredictor(bundle, name),
+            samples,
+            c,
+            policy,
+            seed,
+            effort,
+            budgets,
+            make("bf16", torch.bfloat16) if is_small else None,
+            PILOT_SAMPLES if is_small else LARGE_PILOT,
+            on_done,
+        )
+
+
+def _judge(
+    reference: Scorer,
+    free: Predictor | None,
+    candidate: BundlePredictor,
+    samples: Sequence[Sample],
+    network: NetworkSpec,
+    policy: Policy,
+    seed: int,
+    effort: Effort,
+    budgets: Budgets,
+    floor: Scorer | None,
+    pilot: int,
+    on_done: Callable[[], None],
+) -> Judgement:
+    pool = list(samples[: effort.most])
+    is_full = effort.name == "full"
+    evidence = Evidence(
+        reference,
+        candidate,
+        pool,
+        policy=policy,
+        max_new_tokens=new_tokens(pool, policy, network),
+        decode=decoder(candidate.bundle),
+        seed=seed,
+        noise_floor=floor,
+        states_of="reference" if is_full else "candidate",
+        free=free,
+        free_runs=effort.free_runs if isinstance(reference, Seer) else None,
+    )
+    found = judge_in_rounds(evidence, effort, budgets, pilot, on_done)
+    return replace(found, speed=candidate.speed())
+
+
+@dataclass(frozen=True)
+class JudgingOptions:
+    """What a finished bundle is judged by: which data, how thoroughly, budgets; and what runs it."""
+
+    data: CalibrationOptions = field(default_factory=CalibrationOptions)
+    effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
+    budgets: Budgets = field(default_factory=Budgets)
+    opening: Opening = ON_CPU
+
+
+def judge_bundle(
+    folder: Path,
+    source: Source,
+    options: JudgingOptions,
+    progress: Progress,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Judgement:
+    """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
+    with options.opening.open(folder) as bundle:
+        data = load_data(
+            source.network, source.path, bundle.tokenizer, options.data, is_calibrating=False
+        )
+        for doubt in data.doubts(option="--data"):
+            warn(doubt)
+        samples = data.judging[: options.effort.most]
+        preset, _ = threshold_preset(source.network, source.presets, options.data.preset)
+        progress.start("judge", judge_units(samples))
+        result = judge_source(
+            source,
+            bundle,
+            samples,
+            _title(folder, bundle),
+            source.presets[preset].greedy(),
+            options.data.seed,
+            options.effort,
+            options.budgets,
+            progress.advance,
+        )
+    return replace(result, **_known_layers(folder)).with_budgets(options.budgets)
+
+
+def compare_bundles(
+    reference: Path,
+    candidate: Path,
+    options: JudgingOptions,
+    progress: Progress,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Judgement:
+    """Judge one bundle by another. Raises DlmError, and JudgeError if they do not predict the same
+    tokens.
+    """
+    with (
+        options.opening.open(reference) as first,
+        options.opening.open(candidate) as second,
+    ):
+        check_manifest(first.manifest, reference)
+        check_manifest(second.manifest, candidate)
+        c = network_of(first.manifest)
+        _check_one_source(reference, first.manifest, candidate, second.manifest, warn)
+        theirs, ours = (
+            BundlePredictor(first, _title(reference, first)),
+            BundlePredictor(second, _title(candidate, second)),
+        )
+        data = load_data(c, reference, first.tokenizer, options.data, is_calibrating=False)
+        for doubt in data.doubts(option="--data"):
+            warn(doubt)
+        samples = data.judging[: options.effort.most]
+        presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
+        _, policy = threshold_preset(c, presets, options.data.preset)
+        progress.start("judge", judge_units(samples))
+        seed, effort = options.data.seed, options.effort
+        result = _judge(
+            theirs,
+            theirs,
+            ours,
+            samples,
+            c,
+            policy,
+            seed,
+            effort,
+            options.budgets,
+            None,
+            PILOT_SAMPLES,
+            progress.advance,
+        )
+    return replace(result, **_known_layers(candidate)).with_budgets(options.budgets)
+
+
+def _check_one_source(
+    reference: Path,
+    first: Mapping[str, Any],
+    candidate: Path,
+    second: Mapping[str, Any],
+    warn: Callable[[str], None],
+) -> None:
+    """JudgeError if two bundles describe two networks; a warning if they were built from one under
+    two configurations.
+    """
+    found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
+    if found is not None:
+        raise JudgeError(
+            f"{candidate} is another denoiser than {reference}: {found}. Compare bundles of one checkpoint."
+        )
+    configs = [manifest.get("source", {}).get("config_sha256") for manifest in (first, second)]
+    if None not in configs and configs[0] != configs[1]:
+        warn(
+            f"{candidate} was built from another config.json than {reference} (SHA-256 {configs[1]}, not {configs[0]}): what "
+            "differs may be two checkpoints, not two precisions"
+        )
+
+
+def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
+    return f"{folder.name} ({bundle.manifest['precision']['name']})"
+
+
+def _known_layers(folder: Path) -> dict[str, Any]:
+    """The sensitivity sweep that the bundle's build recorded, if it did: ``layers`` and
+    ``layers_method`` of a judgement.
+    """
+    judgement = recorded(folder).get("judgement")
+    layers, method = (
+        (judgement.get("layers"), judgement.get("layers_method"))
+        if isinstance(judgement, dict)
+        else ([], None)
+    )
+    kinds = {
+        "layer": (str,),
+        "format": (str,),
+        "kl": (float, type(None)),
+        "frontier_kl": (float, type(None)),
+    }
+
+    def is_loss(row: Any) -> bool:
+        return isinstance(row, dict) and all(
+            type(row.get(key, row)) in kind for key, kind in kinds.items()
+        )
+
+    if (
+        not isinstance(layers, list)
+        or not all(map(is_loss, layers))
+        or method not in (None, "fisher", "exact")
+    ):
+        raise BundleError(
+            f"{folder / ACCURACY_FILE}: judgement.layers is not what a build writes. Build the bundle again."
+        )
+    return {"layers": layers, "layers_method": method}
+
+
+def judge_units(samples: Sequence[Sample]) -> int:
+    """How often ``judge_source`` calls ``on_done``, at most."""
+    return 2 * len(samples)

@@ -1,0 +1,3 @@
+"""Parity: whether a bundle computes what it should. ``against_torch`` compares it with our own
+denoiser in torch, ``against_golden`` with logits that ``capture`` recorded from the released code.
+"""

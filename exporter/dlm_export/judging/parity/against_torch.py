@@ -1,0 +1,243 @@
+"""Parity of a bundle with our denoiser in torch: logits a mask-ratio bucket, whole canvases token
+by token.
+
+What torch says is computed first and kept small (sampled rows, finished canvases), so that the
+torch denoiser can go before the bundle's engine comes: the peak is one model, not two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlm_calibration.states import MASK_RATIOS
+from dlm_export.graph import PLAIN_OPSET, experts, trace
+from dlm_export.graph.taps import find_taps
+from dlm_export.judging.parity import by_layer
+from dlm_export.judging.parity.canvases import Canvas, make_canvases, random_prompts
+from dlm_export.judging.parity.verdict import LoopRow, Parity, compare_logits, tolerance_of
+from dlm_export.network import reference
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.opening import ON_CPU, Opening
+from dlm_export.progress import Progress, Silent
+from dlm_export.sources import Source
+from dlm_runtime import Bundle, Policy
+from dlm_runtime.errors import RequestError
+
+PROMPT_COUNT, NEW_TOKENS = 2, 16  # of the check at the end of a build
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loop to compare: a prompt under a policy."""
+
+    name: str
+    tokens: list[int]
+    policy: Policy
+    max_new_tokens: int
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What torch computed: logits of every canvas's rows, and for each case its finished canvas."""
+
+    canvases: list[Canvas]
+    logits: list[np.ndarray]
+    cases: list[Case]
+    finished: list[reference.Reference]
+
+
+def check_parity(
+    folder: Path,
+    network: NetworkSpec,
+    load: Callable[[], Denoiser],
+    presets: dict[str, Policy],
+    precision: str,
+    *,
+    cache_dtype: str,
+    prompts: list[list[int]] | None = None,
+    max_new_tokens: int = NEW_TOKENS,
+    seed: int = 0,
+    opening: Opening = ON_CPU,
+    progress: Progress | None = None,
+) -> Parity:
+    """Compare a bundle with a denoiser in torch; random prompts where none are given.
+    ``precision``: of ``TOLERANCES``.
+
+    ``cache_dtype`` is the manifest's: torch's cached rows are rounded as the bundle's.
+
+    ``load`` gives the denoiser: torch is done before the bundle is opened, so that only one of them
+    holds weights. ``progress`` advances ``parity_units`` times. Raises DlmError.
+    """
+    progress = progress or Silent()
+    if prompts is None:
+        prompts = random_prompts(network, PROMPT_COUNT, seed)
+        max_new_tokens = max(1, min(max_new_tokens, network.max_canvas_length - len(prompts[0])))
+    longest = max(len(prompt) for prompt in prompts)
+    room = network.max_canvas_length - longest
+    if max_new_tokens > room:
+        raise RequestError(
+            f"a prompt of {longest} tokens leaves room for {room} on the canvas of {network.max_canvas_length}, "
+            f"not for {max_new_tokens}"
+        )
+    denoiser = load()
+    cases = make_cases(presets, prompts, max_new_tokens, network.visible_block)
+    expected = expect(denoiser, prompts, cases, seed, progress.advance, cache_dtype)
+    del denoiser
+    with opening.open(folder, check_hashes=False) as opened:
+        return compare(opened, expected, precision, progress.advance, cache_dtype)
+
+
+def by_layers(
+    parity: Parity, folder: Path, manifest: Mapping[str, Any], source: Source, progress: Progress
+) -> Parity:
+    """``layerwise.instead_of_passes`` of a bundle that stands; ``parity`` is what its passes gave."""
+    traced = trace.trace_pass(
+        source.network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET
+    )
+    taps = find_taps(traced)
+    if "device_file" in manifest["loop"]["graph"]:
+        experts.spread(traced.model, source.network)
+        taps |= find_taps(traced)
+    progress.start("check layers", by_layer.units(source.network))
+    return by_layer.instead_of_passes(
+        parity,
+        folder,
+        source.parameters,
+        source.network,
+        taps,
+        cache_dtype=manifest["loop"]["graph"]["cache_dtype"],
+        is_simulated=manifest["loop"]["graph"]["simulated"],
+        on_done=progress.advance,
+    )
+
+
+def parity_units(
+    presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT
+) -> int:
+    """How often ``check_parity`` advances its progress."""
+    return 2 * (
+        len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network.visible_block))
+    )
+
+
+def make_cases(
+    bundle_presets: dict[str, Policy],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    visible_block: int | None = None,
+) -> list[Case]:
+    """Every preset, and fast-dllm's loop with each cache, over every prompt; blocks of half the
+    generation.
+
+    Of a block-causal network every preset with its cache and without, in blocks as they are.
+    """
+    policies = dict(bundle_presets)
+    if visible_block is not None:
+        cached = {name: policy for name, policy in policies.items() if policy.cache != "none"}
+        policies |= {
+            f"{name}, no cache": policy.with_fields({"cache": "none"})
+            for name, policy in cached.items()
+        }
+        return [
+            Case(name, list(prompt), policy, max_new_tokens)
+            for name, policy in policies.items()
+            for prompt in prompts
+        ]
+    if "fast-dllm" in policies:
+        policies["fast-dllm, no cache"] = policies["fast-dllm"].with_fields({"cache": "none"})
+        policies["fast-dllm, prefix cache"] = policies["fast-dllm"].with_fields({"cache": "prefix"})
+        policies["fast-dllm, factor"] = policies["fast-dllm"].with_fields({"commit": "factor"})
+    cases = []
+    for name, policy in policies.items():
+        block_length = min(policy.block_length, max(1, max_new_tokens // 2))
+        shortened = policy.with_fields({"block_length": block_length})
+        cases += [Case(name, list(prompt), shortened, max_new_tokens) for prompt in prompts]
+    return cases
+
+
+@torch.no_grad()
+def expect(
+    denoiser: Denoiser,
+    prompts: Sequence[Sequence[int]],
+    cases: list[Case],
+    seed: int,
+    on_done: Callable[[], None],
+    cache_dtype: str = "float32",
+) -> Expected:
+    """Run torch: logits of every prompt, followed by random ids, at every mask ratio; the reference
+    loop on every case.
+
+    ``on_done`` is called once a mask ratio, and once a case.
+    """
+    expected = Expected(make_canvases(denoiser.network, prompts, seed), [], cases, [])
+    for number, canvas in enumerate(expected.canvases, start=1):
+        ids = torch.from_numpy(canvas.tokens).unsqueeze(0)
+        features, _ = denoiser.hidden(ids, torch.arange(ids.shape[1]).unsqueeze(0))
+        expected.logits.append(
+            denoiser.project(features[0, torch.from_numpy(canvas.rows)]).float().numpy()
+        )
+        if number % len(prompts) == 0:
+            on_done()
+    for case in cases:
+        expected.finished.append(
+            reference.generate(
+                denoiser,
+                case.tokens,
+                case.policy,
+                case.max_new_tokens,
+                case.steps,
+                cache_dtype=cache_dtype,
+            )
+        )
+        on_done()
+    return expected
+
+
+def compare(
+    bundle: Bundle,
+    expected: Expected,
+    precision: str,
+    on_done: Callable[[], None],
+    cache_dtype: str = "float32",
+) -> Parity:
+    """Run the bundle on the same canvases and cases. ``on_done`` is called as often as by
+    ``expect``.
+    """
+    graph = compare_logits(bundle, expected.canvases, expected.logits, on_done)
+    loop: dict[str, LoopRow] = {}
+    for case, wanted in zip(expected.cases, expected.finished, strict=True):
+        fields = case.policy.as_dict()
+        out = bundle.generate(
+            tokens=case.tokens, max_new_tokens=case.max_new_tokens, steps=case.steps, **fields
+        )
+        difference = _first_difference(case, wanted, out.tokens, out.nfe)
+        row = loop.get(case.name, LoopRow(case.name, 0, 0, 0, True, None))
+        loop[case.name] = LoopRow(
+            case.name,
+            row.canvases + 1,
+            row.canvases_equal + (out.tokens == wanted.tokens),
+            row.nfe + out.nfe,
+            row.nfe_equal and out.nfe == wanted.nfe,
+            row.first_difference or difference,
+        )
+        on_done()
+    return Parity(precision, tolerance_of(precision, cache_dtype), graph, list(loop.values()))
+
+
+def _first_difference(
+    case: Case, wanted: reference.Reference, tokens: list[int], nfe: int
+) -> str | None:
+    for position, (theirs, ours) in enumerate(zip(wanted.tokens, tokens, strict=True)):
+        if theirs != ours:
+            return f"{case.name}: position {position} is {ours}, the reference has {theirs}"
+    return (
+        None if nfe == wanted.nfe else f"{case.name}: {nfe} passes, the reference took {wanted.nfe}"
+    )

@@ -1,0 +1,479 @@
+"""Parity of a quantised graph, layer by layer from equal inputs, with one part of it in memory.
+
+A value near a rounding boundary takes one code here and the next one there, and every later layer
+carries that on: two right computations of a whole pass may end far apart. So the graph runs part by
+part, a part handing its values on by name to the next, and shows what goes into every quantised
+layer and what comes out. Torch runs beside it, a block at a time. At each layer its own input is
+compared, which proves what lies between two layers; it goes on with the graph's input, and its
+output is compared, which proves the layer; and it goes on with the graph's output. By induction the
+whole graph is proven, and no difference is carried on.
+
+Beside that torch carries the same canvases on by itself: how far the logits of two whole passes end
+apart is shown, and held to nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from dlm_calibration.formats import quantise_activation
+from dlm_calibration.recipes import FORMATS, HIGH, Recipe
+from dlm_calibration.solvers import rotate
+from dlm_export import families
+from dlm_export.families.base import Parameters
+from dlm_export.graph import GRAPH_FILE
+from dlm_export.graph.parts import END, Part, cut
+from dlm_export.graph.taps import ROUTES, SHOWN, Tap, show
+from dlm_export.judging.parity.canvases import Canvas, make_canvases, random_prompts
+from dlm_export.judging.parity.graph_parts import Values, full_pass, run_parts
+from dlm_export.judging.parity.verdict import (
+    LOGITS,
+    PART_TOLERANCES,
+    ROUTER,
+    LayerRow,
+    Parity,
+    graph_rows,
+)
+from dlm_export.memory import give_back
+from dlm_export.network.experts import RoutedMLPs, Router, Stacked
+from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
+from dlm_export.network.spec import EMBEDDING, NetworkSpec
+from dlm_export.quantising import calibrate
+from dlm_export.quantising.numbers import Folded, Quantisation
+from dlm_export.workplace import Workplace
+
+# How far an input may be from a boundary for either code to be right: a few roundings of fp32, in
+# which codes are found.
+_BOUNDARY = 2.0**-20
+_STEEPEST_SILU = 1.1
+
+
+def units(network: NetworkSpec) -> int:
+    """How often ``check_layers`` calls ``on_done``."""
+    return len(network.layers) + 2
+
+
+def largest_bytes(network: NetworkSpec) -> int:
+    """What ``check_layers`` holds of a denoiser at most: its largest part in fp32, twice while it
+    is quantised.
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    for name, shape in network.parameters().items():
+        sizes[".".join(name.split(".")[:2])] += math.prod(shape)
+    return 2 * 4 * max(sizes.values())
+
+
+@torch.no_grad()
+def check_layers(
+    folder: Path,
+    network: NetworkSpec,
+    done: Quantisation,
+    base: str,
+    taps: Mapping[str, Tap],
+    *,
+    cache_dtype: str,
+    is_simulated: bool,
+    on_done: Callable[[], None],
+    seed: int = 0,
+    workplace: Workplace | None = None,
+) -> Parity:
+    """Compare the graph of the bundle in ``folder`` with torch on random canvases, one a mask
+    ratio.
+
+    ``done``: the numbers it was made of; ``base``: its full precision; ``taps``: where layers stand
+    in the graph; ``cache_dtype`` and ``is_simulated`` are the manifest's. ``on_done`` is called
+    ``units`` times, once a part.
+
+    Raises DlmError.
+    """
+    canvases = make_canvases(network, random_prompts(network, 1, seed), seed)
+    parts = cut(ir.load(folder / GRAPH_FILE))
+    for part in parts:
+        show(part.model, taps)
+    wanted = {name for part in parts for name in part.outputs if name.startswith(SHOWN)} | {LOGITS}
+    beside = _Beside(done, taps, canvases, workplace or Workplace())
+    passes = [
+        full_pass(
+            network,
+            cache_dtype,
+            batch.ids.numpy(),
+            np.stack([canvases[number].rows for number in batch.numbers]),
+        )
+        for batch in beside.equal.batches
+    ]
+    for part, shown in run_parts(folder, parts, passes, wanted, is_simulated=is_simulated):
+        beside.run(part, shown)
+        on_done()
+    graph = graph_rows(canvases, beside.found, beside.expected)
+    return Parity(
+        f"quantised, {base}" if done.formats else base,
+        PART_TOLERANCES[base],
+        graph,
+        [],
+        layers=list(beside.rows.values()),
+    )
+
+
+def instead_of_passes(
+    parity: Parity,
+    folder: Path,
+    parameters: Parameters,
+    network: NetworkSpec,
+    taps: Mapping[str, Tap],
+    *,
+    cache_dtype: str,
+    is_simulated: bool,
+    on_done: Callable[[], None],
+    workplace: Workplace | None = None,
+) -> Parity:
+    """What decides where whole passes of a bundle in full precision differ, and its network has
+    experts: its layers.
+
+    A token that one side sends to another of two experts that are as good ends elsewhere, and
+    neither side is wrong. What passes gave stays in the result, to be shown. See ``check_layers``.
+    """
+    nothing = Quantisation(Recipe(parity.precision, ()), {}, Folded(parameters, network))
+    found = check_layers(
+        folder,
+        network,
+        nothing,
+        parity.precision,
+        taps,
+        cache_dtype=cache_dtype,
+        is_simulated=is_simulated,
+        on_done=on_done,
+        workplace=workplace,
+    )
+    return replace(found, graph=parity.graph, loop=parity.loop)
+
+
+class _Beside:
+    """Torch beside a graph, part by part: ``equal`` goes on with the graph's values, ``alone`` with
+    its own.
+
+    ``rows`` are found as parts go by, one a quantised layer and one for the logits where the head
+    is none; ``found`` and ``expected`` are the logits ``[R, V]`` of the graph's whole pass and of
+    torch's, once the last part has run.
+    """
+
+    def __init__(
+        self,
+        done: Quantisation,
+        taps: Mapping[str, Tap],
+        canvases: Sequence[Canvas],
+        workplace: Workplace,
+    ) -> None:
+        self.done, self.taps, self.canvases = done, taps, canvases
+        self.layered = families.layered(
+            done.parameters, done.parameters.network, device=workplace.device
+        )
+        if done.recipe.embedding is not None or done.has_tied_table:
+            self.layered.read = functools.partial(read_rounded, done, self.layered.read)
+        tokens = [canvas.tokens for canvas in canvases]
+        self.equal, self.alone = Carried(self.layered, tokens), Carried(self.layered, tokens)
+        self.rows: dict[str, LayerRow] = {}
+        self.found: list[np.ndarray] = []
+        self.expected: list[np.ndarray] = []
+        self._now: dict[str, np.ndarray] = {}
+
+    def run(self, part: Part, shown: Sequence[Values]) -> None:
+        """Torch's side of a part. ``shown``: what the graph showed of it, a batch of canvases each."""
+        # A value that crosses is shown by the part that makes it and again by the one that reads
+        # it.
+        values = [
+            {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
+        ]
+        if part.block is not None:
+            self._block(part.block, values)
+        elif part.name == END:
+            self._end(values)
+
+    def _block(self, i: int, shown: Sequence[Values]) -> None:
+        block = self.layered.block(i)
+        modules = named(i, block)
+        layers = [layer for layer in self.done.formats if layer in modules]
+        calibrate.simulate(modules, self.done, layers)
+        give_back()
+        self.alone.through(i, block)
+        for path, module in modules.items():
+            if not isinstance(module, RoutedMLPs):
+                continue
+            module.is_dense = f"{path}.gate" in self.taps
+            if not module.is_dense:  # a node of the graph has all three stacks
+                layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
+            router = modules[f"{path.removesuffix('.experts')}.router"]
+            assert isinstance(router, Router)
+            module.register_forward_pre_hook(
+                functools.partial(self._before_experts, path, router, shown)
+            )
+            module.register_forward_hook(functools.partial(self._after_experts, path, shown))
+        for layer in layers:
+            if self.done.formats[layer] != HIGH:
+                # Before the quantisation that ``simulate`` put there.
+                modules[layer].register_forward_pre_hook(
+                    functools.partial(self._before, layer, shown), prepend=True
+                )
+                modules[layer].register_forward_hook(functools.partial(self._after, layer, shown))
+        self.equal.through(i, block)
+
+    def _before(
+        self, layer: str, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
+    ) -> Tensor | None:
+        theirs = self._shown_now(shown)[self.taps[layer].input]
+        self._note_input(layer, inputs[0].cpu().numpy(), theirs)
+        return torch.from_numpy(theirs).to(inputs[0].device) if np.isfinite(theirs).all() else None
+
+    def _after(
+        self, layer: str, shown: Sequence[Values], module: Any, _: Any, output: Tensor
+    ) -> Tensor | None:
+        values, tap = self._shown_now(shown), self.taps[layer]
+        if tap.output not in values:
+            return None
+        x, theirs = values[tap.input], values[tap.output]
+        if np.isfinite(x).all() and np.isfinite(theirs).all():
+            weight = module.wide() if isinstance(module, Stacked) else module.weight
+            slack = _slack(self.done, layer, x, weight.cpu().numpy())
+            self._note_output(layer, output.cpu().numpy(), theirs, slack)
+            return torch.from_numpy(theirs).to(output.device)
+        self._note(layer, 0.0, float("inf"))
+        return None
+
+    def _before_experts(
+        self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Who goes where is compared by score, from the graph's own tokens: of two experts as good
+        either may be chosen.
+        """
+        values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
+        self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
+        x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
+        chosen = torch.from_numpy(values[routes.input]).to(x.device, torch.int64)
+        scores, judged = router.scores(x)
+        weights, theirs = (
+            router.weights_of(scores, judged, chosen),
+            torch.from_numpy(values[routes.output]).to(x.device),
+        )
+        for wrong, right in (
+            (router.shortfall(judged, chosen), judged),
+            ((weights - theirs).abs(), weights),
+        ):
+            relative = float(wrong.amax() / right.abs().amax().clamp(min=1e-30))
+            self._note_router(path, relative if math.isfinite(relative) else math.inf)
+        return x, chosen, theirs
+
+    def _after_experts(
+        self,
+        path: str,
+        shown: Sequence[Values],
+        module: RoutedMLPs,
+        inputs: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> Tensor:
+        theirs = self._shown_now(shown)[self.taps[path].output]
+        slack = np.zeros(theirs.shape, np.float32)
+        if not module.is_dense and self._format_of(path) != HIGH:
+            slack = _experts_slack(self.done, path, module, *inputs).cpu().numpy()
+        self._note_output(path, output.cpu().numpy(), theirs, slack)
+        return torch.from_numpy(theirs).to(output.device)
+
+    def _format_of(self, layer: str) -> str:
+        """The format of a layer, or of the experts of a mixture."""
+        return self.done.formats.get(layer, self.done.formats.get(f"{layer}.gate", HIGH))
+
+    def _shown_now(self, shown: Sequence[Values]) -> Values:
+        return shown[self.equal.batches.index(self.equal.now)]
+
+    def _end(self, shown: Sequence[Values]) -> None:
+        rows = [canvas.rows for canvas in self.canvases]
+        places = {
+            number: (i, row)
+            for i, batch in enumerate(self.equal.batches)
+            for row, number in enumerate(batch.numbers)
+        }
+        values = [
+            {name: value[row] for name, value in shown[i].items()}
+            for _, (i, row) in sorted(places.items())
+        ]
+        self.found = [each[LOGITS] for each in values]
+        equal, alone = self.equal.features(rows), self.alone.features(rows)
+        if self.done.formats.get("head", HIGH) == HIGH:
+            project = self.layered.head()
+            for ours, each in zip(equal, values, strict=True):
+                self._note_input(LOGITS, project(ours).numpy()[None], each[LOGITS][None])
+            self.expected = [project(features).numpy() for features in alone]
+            return
+        tap = self.taps["head"]
+        x = []
+        for ours, each in zip(equal, values, strict=True):
+            theirs = each[tap.input]
+            self._note_input("head", ours.numpy()[None], theirs[None])
+            x.append(theirs if np.isfinite(theirs).all() else ours.numpy())
+        counts = np.cumsum([len(each) for each in x])[:-1]
+        together = _project(self.done, np.concatenate(x), np.concatenate(alone))
+        results, slack, self.expected = (np.split(each, counts) for each in together)
+        for mine, room, each in zip(results, slack, values, strict=True):
+            self._note_output("head", mine[None], each[tap.output][None], room[None])
+
+    def _note_input(self, layer: str, ours: np.ndarray, theirs: np.ndarray) -> None:
+        self._note(layer, max(map(_relative, ours, theirs)), None)
+
+    def _note_router(self, path: str, relative: float) -> None:
+        self._note(f"{path.removesuffix('.experts')}.router", relative, None)
+
+    def _note_output(
+        self, layer: str, ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray
+    ) -> None:
+        self._note(layer, 0.0, max(map(_relative, ours, theirs, slack)))
+
+    def _note(self, layer: str, input_relative: float, output_relative: float | None) -> None:
+        row = self.rows.get(
+            layer,
+            LayerRow(
+                layer, ROUTER if layer.endswith(".router") else self._format_of(layer), 0.0, None
+            ),
+        )
+        outputs = [each for each in (row.output_relative, output_relative) if each is not None]
+        self.rows[layer] = LayerRow(
+            layer, row.format, max(row.input_relative, input_relative), max(outputs, default=None)
+        )
+
+
+def read_rounded(
+    done: Quantisation,
+    read: ReadTensor,
+    name: str,
+    dtype: torch.dtype | None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """``Layered.read`` with the rows of a quantised embedding table as the graph looks them up."""
+    if name != EMBEDDING:
+        return read(name, dtype, rows)
+    table = read(name, torch.float32, rows).numpy()
+    return torch.from_numpy(
+        done.embedding_rows(table, np.arange(len(table)) if rows is None else rows.numpy())
+    )
+
+
+def _project(
+    done: Quantisation, x: np.ndarray, others: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A quantised head's results ``[R, V]`` for ``x`` ``[R, hidden]``, their slack, and its results
+    for ``others``.
+
+    Its matrix is dequantised a few columns at a time.
+    """
+    stored = done.weight("head")
+    seen, others_seen = (calibrate.as_seen(done, "head", each) for each in (x, others))
+    found, slack, whole = (
+        np.zeros((len(each), stored.shape[1]), np.float32) for each in (x, x, others)
+    )
+    apart = _apart(done, "head", x)
+    for start in range(0, stored.shape[1], HEAD_COLUMNS):
+        columns = slice(start, start + HEAD_COLUMNS)
+        weight = stored.columns(columns).dequantise()
+        found[:, columns], whole[:, columns] = seen @ weight, others_seen @ weight
+        if apart is not None:
+            slack[:, columns] = apart @ np.abs(weight)
+    return found, slack, whole
+
+
+def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
+    """The worst difference, less what ``slack`` allows each element, over the range of values;
+    infinite for NaN.
+    """
+    worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
+    return (
+        worst / max(float(theirs.max() - theirs.min()), 1e-30)
+        if np.isfinite(worst)
+        else float("inf")
+    )
+
+
+def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """By how much each output may differ because inputs lie on a boundary between codes: those take
+    one code or the next.
+    """
+    apart = _apart(done, layer, x)
+    return (
+        np.zeros((*x.shape[:-1], weight.shape[1]), np.float32)
+        if apart is None
+        else apart @ np.abs(weight)
+    )
+
+
+def _experts_slack(
+    done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """``_slack`` of a mixture's result ``[.., hidden]``, through both codes on the way: of tokens,
+    and of what goes down.
+    """
+    gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
+    room = torch.zeros_like(tokens)
+    slots, shares = chosen.flatten(0, -2), weights.flatten(0, -2)
+    for expert in range(module.count):
+        rows, places = (slots == expert).nonzero(as_tuple=True)
+        if len(rows) == 0:
+            continue
+        mine, share = tokens[rows], shares[rows, places, None]
+        gated, wide = module.gate(mine, expert), module.up(mine, expert)
+        hidden = torch.nn.functional.silu(gated) * wide * share
+        apart = _apart(done, gate, mine.cpu().numpy())
+        moved = (
+            hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
+        )  # sums in another order, of the largest
+        if apart is not None:
+            by_gate, by_up = (
+                torch.from_numpy(apart).to(x) @ each.matrix(expert).abs()
+                for each in (module.gate, module.up)
+            )
+            silu = torch.nn.functional.silu(gated).abs()
+            moved = moved + share.abs() * (
+                _STEEPEST_SILU * by_gate * (wide.abs() + by_up) + silu * by_up
+            )
+        seen, low, high = (
+            torch.from_numpy(calibrate.as_seen(done, down, each.cpu().numpy())).to(x)
+            for each in (hidden, hidden - moved, hidden + moved)
+        )
+        room[rows] += (
+            torch.maximum((high - seen).abs(), (low - seen).abs())
+            @ module.down.matrix(expert).abs()
+        )
+    return room.view(x.shape)
+
+
+def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
+    """How far the codes are apart that each input may take; None where none has a choice.
+
+    Inputs are moved by a few roundings, all of them and all but the largest of a row, whose range
+    they would move as well.
+    """
+    chosen = FORMATS[done.formats[layer]]
+    if chosen.activations is None:
+        return None
+    if layer in done.rotated:
+        x = rotate(x)
+    size = np.abs(x)
+    inner = np.where(size < size.max(-1, keepdims=True), _BOUNDARY, 0.0).astype(np.float32)
+
+    def rounded(moved: np.ndarray) -> np.ndarray:
+        return quantise_activation(
+            moved, chosen.activations or "", done.amax.get(layer), done.scale_dtype
+        )
+
+    apart = np.zeros_like(x)
+    for step in (inner, np.full_like(x, _BOUNDARY)):
+        apart = np.maximum(apart, np.abs(rounded(x * (1 + step)) - rounded(x * (1 - step))))
+    # Moving a range moves every code with it by as little: what counts is a whole code's step.
+    apart[apart <= 4 * _BOUNDARY * np.abs(x)] = 0
+    return apart if apart.any() else None

@@ -1,0 +1,434 @@
+"""Logits from outside: the checkpoint's own class, or transformers' class of the same layers, on
+parity's canvases.
+
+The only file that imports transformers. It runs in whatever environment the released code asks for:
+of this project it needs the checkpoint's folder, its family's name for things, and neither onnx nor
+a bundle.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import platform
+import re
+import reprlib
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlm_export import families
+from dlm_export.bundle.folder import sha256
+from dlm_export.checkpoints import tokenizer as released_tokenizer
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.families.base import Family, Overrides
+from dlm_export.judging.parity import golden
+from dlm_export.judging.parity.canvases import make_canvases, random_prompts, read_prompts
+from dlm_export.judging.parity.golden import Golden, Provenance
+from dlm_export.memory import check_host_memory
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.progress import Progress, Silent
+from dlm_runtime.errors import DlmError, ExitCode
+from dlm_runtime.files import read_text
+from dlm_runtime.tokenizer import Tokenizer
+
+PACKAGE, OLDEST = (
+    "transformers",
+    (4, 46),
+)  # Dream's code asks for 4.46.2; LLaDA's runs on 4.57.1 and no later one
+INSTALL = "pip install 'dlm-export[capture]'"
+# Of a checkpoint's auto_map, where no entry is the architecture's own: those whose classes end in
+# logits come first.
+AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
+# Of config.json, what names another class than the trunk's or says how weights are stored.
+_NOT_THE_TRUNKS = (
+    "architectures",
+    "auto_map",
+    "model_type",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+)
+_LISTED = 4  # tensor names shown
+CODE_LIMIT_BYTES = 4 << 20  # of one file of Python
+
+
+class CaptureError(DlmError):
+    """The released code is not there, not trusted, or not to be run from where it is."""
+
+    exit_code = ExitCode.WRONG_INPUT
+
+
+class ReleasedCodeError(CaptureError):
+    """The released code does not run here, or gives nothing that proves anything: in another
+    version it may.
+    """
+
+    exit_code = ExitCode.COULD_NOT
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What to run and on what: ``prompts`` is a text file, None makes random ids; ``count`` prompts
+    at each mask ratio.
+
+    ``trust_remote_code`` lets the checkpoint's own Python files run; ``trunk`` takes transformers'
+    class of the same layers instead, with those positions visible that the network's attention
+    sees.
+    """
+
+    trust_remote_code: bool = False
+    trunk: bool = False
+    prompts: Path | None = None
+    count: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which class is run: ``name`` out of transformers, or out of the first of the checkpoint's
+    ``files``.
+    """
+
+    kind: str
+    name: str
+    files: tuple[str, ...] = ()
+
+
+def capture(
+    path: Path,
+    options: CaptureOptions,
+    overrides: Overrides | None = None,
+    progress: Progress | None = None,
+) -> Golden:
+    """Run a checkpoint's released code in fp32 on the CPU. Raises CheckpointError, CaptureError,
+    RequestError.
+    """
+    progress = progress or Silent()
+    checkpoint = Checkpoint(path)
+    family = families.find(checkpoint)
+    network = families.read_network(checkpoint, overrides or Overrides())
+    if checkpoint.quantisation is not None:
+        raise CaptureError(
+            f"{path}: is quantised ({checkpoint.quantisation}); capture the checkpoint that it was made from"
+        )
+    needed = 4 * network.parameter_count()
+    instead = "Run it on a larger machine: the file that it writes is small."
+    check_host_memory(needed, "capture holds the denoiser in fp32", instead)
+    choice = choose(checkpoint, family, options)
+    canvases = make_canvases(network, _prompts(checkpoint, network, options), options.seed)
+    progress.start("load released code", 1)
+    # Standard output is for results, and the released code is not ours to keep quiet.
+    with contextlib.redirect_stdout(sys.stderr):
+        released = _Released(checkpoint, choice, network)
+        progress.start("capture logits", len(canvases))
+        released.check_visibility(canvases[0].tokens)
+        logits = []
+        for canvas in canvases:
+            logits.append(released.logits(canvas.tokens)[canvas.rows])
+            progress.advance()
+    progress.start("hash weights", 1)
+    provenance = Provenance(
+        kind=choice.kind,
+        class_name=type(released.model).__name__,
+        # transformers puts a checkpoint's files into a package of its own, named by their hash.
+        module=type(released.model).__module__
+        if choice.kind != golden.RELEASED
+        else choice.files[0],
+        attention=_sight(network) if choice.kind == golden.TRUNK else "as the class has it",
+        code={name: sha256(path / name) for name in choice.files},
+        checkpoint=_printable(path.resolve().name),
+        config_sha256=sha256(checkpoint.config.path),
+        weights={
+            file.name: sha256(file)
+            for file in sorted({info.file for info in checkpoint.tensors.values()})
+        },
+        mask_token_id=network.mask_token_id,
+        seed=options.seed,
+        prompts="random" if options.prompts is None else _printable(options.prompts.name),
+        versions=_versions(),
+    )
+    return Golden(provenance, canvases, logits)
+
+
+def _sight(network: NetworkSpec) -> str:
+    """What is visible, in words."""
+    block = network.visible_block
+    return (
+        "every position visible"
+        if block is None
+        else f"blocks of {block} visible to themselves and those behind them"
+    )
+
+
+def _printable(name: str) -> str:
+    """A file's name as a golden file may carry it."""
+    kept = "".join(letter if letter.isprintable() else "?" for letter in name)
+    return kept[: golden.TEXT_LIMIT] or "?"
+
+
+def _prompts(
+    checkpoint: Checkpoint, network: NetworkSpec, options: CaptureOptions
+) -> list[list[int]]:
+    if options.prompts is None:
+        return random_prompts(network, options.count, options.seed)
+    text = released_tokenizer.read(checkpoint, network).tokenizer
+    found = None if text is None else Tokenizer(text.encode(), None, {}, checkpoint.path)
+    return read_prompts(options.prompts, found, options.count)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", PACKAGE, "numpy", "dlm-export")
+    return {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in packages
+    }
+
+
+# ---- Which class ----
+
+
+def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> Choice:
+    """The checkpoint's own class where it brings one, else transformers', else the family's trunk.
+    Raises CaptureError.
+    """
+    config = checkpoint.config
+    architecture = config.get("architectures")[0]
+    if options.trunk:
+        if family.trunk is None:
+            raise CaptureError(
+                f"{checkpoint.path}: no class of transformers has the layers of {family.name} under these names"
+            )
+        return Choice(golden.TRUNK, family.trunk)
+    own = _own_code(checkpoint, architecture)
+    if own is not None:
+        if not options.trust_remote_code:
+            instead = (
+                f", or pass --trunk for transformers' {family.trunk}"
+                if family.trunk is not None
+                else ""
+            )
+            raise CaptureError(
+                f"{checkpoint.path}: its released code would be executed: {', '.join(own.files)}. Read it, and pass "
+                f"--trust-remote-code to run it{instead}."
+            )
+        return own
+    if architecture != family.trunk and hasattr(_transformers(), architecture):
+        return Choice(golden.OWN, architecture)
+    if family.trunk is not None:
+        return Choice(golden.TRUNK, family.trunk)
+    raise CaptureError(
+        f"{config.path}: names no code (auto_map), and transformers {metadata.version(PACKAGE)} has no {architecture}: "
+        "download the checkpoint with its .py files"
+    )
+
+
+def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
+    """The class that config.json's auto_map names for the architecture, and every file that runs
+    with it.
+    """
+    auto_map = checkpoint.config.get("auto_map")
+    if not isinstance(auto_map, dict):
+        return None
+    entries: dict[str, Any] = {
+        name: auto_map[name] for name in AUTO_CLASSES if auto_map.get(name) is not None
+    }
+    if not entries:
+        return None
+    for entry in entries.values():
+        if not isinstance(entry, str) or not re.fullmatch(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", entry):
+            raise CaptureError(
+                f"{checkpoint.config.path}: auto_map names {reprlib.repr(entry)}; only a class of a file in the checkpoint's "
+                "folder is run, as module.Class: download the code into the folder"
+            )
+    found = [entry for entry in entries.values() if entry.split(".")[1] == architecture] or list(
+        entries.values()
+    )
+    module, class_name = found[0].split(".")
+    return Choice(golden.RELEASED, class_name, _files_run(checkpoint.path, module))
+
+
+def _files_run(folder: Path, module: str) -> tuple[str, ...]:
+    """File names of a folder's module and of all that it imports from beside it, in the order they
+    are found.
+    """
+    names = [f"{module}.py"]
+    for name in names:  # grows
+        path = folder / name
+        try:
+            tree = ast.parse(
+                read_text(
+                    path, CODE_LIMIT_BYTES, CaptureError, " It is named by auto_map or its code."
+                )
+            )
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as err:
+            raise CaptureError(
+                f"{path}: named by auto_map or its code, and not readable as Python ({err})"
+            ) from err
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                beside = [node.module] if node.module else [alias.name for alias in node.names]
+                names += [
+                    file for each in beside if (file := f"{each.replace('.', '/')}.py") not in names
+                ]
+    return tuple(names)
+
+
+# ---- Running it ----
+
+
+def _version() -> tuple[int, ...]:
+    """Major and minor version of the package."""
+    return tuple(int(part) for part in re.findall(r"\d+", metadata.version(PACKAGE))[:2])
+
+
+def _transformers() -> Any:
+    """The package. Raises ReleasedCodeError where it is missing or too old."""
+    try:
+        if _version() < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise ReleasedCodeError(
+                f"{PACKAGE} {metadata.version(PACKAGE)} is too old, {oldest} or later is needed: {INSTALL}"
+            )
+        return importlib.import_module(PACKAGE)
+    except ModuleNotFoundError as err:
+        raise ReleasedCodeError(
+            f"capture needs {err.name}, which is not installed: {INSTALL}"
+        ) from err
+
+
+class _Released:
+    """The class of ``choice`` with the checkpoint's weights, in fp32 and evaluation mode."""
+
+    def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
+        """Raises ReleasedCodeError for whatever the class does instead of loading."""
+        self.checkpoint, self.choice = checkpoint, choice
+        self.vocab_size, self.visible_block = network.vocab_size, network.visible_block
+        transformers = _transformers()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        settings: dict[str, Any] = {
+            "dtype" if _version() >= (4, 56) else "torch_dtype": torch.float32,
+            "local_files_only": True,
+            "output_loading_info": True,
+        }
+        try:
+            if choice.kind == golden.RELEASED:
+                # Not by an Auto class: these remember a class for a config's, of whatever
+                # checkpoint came first.
+                entry = f"{choice.files[0].removesuffix('.py')}.{choice.name}"
+                factory = transformers.dynamic_module_utils.get_class_from_dynamic_module(
+                    entry, str(checkpoint.path)
+                )
+            else:
+                factory = getattr(transformers, choice.name)
+            if choice.kind == golden.TRUNK:
+                values = checkpoint.optional_json("config.json")
+                kept = {
+                    name: value for name, value in values.items() if name not in _NOT_THE_TRUNKS
+                }
+                settings["config"] = factory.config_class.from_dict(kept)
+                settings["attn_implementation"] = (
+                    "eager"  # adds the mask as it is, in every version
+                )
+            self.model, loading = factory.from_pretrained(str(checkpoint.path), **settings)
+        except Exception as err:  # it is somebody else's program
+            raise self._failure("does not load", err) from err
+        self._check_weights(loading)
+        self.model.eval()
+        self.takes = inspect.signature(self.model.forward).parameters
+
+    def _failure(self, what: str, err: Exception) -> ReleasedCodeError:
+        written = self.checkpoint.config.get("transformers_version")
+        hint = (
+            f" Its config.json is of {PACKAGE} {written[:20]}: try that version."
+            if isinstance(written, str)
+            else ""
+        )
+        reason = " ".join(f"{type(err).__name__}: {err}".split())[:500]
+        found = metadata.version(PACKAGE)
+        return ReleasedCodeError(
+            f"{self.checkpoint.path}: {self.choice.name} {what} with {PACKAGE} {found} ({reason}).{hint}"
+        )
+
+    def _check_weights(self, loading: dict[str, Any]) -> None:
+        """A class that was left with random weights, or left some unread, proves nothing."""
+        kinds = {
+            "missing_keys": "expects",
+            "unexpected_keys": "does not know",
+            "mismatched_keys": "has another size for",
+        }
+        for kind, said in kinds.items():
+            names = sorted(
+                str(name)
+                for name in loading.get(kind, ())
+                if not str(name).endswith("rotary_emb.inv_freq")
+            )
+            if names:
+                more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+                raise ReleasedCodeError(
+                    f"{self.checkpoint.path}: {self.choice.name} {said} {', '.join(names[:_LISTED])}{more}: it is not the "
+                    "class of these weights"
+                )
+
+    @torch.no_grad()
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Raw logits fp32 ``[L, V]`` of one canvas ``[L]``. Raises ReleasedCodeError."""
+        length = len(tokens)
+        arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
+        if self.choice.kind == golden.TRUNK:
+            # Additive: the class by itself would hide all that comes later.
+            blocks = torch.arange(length) // (self.visible_block or length)
+            is_hidden = blocks > blocks.unsqueeze(1)
+            arguments["attention_mask"] = torch.zeros(1, 1, length, length).masked_fill(
+                is_hidden, -torch.inf
+            )
+        try:
+            out = self.model(torch.from_numpy(tokens).unsqueeze(0), **arguments).logits
+        except Exception as err:
+            raise self._failure("does not run", err) from err
+        if tuple(out.shape) != (1, length, self.vocab_size):
+            raise ReleasedCodeError(
+                f"{self.checkpoint.path}: {self.choice.name} gives logits {list(out.shape)}, expected "
+                f"{[1, length, self.vocab_size]}"
+            )
+        logits: np.ndarray = out[0].float().numpy()
+        if not np.isfinite(logits).all():
+            raise ReleasedCodeError(
+                f"{self.checkpoint.path}: {self.choice.name} gives NaN or infinite logits"
+            )
+        return logits
+
+    def check_visibility(self, tokens: np.ndarray) -> None:
+        """Raises ReleasedCodeError if the first position of a canvas ``[L]`` does not see what it
+        should, or sees more.
+
+        Tried with the last position that a trunk must see, with the second of a class that has
+        rules of its own, and with the first one behind its block.
+        """
+        seen = min(self.visible_block or len(tokens), len(tokens))  # of its own block
+        place = seen - 1 if self.choice.kind == golden.TRUNK else min(1, seen - 1)
+        which = f"{self.checkpoint.path}: {self.choice.name}"
+        version = f"{PACKAGE} {metadata.version(PACKAGE)}"
+        if not self._is_seen(tokens, place):
+            raise ReleasedCodeError(
+                f"{which} attends causally with {version}: position 0 does not see position {place}. A denoiser sees what "
+                "comes later; try another version."
+            )
+        if seen < len(tokens) and self._is_seen(tokens, seen):
+            raise ReleasedCodeError(
+                f"{which} is to be called with a mask by {version}: position 0 sees position {seen}, behind its block. Pass "
+                "--trunk, which has the mask."
+            )
+
+    def _is_seen(self, tokens: np.ndarray, place: int) -> bool:
+        """Whether another token at a place changes the logits of position 0."""
+        changed = tokens.copy()
+        changed[place] = (changed[place] + 1) % self.vocab_size
+        return not np.array_equal(self.logits(tokens)[0], self.logits(changed)[0])

@@ -1,0 +1,289 @@
+"""Golden files: logits that code from outside computed on parity's canvases, and what computed
+them, in one .npz.
+
+``capture`` records them in the environment of the checkpoint's own code; ``check`` compares a
+bundle with them anywhere: it needs neither torch nor the checkpoint. A golden file is data from
+another machine: it is read without pickle, from entries that are stored uncompressed, so that
+nothing is larger in memory than on disk.
+
+=================  ====================  ====================================================
+``provenance``     uint8 ``[bytes]``     ``Provenance`` as JSON in UTF-8, with ``FORMAT``
+``mask_ratios``    float64 ``[N]``       of each canvas
+``tokens``         int64 ``[sum of L]``  the canvases' ids, one canvas behind the other
+``lengths``        int64 ``[N]``         ids of each canvas
+``rows``           int64 ``[sum of R]``  rows of each canvas that were kept, ascending
+``row_counts``     int64 ``[N]``         how many of each
+``logits``         fp32 ``[sum of R, V]``  raw, as the class gives them
+=================  ====================  ====================================================
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from dlm_export import outputs
+from dlm_export.judging.parity.canvases import Canvas
+from dlm_runtime.errors import DlmError, ExitCode
+
+SUFFIX = ".npz"
+FORMAT = {"name": "dlm-export golden logits", "version": 1}
+LIMIT_BYTES = 32 << 30  # of a file: 4,000 rows a gigabyte at 65,536 tokens of vocabulary
+PROVENANCE_LIMIT_BYTES = 1 << 20
+TEXT_LIMIT = 300  # characters of one text in the provenance
+RELEASED, OWN, TRUNK = "released code", "transformers class", "transformers trunk"
+KINDS = (RELEASED, OWN, TRUNK)
+_ARRAYS = {
+    "provenance": (np.uint8, 1),
+    "mask_ratios": (np.float64, 1),
+    "tokens": (np.int64, 1),
+    "lengths": (np.int64, 1),
+    "rows": (np.int64, 1),
+    "row_counts": (np.int64, 1),
+    "logits": (np.float32, 2),
+}
+"""Name -> element type and dimensions."""
+
+
+class GoldenError(DlmError):
+    """A golden file is missing, damaged, of another version, or not of the bundle that it should
+    judge.
+    """
+
+    exit_code = ExitCode.WRONG_INPUT
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What computed the logits.
+
+    ``kind`` is one of ``KINDS``: the code that came with the checkpoint, transformers' class of
+    that architecture, or transformers' class of the same layers, with a mask of ours. ``module`` is
+    where the class lies; ``code`` maps the checkpoint's files that ran to their SHA-256,
+    ``weights`` those that were read. ``attention`` says in words who decided what is visible.
+    ``checkpoint`` is the folder's name, ``prompts`` "random" or the text file's name.
+    """
+
+    kind: str
+    class_name: str
+    module: str
+    attention: str
+    code: Mapping[str, str]
+    checkpoint: str
+    config_sha256: str
+    weights: Mapping[str, str]
+    mask_token_id: int
+    seed: int
+    prompts: str
+    versions: Mapping[str, str]
+
+    @property
+    def reference(self) -> str:
+        """What a bundle is compared with, in words."""
+        what = {
+            RELEASED: f"the released code's logits ({self.class_name} of {self.module}",
+            OWN: f"the logits of transformers' own class ({self.class_name}",
+            TRUNK: f"the logits of transformers' trunk with {self.attention} ({self.class_name}",
+        }[self.kind]
+        return f"{what}, transformers {self.versions.get('transformers')}, torch {self.versions.get('torch')})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as the file and ``--json`` show them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Golden:
+    """Logits fp32 ``[R, V]`` of every canvas's rows, and where they come from."""
+
+    provenance: Provenance
+    canvases: list[Canvas]
+    logits: list[np.ndarray]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.logits[0].shape[1])
+
+    @property
+    def rows(self) -> int:
+        return sum(len(canvas.rows) for canvas in self.canvases)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest canvas."""
+        return max(len(canvas.tokens) for canvas in self.canvases)
+
+
+# ---- Writing ----
+
+
+def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
+    """Where to ``save`` what is to become ``path``: see ``outputs.claimed``. GoldenError for a name
+    without ``SUFFIX``.
+    """
+    if path.suffix != SUFFIX:
+        raise GoldenError(f"{path}: end its name in {SUFFIX}")
+    return outputs.claimed_file(path, force=force)
+
+
+def save(path: Path, golden: Golden) -> None:
+    """Write a golden file, to a path of ``claimed``. Raises OSError."""
+    provenance = json.dumps(
+        {"format": FORMAT, **golden.provenance.as_dict()}, indent=1, ensure_ascii=False
+    )
+    arrays = {
+        "provenance": np.frombuffer(provenance.encode(), np.uint8),
+        "mask_ratios": np.array([canvas.mask_ratio for canvas in golden.canvases], np.float64),
+        "tokens": np.concatenate([canvas.tokens for canvas in golden.canvases], dtype=np.int64),
+        "lengths": np.array([len(canvas.tokens) for canvas in golden.canvases], np.int64),
+        "rows": np.concatenate([canvas.rows for canvas in golden.canvases], dtype=np.int64),
+        "row_counts": np.array([len(canvas.rows) for canvas in golden.canvases], np.int64),
+        "logits": np.concatenate(golden.logits, dtype=np.float32),
+    }
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+# ---- Reading ----
+
+
+def load(path: Path) -> Golden:
+    """Read a golden file, whatever it holds. Raises GoldenError."""
+    try:
+        if not path.is_file():
+            raise GoldenError(f"{path}: no such file. `dlm-export capture` writes one.")
+        if path.stat().st_size > LIMIT_BYTES:
+            raise GoldenError(f"{path}: {path.stat().st_size} bytes is too large for a golden file")
+        with zipfile.ZipFile(path) as archive:
+            arrays = {name: _read_array(archive, name, path.stat().st_size) for name in _ARRAYS}
+        provenance = _provenance(arrays["provenance"].tobytes())
+        canvases, logits = _canvases(arrays)
+    except GoldenError:
+        raise
+    except (
+        Exception
+    ) as err:  # a dozen kinds: zipfile's, and of numpy's header those of Python's tokenizer
+        reason = " ".join(str(err).split())[:TEXT_LIMIT]
+        raise GoldenError(
+            f"{path}: not a golden file, or a damaged one ({reason}). Capture it again."
+        ) from err
+    return Golden(provenance, canvases, logits)
+
+
+def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.ndarray:
+    """One array, its header checked against the entry's size before anything is allocated. Raises
+    ValueError, KeyError.
+    """
+    kind, dimensions = _ARRAYS[name]
+    info = archive.getinfo(f"{name}.npy")
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{name} is compressed")
+    if info.file_size > archive_bytes:
+        raise ValueError(f"{name} says that it is larger than the file")
+    with archive.open(info) as file:
+        shape, is_fortran, dtype = _read_header(file)
+        wanted = math.prod(shape) * np.dtype(kind).itemsize
+        if dtype != kind or len(shape) != dimensions or (is_fortran and dimensions > 1):
+            raise ValueError(
+                f"{name} is {dtype} {list(shape)}, expected {np.dtype(kind)} with {dimensions} dimensions"
+            )
+        if info.file_size - file.tell() != wanted:
+            raise ValueError(
+                f"{name} says {list(shape)}, but has {info.file_size - file.tell()} bytes"
+            )
+        # zipfile compares the entry's checksum as its last byte is read.
+        return np.frombuffer(file.read(), kind).reshape(shape)
+
+
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f"an array in .npy version {version}")
+    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    return shape, is_fortran, dtype
+
+
+def _provenance(text: bytes) -> Provenance:
+    """Raises ValueError, and GoldenError for another version."""
+    if len(text) > PROVENANCE_LIMIT_BYTES:
+        raise ValueError(f"provenance has {len(text)} bytes")
+    values = json.loads(text.decode())
+    found = values.pop("format", None) if isinstance(values, dict) else None
+    if not isinstance(found, dict) or found.get("name") != FORMAT["name"]:
+        raise ValueError("its provenance is not that of a golden file")
+    if found != FORMAT:
+        raise GoldenError(
+            f"golden file of version {str(found.get('version'))[:20]}; this dlm-export reads {FORMAT['version']}: capture it "
+            "again"
+        )
+    names = {field.name: field.type for field in fields(Provenance)}
+    if values.keys() != names.keys():
+        raise ValueError(f"provenance has {sorted(values)}, expected {sorted(names)}")
+    for name, kind in names.items():
+        value = values[name]
+        is_right = {"str": _is_text, "int": _is_count, "Mapping[str, str]": _is_texts}[str(kind)]
+        if not is_right(value):
+            raise ValueError(f"provenance: {name} is not what it should be")
+    if values["kind"] not in KINDS:
+        raise ValueError(f"provenance: kind {values['kind']!r} is none of {', '.join(KINDS)}")
+    return Provenance(**values)
+
+
+def _is_text(value: Any) -> bool:
+    """Text that is fit to print: it goes to a terminal."""
+    return isinstance(value, str) and 0 < len(value) <= TEXT_LIMIT and value.isprintable()
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_text(key) and _is_text(text) for key, text in value.items()
+    )
+
+
+def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.ndarray]]:
+    """Raises ValueError unless all arrays are of the same canvases, with ids of the vocabulary and
+    finite logits.
+    """
+    ratios, lengths, counts, logits = (
+        arrays[name] for name in ("mask_ratios", "lengths", "row_counts", "logits")
+    )
+    if not len(ratios) == len(lengths) == len(counts) or not len(ratios):
+        raise ValueError(
+            f"{len(ratios)} mask ratios, {len(lengths)} canvases and {len(counts)} counts of rows"
+        )
+    if not ((ratios > 0) & (ratios <= 1)).all():
+        raise ValueError("a mask ratio is outside (0, 1]")
+    for name, sizes, total in (
+        ("tokens", lengths, len(arrays["tokens"])),
+        ("rows", counts, len(arrays["rows"])),
+    ):
+        if sizes.min() < 1 or sizes.max() > total or int(sizes.sum()) != total:
+            raise ValueError(f"{name} has {total} entries, which its canvases do not share out")
+    if len(logits) != len(arrays["rows"]) or logits.shape[1] < 2:
+        raise ValueError(f"logits {list(logits.shape)} of {len(arrays['rows'])} rows")
+    if arrays["tokens"].min() < 0 or arrays["tokens"].max() >= logits.shape[1]:
+        raise ValueError(f"a token is outside the vocabulary of {logits.shape[1]}")
+    if not np.isfinite(logits).all():
+        raise ValueError("NaN or infinite logits")
+    tokens = np.split(arrays["tokens"], np.cumsum(lengths)[:-1])
+    rows = np.split(arrays["rows"], np.cumsum(counts)[:-1])
+    for canvas, kept in zip(tokens, rows, strict=True):
+        if kept.min() < 0 or kept.max() >= len(canvas) or (np.diff(kept) < 1).any():
+            raise ValueError("rows of a canvas are not ascending positions on it")
+    canvases = [
+        Canvas(float(ratio), canvas, kept)
+        for ratio, canvas, kept in zip(ratios, tokens, rows, strict=True)
+    ]
+    return canvases, np.split(logits, np.cumsum(counts)[:-1])

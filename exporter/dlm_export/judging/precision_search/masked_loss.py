@@ -1,0 +1,43 @@
+"""The loss that the search measures: masked cross-entropy of one candidate after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dlm_calibration.metrics import summarise
+from dlm_calibration.states import Sample
+from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
+from dlm_export.judging.sides.side import Scorer, Seer
+from dlm_runtime.policy import Policy
+
+
+class MaskedLoss:
+    """The relative increase of masked cross-entropy alone, over all mask ratios, of one candidate
+    after another.
+    """
+
+    def __init__(
+        self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
+    ) -> None:
+        """A reference that has to be shown the canvases is shown them once."""
+        limit = reference.max_canvas_length
+        self._canvases = [
+            seen
+            for number, sample in enumerate(samples)
+            for seen in masked_canvases(
+                sample, number, reference, block_length=policy.block_length, limit=limit, seed=seed
+            )
+        ]
+        self._reference, self._samples, self._seed = reference, len(samples), seed
+        self._show(reference)
+
+    def _show(self, side: Scorer) -> None:
+        if isinstance(side, Seer):
+            side.see([seen.view for seen in self._canvases])
+
+    def of(self, candidate: Scorer) -> float:
+        """A candidate's; infinite where the reference loses nothing."""
+        self._show(candidate)
+        (found,) = compare_masked(self._reference, [candidate], self._canvases)
+        increase = summarise(found.rows, found.sample, self._samples, self._seed)["ce_increase"]
+        return float("inf") if increase is None else float(increase)

@@ -1,0 +1,298 @@
+"""``--precision auto``: the smallest assignment of formats to layers that keeps the loss within a
+budget, or the fastest.
+
+``judging.sensitivity`` says what every layer alone costs at the frontier in every format;
+``trade_off`` orders the moves from full precision to the cheapest assignment, in bytes or in time
+as it was measured here; the loss is then measured, with common random masks, where a bisection of
+that path asks for it. Everything runs in torch on simulated values, so the target need not be at
+hand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
+from dlm_calibration.sensitivity import Choice, Point, trade_off
+from dlm_calibration.states import Sample, State
+from dlm_export.families import weights
+from dlm_export.graph.quantise import misfit
+from dlm_export.judging.accuracy.verdict import AccuracyError
+from dlm_export.judging.parity.by_layer import read_rounded
+from dlm_export.judging.precision_search import sensitivity
+from dlm_export.judging.precision_search.masked_loss import MaskedLoss
+from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source
+from dlm_export.network.denoiser import Block
+from dlm_export.network.layered import Head, Layered, named
+from dlm_export.network.spec import EMBEDDING, HEAD, LinearSpec, NetworkSpec
+from dlm_export.quantising import calibrate
+from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.samples import FEWEST_TOKENS
+from dlm_export.sources import Source
+from dlm_export.targets import Target
+from dlm_export.workplace import Workplace
+from dlm_runtime.policy import Policy
+
+if TYPE_CHECKING:
+    from dlm_export.planning.tuning import Tuning
+
+DEFAULT_BUDGET = 0.01  # relative increase of masked cross-entropy
+SOLVER = "gptq"  # what the search measures is what is written
+PROBES = 8  # measurements of a bisection: enough for 2**7 moves between neighbours
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """``formats`` to choose among besides full precision; None takes the target's. ``tune``: by
+    time as measured here.
+    """
+
+    formats: tuple[str, ...] | None = None
+    tune: bool = False
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One assignment of the trade-off curve; ``ce_increase`` is relative, None where it was not
+    measured. ``seconds``: what the layers of a pass take, None where formats were not timed.
+    """
+
+    weight_bytes: int
+    seconds: float | None
+    predicted_kl: float
+    ce_increase: float | None
+    formats: dict[str, int]
+    chosen: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The recipe, and the curve that it was chosen from."""
+
+    recipe: Recipe
+    curve: list[CurvePoint]
+
+
+def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
+    """The formats to try. Raises RecipeError for one that does not exist or that a target does not
+    take.
+    """
+    shared = [name for name in targets[0].auto if all(name in target.formats for target in targets)]
+    for target in targets:
+        for name in options.formats or ():
+            if name not in target.formats:
+                raise RecipeError(
+                    f"--auto-formats: {name!r} is not one that target {target.name} takes: {', '.join(target.formats)}"
+                )
+    return options.formats or tuple(shared)
+
+
+def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
+    """What ``search`` chooses a format for, by path: experts as one, and the table of a tied head. A
+    head with a weight of its own keeps full precision.
+    """
+    units = network.units()
+    return {path: layers for path, layers in units.items() if path != HEAD or network.tied_head}
+
+
+def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
+    """How often ``search`` calls ``on_done``, at most."""
+    layers = len(formats) * len(searched(network))
+    return (
+        len(formats) * (len(network.layers) + 1)
+        + sensitivity.units(network, layers, exact=exact)
+        + PROBES
+    )
+
+
+def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
+    """Bytes of a layer; a tied table in full precision has elements of ``table_bytes``."""
+    if layer.is_tied and format == HIGH:
+        return table_bytes * layer.inputs * layer.outputs
+    return layer.count * FORMATS[format].weight_bytes(layer.inputs, layer.outputs)
+
+
+def _by_layer(
+    units: Mapping[str, Sequence[LinearSpec]], formats: Mapping[str, str]
+) -> dict[str, str]:
+    """Layer -> the format of its unit."""
+    return {layer.path: name for unit, name in formats.items() for layer in units[unit]}
+
+
+class _RoundedHead(Head):
+    """A tied head in the format of its table: features are rounded as the format's activations."""
+
+    def __init__(self, head: Head, done: Quantisation) -> None:
+        super().__init__(head.weight, head.device)
+        self._done = done
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """See ``Head``."""
+        seen = calibrate.as_seen(self._done, HEAD, features.float().cpu().numpy())
+        return super().__call__(torch.from_numpy(np.ascontiguousarray(seen)))
+
+
+class _Assigned(Layered):
+    """A source whose layers compute with the quantised values of the formats that are assigned to
+    them.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        ready: Mapping[str, Quantisation],
+        formats: Mapping[str, str],
+        device: torch.device,
+    ) -> None:
+        """``ready``: format -> its numbers for all layers; ``formats``: layer -> the one that it is
+        assigned.
+        """
+        super().__init__(
+            functools.partial(weights.tensor, source.parameters), source.network, device=device
+        )
+        self._ready, self._formats = ready, formats
+        table = formats.get(HEAD, HIGH)
+        self._table = None if table == HIGH else ready[table]
+        if self._table is not None:
+            self.read = functools.partial(read_rounded, self._table, self.read)
+
+    def head(self) -> Head:
+        """See ``Layered``."""
+        head = super().head()
+        return head if self._table is None else _RoundedHead(head, self._table)
+
+    def block(self, i: int) -> Block:
+        """See ``Layered``."""
+        block = super().block(i)
+        modules = named(i, block)
+        for name, done in self._ready.items():
+            calibrate.simulate(
+                modules, done, [layer for layer in modules if self._formats.get(layer) == name]
+            )
+        return block
+
+
+def search(
+    source: Source,
+    states: Sequence[State],
+    samples: Sequence[Sample],
+    formats: Sequence[str],
+    policy: Policy,
+    budget: float | None,
+    seed: int,
+    on_done: Callable[[], None],
+    *,
+    exact: bool = False,
+    on_gpu: bool = False,
+    tuning: Tuning | None = None,
+    workplace: Workplace | None = None,
+    fewest_tokens: int = FEWEST_TOKENS,
+) -> Found:
+    """Find the smallest assignment whose masked cross-entropy rises by at most ``budget``
+    (relative) on ``samples``.
+
+    ``tuning``: the fastest by that instead. A layer whose shape does not suit a format goes without
+    it; ``on_gpu``: fewer do. ``exact``: what a layer loses is measured, not estimated.
+    ``fewest_tokens``: see ``calibrate``. Deterministic for the same arguments. Raises AccuracyError
+    if not even the first move keeps the budget.
+    """
+    budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
+    layers = searched(source.network)
+    ready = {}
+    for name in formats:
+        suited = {
+            unit: name
+            for unit, members in layers.items()
+            if all(misfit(layer, name, on_gpu=on_gpu) is None for layer in members)
+        }
+        fitting = _by_layer(layers, suited)
+        recipe = Recipe("auto", tuple(fitting.items()), solver=SOLVER)
+        here = replace(place, solved=None if place.solved is None else place.solved / name)
+        ready[name] = calibrate.calibrate(
+            source.parameters,
+            source.network,
+            recipe,
+            fitting,
+            states,
+            on_done,
+            workplace=here,
+            fewest_tokens=fewest_tokens,
+            is_dense=on_gpu,
+        )
+    found = sensitivity.losses(
+        source.parameters,
+        source.network,
+        list(ready.values()),
+        states,
+        on_done,
+        exact=exact,
+        workplace=place,
+    )
+    table = source.parameters.stored_type(EMBEDDING).itemsize
+    size = functools.partial(_bytes, table)
+    cost = size if tuning is None else tuning.cost
+    choices: dict[str, list[Choice]] = {}
+    for unit, members in layers.items():
+        choices[unit] = [Choice(HIGH, 0.0, sum(cost(layer, HIGH) for layer in members))]
+        for name, lost in zip(ready, found, strict=True):
+            if unit in lost:
+                choices[unit].append(
+                    Choice(name, lost[unit][1], sum(cost(layer, name) for layer in members))
+                )
+    path = trade_off(choices)
+    reference = shown_source(source, "fp32", torch.float32, place)
+    loss = MaskedLoss(reference, samples, policy, seed)
+
+    def measure(point: Point) -> float:
+        layered = _Assigned(source, ready, _by_layer(layers, point.formats), place.device)
+        increase = loss.of(
+            SweptPredictor(
+                layered, "auto", memory_bytes=place.activation_bytes, folder=place.folder
+            )
+        )
+        on_done()
+        return increase
+
+    measured: dict[int, float] = {}
+    low, high = 0, len(path) - 1  # low keeps the budget: it is full precision
+    measured[high] = measure(path[high])
+    if measured[high] <= budget:
+        low = high
+    while high - low > 1 and len(measured) < PROBES:
+        middle = (low + high) // 2
+        measured[middle] = measure(path[middle])
+        low, high = (middle, high) if measured[middle] <= budget else (low, middle)
+    if low == 0:
+        raise AccuracyError(
+            f"no assignment of {', '.join(formats)} keeps the masked cross-entropy within {budget:.2%}: allow more "
+            "(--max-ce-increase) or other formats (--auto-formats)"
+        )
+    curve = [
+        CurvePoint(
+            sum(
+                size(layer, name) for unit, name in point.formats.items() for layer in layers[unit]
+            ),
+            None if tuning is None else point.cost,
+            point.loss,
+            measured.get(i),
+            dict(Counter(point.formats.values())),
+            i == low,
+        )
+        for i, point in enumerate(path)
+    ]
+    held = _by_layer(layers, path[low].formats)
+    recipe = Recipe(
+        "auto", tuple((layer, name) for layer, name in held.items() if name != HIGH), solver=SOLVER
+    )
+    return Found(recipe, curve)

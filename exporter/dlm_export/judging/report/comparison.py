@@ -1,0 +1,245 @@
+"""One page that compares bundles of one checkpoint: "int8 or int4?", answered by size, loss,
+answers and time.
+
+Losses are those that each build judged and wrote to its accuracy.json, taken together only where
+the same data judged the same denoiser; times are measured by the caller, in one run
+(``bench.side_by_side``). Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlm_export.bundle.manifest import network_of, read_manifest
+from dlm_export.judging.report import drawing, figures
+from dlm_export.judging.report.figures import TradePoint
+from dlm_export.judging.report.page import ACCURACY_FILE, write_page
+from dlm_runtime.errors import DlmError, ExitCode
+
+TEMPLATE = "comparison.html.jinja"
+SAME_LOSS = (
+    1e-3  # of the reference's, relative: what one machine's arithmetic and another's may differ by
+)
+
+
+class ComparisonError(DlmError):
+    """Bundles that no page may put side by side."""
+
+    exit_code = ExitCode.WRONG_INPUT
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A bundle of the comparison. ``judgement`` is its accuracy.json's, None where there is none."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    judgement: Mapping[str, Any] | None
+
+    @property
+    def precision(self) -> str:
+        return str(self.manifest["precision"]["name"])
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(entry["bytes"] for entry in self.manifest["files"].values())
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether its loss is the reference's own: what is compared with is fp32."""
+        return self.precision == "fp32"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: a row of the table."""
+        j = self.judgement
+        task = j["free_running"]["task"] if j else None
+        return {
+            "bundle": str(self.folder),
+            "precision": self.precision,
+            "is_simulated": self.manifest["loop"]["graph"]["simulated"],
+            "bytes": self.bytes,
+            "samples": j["data"]["samples"] if j else None,
+            "ce_increase": j["overall"]["ce_increase"] if j else None,
+            "ce_increase_interval": j["overall"]["ce_increase_interval"] if j else None,
+            "top1": j["overall"]["top1"] if j else None,
+            "flip_rate": j["frontier"]["flip_rate"] if j else None,
+            "nfe_ratio": j["free_running"]["nfe_ratio"] if j else None,
+            "nfe_ratio_interval": j["free_running"]["nfe_ratio_interval"] if j else None,
+            "task": task["candidate"] if task else None,
+            "task_difference_interval": task["difference_interval"] if task else None,
+        }
+
+
+def read_entries(folders: Sequence[Path]) -> list[Entry]:
+    """Open bundles that may stand side by side. Raises BundleError, and ComparisonError that says
+    which two differ in what.
+    """
+    if len(folders) < 2:
+        raise ComparisonError(
+            "one bundle alone has its own report.html: name two or more of one checkpoint"
+        )
+    entries = [_read(folder) for folder in folders]
+    first = entries[0]
+    for entry in entries[1:]:
+        for what, ours, theirs in (
+            (
+                "SHA-256 of the checkpoint's config.json",
+                _config_sha256(entry),
+                _config_sha256(first),
+            ),
+            ("description of the network", network_of(entry.manifest), network_of(first.manifest)),
+        ):
+            if ours != theirs:
+                raise ComparisonError(
+                    f"{entry.folder}: built from another checkpoint than {first.folder}: the {what} differs. "
+                    "Compare bundles of one checkpoint."
+                )
+    judged = [entry for entry in entries if entry.judgement is not None]
+    for entry in judged[1:]:
+        _check_judged_alike(entry, judged[0])
+    return entries
+
+
+def _read(folder: Path) -> Entry:
+    manifest = read_manifest(folder)
+    if ACCURACY_FILE not in manifest["files"]:
+        return Entry(folder, manifest, None)
+    try:
+        entry = Entry(
+            folder,
+            manifest,
+            json.loads((folder / ACCURACY_FILE).read_text("utf-8")).get("judgement"),
+        )
+        if entry.judgement is not None:
+            _check_figures(entry)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ComparisonError(
+            f"{folder / ACCURACY_FILE}: not what a build writes ({type(err).__name__}: {err}). Build the bundle again."
+        ) from err
+    return entry
+
+
+def _check_figures(entry: Entry) -> None:
+    """Raises KeyError, TypeError, ValueError or AttributeError unless all that the page shows of a
+    judgement is there.
+    """
+    j, row = entry.judgement, entry.as_dict()
+    assert j is not None
+    figures_of = {
+        name: value
+        for name, value in row.items()
+        if name not in ("bundle", "precision", "is_simulated", "bytes")
+    }
+    for name, value in (figures_of | {"reference_ce": j["overall"]["reference_ce"]}).items():
+        pair = value if name.endswith("_interval") and value is not None else [value] * 2
+        low, high = (0 if number is None else number for number in pair)
+        math.fsum((low, high))  # numbers, both of them
+    if not all(isinstance(j[name], dict) for name in ("data", "policy", "effort")):
+        raise TypeError("data, policy or effort are no objects")
+
+
+def _config_sha256(entry: Entry) -> str | None:
+    found: str | None = entry.manifest.get("source", {}).get("config_sha256")
+    return found
+
+
+def _check_judged_alike(entry: Entry, other: Entry) -> None:
+    ours, theirs = entry.judgement, other.judgement
+    assert ours is not None
+    assert theirs is not None
+    for name, may_differ in (
+        ("data", {"samples"}),
+        ("policy", set()),
+        ("effort", {"judge", "stopped", "free_runs"}),
+    ):
+        differing = [
+            key
+            for key in ours[name]
+            if key not in may_differ and ours[name][key] != theirs[name].get(key)
+        ]
+        if differing:
+            raise ComparisonError(
+                f"{entry.folder}: judged otherwise than {other.folder} ({name}: {', '.join(differing)}). Build both with the "
+                "same --calib, --judge, --judged, --calib-preset and --seed."
+            )
+    if ours["data"]["samples"] != theirs["data"]["samples"]:
+        return  # the first so many of the same ones: what they cost the reference differs
+    losses = [judgement["overall"]["reference_ce"] for judgement in (ours, theirs)]
+    if not math.isclose(*losses, rel_tol=SAME_LOSS):
+        raise ComparisonError(
+            f"{entry.folder}: judged by another denoiser than {other.folder}: the reference's cross-entropy is {losses[0]:.6g} "
+            f"there and {losses[1]:.6g} here, on the same data. Compare bundles of one checkpoint."
+        )
+
+
+def rows_of(
+    entries: Sequence[Entry], speeds: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The table: a row a bundle, ``speed`` being what was measured of it, None where nothing was."""
+    return [
+        entry.as_dict() | {"speed": speeds[i] if speeds else None}
+        for i, entry in enumerate(entries)
+    ]
+
+
+def write_comparison(
+    path: Path,
+    entries: Sequence[Entry],
+    speeds: Sequence[Mapping[str, Any]] | None = None,
+    machine: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the page; ``speeds`` (of ``bench.side_by_side``, one a bundle) were measured on
+    ``machine``. Raises ReportError.
+    """
+
+    def make_context() -> dict[str, Any]:
+        rows = rows_of(entries, speeds)
+        judged = next((entry.judgement for entry in entries if entry.judgement is not None), None)
+        mebibytes = [entry.bytes / 2**20 for entry in entries]
+        return {
+            "manifest": entries[0].manifest,
+            "config_sha256": _config_sha256(entries[0]),
+            "rows": rows,
+            "judgement": judged,
+            "samples": sorted({row["samples"] for row in rows if row["samples"] is not None}),
+            "machine": machine,
+            "is_simulated": any(row["is_simulated"] for row in rows),
+            "is_unjudged": any(
+                row["ce_increase"] is None and row["precision"] != "fp32" for row in rows
+            ),
+            "least_bytes": min(row["bytes"] for row in rows),
+            "least_ms": min(speed["ms_per_pass"] for speed in speeds) if speeds else None,
+            "size_figure": _trade("Loss against size", "MiB, all files", entries, mebibytes),
+            "time_figure": _trade(
+                "Loss against time",
+                "ms a pass",
+                entries,
+                [speed["ms_per_pass"] for speed in speeds],
+            )
+            if speeds
+            else None,
+        }
+
+    write_page(path, TEMPLATE, make_context)
+
+
+def _trade(
+    title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]
+) -> drawing.Figure | None:
+    """None where fewer than two bundles have a loss."""
+    points: list[TradePoint] = []
+    for entry, where in zip(entries, at, strict=True):
+        row = entry.as_dict()
+        if entry.is_reference:
+            points.insert(0, TradePoint(entry.precision, where, 0.0, None, is_reference=True))
+        elif row["ce_increase"] is not None and math.isfinite(row["ce_increase"]):
+            points.append(
+                TradePoint(entry.precision, where, row["ce_increase"], row["ce_increase_interval"])
+            )
+    return figures.draw_trade(title, quantity, points) if len(points) > 1 else None

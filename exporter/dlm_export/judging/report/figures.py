@@ -1,0 +1,403 @@
+"""The figures of the pages, one function each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dlm_export.judging.report.drawing import (
+    CANDIDATE,
+    MUTED,
+    REFERENCE,
+    RULE,
+    Figure,
+    draw,
+    label_of,
+    with_nan,
+)
+from dlm_export.judging.report.numbers import (
+    TIMES,
+    as_change,
+    as_number,
+    as_percent,
+    finite,
+    formatted,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+
+LONG_AXIS = 4  # times high's passes from which a plot of effort is logarithmic
+
+
+def _layer_axis(axes: Axes, layers: Sequence[str]) -> None:
+    """One row a layer, the first on top, names at the left."""
+    axes.set_yticks(range(len(layers)), [label_of(layer) for layer in layers], fontsize=9.5)
+    axes.set_ylim(len(layers) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def sensitivity(row: Mapping[str, Any]) -> float:
+    return finite(row["frontier_kl"] if row["frontier_kl"] is not None else row["kl"], 0.0)
+
+
+def draw_loss(judgement: Mapping[str, Any]) -> Figure:
+    """Masked cross-entropy of both by mask ratio, and beneath it the increase with its 95%
+    interval.
+    """
+    rows, floor = judgement["buckets"], judgement["noise_floor"]
+    ratios = [row["mask_ratio"] for row in rows]
+    ours, theirs = (
+        with_nan(row[f"{who}_ce"] for row in rows) for who in ("candidate", "reference")
+    )
+    increase = 100 * with_nan(row["ce_increase"] for row in rows)
+    bounds = 100 * np.array([with_nan(row["ce_increase_interval"] or (None, None)) for row in rows])
+
+    def paint(canvas: Canvas) -> None:
+        top, bottom = canvas.subplots(2, sharex=True, height_ratios=(3, 2))
+        top.set_title("Masked cross-entropy, nats a position")
+        top.plot(ratios, ours, "o-", color=CANDIDATE)
+        # On top and larger: the two mostly coincide, and a ring around a dot shows both.
+        top.plot(
+            ratios,
+            theirs,
+            "o--",
+            color=REFERENCE,
+            markerfacecolor="none",
+            markersize=8,
+            linewidth=1,
+        )
+        top.set_ylim(0, 1.12 * max(finite(loss, 0.0) for loss in (*ours, *theirs)) or 1.0)
+        bottom.set_title("Increase, %")
+        bottom.axhline(0, color=MUTED, linewidth=0.8)
+        if (
+            floor is not None
+            and floor["ce_increase"] is not None
+            and math.isfinite(floor["ce_increase"])
+        ):
+            bottom.axhline(100 * floor["ce_increase"], color=REFERENCE, linewidth=1, linestyle=":")
+        bottom.vlines(ratios, bounds[:, 0], bounds[:, 1], color=CANDIDATE, linewidth=1.4)
+        bottom.plot(ratios, increase, "o", color=CANDIDATE)
+        bottom.set_xlabel("mask ratio: share of the positions still masked")
+        bottom.set_xlim(0, 1)
+
+    reading = "Above, the loss at each mask ratio; below, its increase over the reference with 95% bootstrap intervals."
+    legend = [("reference", judgement["reference"]), ("candidate", judgement["candidate"])]
+    if floor is not None:
+        legend.append(("floor", "increase within the noise floor"))
+    values = ", ".join(f"{row['mask_ratio']:g}: {as_change(row['ce_increase'])}" for row in rows)
+    description = f"Increase of the masked cross-entropy by mask ratio. {values}."
+    return draw("Loss by mask ratio", description, 268, paint, reading=reading, legend=legend)
+
+
+def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
+    """Largest input per mask-ratio bucket, over the layer's smallest bucket: a row a layer, darker
+    is larger.
+    """
+    ranges = np.array([with_nan(row["by_bucket"]) for row in layers])
+    ranges[ranges <= 0] = math.nan
+    smallest = np.array([np.min(row[np.isfinite(row)], initial=math.inf) for row in ranges])
+    times = ranges / smallest[:, None]
+    strongest = max(2.0, float(np.max(times[np.isfinite(times)], initial=1.0)))
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        for (row, bucket), value in np.ndenumerate(times):
+            seen = math.isfinite(value)
+            alpha = 0.07 + 0.9 * math.log(value) / math.log(strongest) if seen else 1.0
+            cell: dict[str, Any] = (
+                {"facecolor": CANDIDATE, "alpha": alpha}
+                if seen
+                else {"fill": False, "edgecolor": RULE, "linewidth": 0.7}
+            )
+            axes.bar(bucket + 0.5, 0.86, 0.94, row - 0.43, **cell)
+        for row, layer in enumerate(layers):
+            axes.text(
+                10.2,
+                row,
+                formatted(layer["drift"], lambda drift: f"{drift:.3g} {TIMES}"),
+                va="center",
+                fontsize=9.5,
+            )
+        axes.grid(False)
+        axes.set_xlim(0, 11.6)
+        axes.set_xticks((0, 5, 10), ("0", "mask ratio", "1"))
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(axis="x", length=0)
+        _layer_axis(axes, [layer["layer"] for layer in layers])
+
+    reading = (
+        "Largest absolute input in each tenth of the mask ratio, over the layer's smallest; the number is the drift. "
+        "Clean text, without masks, says little about the right."
+    )
+    values = ", ".join(f"{row['layer']} {as_number(row['drift'], 3)} times" for row in layers[:5])
+    description = f"Range drift of the layers' inputs over the mask ratio, largest first: {values}."
+    return draw(
+        "Range drift by layer",
+        description,
+        40 + 18 * len(layers),
+        paint,
+        reading=reading,
+        legend=[],
+    )
+
+
+def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
+    """KL that quantising one layer alone costs, at the frontier and on all masked positions."""
+    frontier, everywhere = (
+        with_nan(row["frontier_kl"] for row in layers),
+        with_nan(row["kl"] for row in layers),
+    )
+    known = np.concatenate([frontier, everywhere])
+    is_log = bool(np.all(known[np.isfinite(known)] > 0))
+
+    def paint(canvas: Canvas) -> None:
+        from matplotlib.ticker import LogLocator
+
+        axes = canvas.subplots()
+        rows = np.arange(len(layers))
+        axes.hlines(rows, frontier, everywhere, color=RULE, linewidth=2)
+        axes.plot(everywhere, rows, "o", color=REFERENCE, markerfacecolor="none")
+        axes.plot(frontier, rows, "o", color=CANDIDATE)
+        if is_log:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6))
+            axes.xaxis.set_major_formatter(lambda kl, _: f"{kl:g}")
+            axes.minorticks_off()
+        axes.set_xlabel("KL, nats" + (" (logarithmic)" if is_log else ""))
+        _layer_axis(axes, [f"{row['layer']}" for row in layers])
+
+    legend = [("candidate", "at the frontier"), ("reference hollow", "all masked positions")]
+    reading = "Divergence from the reference when this layer alone is quantised; the costliest at the frontier come first."
+    values = ", ".join(f"{row['layer']} {as_number(sensitivity(row), 3)}" for row in layers[:5])
+    description = f"KL of each layer quantised alone, largest first: {values}."
+    return draw(
+        "Sensitivity by layer",
+        description,
+        48 + 18 * len(layers),
+        paint,
+        reading=reading,
+        legend=legend,
+    )
+
+
+def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
+    """Passes a prompt took, both as histograms over the same bins."""
+    free = judgement["free_running"]
+    theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
+    # Passes that were estimated are no whole numbers.
+    first, last = (
+        math.floor(min(theirs.min(), ours.min())),
+        math.ceil(max(theirs.max(), ours.max())),
+    )
+    edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
+    edges = np.append(edges, edges[-1] + 1) if edges[-1] <= last else edges
+
+    def paint(canvas: Canvas) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes = canvas.subplots()
+        axes.set_title("Prompts")
+        axes.hist(ours, bins=edges.tolist(), color=CANDIDATE, alpha=0.35)
+        axes.hist(theirs, bins=edges.tolist(), histtype="step", color=REFERENCE, linewidth=1.6)
+        for values, colour, line in ((theirs, REFERENCE, "--"), (ours, CANDIDATE, "-")):
+            axes.axvline(float(values.mean()), color=colour, linestyle=line, linewidth=1.2)
+        axes.set_xlim(max(0 if first else -0.5, min(first - 1, last - 4)), max(last + 1, first + 4))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        axes.set_xlabel("passes (NFE) a prompt")
+
+    means = [
+        f"{name}, mean {as_number(float(nfe.mean()), 3)}"
+        for name, nfe in zip(_names(judgement), (theirs, ours), strict=True)
+    ]
+    legend = [("reference", means[0]), ("candidate", means[1])]
+    reading = (
+        "How many passes each prompt took at the same policy; the vertical lines are the means."
+    )
+    description = f"Histogram of passes a prompt: {means[0]}; {means[1]}."
+    return draw("Passes a prompt", description, 190, paint, reading=reading, legend=legend)
+
+
+def _names(judgement: Mapping[str, Any]) -> tuple[str, str]:
+    return judgement["reference"], judgement["candidate"]
+
+
+def draw_threshold(refit: Mapping[str, Any]) -> Figure:
+    """The candidate's quality against its passes as the threshold moves, with the operating points."""
+    curve = sorted(refit["curve"], key=lambda point: point["threshold"])
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        axes.set_title(
+            "Quality"
+            + (
+                ": task score"
+                if refit["quality"] == "task"
+                else ": agreement with one token a pass"
+            )
+        )
+        axes.plot(
+            [p["nfe"] for p in curve],
+            [p["quality"] for p in curve],
+            ".-",
+            color=CANDIDATE,
+            linewidth=1,
+            alpha=0.7,
+        )
+        axes.axhline(refit["reference"]["quality"], color=REFERENCE, linestyle=":", linewidth=1)
+        for name, marker, colour, fill in (
+            ("reference", "s", REFERENCE, "none"),
+            ("original", "o", CANDIDATE, "none"),
+            ("refitted", "D", CANDIDATE, CANDIDATE),
+        ):
+            axes.plot(
+                refit[name]["nfe"],
+                refit[name]["quality"],
+                marker,
+                color=colour,
+                markerfacecolor=fill,
+                markersize=7.5,
+            )
+        named = refit["refitted"]
+        reach = max(abs(point["nfe"] - named["nfe"]) for point in curve)
+        # The curve's ends are named too where their words do not fall on the re-fitted point's.
+        for point in (
+            named,
+            *(
+                end
+                for end in (curve[0], curve[-1])
+                if abs(end["nfe"] - named["nfe"]) > 0.15 * reach
+            ),
+        ):
+            at = (point["nfe"], point["quality"])
+            axes.annotate(
+                f"{point['threshold']:g}", at, (5, -12), textcoords="offset points", fontsize=9.5
+            )
+        axes.margins(x=0.08, y=0.12)
+        axes.set_xlabel("passes (NFE) a prompt")
+
+    legend = [
+        ("reference square", "reference"),
+        ("candidate hollow", "candidate, original"),
+        ("candidate diamond", "re-fitted"),
+    ]
+    reading = "The candidate at each threshold (numbers); the dotted line is the quality to give back, further left is faster."
+    description = "; ".join(
+        f"{name}: threshold {p['threshold']:g}, quality {as_percent(p['quality'])}, {as_number(p['nfe'], 3)} passes"
+        for name, p in ((name, refit[name]) for name in ("reference", "original", "refitted"))
+    )
+    return draw("Quality against passes", description, 210, paint, reading=reading, legend=legend)
+
+
+def draw_effort(effort: Mapping[str, Any]) -> Figure:
+    """Quality against passes of every loop that was tried, and the effort levels among them."""
+    curve, levels = effort["curve"], effort["levels"]
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        axes.set_title(
+            "Quality"
+            + (
+                ": task score"
+                if effort["quality"] == "task"
+                else ": agreement with one token a pass"
+            )
+        )
+        axes.plot(
+            [p["nfe"] for p in curve],
+            [p["quality"] for p in curve],
+            "o",
+            color=CANDIDATE,
+            markerfacecolor="none",
+        )
+        # Levels may share a loop: their names then stand together.
+        names: dict[tuple[float, float], str] = {}
+        for name, point in levels.items():
+            at = (point["nfe"], point["quality"])
+            names[at] = f"{names[at]}, {name}" if at in names else name
+        for at, name in names.items():
+            axes.plot(*at, "D", color=CANDIDATE, markersize=6.5)
+            axes.annotate(name, at, (5, -13), textcoords="offset points", fontsize=9.5)
+        if max(point["nfe"] for point in curve) > LONG_AXIS * levels["high"]["nfe"]:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_minor_formatter("")
+        axes.margins(x=0.12, y=0.14)
+        axes.set_xlabel("passes (NFE) a prompt")
+
+    legend = [("candidate diamond", "levels"), ("candidate hollow", "other loops")]
+    description = "; ".join(
+        f"{name}: quality {as_percent(p['quality'])}, {as_number(p['nfe'], 3)} passes"
+        for name, p in levels.items()
+    )
+    return draw(
+        "Effort levels",
+        description,
+        210,
+        paint,
+        reading="Up and to the left is better.",
+        legend=legend,
+    )
+
+
+@dataclass(frozen=True)
+class TradePoint:
+    """A bundle on a plot of what its loss buys: ``increase`` as a share, with its interval where
+    one is known.
+    """
+
+    name: str
+    at: float
+    increase: float
+    interval: Sequence[float | None] | None
+    is_reference: bool = False
+
+
+def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figure:
+    """The increase of the loss against ``quantity``, size or time: a point a bundle."""
+
+    def paint(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        axes.set_title("Increase of the masked cross-entropy, %")
+        axes.axhline(0, color=MUTED, linewidth=0.8)
+        for point in points:
+            colour, fill = (REFERENCE, "none") if point.is_reference else (CANDIDATE, CANDIDATE)
+            low, high = with_nan(point.interval or (None, None))
+            axes.vlines(point.at, 100 * low, 100 * high, color=colour, linewidth=1.4)
+            axes.plot(
+                point.at,
+                100 * point.increase,
+                "o",
+                color=colour,
+                markerfacecolor=fill,
+                markersize=6,
+            )
+            axes.annotate(
+                label_of(point.name),
+                (point.at, 100 * point.increase),
+                (6, 4),
+                textcoords="offset points",
+                fontsize=9.5,
+            )
+        axes.set_xlim(0, 1.25 * max(point.at for point in points))
+        axes.margins(y=0.15)
+        axes.set_xlabel(quantity)
+
+    reading = "Down and to the left is better; the lines are 95% intervals, and what they share is not told apart."
+    legend = [("candidate", "judged")] + (
+        [("reference hollow", "full precision")] if points[0].is_reference else []
+    )
+    values = ", ".join(
+        f"{point.name}: {as_number(point.at, 3)}, {as_change(point.increase)}" for point in points
+    )
+    return draw(
+        title, f"{title}, {quantity}: {values}.", 210, paint, reading=reading, legend=legend
+    )

@@ -1,0 +1,97 @@
+"""How the pages write numbers and text: significant digits, percentages, intervals, and characters
+that a page must not contain.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+MISSING, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
+
+
+def printable(text: str) -> str:
+    """``text`` without what a page must not hold: controls become their pictures, or U+FFFD with
+    the other unfit ones.
+    """
+    text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
+    # C1 controls, bidirectional overrides (they reorder their surroundings), lone surrogates (UTF-8
+    # has none).
+    return re.sub(r"[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
+
+
+def finite(value: float | None, otherwise: float) -> float:
+    return float(value) if value is not None and math.isfinite(value) else otherwise
+
+
+def formatted(value: float | None, form: Callable[[float], str]) -> str:
+    if value is None:
+        return MISSING
+    return form(value).replace("-", MINUS) if math.isfinite(value) else "not finite"
+
+
+def as_number(value: float | None, digits: int = 4) -> str:
+    """``value`` to ``digits`` significant digits; an exponent only where the plain form would be
+    long. Integers are exact.
+    """
+
+    def form(number: float) -> str:
+        if isinstance(number, int):
+            return f"{number:,}"
+        if number and not 1e-4 <= abs(number) < 1e6:
+            return f"{number:.{digits - 1}e}"
+        decimals = digits - 1 - math.floor(math.log10(abs(number))) if number else digits - 1
+        return f"{number:,.{max(0, decimals)}f}"
+
+    return formatted(value, form)
+
+
+def as_percent(value: float | None, decimals: int = 1) -> str:
+    """A share as per cent; rounding never turns a share below 1 into 100%, nor one above 0 into 0%."""
+
+    def form(share: float) -> str:
+        text, least = f"{share:.{decimals}%}", 10.0**-decimals
+        if share > 0 and float(text[:-1]) == 0:
+            return f"<{least:.{decimals}f}%"
+        if share < 1 and float(text[:-1]) == 100:
+            return f">{100 - least:.{decimals}f}%"
+        return text
+
+    return formatted(value, form)
+
+
+def as_change(value: float | None) -> str:
+    """A relative change as signed per cent."""
+    return formatted(value, lambda change: f"{change:+.2%}")
+
+
+def as_points(value: float | None) -> str:
+    """A difference of two shares, in signed points."""
+    return formatted(value, lambda difference: f"{100 * difference:+.1f}")
+
+
+def as_bytes(count: int) -> str:
+    """``count`` bytes in the largest binary unit that leaves at least 1."""
+    power = min(3, max(0, (int(count).bit_length() - 1) // 10))
+    return (
+        f"{count:,} B"
+        if power == 0
+        else f"{count / 1024**power:.4g} {('', 'KiB', 'MiB', 'GiB')[power]}"
+    )
+
+
+def as_ratio(value: float | None) -> str:
+    """A ratio near 1."""
+    return formatted(value, lambda ratio: f"{ratio:.3f}")
+
+
+FORMS: dict[str, Callable[..., str]] = {
+    form.__name__: form
+    for form in (as_bytes, as_change, as_number, as_percent, as_points, as_ratio)
+}
+
+
+def as_interval(pair: Sequence[float | None] | None, form: str) -> str:
+    """Both ends of a 95% interval in one of ``FORMS``."""
+    return " to ".join(FORMS[f"as_{form}"](value) for value in pair) if pair else MISSING

@@ -1,0 +1,289 @@
+"""report.html: what a quantised bundle costs, on one page that needs nothing from outside.
+
+Fills ``report.html.jinja`` with the manifest, accuracy.json and their figures (``figures.py``). The
+page loads nothing and runs nothing, takes the reader's light or dark mode, and comes out byte for
+byte the same from the same results.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dlm_calibration.metrics import is_told_from_zero
+from dlm_calibration.recipes import HIGH
+from dlm_export import outputs
+from dlm_export.judging.report import figures, numbers
+from dlm_export.judging.report.numbers import (
+    FORMS,
+    as_interval,
+    finite,
+    printable,
+)
+from dlm_runtime.errors import DlmError
+
+ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
+TEMPLATE = "report.html.jinja"
+FIGURE_LAYERS = 14  # rows of a figure with one row a layer
+# rows of a table with one row a layer; a mixture of experts has thousands, and the page has its
+# limit
+TABLE_LAYERS = 400
+MAP_ROWS = 40  # kinds of layer in the map of formats
+SAMPLE_CHARACTERS = 1500  # shown of one generation
+
+
+class ReportError(DlmError):
+    """The report cannot be drawn or written."""
+
+
+def require_matplotlib() -> None:
+    """Raise ReportError if the figures cannot be drawn; for asking before an evaluation, not after
+    it.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as err:
+        raise ReportError(
+            "report.html needs matplotlib: pip install 'dlm-export[report]', or leave the report out."
+        ) from err
+
+
+def write_report(
+    path: Path,
+    manifest: Mapping[str, Any],
+    accuracy: Mapping[str, Any],
+    files: Mapping[str, int],
+    speed: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the report of one bundle to ``path``, in place of what is there.
+
+    ``accuracy`` holds ``judgement``, ``calibration`` and ``parity``, each of them as accuracy.json
+    has it, missing or None; ``files`` maps the bundle's file names to bytes; ``speed`` is
+    ``Judgement.speed``, None where none was measured. Raises ReportError without matplotlib, if a
+    section lacks a key, or if the file cannot be written.
+    """
+    write_page(path, TEMPLATE, lambda: _context(manifest, accuracy, files) | {"speed": speed})
+
+
+def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str, Any]]) -> None:
+    """Write one of this package's pages to ``path``, in place of what is there; raises as
+    ``write_report``.
+    """
+    from jinja2 import UndefinedError
+
+    require_matplotlib()
+    try:
+        html = _render(template, make_context())
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        UndefinedError,
+    ) as err:  # accuracy.json may be from elsewhere
+        raise ReportError(
+            f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
+        ) from err
+    try:
+        with outputs.replaced(path) as new:
+            new.write_text(html, encoding="utf-8")
+    except OSError as err:
+        raise ReportError(f"{path}: cannot write the report ({err.strerror})") from err
+
+
+def _context(
+    manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]
+) -> dict[str, Any]:
+    """What the template shows, section by section; None where there is nothing."""
+    judgement, calibration = accuracy.get("judgement"), accuracy.get("calibration")
+    precision = manifest["precision"]
+    layers = precision.get("layers") or {}
+    kept = [layer for layer, name in layers.items() if name == HIGH] + (
+        precision.get("high_precision") or []
+    )
+    threshold = (judgement or {}).get("threshold") or precision.get("threshold")
+    told = [row for row in judgement["buckets"] if is_told_from_zero(row)] if judgement else []
+    sensitive = sorted((judgement or {}).get("layers") or [], key=figures.sensitivity, reverse=True)
+    drifting = sorted(
+        (calibration or {}).get("layers") or [],
+        key=lambda row: finite(row["drift"], 0.0),
+        reverse=True,
+    )
+    return {
+        "manifest": manifest,
+        "precision": precision,
+        "judgement": judgement,
+        "is_forced": judgement is not None and judgement["effort"]["states_of"] == "candidate",
+        "calibration": calibration,
+        "parity": accuracy.get("parity"),
+        "threshold": threshold,
+        "files": sorted(files.items(), key=lambda item: (-item[1], item[0])),
+        "total_bytes": sum(files.values()),
+        "recipe": flatten(precision.get("recipe") or {}),
+        "layer_map": layer_map({layer: name for layer, name in layers.items() if name != HIGH}),
+        "high_precision": grouped(kept),
+        "worst_bucket": max(
+            told, key=lambda row: finite(row["ce_increase"], math.inf), default=None
+        ),
+        "worst_flip_rate": max(_flip_rates(judgement), default=0.0),
+        "sensitive": sensitive,
+        "drifting": drifting,
+        "experts": [_reached(row) for row in (calibration or {}).get("experts") or []],
+        "map_rows": MAP_ROWS,
+        "table_layers": TABLE_LAYERS,
+        "figure_layers": FIGURE_LAYERS,
+        "loss_figure": figures.draw_loss(judgement) if judgement and judgement["buckets"] else None,
+        "drift_figure": figures.draw_drift(drifting[:FIGURE_LAYERS]) if drifting else None,
+        "sensitivity_figure": figures.draw_sensitivity(sensitive[:FIGURE_LAYERS])
+        if sensitive
+        else None,
+        "nfe_figure": figures.draw_nfe(judgement)
+        if judgement and judgement["free_running"]
+        else None,
+        "effort": manifest.get("effort"),
+        "effort_figure": figures.draw_effort(manifest["effort"])
+        if manifest.get("effort")
+        else None,
+        "threshold_figure": figures.draw_threshold(threshold)
+        if threshold and threshold["curve"]
+        else None,
+    }
+
+
+EXPERTS_NAMED = 12  # of a mixture, by number
+
+
+def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line on what tokens the experts of a mixture met in calibration."""
+    counts, few = (
+        sorted(row["tokens"]),
+        [expert for expert in row["few"] if expert not in row["never"]],
+    )
+    median = counts[len(counts) // 2]
+    return {"layer": row["layer"], "count": len(counts), "least": counts[0], "median": median} | {
+        name: ", ".join(map(str, experts[:EXPERTS_NAMED]))
+        + f" and {len(experts) - EXPERTS_NAMED} more" * (len(experts) > EXPERTS_NAMED)
+        for name, experts in (("never", row["never"]), ("few", few))
+    }
+
+
+def _flip_rates(judgement: Mapping[str, Any] | None) -> list[float]:
+    rows = judgement["frontier"]["buckets"] if judgement and judgement["frontier"] else []
+    return [row["flips"] / row["committed"] for row in rows if row["committed"]]
+
+
+def _render(template: str, context: Mapping[str, Any]) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("dlm_export.judging.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        {name.removeprefix("as_"): form for name, form in FORMS.items()},
+        interval=as_interval,
+        compared=compared,
+        clipped=clipped,
+    )
+    return environment.get_template(template).render(context).lstrip()
+
+
+# --- words and numbers
+# -------------------------------------------------------------------------------------------------
+
+
+def _shown(value: object) -> object:
+    """What the page writes for ``value``: a dash for None, text without characters that a page must
+    not hold.
+    """
+    if value is None:
+        return numbers.MISSING
+    return (
+        printable(value) if type(value) is str else value
+    )  # Markup is a str too, and stays as it is
+
+
+def as_points(value: float | None) -> str:
+    """A difference of two shares, in signed points."""
+    return numbers.formatted(value, lambda difference: f"{100 * difference:+.1f}")
+
+
+def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested data as (dotted key, value as JSON), in its own order."""
+    rows: list[tuple[str, str]] = []
+    for key, value in recipe.items():
+        if isinstance(value, Mapping) and value:
+            rows += flatten(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)))
+    return rows
+
+
+def _block_and_role(layer: str) -> tuple[int | None, str]:
+    """``blocks.3.mlp.up`` is (3, ``blocks.*.mlp.up``); a layer outside the blocks has None."""
+    match = re.fullmatch(r"(.*?\.)?(0|[1-9]\d{0,5})(\..+)?", layer, re.ASCII | re.DOTALL)
+    return (int(match[2]), f"{match[1] or ''}*{match[3] or ''}") if match else (None, layer)
+
+
+def grouped(layers: Iterable[str]) -> list[tuple[str, int]]:
+    """Layer names with the block's number replaced by ``*``, and how many each stands for."""
+    return list(Counter(_block_and_role(layer)[1] for layer in layers).items())
+
+
+def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
+    """Which format each layer has: ``formats`` as (format, count), ``blocks`` (count), and
+    ``rows``, one a role.
+
+    A row has a cell a block, (block, index of the format), the index None where the block's layer
+    is not quantised; a role outside the blocks has a single cell. ``summary`` counts the row's
+    formats.
+    """
+    formats = Counter(layers.values()).most_common()
+    index = {name: i for i, (name, _) in enumerate(formats)}
+    roles: dict[str, dict[int | None, str]] = {}
+    for layer, name in layers.items():
+        block, role = _block_and_role(layer)
+        roles.setdefault(role, {})[block] = name
+    blocks = sorted({block for cells in roles.values() for block in cells if block is not None})
+    rows = []
+    for role, cells in roles.items():
+        columns = [None] if None in cells else blocks
+        shown = [(block, index.get(cells.get(block, ""))) for block in columns]
+        rows.append(
+            {"role": role, "cells": shown, "summary": Counter(cells.values()).most_common()}
+        )
+    return {"formats": formats, "blocks": len(blocks), "rows": rows}
+
+
+def clipped(text: str | None) -> str | None:
+    """``text`` as far as the page shows it."""
+    return (
+        text
+        if text is None or len(text) <= SAMPLE_CHARACTERS
+        else f"{text[:SAMPLE_CHARACTERS]} […]"
+    )
+
+
+def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
+    """``ours`` in pieces, each with whether ``theirs`` lacks it; None where there is no text."""
+    if ours is None:
+        return None
+    pieces, others = (
+        re.findall(r"\s+|\w+|[^\w\s]", clipped(text) or "") for text in (ours, theirs or ours)
+    )
+    # Its heuristic for frequent words stays on: without it, a denoiser that repeats itself takes
+    # minutes to compare.
+    matcher = difflib.SequenceMatcher(None, pieces, others)
+    return [
+        (tag != "equal", "".join(pieces[i:j])) for tag, i, j, _, _ in matcher.get_opcodes() if i < j
+    ]

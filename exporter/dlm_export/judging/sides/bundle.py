@@ -1,0 +1,106 @@
+"""A bundle that the native runtime runs, as one side of a comparison.
+
+It sees one canvas per pass, as on the device: dynamic activation ranges must not depend on other
+canvases in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dlm_export.machine import this_machine
+from dlm_export.network.turns import Canvas, Turn, random_scores, scored_by, start_canvas
+from dlm_runtime import Bundle, Generation, Policy
+
+
+class BundlePredictor:
+    """A bundle under the native loop."""
+
+    def __init__(self, bundle: Bundle, name: str) -> None:
+        """The bundle must have been opened from a folder: its manifest says how its rows are
+        shifted.
+        """
+        self.bundle, self.name = bundle, name
+        self._spent: list[Generation] = []
+        self.shift = int(bundle.manifest["loop"]["shift"])
+        self.visible_block: int | None = bundle.manifest["loop"].get("visible_block")
+        self.vocab_size, self.mask_token_id = bundle.vocab_size, bundle.mask_token_id
+        self.eos_token_ids, self.max_canvas_length = bundle.eos_token_ids, bundle.max_canvas_length
+
+    def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """See ``Predictor``."""
+        return self.bundle.logits(canvas.tolist(), None if rows is None else rows.tolist())
+
+    def generate(
+        self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
+    ) -> tuple[list[int], int]:
+        """See ``Predictor``."""
+        done = self.bundle.generate(
+            tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict()
+        )
+        self._spent.append(done)
+        return done.tokens, done.nfe
+
+    def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
+        """See ``Predictor``."""
+        events = list(
+            self.bundle.stream(tokens=tokens, max_new_tokens=max_new_tokens, **policy.as_dict())
+        )
+        self._spent += [event.result for event in events if event.result is not None]
+        after = [
+            Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events
+        ]
+        return [start_canvas(tokens, max_new_tokens, self.mask_token_id), *after]
+
+    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+        """See ``Predictor``."""
+        return scores(turn, logits, policy)
+
+    def speed(self) -> dict[str, Any] | None:
+        """What its loops took so far, and on what; None where nothing ran, or where a CPU simulated
+        the formats.
+        """
+        seconds, passes = (
+            sum(done.timings["total"] for done in self._spent),
+            sum(done.nfe for done in self._spent),
+        )
+        is_simulated = self.bundle.manifest["loop"]["graph"]["simulated"] and self.bundle.is_on_cpu
+        if is_simulated or not passes:
+            return None
+        machine = {
+            name: value
+            for name, value in this_machine().items()
+            if name in ("processor", "cores", "gpu_sm")
+        }
+        times = {
+            "ms_per_pass": 1e3 * seconds / passes,
+            "ms_per_prompt": 1e3 * seconds / len(self._spent),
+        }
+        return {
+            "prompts": len(self._spent),
+            "passes": passes,
+            **times,
+            "engine": self.bundle.engine,
+            **machine,
+        }
+
+
+def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+    """``reference.scores`` in numpy, for machines without torch: float64 ``[M]`` from logits fp32
+    ``[M, V]``.
+    """
+    by = scored_by(turn, policy)
+    if by == "random":
+        return random_scores(turn, policy)
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    probs = powers / powers.sum(-1, keepdims=True)
+    if by == "entropy":
+        found = (probs * np.log(probs + np.float32(1e-10))).sum(-1)
+    else:
+        best = np.partition(probs, -2, axis=-1)[:, -2:]
+        found = best[:, 1] - best[:, 0] if by == "margin" else best[:, 1]
+    surer: np.ndarray = found.astype(np.float64)
+    return surer

@@ -1,0 +1,112 @@
+"""A denoiser in torch as the side of a comparison that was shown all canvases beforehand: it is
+read a layer at a time.
+
+What is held is a layer, the canvases' hidden states and the head as it is stored, whatever the
+denoiser's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlm_export import families
+from dlm_export.judging.sides.side import View, rows_of
+from dlm_export.network import proposers
+from dlm_export.network.layered import Carried, Layered
+from dlm_export.network.turns import Turn, Walk
+from dlm_export.network.walks import Walked
+from dlm_export.sources import Source
+from dlm_export.workplace import Workplace
+from dlm_runtime import Policy
+
+
+class SweptPredictor:
+    """A ``Seer`` in torch: every ``see`` is one sweep."""
+
+    def __init__(
+        self,
+        layered: Layered,
+        name: str,
+        *,
+        memory_bytes: int | None = None,
+        folder: Path | None = None,
+        cache_dtype: str | None = None,
+    ) -> None:
+        """``memory_bytes``, ``folder``: where the canvases' states lie, see ``Carried``;
+        ``cache_dtype``: see ``Walked``.
+        """
+        c = layered.network
+        self.layered, self.name = layered, name
+        self.shift, self.visible_block = c.shift, c.visible_block
+        self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
+        self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
+        self._memory_bytes, self._folder, self._cache_dtype = memory_bytes, folder, cache_dtype
+        self._project = layered.head()
+        self._features: dict[tuple[bytes, bytes], Tensor] = {}
+        self._walked: list[list[Tensor]] = []
+
+    def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
+        """See ``Seer``. Raises MemoryLimitError."""
+        whole = {
+            view_key(step.canvas, step.rows): (walk, number)
+            for walk, steps in enumerate(walks)
+            for number, step in enumerate(steps)
+            if step.span.is_whole(len(step.canvas))
+        }
+        wanted = {
+            view_key(canvas, rows): (canvas, rows)
+            for canvas, rows in ((c, rows_of(p, self.shift)) for c, p in views)
+        }
+        alone = {key: view for key, view in wanted.items() if key not in whole}
+        carried = Carried(
+            self.layered,
+            [canvas for canvas, _ in alone.values()],
+            memory_bytes=self._memory_bytes,
+            folder=self._folder,
+        )
+        walked = Walked(self.layered, walks, self._cache_dtype)
+        for i in range(len(self.layered.network.layers)):
+            block = self.layered.block(i)
+            carried.through(i, block)
+            walked.through(i, block)
+            del block  # before the next one is read into its memory
+        self._walked = walked.features()
+        found = carried.features([rows for _, rows in alone.values()])
+        self._features = {key: self._walked[walk][number] for key, (walk, number) in whole.items()}
+        self._features |= dict(zip(alone, found, strict=True))
+
+    def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """See ``Scorer``; only what was shown."""
+        return self._logits(self._features[view_key(canvas, rows)])
+
+    def walked(self, walk: int, step: int) -> np.ndarray:
+        """See ``Seer``."""
+        return self._logits(self._walked[walk][step])
+
+    def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
+        """See ``Scorer``."""
+        return proposers.scores(turn, torch.from_numpy(logits), policy)
+
+    @torch.no_grad()
+    def _logits(self, features: Tensor) -> np.ndarray:
+        found: np.ndarray = self._project(features).numpy()
+        return found
+
+
+def shown_source(
+    source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None
+) -> SweptPredictor:
+    """A source in torch that is shown its canvases, and is read a layer at a time."""
+    place = workplace or Workplace()
+    layered = families.layered(source.parameters, source.network, dtype, place.device)
+    return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
+
+
+def view_key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:
+    """What a canvas and its rows are found by."""
+    return np.asarray(canvas, np.int64).tobytes(), np.asarray(rows, np.int64).tobytes()

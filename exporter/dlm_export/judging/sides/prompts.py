@@ -1,0 +1,53 @@
+"""What a side is asked to write: prompts of samples, the room after them, and the text that comes
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import dlm_runtime
+from dlm_calibration.states import Sample
+from dlm_export.judging.sides.side import JudgeError
+from dlm_export.network.spec import NetworkSpec
+from dlm_runtime.policy import Policy
+
+
+def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
+    """A sample's prompt and how many tokens to write behind it; plain text is continued from its
+    middle.
+    """
+    start = sample.prompt_length or max(1, len(sample.tokens) // 2)
+    return sample.tokens[:start].tolist(), min(max_new_tokens, max_canvas_length - start)
+
+
+def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tuple[list[int], int]:
+    """``prompt_of`` for the sample of that number. Raises JudgeError if its prompt leaves no room."""
+    prompt, room = prompt_of(sample, max_new_tokens, limit)
+    if room < 1:
+        raise JudgeError(
+            f"sample {number + 1}: its prompt of {len(prompt)} tokens fills the canvas: leave it out"
+        )
+    return prompt, room
+
+
+def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) -> int:
+    """Mask tokens for a free run: the longest response in whole blocks, as far as every prompt
+    leaves room.
+    """
+    block_length = policy.block_length or 32
+    starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
+    longest = max(len(sample.tokens) - start for sample, start in zip(samples, starts, strict=True))
+    wanted = -(-longest // block_length) * block_length
+    return max(1, min(wanted, network.max_canvas_length - max(starts)))
+
+
+def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
+    """Generated ids to text, up to the first end token; None without a tokenizer."""
+    tokenizer, stops = bundle.tokenizer, bundle.eos_token_ids
+
+    def decode(tokens: list[int]) -> str | None:
+        end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+        return None if tokenizer is None else tokenizer.decode(tokens[:end])
+
+    return decode

@@ -1,0 +1,214 @@
+"""Effort levels: what quality a preset's loop gives for how many passes as it is varied, and which
+of these loops are levels.
+
+What is varied is how sure a token has to be before it commits, and how many passes a block may
+take. Where finished blocks are stored by passes of their own, loops are tried that store a block in
+the pass which opens the next one (``store=open``): they write the same in fewer passes, some of
+which take two blocks. Passes of every other cache stay of one size. Every loop writes the same
+samples. ``high`` has the best quality that any shows, and stores as the preset does. ``medium`` and
+``low`` take the fewest passes that lose no more of it than ``LOSSES`` says, and ``low`` half of
+``high``'s at most, where anything takes so few; ``instant`` takes the fewest of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dlm_calibration import metrics
+from dlm_calibration.metrics import Decode, Run
+from dlm_calibration.states import Sample
+from dlm_export.judging.sides.prompts import prompt_of
+from dlm_export.judging.sides.side import Generator, JudgeError
+from dlm_export.judging.tuning.threshold import check_policy
+from dlm_runtime import Policy
+
+LEVELS = ("instant", "low", "medium", "high")
+"""Fewest passes first."""
+LOSSES = {"medium": 0.02, "low": 0.1}
+"""Of high's quality, as a share."""
+THRESHOLDS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.995)
+FEW_STEPS = (1, 2)  # passes in which a block is decided, whatever the scores are
+CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
+"""One token a pass: what agreement is with, where no answers say what is right."""
+
+
+@dataclass(frozen=True)
+class LevelPoint:
+    """One loop: fields in which it differs from the preset, quality in 0..1, mean passes a prompt."""
+
+    changes: dict[str, Any]
+    quality: float
+    nfe: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"changes": self.changes, "quality": self.quality, "nfe": self.nfe}
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Loops of a preset by effort, and the curve that they were chosen from, fewest passes first.
+
+    ``quality`` is ``task`` (right answers) or ``agreement`` (tokens equal to those at one token a
+    pass), over ``samples``.
+    """
+
+    preset: str
+    quality: str
+    samples: int
+    curve: list[LevelPoint]
+    levels: dict[str, LevelPoint]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as the manifest has them."""
+        points = {name: point.as_dict() for name, point in self.levels.items()}
+        curve = [point.as_dict() for point in self.curve]
+        return {
+            "preset": self.preset,
+            "quality": self.quality,
+            "samples": self.samples,
+        } | {
+            "curve": curve,
+            "levels": points,
+        }
+
+    def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """The manifest with these levels, in the place of others."""
+        own = Policy(**manifest["loop"]["presets"][self.preset])
+        loops = {
+            name: own.with_fields(point.changes).as_dict() for name, point in self.levels.items()
+        }
+        loop = manifest["loop"] | {"effort": {"preset": self.preset, "levels": loops}}
+        return {**manifest, "loop": loop, "effort": self.as_dict()}
+
+
+def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
+    """The loops that are tried, as changes of ``policy``: its own first, the most careful one last.
+
+    ``shift``: the denoiser's. One that predicts the next position decides a block's first one in
+    the pass that stores what is before it, which then has to be a pass of its own.
+    """
+    opens = policy.cache == "block" and policy.store == "pass" and shift == 0
+    saved: dict[str, Any] = {"store": "open"} if opens else {}
+    own = [{}, saved] if opens else [{}]
+    others = [
+        {"threshold": threshold} | saved
+        for threshold in THRESHOLDS
+        if threshold != policy.threshold
+    ]
+    fewer = [{"commit": "dynamic", "steps_per_block": steps} | saved for steps in FEW_STEPS]
+    return [*own, *fewer, *others, CAREFUL]
+
+
+def level_units(policy: Policy, shift: int) -> int:
+    """How often ``fit_levels`` calls ``on_done``."""
+    return len(variants(policy, shift)) + 1
+
+
+def fit_levels(
+    side: Generator,
+    samples: Sequence[Sample],
+    policy: Policy,
+    max_new_tokens: int,
+    decode: Decode,
+    *,
+    preset: str,
+    on_done: Callable[[], None] = lambda: None,
+) -> Levels:
+    """Try every one of ``variants`` on the samples, and the best of them as the preset stores; and
+    choose the levels.
+
+    Quality is the task score if every sample carries an answer and ``decode`` gives text, else the
+    share of tokens equal to the side's own at one token a pass. ``on_done``: see ``level_units``.
+    Raises JudgeError for no samples, RequestError for a policy without threshold.
+    """
+    check_policy(policy)
+    if not samples:
+        raise JudgeError("no samples to fit effort levels on: give data")
+    is_task = all(sample.answer is not None for sample in samples) and decode([]) is not None
+    asked = [prompt_of(sample, max_new_tokens, side.max_canvas_length) for sample in samples]
+
+    def tried(changes: dict[str, Any]) -> list[Run]:
+        varied = policy.with_fields(changes)
+        made = [(prompt, *side.generate(prompt, room, varied)) for prompt, room in asked]
+        on_done()
+        return [
+            metrics.as_run(tokens, prompt, nfe, side.eos_token_ids, decode)
+            for prompt, tokens, nfe in made
+        ]
+
+    def point_of(changes: dict[str, Any], found: list[Run]) -> LevelPoint:
+        quality = [
+            _quality(*each, is_task=is_task) for each in zip(found, careful, samples, strict=True)
+        ]
+        return LevelPoint(
+            changes, float(np.mean(quality)), float(np.mean([run.nfe for run in found]))
+        )
+
+    changed = variants(policy, side.shift)
+    runs = [tried(changes) for changes in changed]
+    careful = runs[-1]
+    curve = [point_of(changes, found) for changes, found in zip(changed, runs, strict=True)]
+    quick = [point for point in curve if "store" in point.changes]
+    as_preset = (
+        {
+            field: value
+            for field, value in _best(quick, quick[0]).changes.items()
+            if field != "store"
+        }
+        if quick
+        else {}
+    )
+    if as_preset not in changed:
+        curve.append(point_of(as_preset, tried(as_preset)))
+    else:
+        on_done()
+    kind = "task" if is_task else "agreement"
+    ascending = sorted(curve, key=lambda point: (point.nfe, -point.quality))
+    return Levels(preset, kind, len(samples), ascending, choose_levels(curve, curve[0]))
+
+
+def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:
+    if is_task:
+        return float(metrics.same_answer(run.text, sample.answer or ""))
+    same, count = metrics.token_agreement(run.tokens, careful.tokens)
+    return same / max(1, count)
+
+
+def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:
+    """The point of each level, by the rule above. ``own``: the preset's; of equals ``high`` is no
+    quicker than that is.
+    """
+    high = _best(curve, own)
+    front = list(_front(curve, high))
+    kept = {
+        name: next(point for point in front if point.quality >= (1 - loss) * high.quality)
+        for name, loss in LOSSES.items()
+    }
+    half = [point for point in front if point.nfe <= high.nfe / 2]
+    if kept["low"].nfe > high.nfe / 2 and half:
+        kept["low"] = half[-1]
+    return {"instant": front[0], "low": kept["low"], "medium": kept["medium"], "high": high}
+
+
+def _best(points: Sequence[LevelPoint], own: LevelPoint) -> LevelPoint:
+    best = max(point.quality for point in points)
+    bests = sorted(
+        (point for point in points if point.quality == best), key=lambda point: point.nfe
+    )
+    return next((point for point in bests if point.nfe >= own.nfe), bests[-1])
+
+
+def _front(points: Sequence[LevelPoint], high: LevelPoint) -> Iterator[LevelPoint]:
+    """Those that no other one beats, fewest passes first, each better than those before, and behind
+    them ``high``; none of the others without any quality.
+    """
+    best = 0.0
+    for point in sorted(points, key=lambda point: (point.nfe, -point.quality)):
+        if point.quality > best and point.nfe < high.nfe:
+            best = point.quality
+            yield point
+    yield high

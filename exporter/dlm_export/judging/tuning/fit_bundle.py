@@ -1,0 +1,78 @@
+"""Effort levels of a bundle that stands: fitted by its own generations, and written into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dlm_export.bundle.folder import changing, sha256, write_manifest
+from dlm_export.bundle.manifest import network_of, read_manifest
+from dlm_export.judging.accuracy.files import recorded
+from dlm_export.judging.report.page import REPORT_FILE, require_matplotlib, write_report
+from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.prompts import decoder, new_tokens
+from dlm_export.judging.tuning.effort_levels import Levels, fit_levels, level_units
+from dlm_export.opening import ON_CPU, Opening
+from dlm_export.outputs import replaced
+from dlm_export.progress import Progress
+from dlm_export.quantising.samples import CalibrationOptions, load_data, threshold_preset
+from dlm_runtime.manifest import MANIFEST_FILE
+
+
+@dataclass(frozen=True)
+class EffortOptions:
+    """What levels are fitted by: at most ``samples`` of the data; and what runs the bundle."""
+
+    data: CalibrationOptions = field(default_factory=CalibrationOptions)
+    samples: int = 64
+    opening: Opening = ON_CPU
+
+
+def fit_bundle(
+    folder: Path,
+    options: EffortOptions,
+    progress: Progress,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Levels:
+    """Fit the levels of a bundle, and write them into its manifest, and its report where it has
+    one.
+
+    The bundle is as it was until they are known. Raises DlmError.
+    """
+    manifest = read_manifest(folder)
+    has_report = REPORT_FILE in manifest["files"]
+    if has_report:
+        require_matplotlib()
+    with options.opening.open(folder, check_hashes=False) as bundle:
+        network = network_of(manifest)
+        presets = {name: bundle.policy(name) for name in manifest["loop"]["presets"]}
+        preset, policy = threshold_preset(network, presets, options.data.preset)
+        data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
+        for doubt in data.doubts(option="--data"):
+            warn(doubt)
+        samples = data.judging[: options.samples]
+        side = BundlePredictor(bundle, folder.name)
+        progress.start("fit effort", level_units(policy, side.shift))
+        levels = fit_levels(
+            side,
+            samples,
+            policy,
+            new_tokens(samples, policy, network),
+            decoder(bundle),
+            preset=preset,
+            on_done=progress.advance,
+        )
+    made, files = levels.applied(manifest), manifest["files"]
+    with changing(folder, manifest, MANIFEST_FILE):
+        if has_report:
+            others = {name: entry for name, entry in files.items() if name != REPORT_FILE}
+            sizes = {name: entry["bytes"] for name, entry in files.items()}
+            with replaced(folder / REPORT_FILE) as new:
+                write_report(new, made, recorded(folder), sizes, side.speed())
+                files = others | {REPORT_FILE: {"bytes": new.stat().st_size, "sha256": sha256(new)}}
+                write_manifest(
+                    folder, manifest, others
+                )  # a kill between the two moves leaves a bundle that opens
+        write_manifest(folder, made, files)
+    return levels

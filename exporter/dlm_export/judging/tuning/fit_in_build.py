@@ -1,0 +1,62 @@
+"""Threshold and effort levels of a bundle, fitted while it is built: its source is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import dlm_runtime
+from dlm_calibration.states import Sample
+from dlm_export import families
+from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.prompts import decoder, new_tokens
+from dlm_export.judging.sides.torch import TorchPredictor
+from dlm_export.judging.tuning.effort_levels import Levels, fit_levels
+from dlm_export.judging.tuning.threshold import Refit, refit_threshold
+from dlm_export.sources import Source
+
+
+def fit_threshold(
+    source: Source,
+    bundle: dlm_runtime.Bundle,
+    samples: Sequence[Sample],
+    preset: str,
+    seed: int,
+    on_done: Callable[[], None],
+) -> Refit:
+    """Whether the bundle wants another threshold than its source, by generations of both; on samples
+    that are not judged by. See ``refit_threshold``.
+    """
+    policy = source.presets[preset].greedy()
+    return refit_threshold(
+        TorchPredictor(families.load(source.parameters, source.network), "fp32"),
+        BundlePredictor(bundle, "candidate"),
+        samples,
+        policy,
+        new_tokens(samples, policy, source.network),
+        decoder(bundle),
+        preset=preset,
+        seed=seed,
+        on_done=on_done,
+    )
+
+
+def fit_effort(
+    source: Source,
+    bundle: dlm_runtime.Bundle,
+    samples: Sequence[Sample],
+    threshold: Refit,
+    on_done: Callable[[], None],
+) -> Levels:
+    """Effort levels of the preset that ``threshold`` was fitted for, at its fitted threshold."""
+    assert threshold.preset is not None
+    fitted = {"threshold": threshold.refitted.threshold}
+    policy = source.presets[threshold.preset].greedy().with_fields(fitted)
+    return fit_levels(
+        BundlePredictor(bundle, "candidate"),
+        samples,
+        policy,
+        new_tokens(samples, policy, source.network),
+        decoder(bundle),
+        preset=threshold.preset,
+        on_done=on_done,
+    )

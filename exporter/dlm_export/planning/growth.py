@@ -1,0 +1,91 @@
+"""How a token's time and cost grow with canvas, batch and size of the denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dlm_export.planning.measured import Measured
+from dlm_export.planning.predict import Request, predict
+from dlm_export.planning.shapes import Shape, precisions_of, scaled_shape
+from dlm_export.targets import Target
+
+GROWTH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+GROWTH_SIZES = ("1B", "3B", "8B", "30B", "100B")
+GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
+
+
+# ---- Growth ----
+
+
+@dataclass(frozen=True)
+class Point:
+    """A precision, and what it makes of a token."""
+
+    precision: str
+    ms_per_token: float
+    cost_per_million_tokens: float | None
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a token takes along one axis: canvas, batch or size. ``lines``: target -> a point a
+    value, None: none known fits.
+    """
+
+    axis: str
+    denoiser: str
+    values: tuple[Any, ...]
+    lines: Mapping[str, tuple[Point | None, ...]]
+
+
+def growth_of(
+    shape: Shape,
+    targets: Sequence[Target],
+    request: Request,
+    names: Sequence[str] | None,
+    measured: Measured | None,
+) -> list[Growth]:
+    """How a token's time and cost grow with canvas and batch of ``shape``, and with the size of a
+    LLaDA.
+
+    At the first block length and the first of ``tokens_per_pass``; each point at the fastest
+    precision that fits, or that is calibrated where any is: a limit would always win against a
+    measurement.
+    """
+    request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
+    longest = shape.max_canvas_length or GROWTH_CANVASES[-1]
+    canvases = [canvas for canvas in GROWTH_CANVASES if request.new_tokens < canvas <= longest]
+
+    def best(shape: Shape, target: Target, request: Request) -> Point | None:
+        found = [
+            predict(shape, target, precision, request, request.block_lengths[0], measured)
+            for precision in precisions_of(shape, target, names)[0]
+        ]
+        chosen = [each for each in found if each.is_calibrated] or found
+        points = [
+            Point(each.precision, speed.ms_per_token, speed.cost_per_million_tokens)
+            for each in chosen
+            for speed in each.speeds
+        ]
+        return min(points, key=lambda point: point.ms_per_token, default=None)
+
+    def along(axis: str, name: str, cases: Mapping[Any, tuple[Shape, Request]]) -> Growth:
+        lines = {
+            target.name: tuple(best(of, target, asked) for of, asked in cases.values())
+            for target in targets
+        }
+        return Growth(axis, name, tuple(cases), lines)
+
+    of_canvas = {
+        canvas: (shape, replace(request, prompt_tokens=canvas - request.new_tokens))
+        for canvas in canvases
+    }
+    of_batch = {batch: (shape, replace(request, batch=batch)) for batch in GROWTH_BATCHES}
+    of_size = {size: (scaled_shape(size), request) for size in GROWTH_SIZES}
+    return [
+        along("canvas", shape.name, of_canvas),
+        along("batch", shape.name, of_batch),
+        along("size", "LLaDA", of_size),
+    ]

@@ -1,0 +1,352 @@
+"""What one denoiser would cost on one target: milliseconds a pass, tokens a second, memory, money.
+
+Every time is the roofline's limit (Williams, Waterman and Patterson, CACM 52(4), 2009): the larger
+of bytes over bandwidth and of multiply-adds over the rate of their number format, for the work that
+``roofline`` counts and the figures of ``targets``. No target comes closer than that. A figure that
+no source gives is missing, not guessed. For the cpu, the figures and the distance from the limit
+come from what ``dlm-export bench`` measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dlm_export.planning.bench import PassSize
+from dlm_export.planning.measured import Measured, interpolated_ratio
+from dlm_export.planning.roofline import (
+    FULL,
+    MatrixKind,
+    Rates,
+    Work,
+    count_work,
+    file_bytes,
+    kinds_of,
+    limit_s,
+    weights_bytes,
+)
+from dlm_export.planning.shapes import Precision, Shape
+from dlm_export.targets import Target
+from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
+
+
+def generation_passes(
+    prompt_tokens: int,
+    new_tokens: int,
+    block_length: int,
+    tokens_per_pass: float,
+    *,
+    has_cache: bool = True,
+    visible_block: int | None = None,
+) -> Counter[PassSize]:
+    """The passes that a generation takes which commits ``tokens_per_pass`` (at least 1) in each;
+    NFE is their total.
+
+    With the dual cache each block begins with a full pass, which commits too, and goes on with
+    passes over the block alone, every other position cached; without it every pass is full. Only
+    what is still masked in the block is scored. Of a block-causal network (``visible_block``) it is
+    the cache of finished blocks: one pass stores the prompt's, passes over a block read what is
+    before it, and one more stores the block, unless it is the last.
+    """
+    canvas = prompt_tokens + new_tokens
+    origin = (
+        prompt_tokens if visible_block is None else prompt_tokens - prompt_tokens % block_length
+    )
+    made: Counter[PassSize] = Counter()
+    if visible_block is not None and has_cache and origin:
+        made[PassSize(origin, 0, 1)] += 1
+    for start in range(origin, canvas, block_length):
+        end = min(start + block_length, canvas)
+        block, step = end - max(start, prompt_tokens), 0
+        while (masked := block - math.floor(step * tokens_per_pass)) > 0:
+            if visible_block is not None and has_cache:
+                made[PassSize(end - start, start, masked)] += 1
+            else:
+                tokens = block if has_cache and step else canvas
+                made[PassSize(tokens, canvas - tokens, masked)] += 1
+            step += 1
+        if visible_block is not None and has_cache and end < canvas:
+            made[PassSize(end - start, start, 1)] += 1
+    return made
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a denoiser. ``prices``: target -> price an hour, in whatever currency."""
+
+    prompt_tokens: int = 128
+    new_tokens: int = 128
+    batch: int = 1
+    block_lengths: tuple[int, ...] = (32,)
+    tokens_per_pass: tuple[float, ...] = (1, 2, 4, 8)
+    prices: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def canvas(self) -> int:
+        return self.prompt_tokens + self.new_tokens
+
+
+# ---- Predictions ----
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """The least milliseconds of a pass by its bytes and by its arithmetic, None where a figure of
+    the target is missing.
+
+    ``ratio``: how many times its limit it takes, 1 where nothing was measured.
+    """
+
+    made: PassSize
+    bytes_ms: float | None
+    arithmetic_ms: float | None
+    ratio: float = 1.0
+
+    @property
+    def ms(self) -> float | None:
+        if self.bytes_ms is None or self.arithmetic_ms is None:
+            return None
+        return self.ratio * max(self.bytes_ms, self.arithmetic_ms)
+
+    @property
+    def bound(self) -> str | None:
+        """Which of the two is the limit: bytes or arithmetic."""
+        if self.bytes_ms is None or self.arithmetic_ms is None:
+            return None
+        return "bytes" if self.bytes_ms >= self.arithmetic_ms else "arithmetic"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self.made) | {
+            "ms": self.ms,
+            "bound": self.bound,
+            "bytes_ms": self.bytes_ms,
+            "arithmetic_ms": self.arithmetic_ms,
+            "ratio": self.ratio,
+        }
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A generation that commits ``tokens_per_pass``. ``cost_per_million_tokens`` None: no price was
+    given.
+    """
+
+    tokens_per_pass: float
+    nfe: int
+    ms_per_token: float
+    tokens_per_s: float
+    cost_per_million_tokens: float | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One denoiser on one target in one precision and block length.
+
+    ``file_bytes``: of the bundle's weights on disk.
+    ``fits`` None: the target's memory is unknown. ``missing``: the figures without which times are
+    unknown. ``speeds`` are there where times are known and the memory, as far as known, suffices.
+    ``block_pass`` scores its whole block.
+    """
+
+    denoiser: str
+    target: str
+    precision: str
+    same_as: tuple[str, ...]
+    block_length: int
+    memory_bytes: int
+    file_bytes: int
+    fits: bool | None
+    missing: tuple[str, ...]
+    is_calibrated: bool
+    full_pass: PassTime
+    block_pass: PassTime
+    speeds: tuple[Speed, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        passes = {"full_pass": self.full_pass.as_dict(), "block_pass": self.block_pass.as_dict()}
+        return asdict(self) | passes
+
+
+NUMBERS = {
+    FULL: "fp16",
+    "int8": "int8",
+    "fp8": "fp8",
+    "nvfp4": "nvfp4",
+}  # arithmetic -> key of a GPU's rates
+
+
+def rates_of(target: Target, measured: Measured | None = None) -> Rates:
+    """What the target does a second; NaN bandwidth and absent rates where nothing says.
+
+    A GPU multiplies by its tensor cores: full precision, attention included, at the rate of fp16,
+    which NVIDIA prints for bf16 as well. A multiply-add is two of a vendor's operations. The cpu
+    has the figures that were measured.
+    """
+    if target.sm is None:
+        return Rates(math.nan, {}) if measured is None else measured.rates
+    macs = {
+        arithmetic: target.rates[number] / 2
+        for arithmetic, number in NUMBERS.items()
+        if number in target.rates
+    }
+    return Rates(target.bandwidth_bytes_per_s or math.nan, macs)
+
+
+def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]:
+    """Names of the figures without which the time of ``work`` is unknown."""
+    lacking = [
+        NUMBERS[arithmetic] for arithmetic in work.by_arithmetic() if arithmetic not in rates.macs
+    ]
+    bandwidth = ["bandwidth"] if math.isnan(rates.read_bytes) else []
+    if target.sm is None and bandwidth:
+        return ("this machine's bandwidth and rates: pass --measured",)
+    return (*bandwidth, *(f"{number} rate" for number in lacking))
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _kinds(shape: Shape, precision: Precision) -> tuple[MatrixKind, ...]:
+    return kinds_of(
+        shape.network,
+        dict(precision.layers),
+        precision.element_bytes,
+        _table_bytes(shape, precision),
+    )
+
+
+def _table_bytes(shape: Shape, precision: Precision) -> int:
+    """Of an element of the embedding table where it is not quantised."""
+    return min(precision.element_bytes, shape.table_bytes)
+
+
+def stored_bytes(shape: Shape, precision: Precision) -> int:
+    """Bytes of the weights, a table that is also the head's weight once."""
+    return weights_bytes(
+        shape.network,
+        _kinds(shape, precision),
+        precision.element_bytes,
+        _table_bytes(shape, precision),
+    )
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Work:
+    kinds, element_bytes = _kinds(shape, precision), precision.element_bytes
+    return count_work(
+        shape.network,
+        kinds,
+        made.tokens,
+        made.cached,
+        made.rows,
+        batch,
+        element_bytes=element_bytes,
+        table_bytes=_table_bytes(shape, precision),
+    )
+
+
+def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> PassTime:
+    """The limit of ``work`` by bytes alone and by arithmetic alone, at ``rates`` as ``rates_of``
+    gives them.
+    """
+    kinds = work.by_arithmetic()
+    free = dict.fromkeys(kinds, math.inf)
+    bytes_ms = (
+        None if math.isnan(rates.read_bytes) else 1e3 * limit_s(work, Rates(rates.read_bytes, free))
+    )
+    arithmetic_ms = (
+        1e3 * limit_s(work, Rates(math.inf, rates.macs))
+        if kinds.keys() <= rates.macs.keys()
+        else None
+    )
+    return PassTime(made, bytes_ms, arithmetic_ms, ratio)
+
+
+def memory_bytes(
+    shape: Shape, precision: Precision, target: Target, canvas: int, block_length: int, batch: int
+) -> int:
+    """What a process holds, or a GPU: weights, and for each row of the batch its cache and passes;
+    formula of ``engines``.
+
+    A GPU's context and kernels come on top. Where elements have four bytes, cache and activations
+    are twice what an engine has.
+    """
+    weights = stored_bytes(shape, precision)
+    found = estimate(shape.network, weights, Limits(canvas, block_length))
+    logits = estimate(shape.network, weights, Limits(0, block_length)).passes  # in fp32 everywhere
+    rows = batch * (precision.element_bytes // 2 * (found.cache + found.passes - logits) + logits)
+    total: int = weights + rows
+    return total + (0 if target.sm is None else DEVICE_OVERHEAD_BYTES)
+
+
+def predict(
+    shape: Shape,
+    target: Target,
+    precision: Precision,
+    request: Request,
+    block_length: int,
+    measured: Measured | None = None,
+) -> Prediction:
+    """One denoiser on one target. ``measured`` counts on the cpu alone: its rates always, its
+    ratios for its precision.
+    """
+    measured = measured if target.sm is None else None
+    rates = rates_of(target, measured)
+    is_calibrated = measured is not None and measured.precision in (
+        precision.name,
+        *precision.same_as,
+    )
+
+    def time_of(made: PassSize) -> PassTime:
+        ratio = (
+            interpolated_ratio(measured.passes, made)
+            if measured is not None and is_calibrated
+            else 1.0
+        )
+        return pass_time(_work(shape, precision, made, request.batch), rates, made, ratio)
+
+    canvas, block = request.canvas, min(block_length, request.new_tokens)
+    full_pass, block_pass = (
+        time_of(PassSize(canvas, 0, block)),
+        time_of(PassSize(block, canvas - block, block)),
+    )
+    memory = memory_bytes(shape, precision, target, canvas, block, request.batch)
+    available = (
+        (None if measured is None else measured.memory_bytes)
+        if target.sm is None
+        else target.memory_bytes
+    )
+    fits = None if available is None else memory <= available
+    missing = missing_figures(target, rates, _work(shape, precision, full_pass.made, request.batch))
+    speeds = []
+    for per_pass in request.tokens_per_pass if fits is not False and not missing else ():
+        passes = generation_passes(
+            request.prompt_tokens,
+            request.new_tokens,
+            block_length,
+            per_pass,
+            visible_block=shape.network.visible_block,
+        )
+        ms = math.fsum(count * (time_of(made).ms or 0.0) for made, count in passes.items())
+        per_token = ms / (request.batch * request.new_tokens)
+        price = request.prices.get(target.name)
+        # Milliseconds a token are 1e6 / 1e3 / 3600 hours a million tokens.
+        cost = None if price is None else price * per_token / 3.6
+        speeds.append(Speed(per_pass, passes.total(), per_token, 1e3 / per_token, cost))
+    return Prediction(
+        shape.name,
+        target.name,
+        precision.name,
+        precision.same_as,
+        block_length,
+        memory,
+        file_bytes(shape.network, stored_bytes(shape, precision), precision.element_bytes),
+        fits,
+        missing,
+        is_calibrated,
+        full_pass,
+        block_pass,
+        tuple(speeds),
+    )
