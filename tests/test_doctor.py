@@ -14,9 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from checkpoints import a2d_qwen3_config, write_checkpoint
 from click.testing import CliRunner
 from test_native import SOURCE
 
+from dlm_export.build import BuildOptions, build
 from dlm_export.cli import main
 from dlm_export.doctor import checks, report
 from dlm_export.doctor.board import Board, find_board
@@ -312,6 +315,21 @@ def test_a_bundle_for_the_cpu_runs_on_every_machine_and_takes_what_the_formula_s
     found = memory_needed(json.loads((llada_bundle / "manifest.json").read_text()))
     assert found.weights == (llada_bundle / "denoiser.onnx.data").stat().st_size
     assert found.device == found.weights + found.cache + found.passes
+
+
+def test_the_kernels_that_run_a_bundle_are_named_and_what_it_costs_to_have_none(
+    tmp_path: Path,
+) -> None:
+    bundle = tmp_path / "bundle"
+    source = write_checkpoint(tmp_path / "tied", a2d_qwen3_config(), dtype=torch.bfloat16)
+    build(source, bundle, BuildOptions(check_parity=False))
+    here = told(report.judge(BARE, bundle))["bundle", "kernels"]
+    assert (here.state, here.said.partition(" runs ")[0]) == (OK, "avx2")
+    assert "1 Bf16TiedHead" in here.said
+    none = replace(BARE, native=replace(BARE.native, kernels={"avx2": "the processor has no AVX2"}))
+    lacking = told(report.judge(none, bundle))["bundle", "kernels"]
+    assert lacking.state == NOTE
+    assert "copies the embedding table in fp32" in lacking.said
 
 
 def test_a_bundle_larger_than_the_memory_is_missing_it_and_one_whose_canvas_is_has_a_note(

@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from checkpoints import a2d_qwen3_config, write_checkpoint
 from click.testing import CliRunner, Result
 from denoisers import ArithmeticDenoiser
+from engine_bundles import SMALL as FEW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import make_network
 from test_imports import BLOCKED
 
-from dlm_calibration.recipes import RECIPES, RecipeError
+from dlm_calibration.recipes import RECIPES
+from dlm_export.build import build
 from dlm_export.building import request
 from dlm_export.building.options import BuildOptions
 from dlm_export.cli import main
@@ -34,7 +38,13 @@ from dlm_export.planning.measured import (
     read_measured,
 )
 from dlm_export.planning.plan import make_plan
-from dlm_export.planning.predict import Request, generation_passes, memory_bytes, predict
+from dlm_export.planning.predict import (
+    Request,
+    generation_passes,
+    memory_bytes,
+    predict,
+    stored_bytes,
+)
 from dlm_export.planning.roofline import Machine, kinds_of, limit_s, weights_bytes
 from dlm_export.planning.shapes import (
     Precision,
@@ -371,11 +381,13 @@ def test_a_tied_head_is_quantised_on_cpus_and_not_on_gpus(tmp_path: Path) -> Non
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[layers]\nhead = "int8-weight"\n')
     tied = replace(TINY, network=replace(TINY.network, tied_head=True))
-    for shape, target in ((TINY, H100), (TINY, CPU), (tied, CPU)):
+    for shape, target in ((TINY, H100), (TINY, CPU)):
         (found,), _ = precisions_of(shape, target, [str(recipe)])
         assert found.layers == (("head", "int8-weight"),)
-    with pytest.raises(RecipeError, match="no layer is called 'head'"):
-        precisions_of(tied, H100, [str(recipe)])
+    (found,), _ = precisions_of(tied, CPU, [str(recipe)])
+    assert found.layers == (("head", "int8-dynamic"),)  # rows are looked up in that
+    (found,), _ = precisions_of(tied, H100, [str(recipe)])
+    assert found.layers == ()
 
 
 def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bundle: Path) -> None:
@@ -388,6 +400,40 @@ def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bun
         ]
         # The file adds the tables of RoPE, and rounds tensors up to pages.
         assert 1 <= stored / _weights_bytes(shape, fp32) < 1.5
+
+
+TIED_PRECISIONS = ("fp32", "fp16", "int8", "int4-rtn", "int4-g128")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tied_table_counts_once_in_the_format_that_it_has(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """What is planned of a checkpoint is the size of the file that a build then writes."""
+    config = a2d_qwen3_config(
+        vocab_size=8192, hidden_size=128, intermediate_size=384, max_position_embeddings=128
+    )
+    source = write_checkpoint(tmp_path / "source", config, dtype=dtype)
+    result = invoke("plan", source, "--targets", "cpu", "--json", "--new-tokens", 32,
+                    "--prompt-tokens", 32, "--precisions", ",".join(TIED_PRECISIONS))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    planned = {}
+    for each in json.loads(result.stdout)["predictions"]:
+        planned |= dict.fromkeys((each["precision"], *each["same_as"]), each["file_bytes"])
+    for precision in TIED_PRECISIONS:
+        bundle = tmp_path / precision
+        build(source, bundle, BuildOptions(precision=precision, check_parity=False, quantise=FEW))
+        written = (bundle / "denoiser.onnx.data").stat().st_size
+        # A page of padding for each of some 40 tensors, which a bundle of this size shows.
+        assert 0 <= written - planned[precision] < 50 * 4096, precision
+        shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
+        found, _ = precisions_of(shape, CPU)
+        own = next(each for each in found if precision in (each.name, *each.same_as))
+        assert stored_bytes(shape, own) <= planned[precision]
+        told = invoke("plan", bundle, "--targets", "cpu", "--json", "--new-tokens", 32,
+                      "--prompt-tokens", 32, "--precisions", precision)  # fmt: skip
+        (again,) = json.loads(told.stdout)["predictions"]
+        assert again["file_bytes"] == planned[precision]
 
 
 # ---- What is unknown ----

@@ -189,3 +189,21 @@ def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
     stacks = {stack.path for stacks in EVERY.mixtures() for stack in stacks}
     assert len(stacks) == 6
     assert stacks <= paths
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_layers_that_turn_alike_read_one_rotary_table(is_plain: bool) -> None:
+    """Two kinds of layers turn by tables of their own, whatever the order of the layers."""
+    graph = trace_pass(MIXED, "fp32", is_plain=is_plain).model.graph
+    shapes = {
+        name: tuple(value.shape or ())
+        for name, value in graph.initializers.items()
+        if name.startswith("rotary.")
+    }
+    half_of_8, whole_of_12 = (MIXED.max_canvas_length, 2), (MIXED.max_canvas_length, 6)
+    assert shapes == {
+        "rotary.0.cos": half_of_8,
+        "rotary.0.sin": half_of_8,
+        "rotary.1.cos": whole_of_12,
+        "rotary.1.sin": whole_of_12,
+    }

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import a2d_qwen3_config, write_checkpoint
 from conftest import DEMO_CHECKPOINT
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from dlm_calibration import recipes
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.building.writing import write_text
-from dlm_export.judging.precision_search import sensitivity
+from dlm_export.judging.precision_search import search, sensitivity
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source, open_source
@@ -166,6 +167,22 @@ def test_a_quantised_head_is_measured_exactly_and_twice_the_same(llada_checkpoin
     assert found["head"] == pytest.approx(exact["head"], rel=1e-3)
     assert set(found) == set(exact)
     assert found == _losses(source, done, states)
+
+
+def test_a_tied_table_loses_where_it_is_looked_up_as_well(tmp_path: Path) -> None:
+    config = a2d_qwen3_config(tie_word_embeddings=True)
+    source = open_source(write_checkpoint(tmp_path / "tied", config))
+    done, states = _quantised(source, "int8"), _states(source, [12] * 8)
+    done.formats = {layer: name for layer, name in done.formats.items() if layer == "head"}
+    (found,), (exact,) = (
+        _losses(source, done, states, exact=is_exact).values() for is_exact in (False, True)
+    )
+    # The estimate takes both places for independent; the exact sweep runs them together.
+    assert 0.6 < found[0] / exact[0] < 1.6
+    untied = {**config, "tie_word_embeddings": False}
+    assert search.searched(source.network).keys() - search.searched(
+        open_source(write_checkpoint(tmp_path / "untied", untied)).network
+    ).keys() == {"head"}
 
 
 def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: Path) -> None:

@@ -4,15 +4,21 @@ checkpoint's type.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 from checkpoints import a2d_qwen3_config, sdar_config, write_checkpoint
-from engine_bundles import SMALL
+from click.testing import CliRunner
+from engine_bundles import SMALL, gpu_bundle, read_manifest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_kernels import choices
@@ -22,8 +28,13 @@ from dlm_calibration.formats import FP16, QuantisedWeight, quantise_weight
 from dlm_calibration.recipes import RecipeError
 from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
+from dlm_export.cli import main
 from dlm_export.graph import functions
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS
+from dlm_export.judging.accuracy.verdict import Budgets
+from dlm_export.judging.precision_search.search import AutoOptions
+from dlm_export.sources import open_source
 from dlm_runtime import _native
 
 VOCABULARY, HIDDEN = 100, 48
@@ -111,23 +122,126 @@ def test_a_token_outside_the_table_is_refused(token: int, llada_bundle: Path) ->
         session.run(["y"], {"ids": np.array([[token]])})
 
 
+TABLES = {
+    "fp32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+HEAD_TOLERANCE = 2e-6
+"""Of a sum of a few hundred fp32 products in another order, as a part of the sum of their sizes."""
+
+
+def head_model(table: np.ndarray, scales: np.ndarray | None) -> bytes:
+    """A model that multiplies ``x`` ``[B, T, K]`` by the rows of a table."""
+    x = ir.Value(name="x", shape=ir.Shape(["B", "T", None]), type=ir.TensorType(ir.DataType.FLOAT))
+    stored = {"table": table if scales is None else table.view(np.uint8)}
+    if scales is not None:
+        stored["scales"] = scales
+    held = [
+        ir.Value(name=key, const_value=ir.tensor(value, name=key)) for key, value in stored.items()
+    ]
+    name = TIED_HEADS[ir.DataType.from_numpy(table.dtype)] if scales is None else FP8_TIED_HEAD
+    node = ir.node(name, [x, *held], domain=DOMAIN)
+    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph(
+        [x],
+        node.outputs,
+        nodes=[node],
+        initializers=held,
+        opset_imports={"": 23, DOMAIN: 1},
+        name="head",
+    )
+    model = ir.Model(graph, ir_version=10)
+    functions.declare(model, name)
+    return ir.to_proto(model).SerializeToString()
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data(), kind=st.sampled_from(list(TABLES)), seed=st.integers(0, 99))
+def test_kernels_multiply_by_a_table_as_its_function_does(
+    monkeypatch: pytest.MonkeyPatch,
+    llada_bundle: Path,
+    data: st.DataObject,
+    kind: str,
+    seed: int,
+) -> None:
+    batch, tokens, inputs, rows = data.draw(
+        st.tuples(st.integers(1, 2), st.integers(0, 20), st.integers(1, 200), st.integers(1, 300))
+    )
+    rng = np.random.default_rng(seed)
+    table = rng.normal(size=(rows, inputs)).astype(TABLES[kind])
+    scales = rng.normal(size=(rows, 1)).astype(np.float32) if kind == "fp8" else None
+    x = rng.normal(size=(batch, tokens, inputs)).astype(np.float32)
+    wide = table.astype(np.float64) * (1 if scales is None else scales.astype(np.float64))
+    expected, sizes = x @ wide.T, np.abs(x).astype(np.float64) @ np.abs(wide).T
+    model = head_model(table, scales)
+    found = [session_of(model, has_kernels=False).run(["y"], {"x": x})[0]]
+    for kernels in choices(llada_bundle):
+        monkeypatch.setenv("DLM_KERNELS", kernels)
+        found.append(session_of(model, has_kernels=True).run(["y"], {"x": x})[0])
+    for y in found:
+        assert y.shape == expected.shape
+        assert (np.abs(y - expected) <= HEAD_TOLERANCE * sizes).all()
+
+
+@pytest.mark.parametrize("inputs", [31, 33])
+def test_activations_of_another_size_than_the_tables_rows_are_refused(
+    inputs: int, llada_bundle: Path
+) -> None:
+    if choices(llada_bundle) == ["none"]:
+        pytest.skip("this processor has no kernels")
+    session = session_of(head_model(np.ones((40, 32), np.float16), None), has_kernels=True)
+    with pytest.raises(Exception, match=f"the table is not one of rows of {inputs}"):
+        session.run(["y"], {"x": np.ones((1, 2, inputs), np.float32)})
+
+
+def test_scales_that_are_not_one_a_row_are_refused(llada_bundle: Path) -> None:
+    if choices(llada_bundle) == ["none"]:
+        pytest.skip("this processor has no kernels")
+    table, scales = np.ones((40, 32), TABLES["fp8"]), np.ones((39, 1), np.float32)
+    session = session_of(head_model(table, scales), has_kernels=True)
+    with pytest.raises(Exception, match="the table's scales are not 40"):
+        session.run(["y"], {"x": np.ones((1, 2, 32), np.float32)})
+
+
 @pytest.fixture(scope="module")
 def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = sdar_config(tie_word_embeddings=True)
     return write_checkpoint(tmp_path_factory.mktemp("tied"), config, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8", "int4-rtn", "head in int4"])
+RECIPES = {
+    "head in int4": '[layers]\n"*" = "int8-dynamic"\nhead = "int4-g32-dynamic"\n',
+    "head in fp8": '[layers]\n"*" = "int8-dynamic"\nhead = "fp8"\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "stored", "users"),
+    [
+        ("fp32", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
+        ("fp16", "FLOAT16", ["Fp16TiedHead", "Gather"]),
+        ("fp8", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
+        ("nvfp4-weight", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
+        ("int8", "UINT8", ["Int8Embedding", "Int8Linear"]),
+        ("int4-rtn", "UINT8", ["Int8Embedding", "Int8Linear"]),  # int4 recipes hold it in INT8
+        ("head in int4", "UINT8", ["Int4Embedding", "Int4Linear"]),
+        ("head in fp8", "UINT8", ["Fp8TiedHead", "Gather"]),
+    ],
+)
 def test_a_tied_bundle_holds_its_table_once_with_parity(
-    tied_checkpoint: Path, tmp_path: Path, precision: str
+    tied_checkpoint: Path, tmp_path: Path, precision: str, stored: str, users: list[str]
 ) -> None:
     """The build itself compares every layer, or whole canvases in fp32, with torch, and fails if
     they differ.
     """
     recipe = precision
-    if precision == "head in int4":
+    if precision in RECIPES:
         recipe = str(tmp_path / "mine.toml")
-        Path(recipe).write_text('[layers]\n"*" = "int8-dynamic"\nhead = "int4-g32-dynamic"\n')
+        Path(recipe).write_text(RECIPES[precision])
     build_bundle(
         tied_checkpoint, tmp_path / "bundle", BuildOptions(precision=recipe, quantise=SMALL)
     )
@@ -137,18 +251,90 @@ def test_a_tied_bundle_holds_its_table_once_with_parity(
         for name, value in graph.initializers.items()
         if name.startswith(("embed", "head"))
     }
-    codes = {name: value for name, value in tables.items() if not name.endswith("scales")}
+    codes = {
+        name: value for name, value in tables.items() if not name.endswith(("scales", "scale"))
+    }
     assert len(codes) == 1, list(tables)
     (table,) = codes.values()
-    lookups = [node.op_type for node in graph if table in node.inputs]
-    if precision == "fp32":
-        assert table.dtype == ir.DataType.BFLOAT16
-        assert sorted(lookups) == ["Gather", "Transpose"]
-    else:
-        kind = (
-            "Int4" if "int4" in precision and precision != "int4-rtn" else "Int8"
-        )  # int4 recipes hold the head in INT8
-        assert sorted(lookups) == [f"{kind}Embedding", f"{kind}Linear"]
+    assert table.dtype == ir.DataType[stored]
+    assert sorted(node.op_type for node in graph if table in node.inputs) == users
+    manifest = read_manifest(tmp_path / "bundle")
+    told = manifest["precision"].get("embedding_dtype")
+    assert told == {"BFLOAT16": "bfloat16", "FLOAT16": "float16"}.get(stored)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head"), [(torch.float32, "Fp32TiedHead"), (torch.float16, "Fp16TiedHead")]
+)
+def test_a_tied_table_is_multiplied_by_as_it_was_released(
+    tmp_path: Path, dtype: torch.dtype, head: str
+) -> None:
+    source = write_checkpoint(tmp_path / "source", a2d_qwen3_config(), dtype=dtype)
+    build_bundle(source, tmp_path / "bundle", BuildOptions(precision="fp32"))
+    assert read_manifest(tmp_path / "bundle")["kernels"]["calls"][head] == 1
+
+
+_OPENED = """
+import sys
+import dlm_runtime
+
+def anonymous() -> int:
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+before = anonymous()
+with dlm_runtime.open(sys.argv[1], threads=1) as bundle:
+    bundle.logits([5, 6, 7])
+    print(anonymous() - before)
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "head in fp8"])
+def test_opening_a_tied_bundle_makes_no_copy_of_its_table(
+    tmp_path: Path, llada_bundle: Path, precision: str
+) -> None:
+    if choices(llada_bundle) == ["none"]:
+        pytest.skip("this processor has no kernels")
+    if not Path("/proc/self/smaps_rollup").is_file():
+        pytest.skip("this system does not say what memory is anonymous")
+    rows, hidden = 60_000, 256
+    config = sdar_config(tie_word_embeddings=True, vocab_size=rows, hidden_size=hidden)
+    source = write_checkpoint(tmp_path / "source", config, dtype=torch.bfloat16)
+    recipe = precision
+    if precision in RECIPES:
+        recipe = str(tmp_path / "mine.toml")
+        Path(recipe).write_text(RECIPES[precision])
+    options = BuildOptions(precision=recipe, check_parity=False, quantise=SMALL)
+    build_bundle(source, tmp_path / "bundle", options)
+    out = subprocess.run(
+        [sys.executable, "-c", _OPENED, str(tmp_path / "bundle")],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    # Opening takes 10 MiB whatever the table is; the smallest copy, of INT8 codes, would be 15 MiB
+    # more, one in fp32 59 MiB.
+    assert int(out) < (10 << 20) + rows * hidden // 2
+
+
+def test_rotary_tables_are_stored_once_for_all_layers_and_as_long_as_the_canvas(
+    tmp_path: Path,
+) -> None:
+    source = write_checkpoint(tmp_path / "source", sdar_config(num_hidden_layers=3))
+    for name, options in {
+        "cpu": BuildOptions(precision="fp32"),
+        "cuda": BuildOptions(("cuda",), "fp16", check_parity=False),
+    }.items():
+        build_bundle(source, tmp_path / name, options)
+        for file in (tmp_path / name).glob("*.onnx"):
+            graph = ir.load(file).graph
+            rotary = {
+                key: value for key, value in graph.initializers.items() if key.startswith("rotary.")
+            }
+            assert sorted(rotary) == ["rotary.0.cos", "rotary.0.sin"]
+            assert {value.shape[0] for value in rotary.values()} == {256}  # type: ignore[index]
+            readers = [node for node in graph if rotary["rotary.0.cos"] in node.inputs]
+            assert len(readers) == (3 if name == "cpu" else 6)  # queries and keys by themselves
 
 
 def test_an_untied_table_is_stored_as_in_the_checkpoint(tmp_path: Path) -> None:
@@ -186,3 +372,98 @@ def test_a_quantised_tied_bundle_generates_the_same_with_every_kernel(
             found.append(bundle.logits([5, 6, 150, 150]))
     for logits in found[1:]:
         np.testing.assert_allclose(logits, found[0], atol=0.5)
+
+
+@pytest.mark.parametrize("table", ["int8-dynamic", "fp8"])
+def test_auto_chooses_the_format_of_a_tied_table(
+    tied_checkpoint: Path, tmp_path: Path, table: str
+) -> None:
+    """With a budget that every format keeps, the smallest is taken; the build then judges it."""
+    quantise = replace(
+        SMALL, budgets=Budgets(max_ce_increase=10.0), auto=AutoOptions(formats=(table,))
+    )
+    options = BuildOptions(precision="auto", quantise=quantise)
+    build_bundle(tied_checkpoint, tmp_path / "bundle", options)
+    manifest = read_manifest(tmp_path / "bundle")
+    assert manifest["precision"]["layers"]["head"] == table
+    graph = ir.load(tmp_path / "bundle" / "denoiser.onnx").graph
+    assert "embed.weight" not in graph.initializers
+
+
+def test_auto_counts_a_tied_table_in_the_type_that_it_was_released_in(
+    tied_checkpoint: Path, tmp_path: Path
+) -> None:
+    quantise = replace(
+        SMALL, budgets=Budgets(max_ce_increase=10.0), auto=AutoOptions(formats=("int8-dynamic",))
+    )
+    report = build_bundle(
+        tied_checkpoint,
+        tmp_path / "bundle",
+        BuildOptions(precision="auto", quantise=quantise, check_parity=False),
+    )
+    network = open_source(tied_checkpoint).network
+    layers = sum(
+        4 * layer.inputs * layer.outputs for layer in network.linear_layers() if not layer.is_tied
+    )
+    full = max(point["weight_bytes"] for point in report.as_dict()["curve"])
+    assert full == layers + 2 * network.vocab_size * network.hidden_size
+
+
+def test_inspect_tells_where_a_tied_table_lies_and_counts_it_once(
+    tied_checkpoint: Path, tmp_path: Path
+) -> None:
+    network = open_source(tied_checkpoint).network
+    shown = CliRunner().invoke(main, ["inspect", str(tied_checkpoint), "--json"])
+    memory = json.loads(shown.stdout)["memory"]
+    table = network.vocab_size * network.hidden_size
+    count = network.parameter_count()
+    assert memory["fp32"]["weights_bytes"] == 4 * (count - table) + 2 * table
+    assert memory["fp16"]["weights_bytes"] == 2 * count
+    for precision, stored in (("fp32", "bfloat16"), ("int8", "int8-dynamic")):
+        options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
+        build_bundle(tied_checkpoint, tmp_path / precision, options)
+        shown = CliRunner().invoke(main, ["inspect", str(tmp_path / precision)])
+        told = f"embedding table in {stored}, stored once: the head multiplies by it"
+        assert told in shown.stdout
+
+
+# ---- GPUs ----
+
+
+def test_an_engine_of_a_tied_denoiser_holds_the_table_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    hidden, sizes = 64, []
+    for rows in (20_000, 60_000):
+        config = sdar_config(tie_word_embeddings=True, vocab_size=rows, hidden_size=hidden)
+        source = write_checkpoint(tmp_path / f"{rows}", config, dtype=torch.bfloat16)
+        folder = gpu_bundle("fp16", "rtx5090", source=source, engines=True)
+        (file,) = (folder / "engines").iterdir()
+        sizes.append(file.stat().st_size)
+    more = 2 * 40_000 * hidden  # of one table in fp16; a second copy would double it
+    assert 0.95 * more < sizes[1] - sizes[0] < 1.1 * more
+
+
+def test_onnxruntime_on_a_gpu_multiplies_by_the_table_as_it_is_stored(
+    tied_checkpoint: Path,
+) -> None:
+    folder = gpu_bundle("fp16", "cuda", source=tied_checkpoint)
+    graph = ir.load(folder / "device.onnx").graph
+    table = graph.initializers["embed.weight"]
+    assert sorted(node.op_type for node in graph if table in node.inputs) == ["Gather", "Gemm"]
+    rng = np.random.default_rng(0)
+    feeds = {
+        "input_ids": rng.integers(0, 150, (2, 9)),
+        "position_ids": np.tile(np.arange(9), (2, 1)),
+        "score_rows": rng.integers(0, 9, (2, 4)),
+    }
+    for layer in read_manifest(folder)["loop"]["graph"]["ports"]["layers"]:
+        shape = (2, layer["kv_heads"], 0, layer["head_size"])
+        feeds |= {layer[kind]: np.zeros(shape, np.float16) for kind in ("past_key", "past_value")}
+    judged, device = (
+        onnxruntime.InferenceSession(folder / name, providers=["CPUExecutionProvider"]).run(
+            ["logits"], feeds
+        )[0]
+        for name in ("denoiser.onnx", "device.onnx")
+    )
+    # The CPU's Gemm adds up in fp16 what its MatMul adds up in fp32.
+    np.testing.assert_allclose(device, judged, atol=0.01 * np.abs(judged).max())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jsonschema
 import numpy as np
+import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 from referencing import Registry
@@ -63,11 +64,22 @@ def test_every_shape_is_timed_in_every_format_that_suits_it(llada_checkpoint: Pa
         tuning.measure(layers, ["fp8"], 8, lambda: None)
 
 
+@pytest.mark.parametrize("table", [ir.DataType.FLOAT, ir.DataType.BFLOAT16])
+def test_a_tied_head_is_timed_as_the_product_by_its_table(table: ir.DataType) -> None:
+    session = tuning._session((40, 33), HIGH, 2, table)
+    (y, _) = session.run(None, {"x": np.ones((3, 40), np.float32)})
+    assert y.shape == (3, 33)
+    inputs = [name for name, _ in tuning._weight(np.random.default_rng(0), HIGH, (40, 33), table)]
+    assert inputs == ["table"]
+
+
 @pytest.mark.parametrize(("slow", "fast"), [(INT4, INT8), (INT8, INT4)])
 def test_auto_takes_the_format_that_is_fastest_here(
     slow: str, fast: str, llada_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(layers: object, formats: object, rows: int, on_done: object) -> Tuning:
+    def measured(
+        layers: object, formats: object, rows: int, on_done: object, **_: object
+    ) -> Tuning:
         searched = search.searched(open_source(llada_checkpoint).network)
         shapes = tuning.shapes_of((layer for (layer,) in searched.values()), rows)
         times = {HIGH: 2e-3, fast: 1e-3, slow: 3e-3}

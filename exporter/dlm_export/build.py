@@ -15,12 +15,11 @@ from dlm_export.building.options import BuildOptions, QuantiseOptions
 from dlm_export.building.proving import Proof, prove
 from dlm_export.building.quantising import Quantised, quantise
 from dlm_export.building.request import Job, check_job, check_request
-from dlm_export.building.writing import Text, write_graph, write_text
+from dlm_export.building.writing import Text, Written, table_dtype, write_graph, write_text
 from dlm_export.bundle import folder as bundle_folder
 from dlm_export.bundle.manifest import make_manifest
 from dlm_export.families.base import Overrides
 from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
-from dlm_export.graph.fuse import Fused
 from dlm_export.judging.accuracy.verdict import Judgement
 from dlm_export.judging.parity.verdict import Parity
 from dlm_export.judging.precision_search.search import CurvePoint
@@ -145,7 +144,8 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
         )
     # An engine holds the weights once more.
     needed = (1 + len(request.builders)) * (
-        write.data_bytes(source.network, job.base, job.formats) + SMALL_FILES_BYTES
+        write.data_bytes(source.network, job.base, job.formats, table_dtype(job).itemsize)
+        + SMALL_FILES_BYTES
     )
     with (
         bundle_folder.staged(output, force=request.options.force, needed_bytes=needed) as folder,
@@ -156,7 +156,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
             quantise(job, text.tokenizer, workplace, stages) if request.is_quantised else None
         )
         written = write_graph(job, quantised, folder, stages)
-        manifest = _make_manifest(job, quantised, text, written.fused)
+        manifest = _make_manifest(job, quantised, text, written)
         hashed = bundle_folder.finish(folder, manifest, written.hashed)
         engines = _build_engines(job, folder, manifest, hashed, stages)
         for built in engines:
@@ -173,9 +173,12 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
 
 
 def _make_manifest(
-    job: Job, quantised: Quantised | None, text: Text, fused: Fused | None
+    job: Job, quantised: Quantised | None, text: Text, written: Written
 ) -> dict[str, Any]:
-    request, source = job.request, job.source
+    request, source, fused = job.request, job.source, written.fused
+    precision = {"name": job.base} if quantised is None else quantised.precision_record()
+    if written.embedding_dtype is not None:
+        precision["embedding_dtype"] = written.embedding_dtype
     # A graph for a GPU is judged as it is written: no kernel of the CPU's may take its integers
     # another way.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
@@ -189,7 +192,7 @@ def _make_manifest(
             has_segments=fused is not None and fused.has_segments,
         ),
         opset=PLAIN_OPSET if request.is_plain else OPSET,
-        precision={"name": job.base} if quantised is None else quantised.precision_record(),
+        precision=precision,
         kernels=None if fused is None else fused.as_dict(),
         targets=[target.name for target in request.targets],
         presets=source.presets,

@@ -95,6 +95,11 @@ class LayerFormat:
         """
         return self.weights == "int4" and self.is_dynamic
 
+    @property
+    def suits_table(self) -> bool:
+        """Whether a CPU can look rows up in this format, as the table of a tied head needs."""
+        return self.weights in (None, "fp8") or self.is_dynamic
+
     def weight_bytes(self, inputs: int, outputs: int) -> int:
         """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision
         counts as fp32.

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import onnx_ir as ir
+
 from dlm_calibration.recipes import FORMATS, Recipe
 from dlm_calibration.states import State, read_states, write_states
 from dlm_export import families, targets
@@ -17,6 +19,7 @@ from dlm_export.checkpoints.folder import ALGORITHMS, CheckpointError
 from dlm_export.graph import trace
 from dlm_export.judging.precision_search import search
 from dlm_export.memory import give_back
+from dlm_export.network.spec import EMBEDDING
 from dlm_export.planning import tuning
 from dlm_export.planning.tuning import Tuning
 from dlm_export.progress import Stages
@@ -191,7 +194,8 @@ def _tune(job: Job, stages: Stages) -> Tuning:
     formats = search.formats_for(job.request.targets, job.request.options.quantise.auto)
     rows = job.source.presets[job.preset].block_length
     with stages.stage("tune", len(tuning.shapes_of(layers, rows))) as advance:
-        return tuning.measure(layers, formats, rows, advance)
+        table = ir.DataType.from_numpy(job.source.parameters.stored_type(EMBEDDING))
+        return tuning.measure(layers, formats, rows, advance, table=table)
 
 
 def _search(

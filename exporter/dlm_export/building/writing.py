@@ -19,7 +19,17 @@ from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Parameters, later
-from dlm_export.graph import cuda, experts, functions, fuse, quantise, trace, widen, write
+from dlm_export.graph import (
+    cuda,
+    experts,
+    functions,
+    fuse,
+    quantise,
+    tables,
+    trace,
+    widen,
+    write,
+)
 from dlm_export.graph.fuse import Fused
 from dlm_export.graph.taps import Tap, find_taps
 from dlm_export.network.spec import EMBEDDING
@@ -83,6 +93,8 @@ class Written:
     taps: dict[str, Tap]
     fused: Fused | None
     hashed: dict[str, Any]
+    embedding_dtype: str | None = None
+    """What the embedding table is stored in; None where it is quantised."""
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
@@ -113,6 +125,7 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
             )
         read = _quantised_reader(numbers, parts)
     if device is not None and request.form == "cuda":
+        tables.multiply_transposed(device)
         cuda.check_operators(device)
     if job.base == "bf16":
         widen.compute_in_fp32(traced)
@@ -122,15 +135,26 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
         stacks = experts.lay_out(traced.model, source.network, formats or {}, amax)
     if stacks:
         read = _expert_reader(read, job, quantised, stacks)
-    if not request.on_gpu and job.base == "fp32":
-        parameters = job.source.parameters if quantised is None else quantised.numbers.parameters
-        write.narrow_embedding(traced, ir.DataType.from_numpy(parameters.stored_type(EMBEDDING)))
+    if not request.on_gpu:
+        tables.hold_once(traced, ir.DataType.from_numpy(table_dtype(job)))
     fused = None if request.on_gpu else fuse.fuse(traced, job.cache_dtype)
     with stages.stage(
-        "write weights", write.data_bytes(source.network, job.base, formats)
+        "write weights",
+        write.data_bytes(source.network, job.base, formats, table_dtype(job).itemsize),
     ) as advance:
         hashed = write.write_graph(traced, read, folder, advance, device)
-    return Written(taps, fused, hashed)
+    table = traced.model.graph.initializers.get(EMBEDDING)
+    stored = None if table is None or table.dtype is None else table.dtype.numpy().name
+    return Written(taps, fused, hashed, stored)
+
+
+def table_dtype(job: Job) -> np.dtype:
+    """What a graph holds an embedding table in that is not quantised: the checkpoint's type where
+    a CPU computes in fp32.
+    """
+    if job.request.on_gpu or job.base != "fp32":
+        return trace.element_type(job.base).numpy()
+    return job.source.parameters.stored_type(EMBEDDING)
 
 
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
@@ -149,7 +173,7 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
         array = part_of(held[part.layer], part)
         return (
             array.astype(dtype, copy=False)
-            if isinstance(array, np.ndarray) and part.part != "codes"
+            if isinstance(array, np.ndarray) and part.part not in ("codes", "rows")
             else array
         )
 
@@ -210,9 +234,7 @@ def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
 
 
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
-    """One initialiser of a quantised layer; the embedding table's codes and scales go by rows, not
-    by columns.
-    """
+    """One initialiser of a quantised layer, by the name of its part."""
     if part.part == "panels":
         return _PANELS[weight.format](weight.codes)
     if part.part == "panel_scales":
@@ -233,11 +255,11 @@ def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
             if weight.group_size is None
             else weight.scales.T
         )
-    array = {
+    arrays: dict[str, np.ndarray] = {
         "codes": weight.codes,
         "scales": weight.scales,
         "global_scale": np.asarray(weight.global_scale),
-    }[part.part]
-    if part.layer == "embed":
-        array = array.T if part.part == "codes" else array[:, None]
-    return array
+        "rows": weight.codes.T,
+        "row_scales": weight.scales[:, None],
+    }
+    return arrays[part.part]

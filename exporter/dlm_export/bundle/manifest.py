@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
-from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.spec import CACHE_ROWS, NetworkSpec
 from dlm_runtime.errors import BundleError
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
@@ -93,3 +93,11 @@ def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
         )
     except ValueError as err:
         raise BundleError(f"{MANIFEST_FILE}: network: {err}. Build the bundle again.") from err
+
+
+def table_bytes_of(manifest: Mapping[str, Any]) -> int | None:
+    """Bytes of an element of a bundle's embedding table; None where it is quantised, or where an
+    earlier dlm-export did not say.
+    """
+    dtype = manifest["precision"].get("embedding_dtype")
+    return None if dtype is None else CACHE_ROWS[dtype][0]

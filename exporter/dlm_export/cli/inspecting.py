@@ -57,6 +57,7 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     from dlm_export.checkpoints import tokenizer
     from dlm_export.checkpoints.folder import Checkpoint
     from dlm_export.graph import PRECISIONS
+    from dlm_export.network.spec import EMBEDDING
     from dlm_export.planning.roofline import cache_bytes_by_type
 
     opened = Checkpoint(path)
@@ -69,7 +70,11 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
         "tokenizer": text.tokenizer is not None,
         "chat_template": text.chat_template is not None,
     }
-    memory = {name: _memory(network, element_bytes) for name, element_bytes in PRECISIONS.items()}
+    table = tensors.stored_type(EMBEDDING)
+    memory = {
+        name: _memory(network, element_bytes, min(table.itemsize, element_bytes))
+        for name, element_bytes in PRECISIONS.items()
+    }
     unread = opened.config.unread()
     if as_json:
         print_json(
@@ -141,10 +146,14 @@ def _kept(c: NetworkSpec) -> int:
     return c.max_canvas_length if block is None else (-(-c.max_canvas_length // block) - 1) * block
 
 
-def _memory(c: NetworkSpec, element_bytes: int) -> dict[str, int]:
+def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, int]:
+    """``table_bytes``: of an element of the embedding table, which fp32 bundles keep as released."""
+    from dlm_export.planning.roofline import kinds_of, weights_bytes
+
+    kinds = kinds_of(c, {}, element_bytes, table_bytes)
     per_token = c.cache_bytes(element_bytes)
     return {
-        "weights_bytes": c.parameter_count() * element_bytes,
+        "weights_bytes": weights_bytes(c, kinds, element_bytes, table_bytes),
         "cache_bytes_per_token": per_token,
         "cache_bytes": per_token * _kept(c),
     }
@@ -228,6 +237,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
         f"presets: {', '.join(loop['presets'])}; default {loop['default_preset']}",
     ):
         click.echo(one_line(line))
+    click.echo(_embedding_words(manifest))
     print_network(network_of(manifest))
     print_table(
         "Files",
@@ -253,6 +263,18 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
             ["target", "SM", "builder", "layers held in", "fallbacks", "on the device"],
             rows,
         )
+
+
+def _embedding_words(manifest: Mapping[str, Any]) -> str:
+    """What the embedding table is stored in, and whether the head multiplies by it."""
+    from dlm_export.network.spec import HEAD
+
+    precision, tied = manifest["precision"], manifest["network"]["tied_head"]
+    stored = precision.get("embedding_dtype") or precision.get("recipe", {}).get("embedding")
+    if stored is None and tied:
+        stored = precision.get("layers", {}).get(HEAD)
+    told = f"embedding table in {stored or 'the type of the activations'}"
+    return f"{told}, stored once: the head multiplies by it" if tied else told
 
 
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:

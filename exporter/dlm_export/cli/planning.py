@@ -126,11 +126,15 @@ def plan(
         print_plan(made)
 
 
-def _checkpoint_sizes(path: Path, values: dict[str, Any]) -> NetworkSpec:
+def _checkpoint_sizes(path: Path, values: dict[str, Any]) -> tuple[NetworkSpec, int]:
     from dlm_export import families
     from dlm_export.checkpoints.folder import Checkpoint
+    from dlm_export.network.spec import EMBEDDING
 
-    return families.read_network(Checkpoint(path), overrides(values))
+    checkpoint = Checkpoint(path)
+    network = families.read_network(checkpoint, overrides(values))
+    table = families.check_tensors(checkpoint, network).stored_type(EMBEDDING)
+    return network, table.itemsize
 
 
 _Number = TypeVar("_Number", int, float)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlm_export.bundle.manifest import network_of
+from dlm_export.bundle.manifest import network_of, table_bytes_of
 from dlm_export.doctor.checks import LEAST_FOR_GPU, LEAST_ONNXRUNTIME, builders_of, numbers, size
 from dlm_export.doctor.findings import NOTE, OK, Finding, needed
 from dlm_export.doctor.machine import Machine
@@ -86,7 +86,25 @@ def examine_bundle(
             else f"{NAMES[machine.native.tensorrt or TENSORRT.name]} on {machine.driver.gpus[0].name}"
         )
     yield needed(part, "engine", lacking, engine)
+    yield from _kernels(machine, part, manifest)
     yield _memory(machine, part, manifest)
+
+
+def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
+    """Which kernels run a bundle for CPUs here; nothing of others, or without a native library."""
+    calls = manifest.get("kernels", {}).get("calls", {})
+    is_for_gpu = "device_file" in manifest["loop"]["graph"]
+    if not calls or is_for_gpu or m.native.failure is not None:
+        return
+    runs = [name for name, refusal in m.native.kernels.items() if refusal is None]
+    listed = ", ".join(f"{count} {name}" for name, count in calls.items())
+    if runs:
+        yield Finding(part, "kernels", OK, f"{runs[0]} runs {listed}")
+        return
+    said = f"none runs here for {listed}: ONNX Runtime computes them, slower"
+    if any(name.endswith("TiedHead") for name in calls):
+        said += ", and copies the embedding table in fp32"
+    yield Finding(part, "kernels", NOTE, said, "a processor with kernels: see kernels above")
 
 
 def _lacking_on_cpu(m: Machine) -> Lacking:
@@ -205,7 +223,11 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     found = estimate(network, weights, limits)
     if "device_file" in graph:
         return found
-    held = max(weights, 4 * network.parameter_count()) if graph["simulated"] else weights
+    held = weights
+    if graph["simulated"]:  # layers are widened to fp32, the embedding table is not
+        table = network.vocab_size * network.hidden_size
+        stored = table * (table_bytes_of(manifest) or 1)
+        held = max(weights, 4 * (network.parameter_count() - table) + stored)
     cache = network.max_canvas_length * network.cache_bytes(*CACHE_ROWS[graph["cache_dtype"]])
     passes = 2 * found.passes  # ``estimate`` counts fp16
     return Estimate(held, cache, passes, held + cache + passes, 0)

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dlm_calibration.formats import NVFP4_GROUP_SIZE
+import ml_dtypes
+import numpy as np
+
+from dlm_calibration.formats import FP16, FP32, NVFP4_GROUP_SIZE
 from dlm_export.checkpoints import prequantised
 from dlm_export.checkpoints.folder import WEIGHT_DTYPES, Checkpoint, CheckpointError, weight_format
 from dlm_export.checkpoints.prequantised import Expected
 from dlm_export.families.base import Origin
 from dlm_export.network.spec import NetworkSpec
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _LISTED = 8  # names shown of each kind of tensor error
 
 
@@ -50,6 +54,15 @@ class Tensors:
                     self.quantised[parameter] = algorithm
         self.notes: list[str] = []
         self._check()
+
+    def stored_type(self, parameter: str) -> np.dtype:
+        """See ``Parameters.stored_type``."""
+        if parameter in self.quantised:
+            return FP32
+        types = {
+            self.checkpoint.tensors[piece.tensor].dtype for piece in self.origins[parameter].pieces
+        }
+        return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _expected(self) -> dict[str, Expected]:
         """Every tensor that the denoiser reads, by its released name."""

@@ -10,20 +10,19 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from dlm_calibration.formats import FP16, FP32
+from dlm_calibration.formats import FP32
 from dlm_calibration.pieces import Index, ahead, row_slices
 from dlm_export.checkpoints import prequantised
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.families.base import Origin, Parameters, Piece
-from dlm_export.families.tensors import Tensors
+from dlm_export.families.tensors import BFLOAT16, Tensors
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import Denoiser, cosines_and_sines
 from dlm_export.network.layered import Layered
 from dlm_export.network.spec import NetworkSpec
 
 LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _BF16_MAGNITUDE, _BF16_INFINITY = (
     np.uint16(0x7FFF),
     np.uint16(0x7F80),
@@ -91,15 +90,6 @@ class Weights(Tensors):
                 self._refuse(parameter, np.dtype(np.float32))
             self._viewed.add(parameter)
         return tensor
-
-    def stored_type(self, parameter: str) -> np.dtype:
-        """See ``Parameters.stored_type``."""
-        if parameter in self.quantised:
-            return FP32
-        types = {
-            self.checkpoint.tensors[piece.tensor].dtype for piece in self.origins[parameter].pieces
-        }
-        return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _refuse(self, parameter: str, dtype: np.dtype) -> NoReturn:
         """CheckpointError for a parameter that holds what ``dtype`` does not."""

@@ -32,6 +32,7 @@ from __future__ import annotations
 OPSET = 23
 PLAIN_OPSET = 21  # of graphs in elementary operators, which every TensorRT 10 parses
 TOP_K = 2  # confidence needs the best candidate, margin the best two
+MICROSOFT_DOMAIN = "com.microsoft"  # operators that ONNX Runtime alone has
 LAYER_KEY = "dlm_export.layer"  # node metadata: the module path, e.g. blocks.3.mlp.down
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
 DEVICE_FILE = "device.onnx"  # the same graph in the form that GPUs take, over the same data

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from dlm_export.graph import MICROSOFT_DOMAIN
 from dlm_export.graph.trace import Graph
 from dlm_export.targets import TargetError
 
-QUANTISED = ("com.microsoft", "MatMulNBits")
+QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
 """INT8 and INT4 weights by fp16, bf16 and fp32, in blocks of 16 to 128."""
 
 # Operators of opset 23 with kernels for fp16, bf16 and fp32, or here for integers alone; TopK and
@@ -27,6 +28,7 @@ KERNELS = frozenset(
         "Expand",
         "Gather",
         "GatherElements",
+        "Gemm",
         "Greater",
         "Log",
         "MatMul",

@@ -12,6 +12,10 @@ Runtime then prefers to the definition: the definitions are what those kernels m
 ``3``, ``Int4GatedLinear``
 ``Int8Embedding``           ``(ids [B, T], panels, scales) -> [B, T, K]``: rows of an embedding table that is stored as the
 ``Int4Embedding``           weight of a tied head; row ``id`` is column ``id`` of that weight
+``Fp32TiedHead``,           ``(x [.., K], table [V, K]) -> x @ transposed table [.., V]``: a head that multiplies by the
+``Bf16TiedHead``,           embedding table, which is stored once as the checkpoint has it (``tied``)
+``Fp16TiedHead``
+``Fp8TiedHead``             the same with the table in E4M3, a byte each, and a scale a row
 ``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``: for each
                             token the gated MLPs that are chosen, their results weighed and added up (``routed``)
 ``Fp32Experts``,            the same with all experts' weights in panels of a format
@@ -67,6 +71,7 @@ from dlm_calibration.formats import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_calibration.pieces import Lazy
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.graph.routed import FUNCTIONS, experts
+from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
 
 LINEAR = ("Int8Linear", "Int4Linear")
 """The layers that quantise their inputs by rows: those over one input may be put together."""
@@ -77,6 +82,8 @@ KERNELS = (
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),
     *("Fp32Experts", "Int8Experts", "Int4Experts"),
     *("Int8Embedding", "Int4Embedding"),
+    *TIED_HEADS.values(),
+    FP8_TIED_HEAD,
     "NVFP4Linear",
     "Candidates",
 )
@@ -576,6 +583,7 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     "Int4GatedLinear": lambda: _linear("Int4GatedLinear", 2, is_int4=True, is_gated=True),
     "Int8Embedding": lambda: _embedding("Int8Embedding", is_int4=False),
     "Int4Embedding": lambda: _embedding("Int4Embedding", is_int4=True),
+    **{name: functools.partial(tied_head, name) for name in (*TIED_HEADS.values(), FP8_TIED_HEAD)},
     **{name: functools.partial(experts, name) for name in FUNCTIONS},
     **{
         f"{stored}{kind}CachedAttention": functools.partial(

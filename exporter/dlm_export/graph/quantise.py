@@ -15,7 +15,7 @@ int8-static     QuantizeLinear, DequantizeLinear on the input, DequantizeLinear 
                 around 128, TensorRT's int8 around 0: the same values
 int8-weight     DequantizeLinear on the weight; activations stay
 int4            DequantizeLinear on the weight, in groups along the input; activations stay
-fp8             as int8-static, in E4M3
+fp8             as int8-static, in E4M3; a tied head is ``dlm_export::Fp8TiedHead`` on a CPU
 nvfp4           on a CPU the exactly equal image: E2M1 codes looked up in a table of 16, times E4M3 group scale, times the
                 tensor's scale, in ``dlm_export::NVFP4Linear`` or, where TensorRT shares the initialisers, spelled out; the
                 input through ``dlm_export::NVFP4QuantizeDequantize``, standard operators that round to E2M1 by steps. For
@@ -41,15 +41,15 @@ import onnx_ir as ir
 from dlm_calibration.formats import E2M1_VALUES, activation_scale
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
-from dlm_export.graph import LAYER_KEY, experts, functions
+from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, experts, functions
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.routed import E4M3_VALUES, MIXTURE
 from dlm_export.graph.taps import weight_of
+from dlm_export.graph.tied import FP8_TIED_HEAD
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import HEAD, LinearSpec
 
 TRT_DOMAIN = "trt"
-MICROSOFT_DOMAIN = "com.microsoft"
 F8 = ir.DataType.FLOAT8E4M3FN
 
 Form = Literal["cpu", "tensorrt", "cuda"]
@@ -61,7 +61,8 @@ class Part:
     """What an initialiser of a quantised graph holds of a layer's weight.
 
     ``codes``, ``scales``, ``global_scale``; codes and scales as ``functions`` want them, ``panels``
-    and ``panel_scales``, or as MatMulNBits does, ``blocks`` and ``block_scales``.
+    and ``panel_scales``; as MatMulNBits does, ``blocks`` and ``block_scales``; or of an embedding
+    table, ``rows`` and ``row_scales``.
     """
 
     layer: str
@@ -78,7 +79,12 @@ def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
         return f"a CPU has no function for experts in {name}"
     if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}, and {inputs} inputs are no multiple"
-    if layer.is_tied and (on_gpu or not chosen.is_dynamic) and chosen.weights is not None:
+    if layer.is_tied and on_gpu and chosen.weights is not None:
+        # TensorRT takes codes into a DequantizeLinear alone, and would widen the whole table.
+        return (
+            "a GPU looks rows of the embedding up in full precision, and the head multiplies by it"
+        )
+    if layer.is_tied and not chosen.suits_table:
         return f"there is no lookup for an embedding table that is also the head's weight in {name}"
     together = functions.PAIRS if chosen.weights == "int4" else functions.DOT
     if chosen.is_dynamic and inputs % together:
@@ -120,7 +126,7 @@ def rewrite(
                 if head.is_tied and FORMATS[formats.get(HEAD, HIGH)].weights is not None:
                     writer.look_up(node, FORMATS[formats[HEAD]])
                 elif embedding is not None:
-                    writer.embedding(node, embedding)
+                    writer.embedding(node, "embed", embedding)
             continue
         turned = (rotated or {}).get(layer)
         if turned is not None:
@@ -262,6 +268,11 @@ class _Writer:
         if chosen.weights == "nvfp4" and self.has_panels:
             self.nvfp4_panels(node, layer, x, K, N)
             return
+        if tied is not None:
+            functions.declare(self.model, FP8_TIED_HEAD)
+            stored = self.rows(layer, "fp8", N, K)
+            self.put(node, layer, f"{DOMAIN}::{FP8_TIED_HEAD}", [x, *stored], {})
+            return
         node.replace_input_with(1, self.dequantised(node, layer, chosen, K, N))
 
     def int8_panels(self, layer: str, K: int, N: int) -> tuple[ir.Value, ir.Value]:
@@ -279,8 +290,19 @@ class _Writer:
         scales = (count, -(-K // group_size), functions.PANEL)
         return panels, self.weight(layer, "panel_scales", scales, ir.DataType.FLOAT16)
 
+    def rows(
+        self, layer: str, number_format: str, V: int, hidden: int
+    ) -> tuple[ir.Value, ir.Value]:
+        """Codes and scales of a table by rows; those of FP8 are bytes, as ONNX's Gather takes them."""
+        dtype = ir.DataType.INT8 if number_format == "int8" else ir.DataType.UINT8
+        codes = self.weight(layer, "rows", (V, hidden), dtype)
+        return codes, self.weight(layer, "row_scales", (V, 1), self.dtype)
+
     def look_up(self, node: ir.Node, chosen: LayerFormat) -> None:
         """Rows of an embedding table whose codes and scales are those of a tied head."""
+        if chosen.weights == "fp8":
+            self.embedding(node, HEAD, "fp8")
+            return
         table, ids = node.inputs
         assert table is not None
         assert table.shape is not None
@@ -480,21 +502,19 @@ class _Writer:
         # The last axis came out as -1 of unknown size: MatMul finds it again from the weight.
         node.replace_input_with(0, rotated)
 
-    def embedding(self, node: ir.Node, number_format: str) -> None:
-        """The table as codes and a scale a row; only the rows that are looked up are dequantised."""
+    def embedding(self, node: ir.Node, layer: str, number_format: str) -> None:
+        """The table as codes and a scale a row; only the rows that are looked up are dequantised.
+
+        ``layer``: whose codes they are, the embedding's own or a tied head's.
+        """
         table, ids = node.inputs
         assert table is not None
         assert table.shape is not None
         V, hidden = (int(size) for size in table.shape)  # type: ignore[arg-type]
-        is_int8 = number_format == "int8"
-        codes = self.weight(
-            "embed", "codes", (V, hidden), ir.DataType.INT8 if is_int8 else ir.DataType.UINT8
-        )
-        scales = self.weight("embed", "scales", (V, 1), self.dtype)
+        codes, scales = self.rows(layer, number_format, V, hidden)
         (wide,) = self.node(node, "embed", "Gather", [codes, ids], {"axis": 0})
         (steps,) = self.node(node, "embed", "Gather", [scales, ids], {"axis": 0})
-        # ONNX's Gather has no float8: the codes are looked up as bytes, then their values by code
-        if not is_int8:
+        if number_format == "fp8":  # looked up as bytes, then their values by code
             values = self.constant("e4m3", E4M3_VALUES)
             (wide,) = self.node(
                 node,

@@ -21,19 +21,23 @@ from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.graph import DATA_FILE, DEVICE_FILE, GRAPH_FILE, LAYER_KEY, PRECISIONS, functions
 from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
-from dlm_export.network.spec import EMBEDDING, NetworkSpec
+from dlm_export.network.spec import HEAD, NetworkSpec
 
 _MOST_PARTS = 3  # initialisers of a weight: codes, scales and a scale of these
 DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
 
 
 def data_bytes(
-    network: NetworkSpec, precision: str, formats: Mapping[str, str] | None = None
+    network: NetworkSpec,
+    precision: str,
+    formats: Mapping[str, str] | None = None,
+    table_bytes: int | None = None,
 ) -> int:
     """What ``write_graph`` puts into the data file at most: parameters, rotary tables, the mask
     token's bias, page padding.
 
     ``formats``: layer -> the format that it is held in, where it is not ``precision``.
+    ``table_bytes``: of an element of the embedding table, where it is not that of ``precision``.
     """
     c = network
     tables = c.rotary_tables()
@@ -43,6 +47,9 @@ def data_bytes(
         layer.inputs * layer.outputs for layer in c.linear_layers() if layer.role == "router"
     )  # in fp32
     saved = -routers * (4 - PRECISIONS[precision])
+    head = (formats or {}).get(HEAD, HIGH)
+    if table_bytes is not None and (head == HIGH or not c.tied_head):
+        saved += (PRECISIONS[precision] - table_bytes) * c.vocab_size * c.hidden_size
     for path, layer in c.quantisable().items():
         chosen = FORMATS[(formats or {}).get(path, HIGH)]
         if chosen.weights is not None or layer.is_stacked:
@@ -58,34 +65,6 @@ def data_bytes(
                     layer.count * columns * (blocks * (size + PRECISIONS[precision]) - layer.inputs)
                 )
     return elements * PRECISIONS[precision] - saved + 4 * c.vocab_size + padding
-
-
-def narrow_embedding(graph: Graph, dtype: ir.DataType) -> None:
-    """Hold the embedding table of an fp32 graph in the type of the checkpoint, fp16 or bf16, in
-    place.
-
-    The rows that are looked up are widened, and the whole table for a tied head. A quantised table
-    stays as it is.
-    """
-    table = graph.model.graph.initializers.get(EMBEDDING)
-    if table is None or table.dtype == dtype:
-        return
-    users = [node for node, _ in table.uses()]
-    wide = table.type
-    table.type = ir.TensorType(dtype)
-    for node in users:
-        cast = ir.node(
-            "Cast",
-            [node.outputs[0]],
-            {"to": ir.DataType.FLOAT},
-            metadata_props=dict(node.metadata_props),
-        )
-        old, new = node.outputs[0], cast.outputs[0]
-        new.shape, new.type, old.type = old.shape, wide, ir.TensorType(dtype)
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        cast.replace_input_with(0, old)
-        graph.model.graph.insert_after(node, cast)
-        new.name, old.name = old.name, f"{old.name}.stored"
 
 
 def write_graph(

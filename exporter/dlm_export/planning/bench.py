@@ -22,7 +22,7 @@ from typing import Any
 
 from dlm_calibration.recipes import FORMATS
 from dlm_calibration.states import read_samples
-from dlm_export.bundle.manifest import network_of
+from dlm_export.bundle.manifest import network_of, table_bytes_of
 from dlm_export.graph import PRECISIONS
 from dlm_export.machine import this_machine
 from dlm_export.network.spec import CACHE_ROWS
@@ -466,5 +466,6 @@ def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.
         size.rows,
         batch,
         element_bytes=element_bytes,
+        table_bytes=table_bytes_of(manifest),
         cache_dtype=cache_dtype,
     )

@@ -24,6 +24,7 @@ from dlm_export.planning.roofline import (
     Rates,
     Work,
     count_work,
+    file_bytes,
     kinds_of,
     limit_s,
     weights_bytes,
@@ -146,6 +147,7 @@ class Speed:
 class Prediction:
     """One denoiser on one target in one precision and block length.
 
+    ``file_bytes``: of the bundle's weights on disk.
     ``fits`` None: the target's memory is unknown. ``missing``: the figures without which times are
     unknown. ``speeds`` are there where times are known and the memory, as far as known, suffices.
     ``block_pass`` scores its whole block.
@@ -157,6 +159,7 @@ class Prediction:
     same_as: tuple[str, ...]
     block_length: int
     memory_bytes: int
+    file_bytes: int
     fits: bool | None
     missing: tuple[str, ...]
     is_calibrated: bool
@@ -203,7 +206,27 @@ def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]
 
 @functools.lru_cache(maxsize=1 << 10)
 def _kinds(shape: Shape, precision: Precision) -> tuple[MatrixKind, ...]:
-    return kinds_of(shape.network, dict(precision.layers), precision.element_bytes)
+    return kinds_of(
+        shape.network,
+        dict(precision.layers),
+        precision.element_bytes,
+        _table_bytes(shape, precision),
+    )
+
+
+def _table_bytes(shape: Shape, precision: Precision) -> int:
+    """Of an element of the embedding table where it is not quantised."""
+    return min(precision.element_bytes, shape.table_bytes)
+
+
+def stored_bytes(shape: Shape, precision: Precision) -> int:
+    """Bytes of the weights, a table that is also the head's weight once."""
+    return weights_bytes(
+        shape.network,
+        _kinds(shape, precision),
+        precision.element_bytes,
+        _table_bytes(shape, precision),
+    )
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -217,6 +240,7 @@ def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Wor
         made.rows,
         batch,
         element_bytes=element_bytes,
+        table_bytes=_table_bytes(shape, precision),
     )
 
 
@@ -246,7 +270,7 @@ def memory_bytes(
     A GPU's context and kernels come on top. Where elements have four bytes, cache and activations
     are twice what an engine has.
     """
-    weights = weights_bytes(shape.network, _kinds(shape, precision), precision.element_bytes)
+    weights = stored_bytes(shape, precision)
     found = estimate(shape.network, weights, Limits(canvas, block_length))
     logits = estimate(shape.network, weights, Limits(0, block_length)).passes  # in fp32 everywhere
     rows = batch * (precision.element_bytes // 2 * (found.cache + found.passes - logits) + logits)
@@ -315,6 +339,7 @@ def predict(
         precision.same_as,
         block_length,
         memory,
+        file_bytes(shape.network, stored_bytes(shape, precision), precision.element_bytes),
         fits,
         missing,
         is_calibrated,

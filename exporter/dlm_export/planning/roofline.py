@@ -21,7 +21,7 @@ from pathlib import Path
 
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
-from dlm_export.network.spec import CACHE_ROWS, NetworkSpec
+from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
 FULL = "full"  # arithmetic in the denoiser's own precision: fp32, fp16 or bf16
 
@@ -66,6 +66,7 @@ def work_of(
     batch: int = 1,
     *,
     element_bytes: int = 4,
+    table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
     """The work of a pass of ``tokens`` over ``cached`` ones that scores ``rows``, each in ``batch``
@@ -73,10 +74,11 @@ def work_of(
 
     ``layers`` names a key of ``FORMATS`` by module path, all others are in full precision.
     ``element_bytes`` is an element of full-precision weights: 4, or 2 for fp16 and bf16; of the
-    cache too, unless its ``cache_dtype`` is given. Scales count as fp32. Of experts, those are read
+    embedding table too, unless ``table_bytes`` is given, and of the cache, unless ``cache_dtype`` is.
+    Scales count as fp32. Of experts, those are read
     that tokens spread evenly over all of them reach, on average.
     """
-    kinds = kinds_of(network, layers, element_bytes)
+    kinds = kinds_of(network, layers, element_bytes, table_bytes)
     return count_work(
         network,
         kinds,
@@ -85,6 +87,7 @@ def work_of(
         rows,
         batch,
         element_bytes=element_bytes,
+        table_bytes=table_bytes,
         cache_dtype=cache_dtype,
     )
 
@@ -113,16 +116,21 @@ class MatrixKind:
 
 
 def kinds_of(
-    network: NetworkSpec, layers: Mapping[str, str], element_bytes: int
+    network: NetworkSpec,
+    layers: Mapping[str, str],
+    element_bytes: int,
+    table_bytes: int | None = None,
 ) -> tuple[MatrixKind, ...]:
     """The matrices of a network in the formats that ``layers`` names, those that cost the same
-    together.
+    together. A tied head in full precision has elements of ``table_bytes``.
     """
+    table_bytes = table_bytes or element_bytes
     found: Counter[tuple[str, str, int, float, int, int]] = Counter()
     for layer in network.linear_layers():
         chosen = FORMATS[layers.get(layer.path, HIGH)]
-        size = _matrix_bytes(chosen, layer.inputs, layer.outputs, element_bytes)
-        part = "head" if layer.role == "head" else "layers"
+        plain_bytes = table_bytes if layer.is_tied else element_bytes
+        size = _matrix_bytes(chosen, layer.inputs, layer.outputs, plain_bytes)
+        part = HEAD if layer.role == HEAD else "layers"
         found[
             part,
             chosen.activations or FULL,
@@ -143,13 +151,12 @@ def count_work(
     batch: int = 1,
     *,
     element_bytes: int = 4,
+    table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
     """``work_of`` with the matrices sorted already."""
-    vectors = (
-        network.vector_elements + batch * tokens * network.hidden_size
-    )  # of the embedding: a row a token
-    weight_bytes = element_bytes * vectors
+    rows_looked_up = batch * tokens * _table_bytes(network, kinds, table_bytes or element_bytes)
+    weight_bytes = element_bytes * network.vector_elements + rows_looked_up // network.vocab_size
     macs: Counter[str] = Counter()
     for kind in kinds:
         scored = batch * (rows if kind.part == "head" else tokens)
@@ -176,16 +183,31 @@ def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes:
     )
 
 
-def weights_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
+def _table_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
+    """Bytes of the embedding table; a tied head's matrix is the table."""
+    if network.tied_head:
+        return sum(kind.expert_bytes for kind in kinds if kind.part == HEAD)
+    return element_bytes * network.vocab_size * network.hidden_size
+
+
+def weights_bytes(
+    network: NetworkSpec,
+    kinds: tuple[MatrixKind, ...],
+    element_bytes: int,
+    table_bytes: int | None = None,
+) -> int:
     """Bytes of all weights, embedding and scales included; ``kinds`` are the network's matrices by
-    ``kinds_of``.
+    ``kinds_of``. A table that is also the head counts once, in the head's format.
     """
     matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
-    # The head is among them; a tied one is the embedding table.
-    vectors = network.vector_elements + (
-        0 if network.tied_head else network.vocab_size * network.hidden_size
-    )
-    return element_bytes * vectors + matrices
+    table = _table_bytes(network, kinds, table_bytes or element_bytes)
+    return element_bytes * network.vector_elements + matrices + (0 if network.tied_head else table)
+
+
+def file_bytes(network: NetworkSpec, weights: int, element_bytes: int) -> int:
+    """Bytes of a bundle's data file, but for padding: weights, rotary tables, the mask token's bias."""
+    rotary = network.max_canvas_length * sum(table.size for table in network.rotary_tables())
+    return weights + element_bytes * rotary + 4 * network.vocab_size
 
 
 def limit_s(work: Work, rates: Rates) -> float:

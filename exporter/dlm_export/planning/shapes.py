@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlm_calibration.recipes import FORMATS, HIGH
-from dlm_export.bundle.manifest import network_of, read_manifest
+from dlm_calibration.recipes import FORMATS, HIGH, NEXT
+from dlm_export.bundle.manifest import network_of, read_manifest, table_bytes_of
 from dlm_export.graph import PRECISIONS
-from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
+from dlm_export.network.spec import (
+    HEAD,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+    Rope,
+)
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.policy import presets_for
@@ -32,7 +39,8 @@ class Shape:
     """A denoiser to plan for; ``max_canvas_length`` None has no longest canvas.
 
     ``layers`` of a bundle: module path -> format, by ``precision``'s name; None for checkpoints and
-    bundles in full precision. ``presets``: name -> fields of ``Policy``.
+    bundles in full precision. ``presets``: name -> fields of ``Policy``. ``table_bytes``: of an
+    element of the embedding table as it was released, which fp32 graphs keep.
     """
 
     name: str
@@ -41,6 +49,7 @@ class Shape:
     presets: Mapping[str, Mapping[str, Any]]
     precision: str | None = None
     layers: Mapping[str, str] | None = None
+    table_bytes: int = 4
 
 
 def scaled_shape(size: str) -> Shape:
@@ -96,17 +105,31 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
     }
 
 
-def read_shape(path: Path, read_checkpoint: Callable[[Path], NetworkSpec]) -> Shape:
-    """The denoiser of a bundle, or of a checkpoint by ``read_checkpoint``, which needs torch.
-    Raises DlmError.
+def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, int]]) -> Shape:
+    """The denoiser of a bundle, or of a checkpoint by ``read_checkpoint``, which needs torch and
+    gives the network and ``Shape.table_bytes``. Raises DlmError.
     """
     if not (path / "manifest.json").is_file():
-        network = read_checkpoint(path)
-        return Shape(path.name, network, network.max_canvas_length, _published(network))
+        network, table_bytes = read_checkpoint(path)
+        return Shape(
+            path.name,
+            network,
+            network.max_canvas_length,
+            _published(network),
+            table_bytes=table_bytes,
+        )
     manifest = read_manifest(path)
     network, precision = network_of(manifest), manifest["precision"]
     presets, layers = manifest["loop"]["presets"], precision.get("layers")
-    return Shape(path.name, network, network.max_canvas_length, presets, precision["name"], layers)
+    return Shape(
+        path.name,
+        network,
+        network.max_canvas_length,
+        presets,
+        precision["name"],
+        layers,
+        table_bytes_of(manifest) or 4,
+    )
 
 
 @dataclass(frozen=True)
@@ -123,6 +146,13 @@ class Precision:
     same_as: tuple[str, ...] = ()
 
 
+def _held_table(name: str, target: Target) -> str:
+    """The format that a tied head's table is held in, if this one is asked for; HIGH on a GPU."""
+    if target.sm is not None:
+        return HIGH
+    return next((each for each in (name, *FORMATS[name].next) if FORMATS[each].suits_table), HIGH)
+
+
 def precisions_of(
     shape: Shape, target: Target, names: Sequence[str] | None = None
 ) -> tuple[list[Precision], dict[str, str]]:
@@ -131,18 +161,14 @@ def precisions_of(
     """
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}
-    # A tied head keeps full precision on GPUs.
-    every = [
-        path
-        for path, layer in shape.network.quantisable().items()
-        if target.sm is None or not layer.is_tied
-    ]
+    every = list(shape.network.quantisable())
     element_bytes = PRECISIONS["fp32" if target.sm is None else "fp16"]
 
     def add(name: str, formats: Mapping[str, str], element_bytes: int) -> None:
-        layers = tuple(
-            (layer, formats[layer]) for layer in every if formats.get(layer, HIGH) != HIGH
-        )
+        held = {layer: formats.get(layer, HIGH) for layer in every}
+        if shape.network.tied_head:
+            held[HEAD] = _held_table(held[HEAD], target)
+        layers = tuple((layer, name) for layer, name in held.items() if name != HIGH)
         if target.sm is None and any(FORMATS[held].is_simulated_on_cpu for _, held in layers):
             left_out[name] = "a CPU simulates it, at the speed of fp32"
             return

@@ -18,6 +18,7 @@ from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.graph import functions
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.quantise import misfit
+from dlm_export.graph.tied import TIED_HEADS
 from dlm_export.judging.parity.graph_parts import open_graph
 from dlm_export.machine import this_machine
 from dlm_export.network.spec import LinearSpec
@@ -96,10 +97,15 @@ def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
 
 
 def measure(
-    layers: Iterable[LinearSpec], formats: Iterable[str], rows: int, on_done: Callable[[], None]
+    layers: Iterable[LinearSpec],
+    formats: Iterable[str],
+    rows: int,
+    on_done: Callable[[], None],
+    *,
+    table: ir.DataType = ir.DataType.FLOAT,
 ) -> Tuning:
     """Time a product of ``rows`` rows in every format and shape of ``layers``, in full precision
-    too, by turns.
+    too, by turns. ``table``: what a tied head's table is stored in, in full precision.
 
     ``on_done`` is called for every shape. All cores, ONNX Runtime set up as the runtime does,
     kernels as ``$DLM_KERNELS`` says. Raises RequestError for a format that the project has no
@@ -115,20 +121,23 @@ def measure(
     one_of = {(layer.inputs, layer.outputs): layer for layer in layers}
     for shape, count in shapes.items():
         fitting = [HIGH, *(name for name in formats if misfit(one_of[shape], name) is None)]
-        found[shape] = _time(shape, fitting, rows, count)
+        tied = table if one_of[shape].is_tied else None
+        found[shape] = _time(shape, fitting, rows, count, tied)
         on_done()
     return Tuning(rows, this_machine()["processor"], shapes, found)
 
 
-def _time(shape: Shape, formats: list[str], rows: int, count: int) -> dict[str, float]:
-    """Format -> median seconds of one product."""
+def _time(
+    shape: Shape, formats: list[str], rows: int, count: int, table: ir.DataType | None
+) -> dict[str, float]:
+    """Format -> median seconds of one product. ``table``: of a tied head, else None."""
     x = np.random.default_rng(0).standard_normal((rows, shape[0]), np.float32)
     runs = {}
     for name in formats:
         size = FORMATS[name].weight_bytes(*shape)
         wanted = max(_LEAST_BYTES, 2 * last_level_cache_bytes())
         copies = max(1, min(count, -(-wanted // size), _MOST_BYTES // size))
-        runs[name] = (_session(shape, name, copies), copies)
+        runs[name] = (_session(shape, name, copies, table), copies)
     seconds: dict[str, list[float]] = {name: [] for name in formats}
     for number in range(ROUNDS + 1):
         for name, (session, copies) in runs.items():
@@ -139,7 +148,9 @@ def _time(shape: Shape, formats: list[str], rows: int, count: int) -> dict[str, 
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def _session(shape: Shape, format: str, copies: int) -> onnxruntime.InferenceSession:
+def _session(
+    shape: Shape, format: str, copies: int, table: ir.DataType | None = None
+) -> onnxruntime.InferenceSession:
     """A graph of so many products of one input, each with a weight of its own."""
     chosen, (inputs, outputs) = FORMATS[format], shape
     rng = np.random.default_rng(1)
@@ -149,12 +160,16 @@ def _session(shape: Shape, format: str, copies: int) -> onnxruntime.InferenceSes
     for i in range(copies):
         constants = [
             ir.Value(name=f"{name}_{i}", const_value=ir.tensor(array))
-            for name, array in _weight(rng, format, shape)
+            for name, array in _weight(rng, format, shape, table)
         ]
         for value in constants:
             graph.register_initializer(value)
-        if format == HIGH:
+        if format == HIGH and table is None:
             node = ir.node("MatMul", [x, *constants])
+        elif format == HIGH:
+            assert table is not None
+            functions.declare(model, TIED_HEADS[table])
+            node = ir.node(TIED_HEADS[table], [x, *constants], domain=DOMAIN)
         else:
             name = functions.LINEAR[chosen.group_size is not None]
             functions.declare(model, name)
@@ -173,9 +188,14 @@ def _session(shape: Shape, format: str, copies: int) -> onnxruntime.InferenceSes
     return open_graph(model)
 
 
-def _weight(rng: np.random.Generator, format: str, shape: Shape) -> list[tuple[str, np.ndarray]]:
-    """A random weight as a graph holds it: a matrix, or panels and scales."""
+def _weight(
+    rng: np.random.Generator, format: str, shape: Shape, table: ir.DataType | None
+) -> list[tuple[str, np.ndarray]]:
+    """A random weight as a graph holds it: a matrix, a table of rows, or panels and scales."""
     (inputs, outputs), group_size = shape, FORMATS[format].group_size
+    if format == HIGH and table is not None:
+        rows = rng.standard_normal((outputs, inputs), np.float32)
+        return [("table", rows.astype(table.numpy()))]
     if format == HIGH:
         return [("w", rng.standard_normal(shape, np.float32))]
     panels, together = (

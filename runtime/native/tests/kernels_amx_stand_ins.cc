@@ -15,12 +15,24 @@ namespace dlm {
 extern const Kernels kAvx2Kernels;
 #ifdef DLM_AMX_EMULATED
 extern const Kernels kAmxEmulated;
-const Kernels kAmxEmulated = {
-    "amx-int8, emulated", matrix_linear<kAvx2Kernels>, nullptr, nullptr, nullptr, nullptr};
+const Kernels kAmxEmulated = {"amx-int8, emulated",
+                              matrix_linear<kAvx2Kernels>,
+                              nullptr,
+                              nullptr,
+                              nullptr,
+                              nullptr,
+                              nullptr,
+                              nullptr};
 #else
 extern const Kernels kAmxStandIn;
-const Kernels kAmxStandIn = {
-    "amx-int8's stand-in", matrix_linear<kAvx2Kernels>, nullptr, nullptr, nullptr, nullptr};
+const Kernels kAmxStandIn = {"amx-int8's stand-in",
+                             matrix_linear<kAvx2Kernels>,
+                             nullptr,
+                             nullptr,
+                             nullptr,
+                             nullptr,
+                             nullptr,
+                             nullptr};
 #endif
 
 }  // namespace dlm

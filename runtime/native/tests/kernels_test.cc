@@ -26,6 +26,7 @@ int main() {
     std::printf("%s\n", kernels->name);
     test_linear(tally, *kernels);
     test_nvfp4_linear(tally, *kernels);
+    test_tied_head(tally, *kernels);
     test_attention(tally, *kernels);
     test_candidates(tally, *kernels);
   }

@@ -112,6 +112,7 @@ void check_order_of_tasks(Tally& tally, Run run) {
 
 void test_linear(Tally& tally, const dlm::Kernels& kernels);
 void test_nvfp4_linear(Tally& tally, const dlm::Kernels& kernels);
+void test_tied_head(Tally& tally, const dlm::Kernels& kernels);
 void test_attention(Tally& tally, const dlm::Kernels& kernels);
 void test_positions_outside_the_tables_are_seen(Tally& tally);
 void test_segments_that_lie_are_seen(Tally& tally);

@@ -179,7 +179,7 @@ class _Beside:
             done.parameters, done.parameters.network, device=workplace.device
         )
         if done.recipe.embedding is not None or done.has_tied_table:
-            self.layered.read = functools.partial(_read_rounded, done, self.layered.read)
+            self.layered.read = functools.partial(read_rounded, done, self.layered.read)
         tokens = [canvas.tokens for canvas in canvases]
         self.equal, self.alone = Carried(self.layered, tokens), Carried(self.layered, tokens)
         self.rows: dict[str, LayerRow] = {}
@@ -349,7 +349,7 @@ class _Beside:
         )
 
 
-def _read_rounded(
+def read_rounded(
     done: Quantisation,
     read: ReadTensor,
     name: str,

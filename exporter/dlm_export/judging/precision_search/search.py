@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
 from dlm_calibration.sensitivity import Choice, Point, trade_off
@@ -24,12 +26,13 @@ from dlm_calibration.states import Sample, State
 from dlm_export.families import weights
 from dlm_export.graph.quantise import misfit
 from dlm_export.judging.accuracy.verdict import AccuracyError
+from dlm_export.judging.parity.by_layer import read_rounded
 from dlm_export.judging.precision_search import sensitivity
 from dlm_export.judging.precision_search.masked_loss import MaskedLoss
 from dlm_export.judging.sides.layerwise import SweptPredictor, shown_source
 from dlm_export.network.denoiser import Block
-from dlm_export.network.layered import Layered, named
-from dlm_export.network.spec import LinearSpec, NetworkSpec
+from dlm_export.network.layered import Head, Layered, named
+from dlm_export.network.spec import EMBEDDING, HEAD, LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.quantising.samples import FEWEST_TOKENS
@@ -96,10 +99,11 @@ def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, .
 
 
 def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
-    """What ``search`` chooses a format for, by path: all but the head, which keeps full precision;
-    experts as one.
+    """What ``search`` chooses a format for, by path: experts as one, and the table of a tied head. A
+    head with a weight of its own keeps full precision.
     """
-    return {path: layers for path, layers in network.units().items() if path != "head"}
+    units = network.units()
+    return {path: layers for path, layers in units.items() if path != HEAD or network.tied_head}
 
 
 def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
@@ -112,7 +116,10 @@ def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
     )
 
 
-def _bytes(layer: LinearSpec, format: str) -> int:
+def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
+    """Bytes of a layer; a tied table in full precision has elements of ``table_bytes``."""
+    if layer.is_tied and format == HIGH:
+        return table_bytes * layer.inputs * layer.outputs
     return layer.count * FORMATS[format].weight_bytes(layer.inputs, layer.outputs)
 
 
@@ -121,6 +128,19 @@ def _by_layer(
 ) -> dict[str, str]:
     """Layer -> the format of its unit."""
     return {layer.path: name for unit, name in formats.items() for layer in units[unit]}
+
+
+class _RoundedHead(Head):
+    """A tied head in the format of its table: features are rounded as the format's activations."""
+
+    def __init__(self, head: Head, done: Quantisation) -> None:
+        super().__init__(head.weight, head.device)
+        self._done = done
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """See ``Head``."""
+        seen = calibrate.as_seen(self._done, HEAD, features.float().cpu().numpy())
+        return super().__call__(torch.from_numpy(np.ascontiguousarray(seen)))
 
 
 class _Assigned(Layered):
@@ -142,6 +162,15 @@ class _Assigned(Layered):
             functools.partial(weights.tensor, source.parameters), source.network, device=device
         )
         self._ready, self._formats = ready, formats
+        table = formats.get(HEAD, HIGH)
+        self._table = None if table == HIGH else ready[table]
+        if self._table is not None:
+            self.read = functools.partial(read_rounded, self._table, self.read)
+
+    def head(self) -> Head:
+        """See ``Layered``."""
+        head = super().head()
+        return head if self._table is None else _RoundedHead(head, self._table)
 
     def block(self, i: int) -> Block:
         """See ``Layered``."""
@@ -210,7 +239,9 @@ def search(
         exact=exact,
         workplace=place,
     )
-    cost = _bytes if tuning is None else tuning.cost
+    table = source.parameters.stored_type(EMBEDDING).itemsize
+    size = functools.partial(_bytes, table)
+    cost = size if tuning is None else tuning.cost
     choices: dict[str, list[Choice]] = {}
     for unit, members in layers.items():
         choices[unit] = [Choice(HIGH, 0.0, sum(cost(layer, HIGH) for layer in members))]
@@ -250,9 +281,7 @@ def search(
     curve = [
         CurvePoint(
             sum(
-                _bytes(layer, name)
-                for unit, name in point.formats.items()
-                for layer in layers[unit]
+                size(layer, name) for unit, name in point.formats.items() for layer in layers[unit]
             ),
             None if tuning is None else point.cost,
             point.loss,

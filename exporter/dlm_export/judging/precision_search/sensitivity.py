@@ -6,8 +6,9 @@ All experts of a layer are one of them, for they are held in one format.
 The estimate finds all of them in one sweep forward and one back, a layer at a time. To second order
 a layer's KL is half the mean of ``(g . e)**2``: ``e`` is what quantising changes in its output,
 from the unquantised input, and ``g`` a random gradient whose covariance is the Fisher information
-of the predictions, carried back to that output (as in K-FAC, arXiv:1503.05671). The exact sweep
-runs the whole denoiser once for every layer.
+of the predictions, carried back to that output (as in K-FAC, arXiv:1503.05671). A tied head's
+table loses twice, in the head's product and in the rows that are looked up. The exact sweep runs
+the whole denoiser once for every layer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import RoutedMLPs
 from dlm_export.network.layered import Carried, Layered, named, room_for
 from dlm_export.network.linear import Linear
-from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.spec import EMBEDDING, HEAD, NetworkSpec
 from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
@@ -116,6 +117,15 @@ def estimate(
                 at_frontier, elsewhere = (float(square[part].sum()) / 2 for part in _PARTS)
                 losses[layer] = (at_frontier + elsewhere) / sum(counts), at_frontier / counts[0]
         on_done()
+    tables = _at_the_table(carried, gradients, choices)
+    for losses, looked_up in zip(found, tables, strict=True):
+        if looked_up is not None:  # a tied head's table loses where it is looked up as well
+            at_frontier, elsewhere = (float(looked_up[part].sum()) / 2 for part in _PARTS)
+            kl, frontier_kl = losses[HEAD]
+            losses[HEAD] = (
+                kl + (at_frontier + elsewhere) / sum(counts),
+                frontier_kl + at_frontier / counts[0],
+            )
     return found
 
 
@@ -153,7 +163,7 @@ def _at_the_head(
     """
     layered, c = carried.layered, carried.layered.network
     norm, head, generator = layered.final_norm(), layered.head(), torch.Generator().manual_seed(0)
-    quantised = [_quantised({"head": Linear(0, 0)}, done) for done in choices]
+    quantised = [_quantised({HEAD: Linear(0, 0)}, done) for done in choices]
     lost = [[0.0, 0.0] for _ in choices]
     counts = [0, 0]
     for batch in carried.batches:
@@ -228,6 +238,32 @@ def _through(
             # came in, not a copy.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
+
+
+def _at_the_table(
+    carried: Carried, gradients: Tensor, choices: Sequence[Quantisation]
+) -> list[Tensor | None]:
+    """For each of ``choices`` that quantises a tied table, the sum over canvases of ``(g . e)**2``,
+    ``[draws]``, of the rows that are looked up.
+
+    ``gradients``: of what enters the first layer.
+    """
+    found: list[Tensor | None] = []
+    for done in choices:
+        if not done.has_tied_table:
+            found.append(None)
+            continue
+        squares = torch.zeros(len(gradients))
+        for batch in carried.batches:
+            ids, places = torch.unique(batch.ids.cpu(), return_inverse=True)
+            table = carried.layered.read(EMBEDDING, torch.float32, ids).numpy()
+            rounded = done.embedding_rows(table, ids.numpy())
+            error = torch.from_numpy(rounded - table)[places].flatten(1)
+            for number, gradient in enumerate(gradients):
+                mine = gradient[batch.rows].view(*batch.ids.shape, -1).float().flatten(1)
+                squares[number] += torch.linalg.vecdot(mine, error).square().sum()
+        found.append(squares)
+    return found
 
 
 def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

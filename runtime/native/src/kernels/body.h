@@ -11,3 +11,4 @@
 #include "kernels/experts.h"
 #include "kernels/linear.h"
 #include "kernels/nvfp4.h"
+#include "kernels/tied_head.h"

@@ -1,7 +1,7 @@
 // The arithmetic of a pass that ONNX Runtime's own kernels are slow at, or hold far more memory for
-// than the weights take: INT8, INT4 and NVFP4 linear layers, mixtures of experts, attention over a
-// cache, and the candidates of a row. One implementation (kernels/body.h) over the vector
-// instructions of each processor, and one of linear layers over matrix registers
+// than the weights take: INT8, INT4 and NVFP4 linear layers, tied heads, mixtures of experts,
+// attention over a cache, and the candidates of a row. One implementation (kernels/body.h) over the
+// vector instructions of each processor, and one of linear layers over matrix registers
 // (kernels/linear_by_matrices.h).
 //
 // Every kernel computes what the function of the same name in the exporter's functions.py says in
@@ -226,6 +226,20 @@ struct Embedding {
   bool is_in_range() const;  // whether every id is a row. The kernel must not run otherwise.
 };
 
+// How a tied head's table is stored.
+enum class TableType { fp32, bf16, fp16, fp8 };
+
+// y [rows, columns] = x [rows, inputs] @ transposed table: the head of a denoiser that multiplies
+// by its embedding table, which is stored once, a row a token. Sums are fp32.
+struct TiedHead {
+  const float* x;
+  int64_t rows, inputs, columns;
+  TableType type;
+  const void* table;    // [columns, inputs]; fp8: E4M3
+  const float* scales;  // [columns], of fp8; nullptr otherwise
+  float* y;
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const Linear& layer, void* scratch, Parallel& parallel);
@@ -234,6 +248,7 @@ struct Kernels {
   void (*attention)(const CachedAttention& pass, Parallel& parallel);
   void (*candidates)(const Candidates& rows, Parallel& parallel);
   void (*embedding)(const Embedding& table, Parallel& parallel);
+  void (*tied_head)(const TiedHead& head, Parallel& parallel);
 };
 
 // Kernels for this architecture, and why they do not run here; an empty refusal: they do.

@@ -55,6 +55,23 @@ inline F load_codes(const int8_t* from) {
   __builtin_memcpy(&bits, from, sizeof bits);
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits)))));
 }
+// kLanes numbers in bf16, or in E4M3, whose exponent's bias is 7 and whose largest code is NaN.
+inline F load_bfloat(const uint16_t* from) {
+  return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(from)), 16));
+}
+inline F load_e4m3(const uint8_t* from) {
+  uint32_t four;
+  __builtin_memcpy(&four, from, sizeof four);
+  const uint32x4_t codes = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+  const uint32x4_t size = vandq_u32(codes, vdupq_n_u32(0x7f));
+  const uint32x4_t sign = vshlq_n_u32(vandq_u32(codes, vdupq_n_u32(0x80)), 24);
+  const F value = vreinterpretq_f32_u32(vorrq_u32(vshlq_n_u32(size, 20), sign));
+  return vbslq_f32(vceqq_u32(size, vdupq_n_u32(0x7f)), set(__builtin_nanf("")),
+                   mul(value, set(0x1p120f)));
+}
+
+// The sum of all lanes.
+inline float total(F x) { return vaddvq_f32(x); }
 
 // The lanes of `a` where x > y, else of b.
 inline F select_greater(F x, F y, F a, F b) { return vbslq_f32(vcgtq_f32(x, y), a, b); }

@@ -14,6 +14,7 @@ const Kernels kAmxKernels = {"amx-int8",
                              kAvx512Kernels.experts,
                              kAvx512Kernels.attention,
                              kAvx512Kernels.candidates,
-                             kAvx512Kernels.embedding};
+                             kAvx512Kernels.embedding,
+                             kAvx512Kernels.tied_head};
 
 }  // namespace dlm

@@ -59,6 +59,28 @@ inline F load_codes(const int8_t* from) {
   return _mm256_cvtepi32_ps(
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
+// kLanes numbers in bf16, or in E4M3, whose exponent's bias is 7 and whose largest code is NaN.
+inline F load_bfloat(const uint16_t* from) {
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+inline F load_e4m3(const uint8_t* from) {
+  const __m256i codes =
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  const __m256i size = _mm256_and_si256(codes, iset(0x7f));
+  const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, iset(0x80)), 24);
+  const __m256i bits = _mm256_or_si256(_mm256_slli_epi32(size, 20), sign);
+  const __m256i is_nan = _mm256_cmpeq_epi32(size, iset(0x7f));
+  return _mm256_blendv_ps(mul(_mm256_castsi256_ps(bits), set(0x1p120f)), set(__builtin_nanf("")),
+                          _mm256_castsi256_ps(is_nan));
+}
+
+// The sum of all lanes.
+inline float total(F x) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
 
 // The lanes of `a` where x > y, else of b.
 inline F select_greater(F x, F y, F a, F b) {

@@ -59,6 +59,24 @@ inline F load_codes(const int8_t* from) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
+// kLanes numbers in bf16, or in E4M3, whose exponent's bias is 7 and whose largest code is NaN.
+inline F load_bfloat(const uint16_t* from) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+inline F load_e4m3(const uint8_t* from) {
+  const __m512i codes =
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m512i size = _mm512_and_si512(codes, iset(0x7f));
+  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(codes, iset(0x80)), 24);
+  const __m512i bits = _mm512_or_si512(_mm512_slli_epi32(size, 20), sign);
+  return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(size, iset(0x7f)),
+                              mul(_mm512_castsi512_ps(bits), set(0x1p120f)),
+                              set(__builtin_nanf("")));
+}
+
+// The sum of all lanes.
+inline float total(F x) { return _mm512_reduce_add_ps(x); }
 
 // The lanes of `a` where x > y, else of b.
 inline F select_greater(F x, F y, F a, F b) {

@@ -1,0 +1,37 @@
+"""The product of a tied head as functions: activations times the rows of the embedding table.
+
+The table ``[V, K]`` is stored once, a row a token, and the same initialiser is looked up and
+multiplied by. In FP8 it is E4M3 codes, a byte each, with scales ``[V, 1]``.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from dlm_export.graph.body import Body
+from dlm_export.graph.routed import E4M3_VALUES
+
+TIED_HEADS = {
+    ir.DataType.FLOAT: "Fp32TiedHead",
+    ir.DataType.BFLOAT16: "Bf16TiedHead",
+    ir.DataType.FLOAT16: "Fp16TiedHead",
+}
+"""Type of a table in full precision -> the function that multiplies by it."""
+FP8_TIED_HEAD = "Fp8TiedHead"
+
+
+def tied_head(name: str) -> ir.Function:
+    """``x @ transposed table`` in fp32; of FP8 each product is multiplied by its row's scale."""
+    is_fp8 = name == FP8_TIED_HEAD
+    body = Body(name, "x table scales" if is_fp8 else "x table")
+    op = body.op
+    x, table, *scales = body.inputs
+    if is_fp8:
+        codes = op("Cast", table, to=ir.DataType.INT32)
+        values = op("Gather", body.constant(E4M3_VALUES), codes)
+    else:
+        values = op("Cast", table, to=ir.DataType.FLOAT)
+    y = op("MatMul", x, op("Transpose", values, perm=[1, 0]))
+    if is_fp8:
+        y = op("Mul", y, op("Reshape", scales[0], body.ints(-1)))
+    return body.function({"y": y})

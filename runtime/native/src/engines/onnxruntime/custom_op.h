@@ -1,0 +1,173 @@
+// What the operators of custom_ops.h are made of: a call's tensors, scratch memory, a node's
+// attributes, and the definition of an operator.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <vector>
+
+#include "base/error.h"
+#include "engines/graph_contract.h"
+#include "engines/onnxruntime/ort_handles.h"
+#include "kernels/kernels.h"
+
+namespace dlm::ops {
+
+constexpr int kUint8 = 2, kBfloat16 = 16,
+              kFloat8 = 17;  // ElementType of engines/graph_contract.h has those of ports
+constexpr size_t kMostWeights = 3;
+constexpr size_t kMostPorts = 9, kMostDims = 5;
+constexpr size_t kSegments = 8;  // which input of attention they are; a graph may leave it out
+constexpr char kWhere[] = "ONNX Runtime";  // what its own errors start with
+
+// A tensor of a pass.
+template <class Element>
+struct Tensor {
+  Element* data;
+  std::array<int64_t, kMostDims> dims;
+  size_t rank;
+
+  bool is(std::initializer_list<int64_t> wanted) const {
+    return wanted.size() == rank && std::equal(wanted.begin(), wanted.end(), dims.begin());
+  }
+  int64_t count() const {
+    int64_t product = 1;
+    for (size_t i = 0; i < rank; ++i) product *= dims[i];
+    return product;
+  }
+};
+
+// One call of a kernel.
+class Call final : public Parallel {
+ public:
+  Call(const ort::Api& api, OrtKernelContext* context) : api_(api), context_(context) {}
+
+  template <class Element>
+  Tensor<const Element> input(size_t index) const {
+    const OrtValue* value = nullptr;
+    check(api_, api_.call<ort::KernelContextGetInput>(context_, index, &value), kWhere);
+    if (value == nullptr) fail(DLM_BAD_BUNDLE, "input %zu is missing", index);
+    Tensor<const Element> tensor{};
+    Owned<OrtTensorTypeAndShapeInfo, ort::ReleaseTensorTypeAndShapeInfo> info(api_);
+    check(api_, api_.call<ort::GetTensorTypeAndShape>(value, info.out()), kWhere);
+    check(api_, api_.call<ort::GetDimensionsCount>(info.get(), &tensor.rank), kWhere);
+    if (tensor.rank > tensor.dims.size())
+      fail(DLM_BAD_BUNDLE, "input %zu has %zu dimensions", index, tensor.rank);
+    check(api_, api_.call<ort::GetDimensions>(info.get(), tensor.dims.data(), tensor.rank), kWhere);
+    void* data = nullptr;
+    check(api_, api_.call<ort::GetTensorMutableData>(const_cast<OrtValue*>(value), &data), kWhere);
+    tensor.data = static_cast<const Element*>(data);
+    return tensor;
+  }
+
+  bool has_input(size_t index) const {
+    size_t count = 0;
+    check(api_, api_.call<ort::KernelContextGetInputCount>(context_, &count), kWhere);
+    const OrtValue* value = nullptr;
+    if (index < count)
+      check(api_, api_.call<ort::KernelContextGetInput>(context_, index, &value), kWhere);
+    return value != nullptr;
+  }
+
+  template <class Element>
+  Element* output(size_t index, std::initializer_list<int64_t> shape) {
+    return output<Element>(index, shape.begin(), shape.size());
+  }
+  template <class Element>
+  Element* output(size_t index, const int64_t* shape, size_t rank) {
+    OrtValue* value = nullptr;
+    void* data = nullptr;
+    check(api_, api_.call<ort::KernelContextGetOutput>(context_, index, shape, rank, &value),
+          kWhere);
+    check(api_, api_.call<ort::GetTensorMutableData>(value, &data), kWhere);
+    return static_cast<Element*>(data);
+  }
+
+  void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
+    if (count == 1) return task(user, 0);
+    // As many batches as tasks: a thread that is late takes fewer.
+    check(api_, api_.call<ort::KernelContextParallelFor>(context_, task, count, count, user),
+          kWhere);
+  }
+
+  const ort::Api& api() const { return api_; }
+  OrtKernelContext* context() const { return context_; }
+
+ private:
+  const ort::Api& api_;
+  OrtKernelContext* const context_;
+};
+
+// Memory of the session's own allocator for the length of a call, aligned to 64.
+class Scratch {
+ public:
+  Scratch(const Call& call, const OrtMemoryInfo* memory, size_t bytes) : api_(call.api()) {
+    check(api_, api_.call<ort::KernelContextGetAllocator>(call.context(), memory, &allocator_),
+          kWhere);
+    OrtStatus* const failed =
+        api_.call<ort::AllocatorAlloc>(allocator_, bytes + kAlignment, &data_);
+    if (failed != nullptr) api_.call<ort::ReleaseAllocator>(allocator_);
+    check(api_, failed, kWhere);
+  }
+  ~Scratch() {
+    OrtStatus* const reported = api_.call<ort::AllocatorFree>(allocator_, data_);
+    if (reported != nullptr) api_.call<ort::ReleaseStatus>(reported);
+    api_.call<ort::ReleaseAllocator>(allocator_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  void* get() const {
+    const auto at = reinterpret_cast<uintptr_t>(data_);
+    return reinterpret_cast<void*>((at + kAlignment - 1) / kAlignment * kAlignment);
+  }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  const ort::Api& api_;
+  OrtAllocator* allocator_ = nullptr;
+  void* data_ = nullptr;
+};
+
+struct Op;
+
+// What a node of the graph says of itself.
+struct Node {
+  const Op& op;
+  std::array<int64_t, kMostWeights> columns{};  // of a linear layer
+  int64_t group_size = 0;                       // of Int4Linear and Int4Embedding
+  int64_t heads = 0, kv_heads = 0;              // of CachedAttention
+  int64_t visible_block = 0;                    // of BlockCachedAttention
+};
+
+struct Definition {
+  const char* name;
+  std::array<int, kMostPorts> inputs;  // element types
+  size_t input_count;
+  std::array<int, 3> outputs;
+  size_t output_count;
+  size_t weights;  // of a linear layer
+  bool is_gated;
+  void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
+  void (*compute)(const Kernels& kernels, const Node& node, Call& call);
+  bool has_segments = false;
+};
+
+// The library's entry, first, and what it leads to.
+struct Op {
+  ort::CustomOp entry;
+  Definition is;
+  ort::Api api;
+  const Kernels* kernels;
+  const OrtMemoryInfo* memory;  // what scratch memory is asked for by
+};
+
+void read_group_size(const ort::Api& api, const OrtKernelInfo* info, Node& node);
+
+// The operators by kind, each in a file of its own.
+std::vector<Definition> linear_operators();
+std::vector<Definition> expert_operators();
+std::vector<Definition> attention_operators();
+
+}  // namespace dlm::ops

@@ -1,0 +1,124 @@
+// Attention over a cache, and the candidates of a row.
+#include <array>
+
+#include "engines/onnxruntime/custom_op.h"
+
+namespace dlm::ops {
+namespace {
+
+constexpr int64_t kSegmentNumbers = 4;  // of each segment
+
+void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "heads", &node.heads), kWhere);
+  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "kv_heads", &node.kv_heads), kWhere);
+  if (node.kv_heads < 1 || node.heads < node.kv_heads || node.heads % node.kv_heads != 0 ||
+      node.heads > INT32_MAX)
+    fail(DLM_BAD_BUNDLE, "%lld heads on %lld", static_cast<long long>(node.heads),
+         static_cast<long long>(node.kv_heads));
+}
+
+void read_block(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  read_heads(api, info, node);
+  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "visible_block", &node.visible_block),
+        kWhere);
+  if (node.visible_block < 1 || node.visible_block > INT32_MAX)
+    fail(DLM_BAD_BUNDLE, "blocks of %lld tokens", static_cast<long long>(node.visible_block));
+}
+
+template <CacheType kCache>
+void attend(const Kernels& kernels, const Node& node, Call& call) {
+  const auto q = call.input<float>(0), k = call.input<float>(1), v = call.input<float>(2);
+  const auto past_keys = call.input<uint8_t>(3),
+             past_values = call.input<uint8_t>(4);  // whatever they are
+  const auto positions = call.input<int64_t>(5);
+  const auto cos = call.input<float>(6), sin = call.input<float>(7);
+  Tensor<const int64_t> segments{nullptr, {0, kSegmentNumbers}, 2};
+  if (call.has_input(kSegments)) segments = call.input<int64_t>(kSegments);
+  CachedAttention pass{};
+  pass.cache = kCache;
+  pass.heads = node.heads;
+  pass.kv_heads = node.kv_heads;
+  pass.batch = q.dims[0];
+  pass.tokens = q.dims[1];
+  pass.cached = past_keys.dims[2];
+  pass.head_size = q.dims[2] / node.heads;
+  pass.rotary_size = 2 * cos.dims[1];
+  pass.table_rows = cos.dims[0];
+  pass.visible_block = node.visible_block;
+  const int64_t B = pass.batch, T = pass.tokens, S = pass.cached, H = pass.heads, G = pass.kv_heads,
+                D = pass.head_size;
+  const int64_t width = kCache == CacheType::int8 ? D + kRowScaleBytes : D;
+  if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || pass.table_rows > INT32_MAX ||
+      pass.rotary_size < 2 || pass.rotary_size > D || D > kLargestHeadSize ||
+      !q.is({B, T, H * D}) || !k.is({B, T, G * D}) || !v.is({B, T, G * D}) ||
+      !past_keys.is({B, G, S, width}) || !past_values.is({B, G, S, width}) ||
+      !positions.is({B, T}) || !segments.is({segments.dims[0], kSegmentNumbers}))
+    fail(DLM_BAD_BUNDLE, "the shapes of %lld heads on %lld do not fit each other",
+         static_cast<long long>(H), static_cast<long long>(G));
+  pass.q = q.data, pass.k = k.data, pass.v = v.data;
+  pass.past_keys = past_keys.data, pass.past_values = past_values.data;
+  pass.positions = positions.data;
+  pass.cos = cos.data, pass.sin = sin.data;
+  static_assert(sizeof(Segment) == kSegmentNumbers * sizeof(int64_t));
+  pass.segments = reinterpret_cast<const Segment*>(segments.data);
+  pass.segment_count = segments.dims[0];
+  if (!pass.has_good_segments())
+    fail(DLM_BAD_BUNDLE, "%lld segments that are not %lld tokens over %lld cached rows",
+         static_cast<long long>(segments.dims[0]), static_cast<long long>(T),
+         static_cast<long long>(S));
+  if (!pass.is_in_table())
+    fail(DLM_BAD_BUNDLE, "a position has no row among the tables' %lld",
+         static_cast<long long>(pass.table_rows));
+  pass.y = call.output<float>(0, {B, T, H * D});
+  pass.present_keys = call.output<uint8_t>(1, {B, G, T, width});
+  pass.present_values = call.output<uint8_t>(2, {B, G, T, width});
+  if (kCache == CacheType::fp32) {
+    pass.new_keys = static_cast<float*>(pass.present_keys),
+    pass.new_values = static_cast<float*>(pass.present_values);
+    return kernels.attention(pass, call);
+  }
+  const int64_t numbers = B * G * T * D;
+  const Scratch scratch(call, node.op.memory, 2 * static_cast<size_t>(numbers) * sizeof(float));
+  pass.new_keys = static_cast<float*>(scratch.get()), pass.new_values = pass.new_keys + numbers;
+  kernels.attention(pass, call);
+}
+
+void compute_candidates(const Kernels& kernels, const Node&, Call& call) {
+  const auto logits = call.input<float>(0), bias = call.input<float>(1);
+  const int64_t B = logits.dims[0], R = logits.dims[1], V = logits.dims[2];
+  if (logits.rank != 3 || V < 2 || V > INT32_MAX || !bias.is({V}))
+    fail(DLM_BAD_BUNDLE, "logits and bias do not fit");
+  Candidates rows{};
+  rows.logits = logits.data;
+  rows.bias = bias.data;
+  rows.rows = B * R;
+  rows.vocab_size = V;
+  rows.tokens = call.output<int32_t>(0, {B, R, 2});
+  rows.probs = call.output<float>(1, {B, R, 2});
+  rows.entropy = call.output<float>(2, {B, R});
+  kernels.candidates(rows, call);
+}
+
+constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8;
+
+Definition attention(const char* name, int row, decltype(Definition::read) read,
+                     decltype(Definition::compute) compute) {
+  return {name, {F, F, F, row, row, L, F, F, L}, 9, {F, row, row}, 3, 0, false, read, compute,
+          true};
+}
+
+}  // namespace
+
+std::vector<Definition> attention_operators() {
+  return {
+      attention("CachedAttention", F, read_heads, attend<CacheType::fp32>),
+      attention("Fp16CachedAttention", H, read_heads, attend<CacheType::fp16>),
+      attention("Int8CachedAttention", I, read_heads, attend<CacheType::int8>),
+      attention("BlockCachedAttention", F, read_block, attend<CacheType::fp32>),
+      attention("Fp16BlockCachedAttention", H, read_block, attend<CacheType::fp16>),
+      attention("Int8BlockCachedAttention", I, read_block, attend<CacheType::int8>),
+      {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},
+  };
+}
+
+}  // namespace dlm::ops
