@@ -23,22 +23,24 @@ int main(int argc, char** argv) {
   const size_t count = (size_t)atoi(argv[3]);
   char message[1024] = "";
   dlm_open_options open_options;
-  dlm_open_options_init(&open_options);
+  dlm_open_options_init(&open_options, sizeof open_options);
   open_options.check_hashes = atoi(argv[2]);
-  dlm_generate_options options;
-  dlm_generate_options_init(&options);
-  options.max_new_tokens = atoi(argv[4]);
+  dlm_request request;
+  dlm_request_init(&request, sizeof request);
+  request.max_new_tokens = atoi(argv[4]);
   dlm_bundle* bundle = NULL;
   dlm_session* session = NULL;
-  dlm_step step;
+  const dlm_step* step = NULL;
   int32_t* tokens = malloc(count * sizeof *tokens);
   for (size_t i = 0; tokens != NULL && i < count; ++i) tokens[i] = (int32_t)(i % 1000);
+  request.tokens = tokens;
+  request.token_count = count;
   dlm_status status = dlm_bundle_open(argv[1], &open_options, message, sizeof message, &bundle);
   const double opened = ms_since(started);
   if (status == DLM_OK) status = dlm_session_create(bundle, message, sizeof message, &session);
-  if (status == DLM_OK) status = dlm_session_start(session, &options, tokens, count);
+  if (status == DLM_OK) status = dlm_session_start(session, &request);
   if (status == DLM_OK) status = dlm_session_step(session, &step);
-  if (status != DLM_OK || step.committed < 1) {
+  if (status != DLM_OK || step->committed < 1) {
     fprintf(stderr, "first_token: %s: %s%s\n", dlm_status_name(status), message,
             dlm_session_last_error(session));
     return 1;

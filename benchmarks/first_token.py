@@ -17,7 +17,7 @@ from typing import Any
 
 from shapes import ROOT, bundle_of, machine
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 STAGES = ("main began", "bundle open", "first tokens")
 

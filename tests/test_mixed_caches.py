@@ -9,7 +9,6 @@ and on which key stands with which value in which head.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 import dlm_runtime
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 VOCABULARY, MASK, LONGEST = 61, 60, 64
 LAYERS = ((3, 4), (1, 6), (3, 2), (2, 4))  # key and value heads, and the size of one
@@ -260,8 +259,7 @@ def test_what_a_row_predicts_depends_on_every_other_token(bundle: dlm_runtime.Bu
 
 
 def test_sizes_that_layers_do_not_share_are_0_in_c(bundle: dlm_runtime.Bundle) -> None:
-    info = _native.Denoiser()
-    _native.library().dlm_bundle_denoiser(bundle._handle, ctypes.byref(info))
+    info = _native.library().dlm_bundle_denoiser(bundle._handle.pointer).contents
     element = TYPES[bundle.manifest["loop"]["graph"]["cache_dtype"]][1]
     assert (info.layers, info.kv_heads, info.head_size, info.kv_element_bytes) == (
         len(LAYERS),

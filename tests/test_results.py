@@ -18,7 +18,8 @@ from test_infill import counted, lettered
 from test_loop import policies, requests
 
 import dlm_runtime
-from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, Policy, RequestError, _native
+from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, Policy, RequestError
+from dlm_runtime.abi import native as _native
 from dlm_runtime.text_stream import BROKEN, TextStream
 
 EOS, MASK = 5, 39
@@ -223,23 +224,19 @@ def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
             other.start()
             other.join()
 
-    options = _native.initialised(_native.GenerateOptions)
-    options.max_new_tokens = 8
-    with scripted(steady, on_pass) as bundle, bundle._session() as session:
+    given = (C.c_int32 * 1)(1)
+    request = _native.initialised(_native.Request)
+    request.tokens, request.token_count = C.cast(given, _native.i32p), 1
+    request.max_new_tokens = 8
+    with scripted(steady, on_pass) as bundle, bundle._handle.session() as session:
         handle.append(session)
-        result, length = _native.Result(), C.c_size_t()
+        result = C.POINTER(_native.Result)()
         library.dlm_session_cancel(session, 0)  # nothing runs
         for passes, finish in ((3, 5), (8, 2)):
-            buffer = (C.c_int32 * 9)(1)
-            status = library.dlm_session_generate(
-                session, C.byref(options), buffer, 1, 9, None, C.byref(length)
-            )
-            assert (status, length.value) == (0, 9)
-            assert not library.dlm_session_result_sized(
-                session, 0, C.byref(result), C.sizeof(result)
-            )
-            assert (result.finish, result.nfe, result.length) == (finish, passes, 9)
-        assert library.dlm_session_result_sized(session, 1, C.byref(result), C.sizeof(result)) == 1
+            assert not library.dlm_session_generate(session, C.byref(request), C.byref(result))
+            found = result.contents
+            assert (found.finish, found.stats.contents.nfe, found.length) == (finish, passes, 9)
+        assert library.dlm_session_result(session, 1, C.byref(result)) == 1
 
 
 @pytest.mark.parametrize(

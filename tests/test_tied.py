@@ -24,7 +24,7 @@ from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.graph import functions
 from dlm_export.graph.body import DOMAIN
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 VOCABULARY, HIDDEN = 100, 48
 

@@ -7,18 +7,18 @@ tokens the denoiser was surest of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dlm_runtime.errors import RequestError, shown
-from dlm_runtime.request import count_of, text_of
-from dlm_runtime.results import Generation
+from dlm_runtime.generation.request import count_of, text_of
+from dlm_runtime.generation.results import Generation
 
 if TYPE_CHECKING:
-    from dlm_runtime.bundle import Bundle
-    from dlm_runtime.tokenizer import Tokenizer
+    from dlm_runtime.constraints.compiled import Constraint
+    from dlm_runtime.text.tokenizer import Tokenizer
 
 HOLE = "<mask>"
 """How a hole is written."""
@@ -32,6 +32,23 @@ _KINDS = (
     "json_layout",
     "max_depth",
 )  # what Bundle.constraint is given
+
+
+class Filler(Protocol):
+    """What infilling needs of a ``Bundle``."""
+
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    visible_block: int | None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def constraint(self) -> Callable[..., Constraint]: ...
+
+    @property
+    def generate_batch(self) -> Callable[..., list[Generation]]: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +91,7 @@ class _Canvas:
 
 
 def infill(
-    bundle: Bundle,
+    bundle: Filler,
     text: str,
     lengths: int | Sequence[int | Sequence[int]],
     constrain_from: int | None,
@@ -153,7 +170,7 @@ def _beginning(
 
 
 def _constrained(
-    bundle: Bundle,
+    bundle: Filler,
     between: Sequence[str],
     first: int,
     request: dict[str, Any],
@@ -215,7 +232,7 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
     return list(product(*choices))
 
 
-def _read(bundle: Bundle, canvas: _Canvas, between: Sequence[str], made: Generation) -> Infill:
+def _read(bundle: Filler, canvas: _Canvas, between: Sequence[str], made: Generation) -> Infill:
     assert bundle.tokenizer is not None
     ends, holes, said = {*bundle.eos_token_ids, bundle.mask_token_id}, [], []
     for hole in canvas.holes():

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import ctypes as C
+import math
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 from dlm_runtime.constraints.layout import LAYOUTS, Layout
 from dlm_runtime.errors import RequestError, shown
-from dlm_runtime.policy import Policy
-from dlm_runtime.results import Generation
-from dlm_runtime.text_stream import TextStream, find_stop
+from dlm_runtime.generation.results import Event, Generation
+from dlm_runtime.policy import TEXT_FIELDS, Policy
 from dlm_runtime.tools import CallFormat, Tools, format_of
 
 if TYPE_CHECKING:
-    from dlm_runtime.bundle import Bundle
     from dlm_runtime.constraints.compiled import Constraint
-
-TEXT_FIELDS = tuple(each.name for each in fields(Policy) if each.type == "str")
+    from dlm_runtime.generation.handle import Handle
+    from dlm_runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,10 @@ class Options:
         }
         return {name: value for name, value in given.items() if value is not None}
 
-    def tools_for(self, bundle: Bundle) -> Tools | None:
-        """The checked tools; None if the request has none. Raises RequestError."""
+    def tools_for(self, tokenizer: Tokenizer | None, call_format: str | None) -> Tools | None:
+        """The checked tools; None if the request has none. ``call_format``: the bundle's. Raises
+        RequestError.
+        """
         others = {
             "tool_choice": self.tool_choice != "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not None,
@@ -143,7 +144,7 @@ class Options:
             raise RequestError(
                 f"give tools or {next(iter(self.constrained_by))}, not both: each says what the text may be"
             )
-        if bundle.tokenizer is None:
+        if tokenizer is None:
             raise RequestError("calls are text, and this bundle has no tokenizer: leave tools out")
         if isinstance(self.tools, Tools):
             if given:
@@ -152,8 +153,8 @@ class Options:
                 )
             return self.tools
         written = format_of(
-            bundle.call_format if self.call_format is None else self.call_format,
-            bundle.tokenizer.template,
+            call_format if self.call_format is None else self.call_format,
+            tokenizer.template,
         )
         is_parallel = (
             bool(written.start) if self.parallel_tool_calls is None else self.parallel_tool_calls
@@ -226,150 +227,145 @@ class InfillOptions(RequestOptions, total=False):
 
 
 class Request:
-    """A request in the C ABI's terms. It keeps the memory that the structs point to."""
+    """A request in the C ABI's terms. It keeps the memory that the structs point to.
+
+    Args:
+        handle: The bundle's.
+        tokenizer: The bundle's; None if it takes token ids only.
+        given: Prompt, tokens and chat, of which one is not None.
+        options: Checked options.
+        policy: The whole loop, with the options' changes.
+        tools: The options' tools.
+        constraint: What the text has to be; None: anything.
+        note: Called with the results of constrained requests.
+    """
 
     def __init__(
         self,
-        bundle: Bundle,
+        handle: Handle,
+        tokenizer: Tokenizer | None,
         given: tuple[Any, ...],
         options: Options,
         policy: Policy,
         tools: Tools | None,
+        constraint: Constraint | None,
+        note: Callable[[Generation], None],
     ) -> None:
-        """``given``: prompt, tokens and chat, of which one is not None."""
         prompt, tokens, chat = given
         if sum(value is not None for value in given) != 1:
             raise RequestError("give one of prompt, tokens and chat")
-        self.bundle, self.tools = bundle, tools
-        self.stop_strings = texts_of("stop_strings", options.stop_strings)
-        self.is_edited = policy.remask == "edit"
-        is_call = tools is not None and tools.is_forced
-        self.is_constrained = (
-            is_call or options.constraint is not None or bool(options.constrained_by)
-        )
-        if bundle.tokenizer is None and self.stop_strings:
+        self.tools, self._tokenizer, self._note = tools, tokenizer, note
+        self.is_constrained = constraint is not None
+        stop_strings = texts_of("stop_strings", options.stop_strings)
+        if tokenizer is None and stop_strings:
             raise RequestError(
                 "this bundle has no tokenizer, so that no text can stop it: leave stop_strings out"
             )
         if tokens is not None:
             self.given = token_ids(tokens)
-        elif bundle.tokenizer is None:
+        elif tokenizer is None:
             raise RequestError("this bundle has no tokenizer: give tokens")
         elif prompt is not None:
             if not isinstance(prompt, str):
                 raise RequestError(f"prompt = {shown(prompt)} is no text: give a str, or tokens")
-            self.given = bundle.tokenizer.encode(text_of("prompt", prompt), options.special_tokens)
+            self.given = tokenizer.encode(text_of("prompt", prompt), options.special_tokens)
         else:
-            self.given = bundle.tokenizer.encode_chat(
+            self.given = tokenizer.encode_chat(
                 chat, None if tools is None else tools.told, options.special_tokens
             )
         before = len(self.given)
         if options.prefix:
-            if bundle.tokenizer is None:
+            if tokenizer is None:
                 raise RequestError(
                     "this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others"
                 )
-            self.given = [
-                *self.given,
-                *bundle.tokenizer.encode_plain(options.prefix, options.special_tokens),
-            ]
-        wanted = bundle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+            prefix = tokenizer.encode_plain(options.prefix, options.special_tokens)
+            self.given = [*self.given, *prefix]
+        wanted = handle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
-        self.capacity = len(self.given) + max_new_tokens
-        self.start = before if max_new_tokens else 0  # of what its text decodes
-        self.policy = native_policy(policy)
-        self.options = _native.initialised(_native.GenerateOptions)
-        self.options.policy = C.pointer(self.policy)
-        self.options.max_new_tokens = max_new_tokens
-        self.options.steps = count_of("steps", options.steps)
-        self.options.max_steps = count_of("max_steps", options.max_steps)
-        self.options.deadline_ms = milliseconds_of("deadline_ms", options.deadline_ms)
+        self.native = native = _native.initialised(_native.Request)
+        # What native points to.
+        self._policy, self._constraint = native_policy(policy), constraint
+        self._tokens = (C.c_int32 * max(1, len(self.given)))(*self.given)
+        self._stops = (C.c_char_p * max(1, len(stop_strings)))(
+            *(stop.encode().replace(b"\0", b"\xff") for stop in stop_strings)
+        )
+        self._decode = _native.DecodeFn(self.decoded) if tokenizer is not None else None
+        self.error: BaseException | None = None  # raised by the tokenizer
+        native.tokens = C.cast(self._tokens, _native.i32p)
+        native.token_count = len(self.given)
+        native.policy = C.pointer(self._policy)
+        native.max_new_tokens = max_new_tokens
+        native.steps = count_of("steps", options.steps)
+        native.max_steps = count_of("max_steps", options.max_steps)
+        native.deadline_ms = milliseconds_of("deadline_ms", options.deadline_ms)
+        native.constraint = None if constraint is None else constraint.handle
+        native.stop_strings, native.stop_count = self._stops, len(stop_strings)
+        native.text_start = before if max_new_tokens else 0
+        if self._decode is not None:
+            native.text, native.decode = _native.TEXT_RESULT, self._decode
 
-    def generation(
-        self,
-        canvas: list[int],
-        outcome: Mapping[str, Any],
-        stream: TextStream | None = None,
-        stats: _native.Stats | None = None,
-        passes: Mapping[str, int] | None = None,
-    ) -> Generation:
-        """What it came to. ``outcome``: what the native loop tells of it; ``stream`` has given out
-        its text, where there is one; ``stats`` and ``passes`` are those of its call.
-        """
-        found = dict(outcome)
-        text = stream.text if stream is not None else self.text(canvas)
-        if (
-            stream is None
-            and text is not None
-            and (stop := find_stop(text, self.stop_strings)) is not None
-        ):
-            text, found["finish"] = text[:stop], "stop"
-        if stream is not None and stream.is_stopped:
-            found |= {"finish": "stop", "completion_tokens": stream.tokens}
-        names = ("prefill", "passes", "selection", "cache", "total")
+    def decoded(
+        self, _: int, tokens: Any, count: int, string: int, capacity: int, size: Any
+    ) -> int:
+        """A ``dlm_decode_fn``."""
+        assert self._tokenizer is not None
+        try:
+            text = self._tokenizer.decode(tokens[:count]).encode()
+        except BaseException as err:  # ctypes would print it, and go on
+            self.error = err
+            return 5  # DLM_ENGINE_FAILED
+        size[0] = len(text)
+        C.memmove(string, text, min(capacity, len(text)))
+        return 0
+
+    def generation(self, result: Any) -> Generation:
+        """What came of it. ``result``: a ``dlm_result`` without an error."""
+        stats, length = result.stats.contents, result.length
+        text = (
+            None if self._tokenizer is None else C.string_at(result.text, result.text_size).decode()
+        )
+        is_call = self.tools is not None and text is not None and result.is_text_decided
         made = Generation(
-            tokens=canvas,
+            tokens=result.tokens[:length],
             text=text,
-            timings={} if stats is None else {name: getattr(stats, f"{name}_s") for name in names},
-            cache_bytes=0 if stats is None else stats.cache_bytes,
-            passes=dict(passes or {}),
-            tool_calls=self.tools.calls(text)
-            if self.tools is not None and self._is_decided(canvas, outcome, stream)
-            else [],
-            **found,
+            nfe=stats.nfe,
+            timings={name: getattr(stats, f"{name}_s") for name in TIMINGS},
+            cache_bytes=stats.cache_bytes,
+            passes={name: getattr(stats, f"{name}_passes") for name in PASSES},
+            finish=_native.finish_name(result.finish),
+            prompt_tokens=result.prompt_tokens,
+            completion_tokens=result.completion_tokens,
+            log_probs=[None if math.isnan(value) else value for value in result.log_probs[:length]],
+            undecided=[bool(flag) for flag in result.undecided[:length]],
+            constraint_log_prob_loss=result.constraint_log_prob_loss,
+            tool_calls=self.tools.calls(text) if is_call else [],  # type: ignore[union-attr]
         )
         if self.is_constrained:
-            self.bundle.warn_if_unlikely(made)
+            self._note(made)
         return made
 
-    def _is_decided(
-        self, canvas: list[int], outcome: Mapping[str, Any], stream: TextStream | None
-    ) -> bool:
-        """Return True if every token of the text, and its end, was decided when the request ended."""
-        undecided = outcome["undecided"]
-        if True not in undecided:
-            return True
-        decided = canvas[: undecided.index(True)]
-        if stream is not None and stream.is_stopped:
-            return stream.tokens <= len(self.written(decided))
-        return any(token in self.bundle.eos_token_ids for token in decided[self.start :])
-
-    def text_stream(self) -> TextStream | None:
-        """What decodes its tokens as they are decided; None where text is none of the bundle's
-        business.
-        """
-        tokenizer = self.bundle.tokenizer
-        return None if tokenizer is None else TextStream(tokenizer.decode, self.stop_strings)
-
-    def push(self, stream: TextStream, view: _native.Step, undecided: list[bool]) -> str:
-        """What a step adds to the text: the tokens in front of the first undecided position, none
-        of which will change.
-        """
-        end = undecided.index(True) if True in undecided and not view.done else view.length
-        if self.is_edited and not view.done:
-            end = min(end, view.block_start)
-        written = self.written(view.canvas[:end])
-        return stream.push(written[stream.tokens :], bool(view.done))
-
-    def written(self, canvas: list[int]) -> list[int]:
-        """The tokens whose text is asked for, up to the first end token; mask tokens that were left
-        are no text.
-        """
-        generated = canvas[self.start :]
-        end = next(
-            (at for at, token in enumerate(generated) if token in self.bundle.eos_token_ids),
-            len(generated),
-        )
-        return [token for token in generated[:end] if token != self.bundle.mask_token_id]
-
-    def text(self, canvas: list[int]) -> str | None:
-        """The text of a finished canvas."""
-        return (
-            None
-            if self.bundle.tokenizer is None
-            else self.bundle.tokenizer.decode(self.written(canvas))
+    def event(self, step: Any, text: str | None) -> Event:
+        """A step without a result. ``text``: that of the steps before."""
+        length = step.length
+        delta = None if self._tokenizer is None else C.string_at(step.text, step.text_size).decode()
+        return Event(
+            canvas=step.canvas[:length],
+            undecided=[bool(flag) for flag in step.undecided[:length]],
+            guess=step.guess[:length],
+            score=step.score[:length],
+            block=(step.block_start, step.block_end),
+            nfe=step.nfe,
+            committed=step.committed,
+            text=None if delta is None else (text or "") + delta,
+            delta=delta,
+            done=bool(step.done),
+            result=None,
         )
 
+
+TIMINGS = ("prefill", "passes", "selection", "cache", "total")
+PASSES = ("prefill", "denoise", "store")
 
 MOST_COUNT = (1 << 24) - 1
 MOST_INDENT = 64  # spaces a level of a JSON layout
@@ -466,7 +462,7 @@ def token_ids(tokens: Sequence[int]) -> list[int]:
     return ids
 
 
-def native_policy(policy: Policy) -> _native.Policy:
+def native_policy(policy: Policy) -> Any:
     """The C struct of a policy. Raises RequestError for a value of the wrong type."""
     native = _native.initialised(_native.Policy)
     for each in fields(Policy):

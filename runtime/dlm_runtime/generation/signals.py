@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import CancelledError
 
 Cancels: TypeAlias = Sequence[threading.Event | None]

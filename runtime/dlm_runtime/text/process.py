@@ -30,7 +30,7 @@ from dlm_runtime.errors import DlmError
 
 MEMORY_BYTES = 512 << 20  # a vocabulary of 262,144 ids takes 250 MiB while it is read
 REPLY_LIMIT_BYTES = 64 << 20
-_WORKER = Path(__file__).with_name("_text_worker.py")
+_WORKER = Path(__file__).with_name("_worker.py")
 
 
 class Refused(Exception):

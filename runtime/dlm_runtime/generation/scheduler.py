@@ -17,24 +17,29 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import ClosedError, DlmError, RequestError, shown
 from dlm_runtime.files import read_object
-from dlm_runtime.forks import Origin
-from dlm_runtime.request import Options, Request, RequestOptions, count_of, milliseconds_of
-from dlm_runtime.results import Event, Generation
+from dlm_runtime.generation.forks import Origin
+from dlm_runtime.generation.request import (
+    Options,
+    Request,
+    RequestOptions,
+    count_of,
+    milliseconds_of,
+)
+from dlm_runtime.generation.results import Event, Generation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from dlm_runtime.bundle import Bundle
-    from dlm_runtime.constraints.compiled import Constraint
+    from dlm_runtime.generation.handle import Handle
 
 _MOST_BYTES = 1 << 20  # of a file that bench wrote
 WAIT_S = 0.1  # seconds between two looks of a waiting thread at its signals
@@ -106,35 +111,21 @@ class Job:
     Until its result was read, a job keeps its scheduler from being collected.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, request: Request, constraint: Constraint | None, events: bool
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, request: Request, events: bool) -> None:
         self._library, self._request = _native.library(), request
         self._handle = C.c_void_p()
         self._origin = Origin("job")
         self._scheduler: Scheduler | None = scheduler
-        self._stream = request.text_stream() if events or request.stop_strings else None
-        self._events: queue.SimpleQueue[Event | None] | None = (
-            queue.SimpleQueue() if events else None
-        )
+        self._text: str | None = None  # of the events so far
+        self._events: queue.SimpleQueue[Event] | None = queue.SimpleQueue() if events else None
         self._result: Generation | None = None
         self._error: Exception | None = None  # raised by _step
         runner = scheduler._runner
-        if events or self._stream is not None:
-            runner.tell(self, request)
+        runner.keep(self, request)
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        given = (C.c_int32 * max(1, len(request.given)))(*request.given)
         with runner.using() as handle:
             status = self._library.dlm_scheduler_submit(
-                handle,
-                C.byref(request.options),
-                None if constraint is None else constraint.handle,
-                0,
-                given,
-                len(request.given),
-                message,
-                len(message),
-                C.byref(self._handle),
+                handle, C.byref(request.native), message, len(message), C.byref(self._handle)
             )
         if status:
             raise _native.error(status, message.value)
@@ -158,7 +149,7 @@ class Job:
         """Wait for the job and return its result. ``timeout`` is in seconds; with None there is no
         limit.
 
-        ``timings``, ``passes`` and ``cache_bytes`` of the result are empty, as passes are shared.
+        ``timings`` are this request's shares of the passes that it took part in.
         Raises TimeoutError, what ``Bundle.generate`` raises, and the error that ended the
         scheduler's thread.
         """
@@ -171,17 +162,14 @@ class Job:
                 self._handle, 1000 * left
             )  # in pieces, so that Ctrl-C is seen
         if self._result is None:
-            found = _native.Result()
-            status = self._library.dlm_job_result_sized(
-                self._handle, C.byref(found), C.sizeof(found)
-            )
+            found = C.POINTER(_native.Result)()
+            status = self._library.dlm_job_result(self._handle, C.byref(found))
             if status:
-                raise _native.error(
-                    status, self._library.dlm_job_message(self._handle)
-                ) from self._error
-            canvas = self._library.dlm_job_tokens(self._handle, None)[: found.length]
-            stopped = self._stream if self._stream is not None and self._stream.is_stopped else None
-            self._result = self._request.generation(canvas, _native.outcome(found), stopped)
+                raised = self._request.error
+                if raised is not None:
+                    raise raised
+                raise _native.error(status, found.contents.message) from self._error
+            self._result = self._request.generation(found.contents)
             self._scheduler = None
         return self._result
 
@@ -196,12 +184,13 @@ class Job:
                 event = self._events.get(timeout=EVENT_WAIT_S)
             except queue.Empty:
                 continue
-            if event is None:
-                break
+            if event.done:
+                yield replace(event, result=self.result())
+                return
             yield event
+        # The request failed, or its scheduler was closed.
         result = self.result()
         length = len(result.tokens)
-        told = 0 if self._stream is None else len(self._stream.text)
         yield Event(
             canvas=result.tokens,
             undecided=result.undecided,
@@ -211,46 +200,23 @@ class Job:
             nfe=result.nfe,
             committed=0,
             text=result.text,
-            delta=None if result.text is None else result.text[told:],
+            delta=None if result.text is None else result.text[len(self._text or "") :],
             done=True,
             result=result,
         )
 
-    def _step(self, view: _native.Step) -> None:
-        """On the thread that makes the passes. The last step is told with the result, in
-        ``__iter__``.
-        """
-        if view.done:
-            if self._events is not None:
-                self._events.put(None)  # wakes who waits
-            return
-        canvas = view.canvas[: view.length]
-        undecided = [token == self._request.bundle.mask_token_id for token in canvas]
-        delta = None if self._stream is None else self._request.push(self._stream, view, undecided)
-        if self._stream is not None and self._stream.is_stopped:
-            self.cancel()
+    def _step(self, step: Any) -> None:
+        """On the thread that makes the passes."""
         if self._events is not None:
-            self._events.put(
-                Event(
-                    canvas=canvas,
-                    undecided=undecided,
-                    guess=view.guess[: view.length],
-                    score=view.score[: view.length],
-                    block=(view.block_start, view.block_end),
-                    nfe=view.nfe,
-                    committed=view.committed,
-                    text=None if self._stream is None else self._stream.text,
-                    delta=delta,
-                    done=False,
-                    result=None,
-                )
-            )
+            event = self._request.event(step, self._text)
+            self._text = event.text
+            self._events.put(event)
 
 
 class _Runner:
     """A native scheduler, the thread that runs it, and what both of them need."""
 
-    def __init__(self, bundle: Bundle, options: _native.SchedulerOptions) -> None:
+    def __init__(self, bundle: Handle, options: Any) -> None:
         """Raises RequestError, EngineError; DlmError if the thread cannot be started."""
         self.origin = Origin("scheduler")
         self.failure: DlmError | None = None
@@ -264,16 +230,19 @@ class _Runner:
         )
         self._is_closed = False
         self._last: SchedulerStats | None = None  # once the handle is gone
-        # One function for all jobs. It lives as long as passes are made: a job may be dropped
+        # The same functions for all jobs. They live as long as passes are made: a job may be dropped
         # before its request ends.
-        self._on_step = _native.StepFn(self._dispatch)
-        self._told: weakref.WeakValueDictionary[int, Job] = weakref.WeakValueDictionary()
+        self._on_step, self._on_decode = (
+            _native.StepFn(self._dispatch),
+            _native.DecodeFn(self._decode),
+        )
+        self._jobs: weakref.WeakValueDictionary[int, Job] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        bundle._begin()
+        bundle.begin()
         try:
             status = self._library.dlm_scheduler_create(
-                bundle._handle,
+                bundle.pointer,
                 C.byref(options),
                 self._message,
                 len(self._message),
@@ -290,7 +259,7 @@ class _Runner:
                     f"the scheduler's thread cannot be started ({err}): end other threads, or raise their limit"
                 ) from err
         except BaseException:
-            bundle._end()
+            bundle.end()
             raise
         _RUNNERS.add(self)
 
@@ -307,17 +276,23 @@ class _Runner:
             self._last = self.stats()
             handle, self._handle = self._handle, C.c_void_p()
         self._library.dlm_scheduler_destroy(handle)
-        self._on_step = _native.StepFn()  # it refers to this object
-        self._bundle._end()
+        # They refer to this object.
+        self._on_step, self._on_decode = _native.StepFn(), _native.DecodeFn()
+        self._bundle.end()
 
-    def tell(self, job: Job, request: Request) -> None:
-        """Let a job see the steps of its request."""
-        number = next(self._numbers)
-        self._told[number] = job
-        request.options.on_step, request.options.user = self._on_step, number
+    def keep(self, job: Job, request: Request) -> None:
+        """Let passes call a job's functions as long as there is somebody who refers to it."""
+        native, number = request.native, next(self._numbers)
+        self._jobs[number] = job
+        native.user = number
+        if native.decode:
+            native.decode = self._on_decode
+        if job._events is not None:
+            native.on_step = self._on_step
+            native.text = _native.TEXT_STEPS if native.decode else native.text
 
     def _dispatch(self, number: int, step: Any) -> int:
-        job = self._told.get(number)
+        job = self._jobs.get(number)
         if job is None:
             return 0
         try:
@@ -326,6 +301,14 @@ class _Runner:
             job._error = err
             return 1
         return 0
+
+    def _decode(
+        self, number: int, tokens: Any, count: int, string: int, capacity: int, size: Any
+    ) -> int:
+        job = self._jobs.get(number)
+        if job is None:
+            return 7  # DLM_CANCELLED: nobody asks for the result
+        return job._request.decoded(number, tokens, count, string, capacity, size)
 
     def check_open(self) -> None:
         """Raise ForkError, ClosedError, or the error that ended the thread."""
@@ -359,7 +342,7 @@ class _Runner:
             if self._last is not None:
                 return self._last
             found = _native.SchedulerStats()
-            self._library.dlm_scheduler_stats_sized(self._handle, C.byref(found), C.sizeof(found))
+            self._library.dlm_scheduler_get_stats(self._handle, C.byref(found), C.sizeof(found))
         return SchedulerStats(
             **{field.name: getattr(found, field.name) for field in fields(SchedulerStats)}
         )
@@ -401,7 +384,8 @@ class Scheduler:
 
     def __init__(
         self,
-        bundle: Bundle,
+        bundle: Handle,
+        make: Callable[[tuple[Any, ...], Options], Request],
         max_running: int,
         max_waiting: int,
         max_tokens: int,
@@ -418,8 +402,9 @@ class Scheduler:
         if cost is not None:
             if not isinstance(cost, PassCost):
                 raise RequestError(f"cost = {shown(cost)}: give a PassCost, or None")
-            options.cost = _native.PassCost(*astuple(cost))
-        self._bundle, self._runner = bundle, _Runner(bundle, options)
+            native = _native.PassCost(C.sizeof(_native.PassCost), *astuple(cost))
+            options.cost = C.pointer(native)
+        self._make, self._runner = make, _Runner(bundle, options)
         # Without waiting: the garbage collector may run while its thread holds a lock that the
         # scheduler's thread needs.
         weakref.finalize(self, self._runner.stop).atexit = False
@@ -445,10 +430,7 @@ class Scheduler:
             raise RequestError(
                 "submit takes no cancel: the job that it returns has a method of that name"
             )
-        request, constraint = self._bundle._request(
-            "generate", (prompt, tokens, chat), Options.of(options)
-        )
-        return Job(self, request, constraint, events)
+        return Job(self, self._make((prompt, tokens, chat), Options.of(options)), events)
 
     @property
     def stats(self) -> SchedulerStats:

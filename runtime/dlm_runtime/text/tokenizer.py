@@ -1,7 +1,7 @@
 """Text to token ids and back, with the tokenizer and the chat template that a bundle carries.
 
 Neither is trusted: both run in a process of their own, with limits of time and memory
-(``text_process``). A chat template is a Jinja program from outside: it runs in Jinja's immutable
+(``text/process.py``). A chat template is a Jinja program from outside: it runs in Jinja's immutable
 sandbox there, and sees only messages and tools.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
-from dlm_runtime.text_process import Refused, TextProcess
+from dlm_runtime.text.process import Refused, TextProcess
 
 TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released one, of 262,144 ids, has 33 MB
 TEMPLATE_LIMIT_BYTES = 1 << 20

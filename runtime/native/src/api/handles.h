@@ -1,5 +1,5 @@
-// What the files of the C ABI share: handles, argument checks, and the wall that no exception
-// crosses.
+// What the files of the C ABI share: handles, checks of arguments, and `guarded`, which no
+// exception crosses.
 #pragma once
 
 #include <cstddef>
@@ -10,16 +10,16 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "api/sized.h"
 #include "base/error.h"
 #include "base/one_line.h"
+#include "base/sized.h"
 #include "bundle/manifest.h"
 #include "constraints/automaton.h"
-#include "decode/loop.h"
+#include "decode/job.h"
 #include "decode/policy.h"
-#include "decode/scheduler.h"
 #include "dlm_runtime.h"
 #include "engines/engine.h"
 #include "text/tokenizer.h"
@@ -32,6 +32,7 @@ struct dlm_bundle {
   dlm::Manifest manifest;
   std::unique_ptr<dlm::Engine> engine;
   std::string engine_description;
+  dlm_denoiser denoiser{};  // as dlm_bundle_denoiser tells it
   std::mutex text_mutex;
   dlm_text text;  // once it was asked for
 };
@@ -90,45 +91,31 @@ inline void require(const void* pointer, const char* name) {
   if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
 }
 
-// Copies and checks the caller's options, without the policies. Replaces DLM_DEFAULT_NEW_TOKENS by
-// the bundle's number.
-dlm_generate_options take_options(const dlm_bundle& bundle, const dlm_generate_options* options);
-
-constexpr double kLongest = 1e12;  // milliseconds: 31 years, which clocks hold
-
-// Of options that have one, counted from now.
-Clock::time_point deadline_of(const dlm_generate_options& options);
-
-// The pointers are the outcome's.
-dlm_result result_of(const Outcome& outcome);
-
 // `given`, or the bundle's default.
 Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 
-// What a request's text may be.
-struct Constraint {
-  std::shared_ptr<const Automaton> automaton;  // NULL: anything
-  int32_t given = 0;  // tokens in front of the first undecided position that are of the text
-};
+// The bundle's text, read at the first call.
+const dlm_text& text_of(dlm_bundle& bundle);
 
-// As the caller says it. Throws Error(DLM_INVALID_ARGUMENT).
-Constraint constraint_of(const dlm_automaton* automaton, int32_t given);
+// Ids of a chat. special_tokens: text of a content that spells a special token is that token.
+std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count,
+                                 bool special_tokens);
 
-// A request of these tokens and what is new behind them. Throws Error(DLM_INVALID_ARGUMENT,
+// A view of a caller's text. name: the argument's, for messages.
+std::string_view view_of(const char* string, size_t size, const char* name);
+
+// A canvas of the given tokens and mask tokens after them.
+std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,
+                                 int32_t new_tokens);
+
+constexpr double kLongestMs = 1e12;  // 31 years, which clocks hold
+
+// A checked dlm_request, ready to be submitted. Throws Error(DLM_INVALID_ARGUMENT,
 // DLM_UNSUPPORTED).
-Request make_request(const dlm_bundle& bundle, const Constraint& constraint, const Policy& policy,
-                     const dlm_generate_options& options, const int32_t* tokens, size_t count,
-                     const std::string& name);
-
-// Of a session, whose struct is api/c_api.cc's own.
-dlm_bundle& bundle_of(dlm_session& session);
-std::string& text_of(dlm_session& session);
-dlm_status guarded_call(dlm_session* session, void (*body)(void* user),
-                        void* user);  // a call of it, with its last error
-
-template <typename Body>
-dlm_status guarded_call(dlm_session* session, Body body) {
-  return guarded_call(session, [](void* self) { (*static_cast<Body*>(self))(); }, &body);
-}
+struct Wanted {
+  Request request;
+  JobOptions options;
+};
+Wanted read_request(dlm_bundle& bundle, const dlm_request* request);
 
 }  // namespace dlm

@@ -4,7 +4,7 @@
 //
 // Compiled together with the core's sources, as its classes are hidden in the library. Prints "N
 // passed, N failed".
-#include "decode/scheduler.h"
+#include "decode/runner.h"
 
 #include <algorithm>
 #include <atomic>
@@ -25,8 +25,10 @@
 
 #include "base/error.h"
 #include "cache/arena.h"
-#include "decode/loop.h"
+#include "constraints/constrained.h"
+#include "decode/lockstep_passes.h"
 #include "decode/proposer.h"
+#include "summing_engine.h"
 
 namespace {
 
@@ -34,157 +36,9 @@ int passed = 0, failed = 0;
 
 void note(bool holds, int line, const std::string& what) {
   ++(holds ? passed : failed);
-  if (!holds) std::printf("scheduler_test.cc:%d: failed: %s\n", line, what.c_str());
+  if (!holds) std::printf("runner_test.cc:%d: failed: %s\n", line, what.c_str());
 }
 #define CHECK(condition) note((condition), __LINE__, #condition)
-
-constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1;
-
-uint64_t mix(uint64_t x) {  // SplitMix64
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-// A row of every head of every layer is a token and its position. A prediction follows from the sum
-// over all rows that are seen.
-class Summing final : public dlm::HostEngine {
- public:
-  Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments)
-      : HostEngine(std::move(cache)),
-        visible_block_(visible_block),
-        takes_segments_(takes_segments) {}
-
-  bool takes_segments() const override { return takes_segments_; }
-  std::string description() const override { return "made up"; }
-  void fail_after(int passes) { fails_after_ = passes; }
-  int64_t most_requests() const { return most_requests_; }
-  // What its passes cost by this: together, and the costliest one that several requests shared.
-  void count_by(const dlm::PassCost& cost) { cost_ = cost; }
-  double cost() const { return spent_; }
-  void take(std::chrono::microseconds time) { time_ = time; }  // a pass, at least
-  double costliest_shared() const { return costliest_shared_; }
-
-  void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
-    if (fails_after_ >= 0 && fails_after_-- == 0) dlm::fail(DLM_ENGINE_FAILED, "made to fail");
-    std::vector<dlm::Segment> parts = segments;
-    if (parts.empty())
-      for (int64_t b = 0; b < pass.batch; ++b) parts.push_back({0, pass.cached, 0, pass.tokens});
-    most_requests_ = std::max<int64_t>(most_requests_, static_cast<int64_t>(parts.size()));
-    count(pass, parts);
-    std::this_thread::sleep_for(time_);
-    for (size_t number = 0; number < parts.size(); ++number) {
-      const int64_t b = segments.empty() ? static_cast<int64_t>(number) : 0;
-      keep(pass, b, parts[number]);
-      score(pass, b, parts[number]);
-    }
-  }
-
- private:
-  void count(const dlm_pass& pass, const std::vector<dlm::Segment>& parts) {
-    dlm::PassLoad load{0, static_cast<double>(pass.rows), 0};
-    for (const dlm::Segment& part : parts) {
-      load.tokens += static_cast<double>(part.tokens);
-      load.pairs += static_cast<double>(part.tokens * (part.tokens + part.cached));
-    }
-    const double cost = cost_.of(load);
-    spent_ += cost;
-    if (parts.size() > 1) costliest_shared_ = std::max(costliest_shared_, cost);
-  }
-
-  static uint64_t value_of(int64_t token, int64_t position) {
-    return mix(static_cast<uint64_t>(token) * 100003 + static_cast<uint64_t>(position));
-  }
-
-  void keep(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
-    if (pass.present_keys == nullptr) return;
-    for (size_t layer = 0; layer < cache().size(); ++layer)
-      for (int32_t head = 0; head < cache()[layer].kv_heads; ++head)
-        for (int64_t t = part.first; t < part.first + part.tokens; ++t) {
-          const float row[2] = {static_cast<float>(pass.input_ids[b * pass.tokens + t]),
-                                static_cast<float>(pass.position_ids[b * pass.tokens + t])};
-          const int64_t at = ((b * cache()[layer].kv_heads + head) * pass.tokens + t) * 2;
-          std::memcpy(static_cast<float*>(pass.present_keys[layer]) + at, row, sizeof row);
-          std::memcpy(static_cast<float*>(pass.present_values[layer]) + at, row, sizeof row);
-        }
-  }
-
-  // What is cached, by each head of each layer; they have to agree.
-  uint64_t cached_sum(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
-    uint64_t found = 0;
-    if (part.cached == 0) return found;
-    for (size_t layer = 0; layer < cache().size(); ++layer)
-      for (const void* const* const tensors : {pass.past_keys, pass.past_values})
-        for (int32_t head = 0; head < cache()[layer].kv_heads; ++head) {
-          uint64_t sum = 0;
-          const auto* const rows =
-              static_cast<const float*>(tensors[layer]) +
-              ((b * cache()[layer].kv_heads + head) * pass.cached + part.start) * 2;
-          for (int64_t i = 0; i < part.cached; ++i)
-            sum +=
-                value_of(static_cast<int64_t>(rows[2 * i]), static_cast<int64_t>(rows[2 * i + 1]));
-          if (found != 0 && found != sum) dlm::fail(DLM_INTERNAL, "heads that see other rows");
-          found = sum;
-        }
-    return found;
-  }
-
-  void score(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
-    const int64_t* const ids = pass.input_ids + b * pass.tokens;
-    const int64_t* const positions = pass.position_ids + b * pass.tokens;
-    const uint64_t cached = cached_sum(pass, b, part);
-    for (int64_t r = 0; r < pass.rows; ++r) {
-      const int64_t row = b * pass.rows + r, query = pass.score_rows[row];
-      if (query < part.first || query >= part.first + part.tokens) continue;
-      uint64_t sum = cached;
-      for (int64_t t = part.first; t < part.first + part.tokens; ++t)
-        if (visible_block_ == 0 ||
-            positions[t] / visible_block_ <= positions[query] / visible_block_)
-          sum += value_of(ids[t], positions[t]);
-      predict(pass, row, mix(sum ^ static_cast<uint64_t>(positions[query])));
-    }
-  }
-
-  static void predict(const dlm_pass& pass, int64_t row, uint64_t seed) {
-    double logits[kVocabulary], total = 0;
-    int32_t order[kVocabulary];
-    for (int32_t v = 0; v < kVocabulary; ++v) {
-      // An end token is rare, so that requests go on for a while.
-      logits[v] = static_cast<double>(mix(seed + static_cast<uint64_t>(v)) % 9000) / 1000 -
-                  (v == kEnd ? 4 : 0);
-      total += v == kMask ? 0 : std::exp(logits[v]);
-      order[v] = v;
-      if (pass.logits != nullptr)
-        pass.logits[row * kVocabulary + v] = static_cast<float>(logits[v]);
-    }
-    std::stable_sort(order, order + kVocabulary, [&](int32_t one, int32_t other) {
-      return (one == kMask ? -1e9 : logits[one]) > (other == kMask ? -1e9 : logits[other]);
-    });
-    double entropy = 0;
-    for (int32_t v = 1; v < kVocabulary; ++v)
-      entropy += std::exp(logits[v]) / total * (logits[v] - std::log(total));
-    for (int k = 0; k < 2; ++k) {
-      pass.top_tokens[2 * row + k] = order[k];
-      pass.top_probs[2 * row + k] = static_cast<float>(std::exp(logits[order[k]]) / total);
-    }
-    if (pass.entropy != nullptr) pass.entropy[row] = static_cast<float>(entropy);
-  }
-
-  const int64_t visible_block_;
-  const bool takes_segments_;
-  int fails_after_ = -1;
-  int64_t most_requests_ = 0;
-  dlm::PassCost cost_{};
-  double spent_ = 0, costliest_shared_ = 0;
-  std::chrono::microseconds time_{0};
-};
-
-dlm::CacheShape shape() { return {{2, 2, 4}, {1, 2, 4}}; }
-
-dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
-  return {kVocabulary, kMask, 96, 2, shift, true, shape(), {kEnd}, visible_block};
-}
 
 // Where a request fails.
 enum class Fault { none, needs, propose, end, end_foreign, end_memory, step };
@@ -231,18 +85,66 @@ class Faulty final : public dlm::Proposer {
   const Fault fault_;
 };
 
+// The options of a job, to be made as often as they are wanted.
+struct Limits {
+  int32_t max_steps = 0;
+  std::optional<dlm::Clock::time_point> deadline;
+  dlm_step_fn on_step = nullptr;
+  void* user = nullptr;
+
+  dlm::JobOptions make() const {
+    dlm::JobOptions options;
+    options.max_steps = max_steps;
+    options.deadline = deadline;
+    options.on_step = on_step;
+    options.user = user;
+    return options;
+  }
+};
+
+// A scheduler over whatever makes the passes of the engine's requests.
+class Scheduler {
+ public:
+  Scheduler(const dlm::Denoiser& of, dlm::Engine& engine, const dlm::Runner::Options& options,
+            int64_t rows)
+      : passes_(dlm::make_shared_passes(of, engine, rows)) {
+    if (passes_ == nullptr)
+      passes_ = std::make_unique<dlm::LockstepPasses>(of, engine, rows,
+                                                      static_cast<size_t>(options.most_running));
+    runner_.emplace(of, *passes_, options);
+  }
+  std::shared_ptr<dlm::Job> submit(dlm::Request request, const Limits& limits) {
+    return runner_->submit(std::move(request), limits.make());
+  }
+  void run(bool until_idle, const std::function<bool()>& before_pass) {
+    runner_->run(until_idle ? dlm::Runner::Until::idle : dlm::Runner::Until::stopped, before_pass);
+  }
+  void stop() { runner_->stop(); }
+  dlm_scheduler_stats told() const { return runner_->stats(); }
+
+ private:
+  std::unique_ptr<dlm::PassMaker> passes_;
+  std::optional<dlm::Runner> runner_;
+};
+
+dlm::Finish finish_of(const dlm::Job& job) { return static_cast<dlm::Finish>(job.result().finish); }
+
+std::vector<int32_t> canvas_of(const dlm::Job& job) {
+  return {job.result().tokens, job.result().tokens + job.result().length};
+}
+
 // A request, to be made as often as it is wanted.
 struct Wish {
   dlm::Policy policy;
   std::vector<int32_t> canvas;
-  dlm::Limits limits;
+  Limits limits;
 
   dlm::Request make(const dlm::Denoiser& of, const dlm::Engine& engine,
                     Fault fault = Fault::none) const {
     std::vector<uint8_t> undecided;
     for (const int32_t token : canvas) undecided.push_back(token == kMask);
     auto proposer = fault == Fault::none ? nullptr : std::make_unique<Faulty>(of, policy, fault);
-    return dlm::Request(of, engine, policy, canvas, undecided, 0, "", std::move(proposer));
+    return dlm::Request(of, engine, policy, canvas, undecided, 0, std::move(proposer));
   }
 };
 
@@ -283,37 +185,29 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
   return wish;
 }
 
-struct Alone {
-  std::vector<int32_t> canvas;
-  dlm::Outcome outcome;
-};
-
-// What the request comes to by itself, over the context that a session has.
-Alone run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
-  const auto context = engine.open_context(of.max_canvas_length);
-  dlm::Buffers buffers;
-  std::vector<dlm::Request> one;
-  one.push_back(wish.make(of, engine));
-  dlm::Batch batch(of, std::move(one));
-  while (!batch.done()) {
-    if (wish.limits.max_steps > 0 && batch.requests()[0].nfe() >= wish.limits.max_steps)
-      batch.end(0, dlm::Finish::steps);
-    else
-      batch.step(*context, buffers);
-  }
-  return {batch.requests()[0].canvas(), batch.requests()[0].outcome()};
+// What the request comes to by itself, as a session runs it.
+std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
+  dlm::LockstepPasses passes(of, engine, INT64_MAX, 1);
+  dlm::Runner runner(of, passes, {});
+  const auto job = runner.submit(wish.make(of, engine), wish.limits.make());
+  runner.run(dlm::Runner::Until::idle, [] { return true; });
+  return job;
 }
 
-bool same(const dlm::Job& job, const Alone& alone) {
-  const dlm::Outcome &one = job.outcome(), &other = alone.outcome;
+// Equal canvases, finishes and statistics, but for times.
+bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
+  const dlm_result &one = job.result(), &other = alone->result();
   const auto equal = [](float a, float b) {
     return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
   };
-  return job.status() == DLM_OK && job.canvas() == alone.canvas && one.finish == other.finish &&
-         one.nfe == other.nfe && one.undecided == other.undecided &&
-         one.completion_tokens == other.completion_tokens &&
-         std::equal(one.log_probs.begin(), one.log_probs.end(), other.log_probs.begin(),
-                    other.log_probs.end(), equal);
+  const dlm_stats &counts = *one.stats, &counted = *other.stats;
+  return one.status == DLM_OK && canvas_of(job) == canvas_of(*alone) &&
+         one.finish == other.finish && one.completion_tokens == other.completion_tokens &&
+         std::equal(one.undecided, one.undecided + one.length, other.undecided) &&
+         std::equal(one.log_probs, one.log_probs + one.length, other.log_probs, equal) &&
+         counts.nfe == counted.nfe && counts.prefill_passes == counted.prefill_passes &&
+         counts.denoise_passes == counted.denoise_passes &&
+         counts.store_passes == counted.store_passes && counts.cache_bytes == counted.cache_bytes;
 }
 
 const std::function<bool()> kNothing = [] { return true; };
@@ -325,9 +219,10 @@ void test_random_requests(uint32_t seed, bool shares) {
   const dlm::Denoiser of = denoiser(visible_block, shift);
   Summing engine(shape(), visible_block, shares), other(shape(), visible_block, false);
   const int64_t rows = 150 + static_cast<int64_t>(random() % 300);
-  dlm::Scheduler scheduler(of, engine,
-                           {static_cast<int32_t>(1 + random() % 9), 100,
-                            static_cast<int32_t>(8 + random() % 200), rows});
+  Scheduler scheduler(
+      of, engine,
+      {static_cast<int32_t>(1 + random() % 9), 100, static_cast<int32_t>(8 + random() % 200)},
+      rows);
   std::vector<Wish> wishes;
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   const auto submit = [&] {
@@ -350,7 +245,7 @@ void test_random_requests(uint32_t seed, bool shares) {
 void test_passes_are_shared() {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
-  dlm::Scheduler scheduler(of, engine, {8, 100, 1 << 20, 2000});
+  Scheduler scheduler(of, engine, {8, 100, 1 << 20}, 2000);
   dlm_policy policy = dlm::default_policy();
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   for (size_t i = 0; i < 8; ++i) {
@@ -375,7 +270,7 @@ void test_costs(uint32_t seed) {
   const dlm::PassCost cost{figure(4), 0.01 + figure(1), figure(0.5), figure(0.05)};
   engine.count_by(cost);
   const double most_ms = 1 + figure(60);
-  dlm::Scheduler scheduler(of, engine, {9, 100, 1 << 20, 1000, most_ms, cost});
+  Scheduler scheduler(of, engine, {9, 100, 1 << 20, most_ms, cost}, 1000);
   std::vector<Wish> wishes;
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   for (int i = 0; i < 12; ++i) {
@@ -402,8 +297,7 @@ void test_admission_by_cost() {
   const Wish wish{dlm::check_policy(policy), std::vector<int32_t>(8, kMask), {}};
   int64_t passes = 0;
   const auto most_running = [&](double most_ms, double token_ms = 1) {
-    dlm::Scheduler scheduler(of, engine,
-                             {8, 100, 1 << 20, 2000, most_ms, {token_ms, token_ms, 0, 0}});
+    Scheduler scheduler(of, engine, {8, 100, 1 << 20, most_ms, {token_ms, token_ms, 0, 0}}, 2000);
     for (int i = 0; i < 8; ++i) scheduler.submit(wish.make(of, engine), {});
     int32_t most = 0;
     scheduler.run(true, [&] {
@@ -431,7 +325,7 @@ void test_failures_stay_with_their_requests(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
   std::mt19937 random(5);
-  dlm::Scheduler scheduler(of, engine, {2, 100, 1 << 20, 1000});
+  Scheduler scheduler(of, engine, {2, 100, 1 << 20}, 1000);
   std::vector<Wish> wishes;
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   for (int i = 0; i < 6; ++i) {
@@ -443,12 +337,13 @@ void test_failures_stay_with_their_requests(bool shares) {
   scheduler.run(true, kNothing);
   int failures = 0;
   for (size_t i = 0; i < jobs.size(); ++i) {
-    if (jobs[i]->status() == DLM_OK) {
+    if (jobs[i]->result().status == DLM_OK) {
       CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
       continue;
     }
     ++failures;
-    CHECK(jobs[i]->status() == DLM_ENGINE_FAILED && jobs[i]->message() == "made to fail");
+    CHECK(jobs[i]->result().status == DLM_ENGINE_FAILED &&
+          std::string(jobs[i]->result().message) == "made to fail");
   }
   CHECK(failures >= 1 && failures <= 2);
 }
@@ -464,8 +359,8 @@ void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   const auto throws = [](void*, const dlm_step*) -> int32_t { throw NotAnException{}; };
   {
-    dlm::Scheduler scheduler(of, engine, {4, 100, 1 << 20, 1000});
-    const auto submit_faulty = [&](dlm::Limits limits) {
+    Scheduler scheduler(of, engine, {4, 100, 1 << 20}, 1000);
+    const auto submit_faulty = [&](Limits limits) {
       if (fault == Fault::step) limits.on_step = throws;
       Wish wish = make_wish(random, 4, 0);
       wish.policy.cfg_scale = 0;  // guidance asks its proposer for no needs
@@ -493,12 +388,12 @@ void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   for (size_t i = 0; i < 3; ++i) {
     const dlm::Job& job = *faulty[i];
     CHECK(job.wait(dlm::Clock::duration{}));
-    if (i < 2 && !fails_in_end)
-      CHECK(job.status() == DLM_OK &&
-            job.outcome().finish == (i == 0 ? dlm::Finish::cancelled : dlm::Finish::deadline));
+    if (i < 2 && !fails_in_end && fault != Fault::step)
+      CHECK(job.result().status == DLM_OK &&
+            finish_of(job) == (i == 0 ? dlm::Finish::cancelled : dlm::Finish::deadline));
     else
-      CHECK(job.status() == wanted && !job.message().empty());
-    CHECK(job.canvas().size() == 20);
+      CHECK(job.result().status == wanted && job.result().message[0] != '\0');
+    CHECK(job.result().length == 20);
   }
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
 }
@@ -510,11 +405,12 @@ void test_faults_as_a_scheduler_is_destroyed() {
   std::mt19937 random(8);
   std::shared_ptr<dlm::Job> job;
   {
-    dlm::Scheduler scheduler(of, engine, {4, 100, 1 << 20, 1000});
+    Scheduler scheduler(of, engine, {4, 100, 1 << 20}, 1000);
     Wish wish = make_wish(random, 4, 0);
     job = scheduler.submit(wish.make(of, engine, Fault::end), {});
   }
-  CHECK(job->wait({}) && job->status() == DLM_BAD_BUNDLE && job->message() == "made to fail");
+  CHECK(job->wait({}) && job->result().status == DLM_BAD_BUNDLE &&
+        std::string(job->result().message) == "made to fail");
 }
 
 // When making passes itself fails, all that run and wait end with the cause; then submit() throws
@@ -523,7 +419,7 @@ void test_an_error_of_nobody_ends_all(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
   std::mt19937 random(9);
-  dlm::Scheduler scheduler(of, engine, {2, 100, 1 << 20, 1000});
+  Scheduler scheduler(of, engine, {2, 100, 1 << 20}, 1000);
   std::vector<std::shared_ptr<dlm::Job>> jobs;
   for (int i = 0; i < 6; ++i) {
     Wish wish = make_wish(random, 4, 0);
@@ -547,7 +443,8 @@ void test_an_error_of_nobody_ends_all(bool shares) {
   for (std::thread& thread : threads) thread.join();
   CHECK(woken == 6);
   for (const auto& job : jobs)
-    CHECK(job->status() == DLM_ENGINE_FAILED && job->message() == "no engine any more");
+    CHECK(job->result().status == DLM_ENGINE_FAILED &&
+          std::string(job->result().message) == "no engine any more");
   CHECK(scheduler.told().running == 0 && scheduler.told().waiting == 0 &&
         scheduler.told().finished == 6);
   const Wish wish = make_wish(random, 4, 0);
@@ -567,11 +464,11 @@ void test_an_error_of_nobody_ends_all(bool shares) {
 void test_limits() {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
-  dlm::Scheduler scheduler(of, engine, {1, 2, 64, 30});
+  Scheduler scheduler(of, engine, {1, 2, 64}, 30);
   dlm_policy policy = dlm::default_policy();
   policy.cache = "dual";
   policy.block_length = 4;
-  const auto wish = [&](size_t length, dlm::Limits limits) {
+  const auto wish = [&](size_t length, Limits limits) {
     return Wish{dlm::check_policy(policy), std::vector<int32_t>(length, kMask), limits};
   };
   const auto submit = [&](const Wish& one) {
@@ -593,13 +490,12 @@ void test_limits() {
   CHECK(!first->wait(std::chrono::milliseconds(1)));
   second->cancel();
   scheduler.run(true, kNothing);
-  CHECK(first->outcome().finish == dlm::Finish::length ||
-        first->outcome().finish == dlm::Finish::stop);
-  CHECK(second->outcome().finish == dlm::Finish::cancelled && second->outcome().nfe == 0);
-  CHECK(second->canvas() == std::vector<int32_t>(8, kEnd));
+  CHECK(finish_of(*first) == dlm::Finish::length || finish_of(*first) == dlm::Finish::stop);
+  CHECK(finish_of(*second) == dlm::Finish::cancelled && second->result().stats->nfe == 0);
+  CHECK(canvas_of(*second) == std::vector<int32_t>(8, kEnd));
   const auto late = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   scheduler.run(true, kNothing);
-  CHECK(late->outcome().finish == dlm::Finish::deadline && late->outcome().nfe == 0);
+  CHECK(finish_of(*late) == dlm::Finish::deadline && late->result().stats->nfe == 0);
   // A step callback that stops, and one that sees every step.
   int steps = 0;
   const auto count = [](void* user, const dlm_step* step) {
@@ -607,7 +503,7 @@ void test_limits() {
   };
   const auto stopped = submit(wish(20, {0, {}, count, &steps}));
   scheduler.run(true, kNothing);
-  CHECK(stopped->status() == DLM_CANCELLED && steps == 3);
+  CHECK(stopped->result().status == DLM_CANCELLED && steps == 3);
   // When before_pass asks to stop, requests stay as they are, and the next run goes on.
   const auto kept = submit(wish(12, {}));
   int calls = 0;
@@ -619,14 +515,14 @@ void test_limits() {
   }
   CHECK(!kept->wait(dlm::Clock::duration{}));
   scheduler.run(true, kNothing);
-  CHECK(kept->status() == DLM_OK && kept->wait(dlm::Clock::duration{}));
+  CHECK(kept->result().status == DLM_OK && kept->wait(dlm::Clock::duration{}));
   // One that is abandoned with its scheduler ends cancelled.
   std::shared_ptr<dlm::Job> abandoned;
   {
-    dlm::Scheduler short_lived(of, engine, {1, 2, 64, 30});
+    Scheduler short_lived(of, engine, {1, 2, 64}, 30);
     abandoned = short_lived.submit(wish(8, {}).make(of, engine), {});
   }
-  CHECK(abandoned->wait({}) && abandoned->outcome().finish == dlm::Finish::cancelled);
+  CHECK(abandoned->wait({}) && finish_of(*abandoned) == dlm::Finish::cancelled);
 }
 
 // Many threads hand in and cancel, one runs; what was neither cancelled nor stopped is what it is
@@ -634,7 +530,7 @@ void test_limits() {
 void test_threads(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
-  dlm::Scheduler scheduler(of, engine, {6, 1000, 128, 400});
+  Scheduler scheduler(of, engine, {6, 1000, 128}, 400);
   std::thread runner([&] { scheduler.run(false, kNothing); });
   std::atomic<int> wrong{0}, ended{0};
   std::vector<std::thread> threads;
@@ -645,14 +541,14 @@ void test_threads(bool shares, int requests_a_thread) {
       for (int i = 0; i < requests_a_thread; ++i) {
         Wish wish = make_wish(random, 4, 0);
         const bool is_late = random() % 6 == 0, is_cancelled = random() % 4 == 0;
-        dlm::Limits limits = wish.limits;
+        Limits limits = wish.limits;
         if (is_late)
           limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
         const auto job = scheduler.submit(wish.make(of, engine), limits);
         if (is_cancelled) job->cancel();
         job->wait({});
         ++ended;
-        const auto finish = job->outcome().finish;
+        const auto finish = finish_of(*job);
         const bool is_cut = finish == dlm::Finish::cancelled || finish == dlm::Finish::deadline;
         if (is_cut ? !(is_cancelled || is_late) : !same(*job, run_alone(of, other, wish))) ++wrong;
       }
@@ -670,8 +566,8 @@ void test_threads(bool shares, int requests_a_thread) {
 void test_mixed_requests(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
-  std::optional<dlm::Scheduler> scheduler(std::in_place, of, engine,
-                                          dlm::Scheduler::Options{6, 1000, 128, 400});
+  std::optional<Scheduler> scheduler(std::in_place, of, engine, dlm::Runner::Options{6, 1000, 128},
+                                     400);
   std::atomic<bool> is_closed{false};
   std::atomic<int> wrong{0}, ended{0}, failed_jobs{0};
   std::thread runner([&] {
@@ -703,7 +599,7 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
         const auto fault = random() % 2 == 0 ? Fault::none : static_cast<Fault>(random() % 7);
         const bool is_late = random() % 6 == 0, is_cancelled = random() % 4 == 0,
                    is_left = random() % 10 == 0;
-        dlm::Limits limits = wish.limits;
+        Limits limits = wish.limits;
         if (is_late)
           limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
         if (fault == Fault::step) limits.on_step = throws;
@@ -716,12 +612,12 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
         }
         job->wait({});
         ++ended;
-        if (job->status() != DLM_OK) {
+        if (job->result().status != DLM_OK) {
           ++failed_jobs;
           if (fault == Fault::none) ++wrong;
           continue;
         }
-        const auto finish = job->outcome().finish;
+        const auto finish = finish_of(*job);
         const bool is_cut = finish == dlm::Finish::cancelled || finish == dlm::Finish::deadline;
         if (is_cut ? !(is_cancelled || is_late)
                    : fault == Fault::none && !same(*job, run_alone(of, other, wish)))
@@ -740,9 +636,103 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
   CHECK(ended + static_cast<int>(left.size()) == 4 * requests_a_thread);
 }
 
+// An automaton of texts of kBarred alone, 4 tokens or more.
+std::shared_ptr<const dlm::Automaton> barred_alone() {
+  auto made = std::make_shared<dlm::Automaton>();
+  constexpr int32_t kStates = 5;
+  made->vocab_size = kVocabulary, made->states = kStates, made->classes = 2, made->groups = 2;
+  made->token_class.assign(kVocabulary, -1);
+  made->token_class[kBarred] = 0, made->token_class[kEnd] = 1;
+  made->group_starts = {0, 1, 2}, made->group_classes = {0, 1};
+  made->edge_starts = {0};
+  for (int32_t state = 0; state < kStates; ++state) {
+    made->edge_states.push_back(std::min(state + 1, kStates - 1));
+    made->edge_groups.push_back(0);
+    if (state == kStates - 1) made->edge_states.push_back(state), made->edge_groups.push_back(1);
+    made->edge_starts.push_back(static_cast<int32_t>(made->edge_states.size()));
+    made->distances.push_back(kStates - 1 - state);
+  }
+  made->class_starts = {0, 1, 2}, made->class_tokens = {kBarred, kEnd};
+  return made;
+}
+
+// One job in fifty throws in its last step, one fails as it ends, one is cancelled, and one has a
+// constraint of which no token is left: those fail or end alone, and all others are what they are
+// alone.
+void test_ten_thousand_jobs(bool shares, int count) {
+  enum Fate { throws, fails_at_end, is_cancelled, has_no_text, fates };
+  const dlm::Denoiser of = denoiser(0, 0);
+  Summing engine(shape(), 0, shares), other(shape(), 0, false);
+  Scheduler scheduler(of, engine, {16, count}, 2000);
+  const auto automaton = barred_alone();
+  const auto throw_when_done = [](void*, const dlm_step* step) -> int32_t {
+    return step->done == 0 ? 0 : throw NotAnException{};
+  };
+  std::mt19937 random(11);
+  std::vector<Wish> wishes;
+  for (int i = 0; i < 40; ++i) wishes.push_back(make_wish(random, 0, 0));
+  std::vector<std::shared_ptr<dlm::Job>> alone, jobs;
+  for (const Wish& wish : wishes) alone.push_back(run_alone(of, other, wish));
+  const auto submit = [&] {
+    const auto i = static_cast<int>(jobs.size());
+    const Wish& wish = wishes[static_cast<size_t>(i) % wishes.size()];
+    const int fate = i % 50;
+    if (fate == throws) {
+      Limits limits = wish.limits;
+      limits.on_step = throw_when_done;
+      jobs.push_back(scheduler.submit(wish.make(of, engine), limits));
+    } else if (fate == fails_at_end) {
+      jobs.push_back(
+          scheduler.submit(wish.make(of, engine, Fault::end), {1, {}, nullptr, nullptr}));
+    } else if (fate == has_no_text) {
+      const dlm::Policy policy = dlm::check_policy(dlm::default_policy());
+      std::vector<int32_t> canvas(9, kMask);
+      canvas[0] = kMarked;
+      std::vector<uint8_t> undecided(9, 1);
+      undecided[0] = 0;
+      auto proposer =
+          std::make_unique<dlm::Constrained>(of, policy, automaton, 0, canvas, undecided);
+      jobs.push_back(scheduler.submit(
+          dlm::Request(of, engine, policy, canvas, undecided, 0, std::move(proposer)), {}));
+    } else {
+      jobs.push_back(scheduler.submit(wish.make(of, engine), wish.limits));
+      if (fate == is_cancelled) jobs.back()->cancel();
+    }
+  };
+  submit();
+  scheduler.run(true, [&] {  // so that few wait at a time
+    while (static_cast<int>(jobs.size()) < count && scheduler.told().waiting < 32) submit();
+    return true;
+  });
+  int wrong = 0, waiting = 0, failures[fates] = {};
+  for (int i = 0; i < count; ++i) {
+    const dlm::Job& job = *jobs[static_cast<size_t>(i)];
+    const int fate = i % 50;
+    waiting += job.wait(dlm::Clock::duration{}) ? 0 : 1;
+    const dlm_status status = job.result().status;
+    if (fate == is_cancelled)
+      failures[fate] += finish_of(job) == dlm::Finish::cancelled;
+    else if (fate < fates)
+      failures[fate] += status != DLM_OK && *job.result().message != '\0';
+    else
+      wrong += !same(job, alone[static_cast<size_t>(i) % wishes.size()]);
+  }
+  CHECK(wrong == 0 && waiting == 0);
+  const int each = count / 50;
+  // Of those that are to fail at their end, some are done after their only pass, and do not end
+  // early.
+  CHECK(failures[throws] == each && failures[is_cancelled] == each &&
+        failures[has_no_text] == each);
+  CHECK(failures[fails_at_end] > each / 2);
+  CHECK(scheduler.told().finished == count && scheduler.told().running == 0);
+}
+
 }  // namespace
 
-int main() {
+// The argument is the number of jobs of the largest test.
+int main(int argc, char** argv) {
+  const int jobs = argc > 1 ? std::atoi(argv[1]) : 10000;
+  for (const bool shares : {true, false}) test_ten_thousand_jobs(shares, jobs);
   for (uint32_t seed = 0; seed < 60; ++seed) test_random_requests(seed, true);
   for (uint32_t seed = 0; seed < 20; ++seed) test_random_requests(seed, false);
   for (uint32_t seed = 0; seed < 40; ++seed) test_costs(seed);

@@ -1,125 +1,14 @@
-#include "decode/loop.h"
+#include "decode/request.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "base/error.h"
 
 namespace dlm {
-
-dlm_pass prepare_pass(const std::vector<const std::vector<int32_t>*>& canvases, int32_t first,
-                      int32_t last, Buffers& buffers) {
-  buffers.input_ids.clear();
-  buffers.position_ids.clear();
-  for (const std::vector<int32_t>* const canvas : canvases) {
-    buffers.input_ids.insert(buffers.input_ids.end(), canvas->begin() + first,
-                             canvas->begin() + last);
-    for (int32_t i = first; i < last; ++i) buffers.position_ids.push_back(i);
-  }
-  dlm_pass pass{};
-  pass.batch = static_cast<int32_t>(canvases.size());
-  pass.tokens = last - first;
-  pass.input_ids = buffers.input_ids.data();
-  pass.position_ids = buffers.position_ids.data();
-  return pass;
-}
-
-void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, Buffers& buffers) {
-  const size_t candidates = buffers.score_rows.size() * static_cast<size_t>(denoiser.top_k);
-  buffers.top_tokens.resize(candidates);
-  buffers.top_probs.resize(candidates);
-  pass.rows = static_cast<int32_t>(buffers.score_rows.size() / static_cast<size_t>(pass.batch));
-  pass.score_rows = buffers.score_rows.data();
-  pass.top_tokens = buffers.top_tokens.data();
-  pass.top_probs = buffers.top_probs.data();
-}
-
-void prepare_needs(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers) {
-  const size_t scored = buffers.score_rows.size();
-  if (needs.entropy) buffers.entropy.resize(scored), pass.entropy = buffers.entropy.data();
-  if (needs.logits)
-    buffers.logits.resize(scored * static_cast<size_t>(denoiser.vocab_size)),
-        pass.logits = buffers.logits.data();
-}
-
-Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
-                           size_t first, size_t apart, Buffers& buffers) {
-  const size_t candidate = first * static_cast<size_t>(denoiser.top_k);
-  const auto width = static_cast<size_t>(denoiser.vocab_size);
-  const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate,
-                          pass.entropy == nullptr ? nullptr : pass.entropy + first,
-                          pass.logits == nullptr ? nullptr : pass.logits + first * width};
-  if (request.guidance() == 0 || request.positions().empty()) return found;
-  return buffers.guided.guide(denoiser, request.guidance(), found, found.logits + apart * width,
-                              request.positions().size());
-}
-
-void check_batch(const Engine& engine, int32_t batch) {
-  if (batch <= engine.max_batch()) return;
-  fail(DLM_UNSUPPORTED,
-       "a pass of %d requests, but the engine takes %d at a time: give max_batch = %d, or open the "
-       "bundle with engine "
-       "\"onnxruntime\", which takes any number",
-       batch, engine.max_batch(), engine.max_batch());
-}
-
-void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
-                 int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
-                 size_t repeats, const std::function<void()>& before_pass) {
-  const int32_t longest = denoiser.max_canvas_length;
-  if (batch < 1 || batch > kMostRequests)
-    fail(DLM_INVALID_ARGUMENT, "a pass of %d requests: a batch has 1..%d", batch, kMostRequests);
-  if (tokens < 1 || cached < 0 || rows < 1 || rows > tokens || tokens > longest ||
-      cached > longest - tokens)
-    fail(DLM_INVALID_ARGUMENT,
-         "a pass of %d tokens over %d cached ones that scores %d rows: tokens must be 1 or more, "
-         "with the cached ones at most %d, "
-         "and rows in 1..tokens",
-         tokens, cached, rows, longest);
-  if (cached > 0 && !denoiser.has_cache)
-    fail(DLM_UNSUPPORTED, "this denoiser keeps no keys and values: cached must be 0");
-  check_batch(engine, batch);
-  const int32_t length = cached + tokens;
-  if (rows > engine.max_rows(tokens, cached) || (cached > 0 && engine.max_rows(length, 0) < 1))
-    fail(DLM_INVALID_ARGUMENT,
-         "a pass of %d tokens over %d cached ones that scores %d rows, after a full pass of %d "
-         "tokens, but the engine takes %s",
-         tokens, cached, rows, length, engine.limits().c_str());
-  if (repeats == 0) return;
-  std::vector<std::vector<int32_t>> made_up;
-  for (int32_t request = 0; request < batch; ++request) {
-    std::vector<int32_t>& canvas = made_up.emplace_back(static_cast<size_t>(length));
-    for (int32_t i = 0; i < length; ++i)
-      canvas[static_cast<size_t>(i)] = i >= cached && i < cached + rows
-                                           ? denoiser.mask_token_id
-                                           : (i + request) % denoiser.vocab_size;
-  }
-  std::vector<const std::vector<int32_t>*> canvases;
-  for (const std::vector<int32_t>& canvas : made_up) canvases.push_back(&canvas);
-  if (cached > 0) {
-    dlm_pass full = prepare_pass(canvases, 0, length, buffers);
-    buffers.score_rows.assign(canvases.size(), 0);
-    prepare_scores(denoiser, full, buffers);
-    before_pass();
-    context.run(full, CacheUse::write);
-    context.keep_outside(cached, length);
-  }
-  dlm_pass pass = prepare_pass(canvases, cached, length, buffers);
-  pass.cached = cached;
-  buffers.score_rows.clear();
-  for (int32_t request = 0; request < batch; ++request)
-    for (int32_t row = 0; row < rows; ++row) buffers.score_rows.push_back(row);
-  prepare_scores(denoiser, pass, buffers);
-  for (size_t i = 0; i < repeats; ++i) {
-    before_pass();
-    seconds[i] = 0;
-    const Stopwatch timer(seconds[i]);
-    context.run(pass, cached > 0 ? CacheUse::read : CacheUse::none);
-  }
-}
-
 namespace {
 
 // ln of the best token's probability minus ln of another one's. A probability that underflows
@@ -133,10 +22,9 @@ double log_prob_loss(double best, double prob) {
 
 Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
                  std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
-                 std::string name, std::unique_ptr<Proposer> proposer)
+                 std::unique_ptr<Proposer> proposer)
     : denoiser_(denoiser),
       policy_(suit_policy(policy, denoiser.visible_block, denoiser.shift)),
-      name_(std::move(name)),
       canvas_(std::move(canvas)),
       undecided_(std::move(undecided)),
       is_constrained_(proposer != nullptr),
@@ -243,13 +131,13 @@ Needs Request::needs() const {
   return guidance() > 0 ? Needs{false, true} : proposer_->needs(turn());
 }
 
-void Request::step(const Predictions& predictions, Buffers& buffers) {
+void Request::step(const Predictions& predictions, Proposals& proposals) {
   committed_ = 0;
   std::fill(guess_.begin(), guess_.end(), -1);
   std::fill(score_.begin(), score_.end(), 0.0f);
   if (!positions_.empty()) {
-    propose(predictions, buffers.proposals);
-    is_editing_ ? edit(buffers.proposals) : commit(buffers.proposals);
+    propose(predictions, proposals);
+    is_editing_ ? edit(proposals) : commit(proposals);
   }
   ++nfe_;
   is_made_ = true;
@@ -374,30 +262,25 @@ void Request::drop() noexcept {
   stage_ = plan_.size();
 }
 
-Outcome Request::outcome() const {
-  Outcome found{finish_,
-                nfe_,
-                0,
-                0,
-                log_probs_,
-                undecided_,
-                std::accumulate(losses_.begin(), losses_.end(), 0.0)};
+dlm_result Request::result() const {
+  dlm_result found{};
+  found.tokens = canvas_.data();
+  found.log_probs = log_probs_.data();
+  found.undecided = undecided_.data();
+  found.length = canvas_.size();
+  found.constraint_log_prob_loss = std::accumulate(losses_.begin(), losses_.end(), 0.0);
   bool is_ended = false;
   for (size_t at = 0; at < canvas_.size(); ++at) {
-    is_ended = is_ended || (!is_given_[at] && is_end(canvas_[at]));
+    is_ended = is_ended || (!is_given_[at] && denoiser_.is_end(canvas_[at]));
     found.prompt_tokens += is_given_[at];
     found.completion_tokens += !is_given_[at] && !is_ended;
   }
-  if (done() && finish_ == Finish::none)
-    found.finish = is_ended                ? Finish::stop
-                   : proposer_->is_whole() ? Finish::constraint
-                                           : Finish::length;
+  const Finish finish = finish_ != Finish::none ? finish_
+                        : is_ended              ? Finish::stop
+                        : proposer_->is_whole() ? Finish::constraint
+                                                : Finish::length;
+  found.finish = static_cast<int32_t>(finish);
   return found;
-}
-
-bool Request::is_end(int32_t token) const {
-  const auto& eos = denoiser_.eos_token_ids;
-  return std::find(eos.begin(), eos.end(), token) != eos.end();
 }
 
 void Request::scaffold(Range range, const Predictions* predictions) {
@@ -454,7 +337,7 @@ bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {
     const auto at = static_cast<size_t>(i);
-    if (is_given_[at] || !is_end(canvas_[at])) continue;
+    if (is_given_[at] || !denoiser_.is_end(canvas_[at])) continue;
     for (size_t later = 0; later < canvas_.size(); ++later)
       if (undecided_[later] != 0)
         take(static_cast<int32_t>(later), denoiser_.eos_token_ids.front(),
@@ -467,109 +350,19 @@ bool Request::end_early(Range block) {
 
 dlm_step Request::view() const {
   dlm_step step{};
+  step.struct_size = sizeof step;
   step.canvas = canvas_.data();
   step.guess = guess_.data();
   step.score = score_.data();
+  step.undecided = undecided_.data();
   step.length = static_cast<int32_t>(canvas_.size());
   step.block_start = view_start_;
   step.block_end = view_end_;
   step.nfe = nfe_;
   step.committed = committed_;
   step.done = done() ? 1 : 0;
+  step.text = "";
   return step;
-}
-
-bool Batch::done() const {
-  return std::all_of(requests_.begin(), requests_.end(),
-                     [](const Request& request) { return request.done(); });
-}
-
-void Batch::step(Context& context, Buffers& buffers) {
-  if (done()) return;
-  const Stopwatch total(stats_.total_s);
-  const std::vector<Part> parts = find_parts();
-  const dlm_pass pass = run_pass(parts, context, buffers);
-  const Stopwatch timer(stats_.selection_s);
-  for (const Part& part : parts)
-    with_name(part.request->name(), [&] {
-      const size_t first = part.row * static_cast<size_t>(pass.rows);
-      part.request->step(predictions_of(denoiser_, *part.request, pass, first,
-                                        static_cast<size_t>(pass.rows), buffers),
-                         buffers);
-    });
-}
-
-// Who takes part in the next pass, all of them over the same range.
-std::vector<Batch::Part> Batch::find_parts() {
-  const Request* slowest = nullptr;
-  for (const Request& request : requests_)
-    if (!request.done() && (slowest == nullptr || request.stage_number() < slowest->stage_number()))
-      slowest = &request;
-  // Those that wait keep their rows in the cache until a pass needs none of it.
-  if (rows_.empty() || slowest->stage().cached == 0) {
-    rows_.clear();
-    for (size_t i = 0; i < requests_.size(); ++i) {
-      if (requests_[i].done()) continue;
-      rows_.push_back({i, false});
-      if (requests_[i].guidance() > 0) rows_.push_back({i, true});
-    }
-  }
-  std::vector<Part> parts;
-  for (size_t row = 0; row < rows_.size(); ++row) {
-    Request& request = requests_[rows_[row].request];
-    const bool waits = request.has_cache() && request.stage_number() != slowest->stage_number();
-    if (!rows_[row].is_unconditional && !request.done() && !waits) parts.push_back({&request, row});
-  }
-  return parts;
-}
-
-dlm_pass Batch::run_pass(const std::vector<Part>& parts, Context& context, Buffers& buffers) {
-  const Stage stage = parts.front().request->stage();
-  const Range rows = stage.rows;
-  std::vector<const std::vector<int32_t>*> canvases;
-  for (const Row& row : rows_)
-    canvases.push_back(row.is_unconditional ? &requests_[row.request].unconditional()
-                                            : &requests_[row.request].canvas());
-  dlm_pass pass = prepare_pass(canvases, rows.first, rows.last, buffers);
-  pass.cached = stage.cached;
-  size_t most = 1;  // a pass scores a row at least, whoever looks at it
-  Needs needs;
-  for (const Part& part : parts) {
-    most = std::max(most, part.request->find_positions());
-    const Needs own = part.request->needs();
-    needs.entropy |= own.entropy;
-    needs.logits |= own.logits;
-  }
-  buffers.score_rows.assign(rows_.size() * most,
-                            0);  // a place that exists, where a request has fewer
-  for (const Part& part : parts) {
-    int64_t* const own = buffers.score_rows.data() + part.row * most;
-    int64_t* row = own;
-    for (const int32_t position : part.request->positions())
-      *row++ = std::max(position - denoiser_.shift, 0) - rows.first;
-    if (part.request->guidance() > 0) std::copy(own, row, own + most);
-  }
-  prepare_scores(denoiser_, pass, buffers);
-  prepare_needs(denoiser_, pass, needs, buffers);
-  const bool is_stored = keeps_rows(stage.use);
-  if (pass.cached > 0 && !(kept_ == rows)) {
-    const Stopwatch timer(stats_.cache_s);
-    context.keep_outside(rows.first, rows.last);
-    kept_ = rows;
-  }
-  {
-    const Stopwatch timer(stage.kind == PassKind::denoise ? stats_.passes_s : stats_.prefill_s);
-    context.run(pass, stage.use);
-  }
-  if (is_stored) kept_ = {0, 0};
-  // Before, the context may still say what another batch had.
-  if (is_stored || stats_.cache_bytes > 0)
-    stats_.cache_bytes = std::max(stats_.cache_bytes, context.cache_bytes());
-  ++stats_.nfe;
-  ++(stage.kind == PassKind::denoise ? counts_.denoise
-     : stage.kind == PassKind::store ? counts_.store
-                                     : counts_.prefill);
-  return pass;
 }
 
 }  // namespace dlm

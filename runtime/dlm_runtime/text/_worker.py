@@ -1,5 +1,5 @@
 """The program that runs what a bundle brings for text: a process of its own, started by
-``text_process``, never imported.
+``process``, never imported.
 
 A request is two lengths (8 bytes each), JSON of ``do`` (a method of ``Text``) and its arguments,
 and raw bytes; the answer one length and JSON: ``value``, or ``refused`` with the library's reason
