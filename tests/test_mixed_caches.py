@@ -192,7 +192,7 @@ def bundle(
     loop |= {"graph": graph, "presets": {"plain": {"block_length": 8}}, "default_preset": "plain"}
     files = {"graph.onnx": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
     (folder / "manifest.json").write_text(
-        json.dumps({"schema_version": 3, "loop": loop, "files": files})
+        json.dumps({"schema_version": 1, "loop": loop, "files": files})
     )
     with dlm_runtime.open(folder, threads=1) as opened:
         yield opened

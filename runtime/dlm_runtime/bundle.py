@@ -96,8 +96,6 @@ class Bundle:
         A stream ends at its next step, with RequestError. Raises ForkError in a forked process.
         """
         self._handle.close()
-        if self._tokenizer is not None:
-            self._tokenizer.close()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -115,6 +113,7 @@ class Bundle:
                 self._tokenizer = Tokenizer.from_files(
                     files.tokenizer, files.template, files.special_tokens, hashes
                 )
+                self._handle.close_with(self._tokenizer)
         return self._tokenizer
 
     def check_text(self) -> None:
@@ -377,12 +376,11 @@ class Bundle:
         On a CPU they share passes whatever their lengths, and one begins whenever another is done.
         With other engines those run together whose canvases have one length and, over a cache,
         whose masks lie in the same blocks. Each result is what ``generate`` gives, floating-point
-        noise of the engine aside, with its own ``nfe``; ``timings``, ``passes`` and ``cache_bytes``
-        are those of the whole call. ``policies`` changes fields for each request, such as its
-        ``seed``.
+        noise of the engine aside, with its own statistics; the seconds of a shared pass are divided
+        among its requests. ``policies`` changes fields for each request, such as its ``seed``.
 
-        ``max_steps`` is each request's own, ``deadline_ms`` that of the call. ``cancel`` is an
-        event for all requests, or one or None for each. ``stop_strings`` end texts, and no passes.
+        Limits and ``stop_strings`` hold for each request. ``cancel`` is an event for all requests,
+        or one or None for each.
 
         Raises what ``generate`` raises, naming the request by its number, counted from 0, and
         RequestError where the engine takes fewer at a time: TensorRT takes one.

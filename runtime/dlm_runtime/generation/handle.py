@@ -12,13 +12,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import ClosedError, RequestError, shown
 from dlm_runtime.generation.forks import Origin
 from dlm_runtime.generation.signals import Cancels, seen_between_passes
 from dlm_runtime.policy import TEXT_FIELDS, Policy
+
+
+class SupportsClose(Protocol):
+    """What can be closed with a handle."""
+
+    def close(self) -> None: ...
 
 
 class Handle:
@@ -46,6 +52,7 @@ class Handle:
         self._idle: list[C.c_void_p] = []
         self._busy = 0  # users; the last one to end frees a closed bundle
         self._is_closed = False
+        self._with: list[SupportsClose] = []
         text = self._library.dlm_bundle_manifest(pointer).decode()
         self.manifest: dict[str, Any] = json.loads(text) if text else {}
         info = self._library.dlm_bundle_denoiser(pointer).contents
@@ -66,6 +73,11 @@ class Handle:
             self._is_closed = True
             self._free()
 
+    def close_with(self, other: SupportsClose) -> None:
+        """Close another object too once the bundle is freed: running requests may need it."""
+        with self._lock:
+            self._with.append(other)
+
     def _free(self) -> None:
         """Free what a closed bundle holds if nothing runs; the lock is held."""
         if not self._is_closed or self._busy:
@@ -75,6 +87,8 @@ class Handle:
         if self.pointer:
             self._library.dlm_bundle_destroy(self.pointer)
             self.pointer = C.c_void_p()
+        while self._with:
+            self._with.pop().close()
 
     def __del__(self) -> None:
         if getattr(self, "pointer", None) and self.origin.is_here:

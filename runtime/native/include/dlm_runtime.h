@@ -430,7 +430,7 @@ typedef struct dlm_request {
   int32_t max_steps;  /* passes; 0: any number */
   double deadline_ms; /* milliseconds from the call that starts or submits it. The pass that runs
                          then is the last; 0: no deadline */
-  const char* const* stop_strings; /* the text ends before the first of these */
+  const char* const* stop_strings; /* the text ends before the first of these that is complete */
   size_t stop_count;
 
   /* What is told. */

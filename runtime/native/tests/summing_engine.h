@@ -20,8 +20,8 @@
 namespace {
 
 constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1;
-// A canvas that starts with kMarked never gets token kBarred, where the pass runs all of it.
-constexpr int32_t kMarked = 3, kBarred = 12;
+// A canvas that starts with kMarked never gets tokens from kBarred on, where a pass runs all of it.
+constexpr int32_t kMarked = 3, kBarred = 11;
 
 uint64_t mix(uint64_t x) {  // SplitMix64
   x += 0x9e3779b97f4a7c15u;
@@ -138,7 +138,7 @@ class Summing final : public dlm::HostEngine {
       logits[v] = static_cast<double>(mix(seed + static_cast<uint64_t>(v)) % 9000) / 1000 -
                   (v == kEnd ? 4 : 0);
       order[v] = v;
-      if (v == kBarred && is_marked) logits[v] = -std::numeric_limits<double>::infinity();
+      if (v >= kBarred && is_marked) logits[v] = -std::numeric_limits<double>::infinity();
       if (pass.logits != nullptr)
         pass.logits[row * kVocabulary + v] = static_cast<float>(logits[v]);
     }

@@ -20,7 +20,7 @@
 namespace dlm {
 namespace {
 
-constexpr int64_t kSchemaVersion = 3;
+constexpr int64_t kSchemaVersion = 1;
 constexpr size_t kManifestLimitBytes = 4 << 20;
 constexpr int64_t kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
@@ -408,16 +408,11 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                    const std::string& engine) {
   const auto root = json::parse(text, kManifestLimitBytes);
   const int64_t version = root->integer("schema_version", 1, INT32_MAX);
-  if (version < kSchemaVersion)
+  if (version != kSchemaVersion)
     fail(DLM_BAD_BUNDLE,
-         "schema_version %lld is of an older dlm-export: build the bundle again with `dlm-export "
-         "build CHECKPOINT -o %s "
-         "--force`",
-         static_cast<long long>(version), folder.c_str());
-  if (version > kSchemaVersion)
-    fail(DLM_BAD_BUNDLE,
-         "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
-         static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
+         "schema_version %lld: this runtime reads version %lld only. Build the bundle again with "
+         "`dlm-export build CHECKPOINT -o %s --force`, or update dlm-export if the bundle is newer",
+         static_cast<long long>(version), static_cast<long long>(kSchemaVersion), folder.c_str());
   // All but loop and files describe the bundle to people and to the exporter, which checks them by
   // manifest.schema.json.
   root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source",

@@ -103,8 +103,14 @@ bool TextWriter::read(const Request& request) {
 
 // Moves to text_ what is held and cannot be the start of a stop string.
 void TextWriter::give(bool is_last) {
-  size_t end = std::string::npos;
-  for (const std::string& stop : stop_strings_) end = std::min(end, held_.find(stop));
+  // The stop string that is complete first, however the text comes in pieces.
+  size_t end = std::string::npos, stop_end = std::string::npos;
+  for (const std::string& stop : stop_strings_) {
+    const size_t at = held_.find(stop);
+    if (at == std::string::npos || at + stop.size() > stop_end) continue;
+    end = at + stop.size() < stop_end ? at : std::min(end, at);
+    stop_end = at + stop.size();
+  }
   is_stopped_ = end != std::string::npos;
   if (!is_stopped_) {
     const auto starts_stop = [&](size_t at) {
