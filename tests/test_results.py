@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -305,6 +306,36 @@ def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
             alone.log_probs,
             alone.finish,
         )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=policies,
+    request=requests(),
+    shift=st.integers(0, 1),
+    max_steps=st.sampled_from([0, 0, 1, 4]),
+)
+def test_every_way_to_run_a_request_gives_the_same_result(
+    policy: Policy, request: dict[str, Any], shift: int, max_steps: int
+) -> None:
+    """Canvases, finishes and statistics, but for times."""
+    denoiser = ArithmeticDenoiser(shift=shift, eos=EOS)
+    given_tokens = request["tokens"]
+    new = request["max_new_tokens"]
+    fields: dict[str, Any] = policy.as_dict() | {"max_new_tokens": new, "max_steps": max_steps}
+    with denoiser.bundle as bundle:
+        alone = bundle.generate(tokens=given_tokens, **fields)
+        (batched,) = bundle.generate_batch(tokens=[given_tokens], **fields)
+        streamed = list(bundle.stream(tokens=given_tokens, **fields))[-1].result
+        with bundle.scheduler() as scheduler:
+            submitted = scheduler.submit(tokens=given_tokens, events=True, **fields)
+            events = [*submitted]
+    assert streamed is not None
+    assert events[-1].done
+    for other in (batched, streamed, submitted.result(), events[-1].result):
+        assert other is not None
+        assert replace(other, timings={}) == replace(alone, timings={})
+    assert alone.nfe == sum(alone.passes.values())
 
 
 # ---- Text ----
