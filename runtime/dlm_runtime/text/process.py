@@ -24,7 +24,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dlm_runtime.errors import DlmError
 
@@ -89,13 +89,12 @@ class TextProcess:
         assert process.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError):  # why is read from its end
-                process.stdin.write(request)
-                process.stdin.flush()
-            head = process.stdout.read(8)
+                _write(process.stdin, request)
+            head = _read(process.stdout, 8)
             size = struct.unpack("<Q", head)[0] if len(head) == 8 else None
             if size is not None and size > REPLY_LIMIT_BYTES:
                 raise Refused(f"it makes more than {REPLY_LIMIT_BYTES >> 20} MiB of it")
-            reply = None if size is None else json.loads(process.stdout.read(size))
+            reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
         except BaseException:  # Ctrl-C too: what is still on its way answers no later request
@@ -127,11 +126,29 @@ def _start() -> subprocess.Popen[bytes]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            # Unbuffered: a buffer has a lock. If a thread holds it during a fork, the forked process
+            # waits for it forever as it closes the pipe.
+            bufsize=0,
         )
     except OSError as err:
         raise DlmError(
             f"cannot start {sys.executable or 'Python'} for the tokenizer ({err.strerror}): text needs it"
         ) from err
+
+
+def _write(pipe: IO[bytes], data: bytes) -> None:
+    """Write all of ``data`` to an unbuffered pipe."""
+    left = memoryview(data)
+    while left:
+        left = left[pipe.write(left) :]
+
+
+def _read(pipe: IO[bytes], size: int) -> bytes:
+    """Read ``size`` bytes from an unbuffered pipe; fewer if it ends."""
+    found = bytearray()
+    while len(found) < size and (more := pipe.read(size - len(found))):
+        found += more
+    return bytes(found)
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
