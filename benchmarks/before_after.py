@@ -22,7 +22,7 @@ from typing import Any
 
 from shapes import ROOT, machine
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 PRECISIONS = ("int8", "fp32")
 PASSES = ((32, 224, 32), (256, 0, 256))  # (T, S, R)

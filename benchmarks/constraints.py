@@ -34,7 +34,7 @@ from dlm_runtime.constraints.automaton import Automaton, compile_automaton
 from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
 from dlm_runtime.constraints.compiled import Constraint
 from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 SMALL, BLOCKS, PROMPT, STEPS = 32_000, 4, 32, 4
 NOTHING: Mapping[str, Any] = {}

@@ -36,29 +36,30 @@ int main(int argc, char** argv) {
   const size_t count = (size_t)atoi(argv[3]);
   char message[1024] = "";
   dlm_open_options open_options;
-  dlm_open_options_init(&open_options);
+  dlm_open_options_init(&open_options, sizeof open_options);
   open_options.check_hashes = atoi(argv[2]);
-  open_options.threads = atoi(argv[5]);
-  dlm_generate_options options;
-  dlm_generate_options_init(&options);
-  options.max_new_tokens = atoi(argv[4]);
+  dlm_request request;
+  dlm_request_init(&request, sizeof request);
+  request.max_new_tokens = atoi(argv[4]);
   dlm_bundle* bundle = NULL;
   dlm_session* session = NULL;
-  dlm_step step = {0};
+  const dlm_step* step = NULL;
   double first_pass = 0;
   int32_t* tokens = malloc((count + 1) * sizeof *tokens);
   for (size_t i = 0; tokens != NULL && i < count; ++i) tokens[i] = (int32_t)(i % 1000);
+  request.tokens = tokens;
+  request.token_count = count;
   dlm_status status = dlm_bundle_open(argv[1], &open_options, message, sizeof message, &bundle);
   const double opened = ms_since(started);
   if (status == DLM_OK) status = dlm_session_create(bundle, message, sizeof message, &session);
-  if (status == DLM_OK) status = dlm_session_start(session, &options, tokens, count);
+  if (status == DLM_OK) status = dlm_session_start(session, &request);
   /* A block-causal denoiser first makes a pass over the prompt, which commits nothing. */
-  while (status == DLM_OK && step.committed == 0 && !step.done) {
-    status = dlm_session_step(session, &step);
+  do {
+    if (status == DLM_OK) status = dlm_session_step(session, &step);
     if (first_pass == 0) first_pass = ms_since(started);
-  }
+  } while (status == DLM_OK && step->committed == 0 && !step->done);
   const double first_token = ms_since(started);
-  if (status != DLM_OK || step.committed == 0) {
+  if (status != DLM_OK || step->committed == 0) {
     fprintf(stderr, "first_token: %s: %s%s\n", dlm_status_name(status), message,
             session == NULL ? "" : dlm_session_last_error(session));
     return 1;

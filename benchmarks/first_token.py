@@ -32,7 +32,7 @@ from typing import Any
 from shapes import ROOT, bundle_of, machine
 from timing import cell, spread
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 WAYS = {"recorded": (1, "changed"), "hashed": (1, "always"), "sizes": (0, "changed")}
 """check_hashes and $DLM_HASH_FILES."""

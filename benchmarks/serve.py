@@ -36,7 +36,7 @@ from typing import Any
 
 from shapes import machine
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 RUNNING = 16
 SCRIPT = """

@@ -32,7 +32,7 @@ from dlm_export.text import samples
 from dlm_export.text.compiled import compile_text
 from dlm_export.text.native import CompiledText
 from dlm_runtime.errors import RequestError
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 ROLES, LITERALS, CHATS = (
     ("system", "user", "assistant", "tool"),

@@ -24,18 +24,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dlm_runtime import _native
-from dlm_runtime._native import (
-    BeforePassFn,
-    GenerateOptions,
-    PassFn,
-    Request,
-    Result,
-    SchedulerOptions,
-    Stats,
-    Step,
-    StepFn,
-)
+from dlm_runtime.abi import native as _native
+from dlm_runtime.abi.native import BeforePassFn, DecodeFn, PassFn, Request, Result, Step, StepFn
 
 OK, INVALID, NOT_FOUND, ENGINE_FAILED, CANCELLED, INTERNAL, BUSY = 0, 1, 2, 5, 7, 8, 10
 VOCAB, MASK, END, CANVAS = 12, 0, 1, 48
@@ -49,11 +39,7 @@ def usually(right: st.SearchStrategy[Any], wrong: st.SearchStrategy[Any]) -> st.
 
 WRONG_NUMBERS = st.sampled_from([-1, 0, 1, 3, CANVAS + 1, 1 << 24, (1 << 31) - 1, -(1 << 31)])
 NUMBERS = usually(st.integers(0, 24), WRONG_NUMBERS)
-NO_STATUS = (
-    "dlm_automaton_shortest",
-    "dlm_job_wait",
-    "dlm_bundle_max_new_tokens",
-)  # that return another number
+NO_STATUS = ("dlm_automaton_shortest", "dlm_job_wait")  # that return another number
 IDS = st.integers(0, VOCAB - 1)
 TOKENS = usually(
     st.lists(IDS, max_size=20), st.lists(IDS | st.sampled_from([-1, VOCAB, 1 << 30]), max_size=20)
@@ -62,12 +48,11 @@ REALS = st.sampled_from(
     [0.0, 0.5, 1.0, -1.0, 2.0, 1e-3, 1e300, float("nan"), float("inf"), float("-inf")]
 )
 SIZES = st.sampled_from([0, 1, 7, 8, 40, 10**6])
-CAPACITIES = usually(st.just(CANVAS), st.integers(0, 9))
 RARELY = st.integers(0, 9).map(lambda drawn: drawn == 0)
 
 
 @st.composite
-def policies(draw: st.DrawFn) -> _native.Policy:
+def policies(draw: st.DrawFn) -> Any:
     """A policy with a few fields changed, to what they may be or to what nothing may."""
     policy = _native.initialised(_native.Policy)
     for field in draw(st.lists(st.sampled_from(_native.policy_fields()), max_size=2)):
@@ -108,7 +93,7 @@ class Calls(RuleBasedStateMachine):
         self.raised: list[BaseException] = []
         self.message = C.create_string_buffer(300)
         self.run = PassFn(self._pass)
-        self.on_step = StepFn(self._step)
+        self.on_step, self.decode = StepFn(self._step), DecodeFn(self._decode)
         self.before_pass = BeforePassFn(self._before_pass)
 
     # ---- Callbacks ----
@@ -116,7 +101,7 @@ class Calls(RuleBasedStateMachine):
     def _pass(self, _: Any, passed: Any) -> int:
         return self._noting(lambda: self._fill(passed.contents))
 
-    def _fill(self, made: _native.Pass) -> int:
+    def _fill(self, made: Any) -> int:
         self.passes += 1
         rows = made.batch * made.rows
         for row in range(rows):
@@ -133,9 +118,7 @@ class Calls(RuleBasedStateMachine):
 
     def _from_inside(self) -> int:
         if self.reenters:
-            length, step = C.c_size_t(), Step()
-            lib.dlm_session_stats(self.session, C.byref(Stats()))
-            lib.dlm_session_undecided(self.session, C.byref(length))
+            step = C.POINTER(Step)()
             if self.is_in_session:
                 assert lib.dlm_session_step(self.session, C.byref(step)) == INVALID
                 assert b"callback" in lib.dlm_session_last_error(self.session)
@@ -190,22 +173,39 @@ class Calls(RuleBasedStateMachine):
 
     is_in_session = False
 
-    def _options(self, draw: st.DataObject) -> GenerateOptions:
-        options = _native.initialised(GenerateOptions)
-        self.policy = draw.draw(policies(), "policy")
+    def _decode(
+        self, _: Any, tokens: Any, count: int, string: int, capacity: int, size: Any
+    ) -> int:
+        text = "".join("abé"[token % 3] for token in tokens[:count]).encode()
+        size[0] = len(text)
+        C.memmove(string, text, min(len(text), capacity))
+        return OK
+
+    def _request(self, draw: st.DataObject, tokens: list[int]) -> Any:
+        request = _native.initialised(Request)
+        policy = draw.draw(policies(), "policy")
+        given = (C.c_int32 * max(len(tokens), 1))(*tokens)
+        stops = (C.c_char_p * 2)(b"ab", "é".encode())
+        request.kept = policy, given, stops  # as long as the struct
+        request.tokens, request.token_count = C.cast(given, _native.i32p), len(tokens)
         if not draw.draw(RARELY):
-            options.policy = C.pointer(self.policy)
-        options.max_new_tokens = draw.draw(NUMBERS, "max_new_tokens")
-        options.steps = draw.draw(usually(st.just(0), st.sampled_from([4, -1])))
-        options.max_steps = draw.draw(usually(st.sampled_from([0, 3]), st.just(-1)))
-        options.deadline_ms = draw.draw(
+            request.policy = C.pointer(policy)
+        request.max_new_tokens = draw.draw(NUMBERS, "max_new_tokens")
+        request.steps = draw.draw(usually(st.just(0), st.sampled_from([4, -1])))
+        request.max_steps = draw.draw(usually(st.sampled_from([0, 3]), st.just(-1)))
+        request.deadline_ms = draw.draw(
             usually(st.just(0.0), st.sampled_from([1e-6, 1e9, -1.0, float("nan")]))
         )
+        request.text = draw.draw(usually(st.sampled_from([0, 1, 2]), st.sampled_from([3, -1])))
         if draw.draw(st.booleans()):
-            options.on_step = self.on_step
+            request.decode = self.decode
         if draw.draw(RARELY):
-            options.struct_size = draw.draw(SIZES)
-        return options
+            request.stop_strings, request.stop_count = stops, draw.draw(st.integers(0, 2))
+        if draw.draw(st.booleans()):
+            request.on_step = self.on_step
+        if draw.draw(RARELY):
+            request.struct_size = draw.draw(SIZES)
+        return request
 
     # ---- Calls ----
 
@@ -253,7 +253,7 @@ class Calls(RuleBasedStateMachine):
             self.bundle, self.message, len(self.message), C.byref(self.session)
         )
         assert (self._said(made) == OK) == bool(self.bundle) == bool(self.session)
-        options = _native.initialised(SchedulerOptions)
+        options = _native.initialised(_native.SchedulerOptions)
         options.max_running, options.max_waiting = 2, 3
         made = lib.dlm_scheduler_create(
             self.bundle, C.byref(options), self.message, len(self.message), C.byref(self.scheduler)
@@ -264,33 +264,28 @@ class Calls(RuleBasedStateMachine):
     def refused(wrong: tuple[str, int]) -> list[str]:
         return [wrong[0]] if wrong[0] not in ("has_cache", "shift") else []
 
-    @rule(
-        draw=st.data(),
-        tokens=TOKENS,
-        capacity=CAPACITIES,
-        lacks=usually(st.just(" "), st.sampled_from("tol")),
-    )
-    def generate(self, draw: st.DataObject, tokens: list[int], capacity: int, lacks: str) -> None:
-        options, length = self._options(draw), C.c_size_t(99)
-        canvas = (C.c_int32 * CANVAS)(*tokens)
-        before = [*canvas]
+    @rule(draw=st.data(), tokens=TOKENS, lacks=usually(st.just(" "), st.sampled_from("ro")))
+    def generate(self, draw: st.DataObject, tokens: list[int], lacks: str) -> None:
+        request, result = self._request(draw, tokens), C.POINTER(Result)()
         given = (
-            None if lacks == "o" else C.byref(options),
-            None if lacks == "t" else canvas,
-            len(tokens),
-            capacity,
-            None,
-            None if lacks == "l" else C.byref(length),
+            None if lacks == "r" else C.byref(request),
+            None if lacks == "o" else C.byref(result),
         )
         status = self._in_session(lambda: lib.dlm_session_generate(self.session, *given))
-        if status != OK:
-            assert [*canvas] == before
-            assert lacks == "l" or length.value == 0
+        if result:
+            self._is_result(result.contents, status)
+        if status != OK or not result or request.struct_size != C.sizeof(Request):
             return
-        assert lacks == " "
-        assert length.value == len(tokens) + options.max_new_tokens <= capacity
-        assert all(0 <= token < VOCAB for token in canvas[: length.value])
+        canvas = result.contents.tokens[: result.contents.length]
+        assert len(canvas) == len(tokens) + request.max_new_tokens
         assert all(now == then for now, then in zip(canvas, tokens, strict=False) if then != MASK)
+
+    def _is_result(self, result: Any, status: int) -> None:
+        assert result.status == status
+        assert (result.message == b"") == (status == OK)
+        assert result.stats.contents.nfe >= 0
+        assert all(0 <= token < VOCAB for token in result.tokens[: result.length])
+        C.string_at(result.text, result.text_size).decode()
 
     @rule(
         draw=st.data(),
@@ -301,47 +296,39 @@ class Calls(RuleBasedStateMachine):
     def generate_batch(
         self, draw: st.DataObject, each: list[list[int]], max_batch: int, lacks: bool
     ) -> None:
-        options = self._options(draw)
-        canvases = [(C.c_int32 * CANVAS)(*tokens) for tokens in each]
-        requests = (Request * max(len(each), 1))()
-        for request, canvas, tokens in zip(requests, canvases, each, strict=False):
-            request.tokens, request.count, request.capacity = (
-                C.cast(canvas, _native.i32p),
-                len(tokens),
-                CANVAS,
-            )
+        requests = [self._request(draw, tokens) for tokens in each]
+        given = (C.POINTER(Request) * max(len(each), 1))(*map(C.pointer, requests))
         if lacks:
-            requests[0].tokens = None
+            given[0] = C.POINTER(Request)()
         status = self._in_session(
-            lambda: lib.dlm_session_generate_batch(
-                self.session, C.byref(options), requests, len(each), max_batch, None
-            )
+            lambda: lib.dlm_session_generate_batch(self.session, given, len(each), max_batch)
         )
-        assert all((status == OK) == (request.length > 0) for request in requests[: len(each)])
+        result = C.POINTER(Result)()
+        for number in range(len(each)):
+            if lib.dlm_session_result(self.session, number, C.byref(result)) == OK:
+                self._is_result(result.contents, result.contents.status)
+                assert status != OK or result.contents.status == OK
 
     @rule(draw=st.data(), tokens=TOKENS)
     def start(self, draw: st.DataObject, tokens: list[int]) -> None:
-        options = self._options(draw)
-        given = (C.c_int32 * max(len(tokens), 1))(*tokens)
-        self._of_session(lib.dlm_session_start(self.session, C.byref(options), given, len(tokens)))
+        request = self._request(draw, tokens)
+        self._of_session(lib.dlm_session_start(self.session, C.byref(request)))
 
     @rule(has_step=st.integers(0, 9))
     def step(self, has_step: int) -> None:
-        step = Step()
+        step = C.POINTER(Step)()
         status = self._in_session(
             lambda: lib.dlm_session_step(self.session, C.byref(step) if has_step else None)
         )
-        assert status != OK or all(0 <= step.canvas[i] < VOCAB for i in range(step.length))
+        assert (status == OK) == bool(step)
+        if step:
+            assert all(0 <= token < VOCAB for token in step[0].canvas[: step[0].length])
 
-    @rule(
-        request=st.sampled_from([0, 1, 2, 2**64 - 1]),
-        size=st.sampled_from([C.sizeof(Result), C.sizeof(Result) + 8, 8, 0, 20]),
-    )
-    def result(self, request: int, size: int) -> None:
-        room = (C.c_uint8 * (C.sizeof(Result) + 16))(*([7] * (C.sizeof(Result) + 16)))
-        found = C.cast(room, C.POINTER(Result))
-        self._of_session(lib.dlm_session_result_sized(self.session, request, found, size))
-        assert all(byte == 7 for byte in room[max(size, 8) :]), "written behind the end"
+    @rule(request=st.sampled_from([0, 1, 2, 2**64 - 1]))
+    def result(self, request: int) -> None:
+        result = C.POINTER(Result)()
+        status = self._of_session(lib.dlm_session_result(self.session, request, C.byref(result)))
+        assert (status == OK) == bool(result)
 
     @rule(request=st.sampled_from([0, 1, 2**64 - 1]))
     def cancel(self, request: int) -> None:
@@ -371,20 +358,12 @@ class Calls(RuleBasedStateMachine):
         callback = self.before_pass if before else C.cast(None, BeforePassFn)
         self._of_session(lib.dlm_session_before_pass(self.session, callback, None))
 
-    @rule(draw=st.data(), tokens=TOKENS, lacks_job=RARELY, given=st.sampled_from([0, 0, 0, -1, 3]))
-    def submit(self, draw: st.DataObject, tokens: list[int], lacks_job: bool, given: int) -> None:
-        options, job = self._options(draw), C.c_void_p()
-        call = (
-            C.byref(options),
-            None,
-            given,
-            (C.c_int32 * max(len(tokens), 1))(*tokens),
-            len(tokens),
-        )
+    @rule(draw=st.data(), tokens=TOKENS, lacks_job=RARELY)
+    def submit(self, draw: st.DataObject, tokens: list[int], lacks_job: bool) -> None:
+        request, job = self._request(draw, tokens), C.c_void_p()
         out = None if lacks_job else C.byref(job)
-        status = self._said(
-            lib.dlm_scheduler_submit(self.scheduler, *call, self.message, len(self.message), out)
-        )
+        report = (self.message, len(self.message), out)
+        status = self._said(lib.dlm_scheduler_submit(self.scheduler, C.byref(request), *report))
         assert (status == OK) == bool(job)
         if job:
             self.jobs.append(job)
@@ -415,13 +394,14 @@ class Calls(RuleBasedStateMachine):
     @rule(which=st.integers(0, 20), what=st.sampled_from(["ask", "ask", "cancel", "destroy"]))
     def ask_job(self, which: int, what: str) -> None:
         which %= len(self.jobs)
-        job, length, result = self.jobs[which], C.c_size_t(), Result()
+        job, result = self.jobs[which], C.POINTER(Result)()
         is_done = lib.dlm_job_wait(job, 0) == 1
-        tokens = lib.dlm_job_tokens(job, C.byref(length))
-        assert bool(tokens) == is_done == (length.value > 0)
-        status = self._is_known(lib.dlm_job_result_sized(job, C.byref(result), C.sizeof(result)))
-        assert is_done or status == INVALID
-        assert bool(lib.dlm_job_message(job)) == (is_done and status != OK)
+        status = self._is_known(lib.dlm_job_result(job, C.byref(result)))
+        assert bool(result) == is_done
+        if is_done:
+            self._is_result(result.contents, status)
+        else:
+            assert status == INVALID
         if what == "cancel":
             lib.dlm_job_cancel(job)
         if what == "destroy":
@@ -441,18 +421,17 @@ class Calls(RuleBasedStateMachine):
     def ask_for_a_preset(self, draw: st.DataObject, capacity: int, name: bytes | None) -> None:
         policy, room = draw.draw(policies()), (C.c_uint8 * 24)(*([7] * 24))
         message = C.cast(room, C.c_char_p)
-        for call in (lib.dlm_bundle_preset, lib.dlm_bundle_effort):
-            assert self._is_known(call(self.bundle, name, message, capacity, C.byref(policy))) in (
-                INVALID,
-                NOT_FOUND,
-            )
+        for names in ((name, None), (None, name)):
+            asked = (*names, message, capacity, C.byref(policy))
+            status = self._is_known(lib.dlm_bundle_policy(self.bundle, *asked))
+            assert status in (INVALID, NOT_FOUND)
             assert all(byte == 7 for byte in room[capacity:]), "written behind the end"
 
     @rule()
     def hand_in_nothing(self) -> None:
         """Every function that takes a handle, with NULL for all that it takes."""
-        numbers = (C.c_int32, C.c_size_t, C.c_double, BeforePassFn, PassFn, _native.TextFn)
-        for name, (result, arguments) in _native._SIGNATURES.items():
+        numbers = (C.c_int32, C.c_size_t, C.c_double, BeforePassFn, PassFn)
+        for name, (result, arguments) in _native.HEADER.functions.items():
             if name.endswith(("field_at", "kernel_set_at", "status_name", "version")):
                 continue
             status = getattr(lib, name)(

@@ -50,7 +50,7 @@ def fake_build(out: Path, name: str, force: bool) -> None:
             if path.is_file()
         }
         (folder / "manifest.json").write_text(
-            json.dumps({"schema_version": 3, "loop": {}, "name": name, "files": files})
+            json.dumps({"schema_version": 1, "loop": {}, "name": name, "files": files})
         )
 
 

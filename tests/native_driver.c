@@ -1,7 +1,9 @@
-/* Walks libdlm_runtime's C ABI from C99: what it must refuse, what it must survive, and the loop over a made-up denoiser.
+/* Walks libdlm_runtime's C ABI from C99: what it must refuse, what it must survive, and the loop
+ * over a made-up denoiser.
  *
- * native_driver BUNDLE - run by tests/test_native.py under AddressSanitizer and UndefinedBehaviorSanitizer; $DLM_ONNXRUNTIME
- * leads to ONNX Runtime. Prints a line for every claim that fails, then "N passed, N failed". */
+ * native_driver BUNDLE - run by tests/test_native.py under AddressSanitizer and
+ * UndefinedBehaviorSanitizer; $DLM_ONNXRUNTIME leads to ONNX Runtime. Prints a line for every claim
+ * that fails, then "N passed, N failed". */
 #define _POSIX_C_SOURCE 200809L
 #include <math.h>
 #include <pthread.h>
@@ -14,7 +16,7 @@
 
 static int passed, failed;
 
-static int claim(int holds, const char *text, int line) {
+static int claim(int holds, const char* text, int line) {
   ++*(holds ? &passed : &failed);
   if (!holds) printf("native_driver.c:%d: not so: %s\n", line, text);
   return holds;
@@ -22,38 +24,53 @@ static int claim(int holds, const char *text, int line) {
 #define CLAIM(condition) claim((condition) != 0, #condition, __LINE__)
 
 /* The status, and the session's sentence where there is one to see. */
-static int has_status(dlm_status found, dlm_status wanted, const dlm_session *session, int line) {
-  const char *sentence = session == NULL ? "" : dlm_session_last_error(session);
+static int has_status(dlm_status found, dlm_status wanted, const dlm_session* session, int line) {
+  const char* sentence = session == NULL ? "" : dlm_session_last_error(session);
   ++*(found == wanted ? &passed : &failed);
   if (found != wanted) {
-    printf("native_driver.c:%d: %s instead of %s: %s\n", line, dlm_status_name(found), dlm_status_name(wanted), sentence);
+    printf("native_driver.c:%d: %s instead of %s: %s\n", line, dlm_status_name(found),
+           dlm_status_name(wanted), sentence);
   }
-  if (session != NULL) claim((found == DLM_OK) == (sentence[0] == '\0'), "a sentence exactly on failure", line);
+  if (session != NULL)
+    claim((found == DLM_OK) == (sentence[0] == '\0'), "a sentence exactly on failure", line);
   return found == wanted;
 }
 #define STATUS(call, wanted) has_status((call), (wanted), NULL, __LINE__)
 #define SESSION_STATUS(call, wanted) has_status((call), (wanted), session, __LINE__)
 
-static void *const garbage = (void *)(intptr_t)-1; /* what out-pointers hold before a call */
+static void* const garbage = (void*)(intptr_t)-1; /* what out-pointers hold before a call */
 
 /* ---- A denoiser of our own ---- */
 
-enum { V = 50, MASK = 49, EOS = 48, LAYERS = 2, HEADS = 2, HEAD_SIZE = 4, LONGEST = 64, NOWHERE = -1000, MOST = 5 };
+enum {
+  V = 50,
+  MASK = 49,
+  EOS = 48,
+  LAYERS = 2,
+  HEADS = 2,
+  HEAD_SIZE = 4,
+  LONGEST = 64,
+  NOWHERE = -1000,
+  MOST = 5
+};
 
 typedef struct {
   int32_t shift, element_bytes, eos_at; /* eos_at: a position that predicts EOS, or NOWHERE */
-  int32_t bad_at;                       /* the pass (counted from 0) that goes wrong, or -1: its last request's last row */
+  int32_t
+      bad_at; /* the pass (counted from 0) that goes wrong, or -1: its last request's last row */
   dlm_status bad_status;
   int is_token_bad, is_prob_bad, is_entropy_bad;
   int32_t bad_token;
   float bad_value;
-  float top_prob; /* of the best candidate of every other row; 0: about 0.9 and different everywhere */
-  dlm_session *re_entered;
+  float top_prob; /* of the best candidate of every other row; 0: about 0.9 and different everywhere
+                   */
+  dlm_session* re_entered;
   /* noted by run(); under the lock, as two threads may share a denoiser */
   pthread_mutex_t lock;
   int32_t passes, broken_promises;
-  int32_t written[LONGEST]; /* by position: the pass that wrote its keys and values last, counted from 1 */
-  int32_t last[4]; /* requests, tokens, cached and rows of the last pass */
+  int32_t written[LONGEST];  /* by position: the pass that wrote its keys and values last, counted
+                                from 1 */
+  int32_t last[4];           /* requests, tokens, cached and rows of the last pass */
   int32_t batches[MOST + 1]; /* passes by their number of requests */
 } fake;
 
@@ -67,32 +84,42 @@ static fake make_fake(void) {
   return f;
 }
 
-static int32_t token_at(const fake *f, int64_t position) { return position == f->eos_at ? EOS : (int32_t)(position * 7 % 47); }
+static int32_t token_at(const fake* f, int64_t position) {
+  return position == f->eos_at ? EOS : (int32_t)(position * 7 % 47);
+}
 
-/* The first byte of a row says its position; the others hang on all that a row is, the pass that wrote it among them. */
-static uint8_t cache_byte(const fake *f, int32_t layer, int is_value, int32_t head, int64_t position, size_t byte) {
+/* The first byte of a row says its position; the others hang on all that a row is, the pass that
+ * wrote it among them. */
+static uint8_t cache_byte(const fake* f, int32_t layer, int is_value, int32_t head,
+                          int64_t position, size_t byte) {
   if (byte == 0) return (uint8_t)position;
-  return (uint8_t)(131 * layer + 17 * is_value + 59 * head + 7 * (int32_t)position + (int32_t)byte + 29 * f->written[position]);
+  return (uint8_t)(131 * layer + 17 * is_value + 59 * head + 7 * (int32_t)position + (int32_t)byte +
+                   29 * f->written[position]);
 }
 
 /* Heads are those of all requests of the pass. */
 
-static void write_rows(const fake *f, int32_t layer, int is_value, const dlm_pass *p, uint8_t *to) {
+static void write_rows(const fake* f, int32_t layer, int is_value, const dlm_pass* p, uint8_t* to) {
   const size_t row_bytes = (size_t)HEAD_SIZE * (size_t)f->element_bytes;
   for (int32_t head = 0; head < p->batch * HEADS; ++head)
     for (int32_t row = 0; row < p->tokens; ++row)
-      for (size_t byte = 0; byte < row_bytes; ++byte) *to++ = cache_byte(f, layer, is_value, head, p->position_ids[row], byte);
+      for (size_t byte = 0; byte < row_bytes; ++byte)
+        *to++ = cache_byte(f, layer, is_value, head, p->position_ids[row], byte);
 }
 
-/* Whether the cached rows are not those of every position outside the pass, each once, as they were last written. */
-static int is_cache_wrong(const fake *f, int32_t layer, int is_value, const dlm_pass *p, const uint8_t *from) {
+/* Whether the cached rows are not those of every position outside the pass, each once, as they were
+ * last written. */
+static int is_cache_wrong(const fake* f, int32_t layer, int is_value, const dlm_pass* p,
+                          const uint8_t* from) {
   const size_t row_bytes = (size_t)HEAD_SIZE * (size_t)f->element_bytes;
   const int32_t first = (int32_t)p->position_ids[0], length = p->cached + p->tokens;
   for (int32_t head = 0; head < p->batch * HEADS; ++head) {
     int is_seen[LONGEST] = {0};
     for (int32_t row = 0; row < p->cached; ++row, from += row_bytes) {
       const int32_t position = from[0];
-      if (position >= length || (position >= first && position < first + p->tokens) || is_seen[position]++) return 1;
+      if (position >= length || (position >= first && position < first + p->tokens) ||
+          is_seen[position]++)
+        return 1;
       for (size_t byte = 0; byte < row_bytes; ++byte)
         if (from[byte] != cache_byte(f, layer, is_value, head, position, byte)) return 1;
     }
@@ -101,24 +128,27 @@ static int is_cache_wrong(const fake *f, int32_t layer, int is_value, const dlm_
 }
 
 /* Holds a pass against what dlm_runtime.h says of it; returns the number of broken promises. */
-static int32_t broken_promises(const fake *f, const dlm_pass *p) {
-  int32_t broken = p->batch < 1 || p->batch > MOST || p->tokens < 1 || p->rows < 1 || p->cached < 0 || p->layers != LAYERS;
+static int32_t broken_promises(const fake* f, const dlm_pass* p) {
+  int32_t broken = p->batch < 1 || p->batch > MOST || p->tokens < 1 || p->rows < 1 ||
+                   p->cached < 0 || p->layers != LAYERS;
   broken += p->tokens + p->cached > LONGEST || p->top_tokens == NULL || p->top_probs == NULL;
   if (broken) return broken;
   for (int32_t i = 0; i < p->batch * p->tokens; ++i) {
-    broken += p->input_ids[i] < 0 || p->input_ids[i] >= V || p->position_ids[i] != p->position_ids[0] + i % p->tokens;
+    broken += p->input_ids[i] < 0 || p->input_ids[i] >= V ||
+              p->position_ids[i] != p->position_ids[0] + i % p->tokens;
   }
-  for (int32_t i = 0; i < p->batch * p->rows; ++i) broken += p->score_rows[i] < 0 || p->score_rows[i] >= p->tokens;
+  for (int32_t i = 0; i < p->batch * p->rows; ++i)
+    broken += p->score_rows[i] < 0 || p->score_rows[i] >= p->tokens;
   for (int32_t layer = 0; p->cached > 0 && layer < LAYERS; ++layer) {
-    const void *const both[] = {p->past_keys[layer], p->past_values[layer]};
+    const void* const both[] = {p->past_keys[layer], p->past_values[layer]};
     for (int is_value = 0; is_value < 2; ++is_value)
       broken += both[is_value] == NULL || is_cache_wrong(f, layer, is_value, p, both[is_value]);
   }
   return broken;
 }
 
-static dlm_status run(void *user, const dlm_pass *p) {
-  fake *f = user;
+static dlm_status run(void* user, const dlm_pass* p) {
+  fake* f = user;
   pthread_mutex_lock(&f->lock);
   const int is_bad = f->passes++ == f->bad_at;
   f->last[0] = p->batch, f->last[1] = p->tokens, f->last[2] = p->cached, f->last[3] = p->rows;
@@ -133,14 +163,15 @@ static dlm_status run(void *user, const dlm_pass *p) {
   }
   pthread_mutex_unlock(&f->lock);
   if (f->re_entered != NULL) {
-    dlm_step step;
+    const dlm_step* step;
     if (dlm_session_step(f->re_entered, &step) != DLM_INVALID_ARGUMENT) ++f->broken_promises;
   }
   for (int32_t i = 0; i < p->batch * p->rows; ++i) {
     const int64_t row = p->score_rows[i];
     if (row < 0 || row >= p->tokens) continue; /* counted above */
     const int64_t position = p->position_ids[row];
-    /* A shifted denoiser's row 0 stands for position 0 as well as for 1; which one does not matter here. */
+    /* A shifted denoiser's row 0 stands for position 0 as well as for 1; which one does not matter
+     * here. */
     const int is_first = position == 0 && p->input_ids[i / p->rows * p->tokens + row] == MASK;
     const int64_t predicted = position + (f->shift == 1 && !is_first ? 1 : 0);
     const int is_bad_row = is_bad && i == p->batch * p->rows - 1;
@@ -149,17 +180,19 @@ static dlm_status run(void *user, const dlm_pass *p) {
     p->top_probs[2 * i] = f->top_prob != 0 ? f->top_prob : 0.9f - 0.001f * (float)(predicted % 13);
     p->top_probs[2 * i + 1] = 0.05f;
     if (is_bad_row && f->is_prob_bad) p->top_probs[2 * i] = f->bad_value;
-    if (p->entropy != NULL) p->entropy[i] = is_bad_row && f->is_entropy_bad ? f->bad_value : -0.01f * (float)(predicted % 13);
+    if (p->entropy != NULL)
+      p->entropy[i] =
+          is_bad_row && f->is_entropy_bad ? f->bad_value : -0.01f * (float)(predicted % 13);
     if (p->logits != NULL)
       for (int32_t v = 0; v < V; ++v) p->logits[i * V + v] = (float)(1000 * position + v);
   }
   return is_bad ? f->bad_status : DLM_OK;
 }
 
-static dlm_denoiser describe(const fake *f) {
+static dlm_denoiser describe(const fake* f) {
   static const int32_t eos = EOS;
   dlm_denoiser d;
-  dlm_denoiser_init(&d);
+  dlm_denoiser_init(&d, sizeof d);
   d.vocab_size = V;
   d.mask_token_id = MASK;
   d.max_canvas_length = LONGEST;
@@ -174,24 +207,24 @@ static dlm_denoiser describe(const fake *f) {
   return d;
 }
 
-static dlm_bundle *open_fake(fake *f) {
-  dlm_bundle *bundle = NULL;
+static dlm_bundle* open_fake(fake* f) {
+  dlm_bundle* bundle = NULL;
   const dlm_denoiser d = describe(f);
   STATUS(dlm_bundle_from_callback(&d, run, f, NULL, 0, &bundle), DLM_OK);
   return bundle;
 }
 
-static dlm_session *open_session(dlm_bundle *bundle) {
-  dlm_session *session = NULL;
+static dlm_session* open_session(dlm_bundle* bundle) {
+  dlm_session* session = NULL;
   STATUS(dlm_session_create(bundle, NULL, 0, &session), DLM_OK);
   return session;
 }
 
 /* Options whose policy the caller may go on changing. */
-static dlm_generate_options options_of(dlm_policy *policy, int32_t new_tokens) {
-  dlm_generate_options options;
-  dlm_policy_init(policy);
-  dlm_generate_options_init(&options);
+static dlm_request options_of(dlm_policy* policy, int32_t new_tokens) {
+  dlm_request options;
+  dlm_policy_init(policy, sizeof *policy);
+  dlm_request_init(&options, sizeof options);
   policy->block_length = 8;
   options.policy = policy;
   options.max_new_tokens = new_tokens;
@@ -200,24 +233,57 @@ static dlm_generate_options options_of(dlm_policy *policy, int32_t new_tokens) {
 
 static const int32_t prompt[] = {1, 2, 3};
 
-/* Whether the session says of every position what the canvas of these denoisers shows: undecided ones hold the mask token. */
-static int is_told_undecided(const dlm_session *session, const dlm_step *step) {
-  size_t count = 0;
-  const uint8_t *undecided = dlm_session_undecided(session, &count);
-  if (undecided == NULL || count != (size_t)step->length) return 0;
-  for (size_t i = 0; i < count; ++i)
-    if (undecided[i] != (step->canvas[i] == MASK)) return 0;
-  return 1;
+/* The options with these given tokens. */
+static dlm_request of(const dlm_request* options, const int32_t* tokens, size_t count) {
+  dlm_request request = *options;
+  request.tokens = tokens;
+  request.token_count = count;
+  return request;
+}
+
+/* Runs a request of these tokens. What a canvas came to is copied over them, unless it failed. */
+static dlm_status generate(dlm_session* session, const dlm_request* options, int32_t* tokens,
+                           size_t count, dlm_stats* stats, size_t* length) {
+  dlm_request request;
+  const dlm_result* result = garbage;
+  if (options != NULL) request = of(options, tokens, count);
+  const dlm_status status =
+      dlm_session_generate(session, options == NULL ? NULL : &request, &result);
+  *length = 0;
+  if (stats != NULL) memset(stats, 0, sizeof *stats);
+  if (result != NULL)
+    claim(result->status == status && result->stats->nfe >= 0, "a result says how the call ended",
+          __LINE__);
+  if (status != DLM_OK) return status;
+  *length = result->length;
+  memcpy(tokens, result->tokens, result->length * sizeof *tokens);
+  if (stats != NULL) *stats = *result->stats;
+  return status;
+}
+
+static dlm_status start(dlm_session* session, const dlm_request* options, const int32_t* tokens,
+                        size_t count) {
+  dlm_request request;
+  if (options != NULL) request = of(options, tokens, count);
+  return dlm_session_start(session, options == NULL ? NULL : &request);
+}
+
+/* Whether a step says of every position what the canvas of these denoisers shows: undecided ones
+ * hold the mask token. */
+static int is_told_undecided(const dlm_step* step) {
+  for (int32_t i = 0; step->done == 0 && i < step->length; ++i)
+    if (step->undecided[i] != (step->canvas[i] == MASK)) return 0;
+  return step->struct_size == sizeof *step && step->text_size == 0 && step->text[0] == '\0';
 }
 
 /* A request without fault, filled with what the denoiser predicts: the session works. */
-static void is_usable(dlm_session *session, const fake *f, int line) {
+static void is_usable(dlm_session* session, const fake* f, int line) {
   dlm_policy policy;
-  const dlm_generate_options options = options_of(&policy, 9);
+  const dlm_request options = options_of(&policy, 9);
   int32_t tokens[12] = {1, 2, 3};
   size_t length = 0;
   int wrong = 0;
-  has_status(dlm_session_generate(session, &options, tokens, 3, 12, NULL, &length), DLM_OK, session, line);
+  has_status(generate(session, &options, tokens, 3, NULL, &length), DLM_OK, session, line);
   claim(length == 12 && memcmp(tokens, prompt, sizeof prompt) == 0, "the given tokens stay", line);
   for (int32_t i = 3; i < 12; ++i) wrong += tokens[i] != token_at(f, i);
   claim(wrong == 0, "every position holds its prediction", line);
@@ -233,108 +299,116 @@ static void test_static_functions(void) {
   CLAIM(strcmp(dlm_status_name(DLM_CANCELLED), "CANCELLED") == 0);
   dlm_bundle_destroy(NULL);
   dlm_session_destroy(NULL);
-  dlm_denoiser_init(NULL);
-  dlm_policy_init(NULL);
-  dlm_open_options_init(NULL);
-  dlm_generate_options_init(NULL);
-  dlm_denoiser denoiser;
-  dlm_bundle_denoiser(NULL, NULL);
-  dlm_bundle_denoiser(NULL, &denoiser);
-  CLAIM(dlm_bundle_manifest(NULL)[0] == '\0' && dlm_bundle_engine(NULL)[0] == '\0' && dlm_bundle_max_new_tokens(NULL) == 0);
+  dlm_denoiser_init(NULL, 8);
+  dlm_policy_init(NULL, 8);
+  dlm_open_options_init(NULL, 8);
+  dlm_request_init(NULL, 8);
+  CLAIM(dlm_bundle_denoiser(NULL) == NULL);
+  CLAIM(dlm_bundle_manifest(NULL)[0] == '\0' && dlm_bundle_engine(NULL)[0] == '\0');
   CLAIM(dlm_session_last_error(NULL)[0] != '\0');
-  size_t count = 99;
-  dlm_stats stats;
-  memset(&stats, 0x55, sizeof stats);
-  dlm_session_stats(NULL, NULL);
-  dlm_session_stats(NULL, &stats);
-  CLAIM(dlm_session_undecided(NULL, NULL) == NULL && dlm_session_undecided(NULL, &count) == NULL && count == 0);
-  CLAIM(stats.nfe == 0 && stats.total_s == 0 && stats.cache_bytes == 0);
+  dlm_policy small;
+  memset(&small, 0x55, sizeof small);
+  dlm_policy_init(&small, 16);
+  CLAIM(small.struct_size == 16 &&
+        ((const unsigned char*)&small)[16] == 0x55); /* no byte after the end that was told */
+  unsigned char wide[sizeof(dlm_policy) + 8];
+  memset(wide, 0x55, sizeof wide);
+  dlm_policy_init((dlm_policy*)(void*)wide, sizeof wide);
+  CLAIM(wide[sizeof wide - 1] == 0); /* what the library does not know is 0 */
 }
 
-static void refuse_open(const char *path, const dlm_open_options *options, dlm_status wanted, int line) {
+static void refuse_open(const char* path, const dlm_open_options* options, dlm_status wanted,
+                        int line) {
   char message[200] = "";
-  dlm_bundle *bundle = garbage;
+  dlm_bundle* bundle = garbage;
   has_status(dlm_bundle_open(path, options, message, sizeof message, &bundle), wanted, NULL, line);
   claim(bundle == NULL && message[0] != '\0', "no bundle, but a sentence", line);
 }
 
-static void test_open_refuses(const char *path) {
+static void test_open_refuses(const char* path) {
   dlm_open_options options;
   char message[200] = "";
-  CLAIM(dlm_bundle_open(path, NULL, message, sizeof message, NULL) == DLM_INVALID_ARGUMENT && message[0] != '\0');
+  CLAIM(dlm_bundle_open(path, NULL, message, sizeof message, NULL) == DLM_INVALID_ARGUMENT &&
+        message[0] != '\0');
   CLAIM(dlm_bundle_open(NULL, NULL, NULL, 0, NULL) == DLM_INVALID_ARGUMENT);
   refuse_open(NULL, NULL, DLM_INVALID_ARGUMENT, __LINE__);
   refuse_open("", NULL, DLM_NOT_FOUND, __LINE__);
   refuse_open("/no/such/bundle", NULL, DLM_NOT_FOUND, __LINE__);
   refuse_open("/", NULL, DLM_NOT_FOUND, __LINE__);
   refuse_open("/dev/null", NULL, DLM_NOT_FOUND, __LINE__);
-  dlm_open_options_init(&options);
+  dlm_open_options_init(&options, sizeof options);
   --options.struct_size;
   refuse_open(path, &options, DLM_INVALID_ARGUMENT, __LINE__);
-  dlm_open_options_init(&options);
+  dlm_open_options_init(&options, sizeof options);
   options.engine = NULL;
   refuse_open(path, &options, DLM_UNSUPPORTED, __LINE__);
   options.engine = "abacus";
   refuse_open(path, &options, DLM_UNSUPPORTED, __LINE__);
-  dlm_open_options_init(&options);
+  dlm_open_options_init(&options, sizeof options);
   options.threads = -1;
   refuse_open(path, &options, DLM_INVALID_ARGUMENT, __LINE__);
-  dlm_open_options_init(&options);
+  dlm_open_options_init(&options, sizeof options);
   options.engine_library = "/no/such/libonnxruntime.so";
   refuse_open(path, &options, DLM_ENGINE_MISSING, __LINE__);
 }
 
-static void test_engines_by_name(const char *path) {
+static void test_engines_by_name(const char* path) {
   dlm_open_options options;
-  dlm_open_options_init(&options);
+  dlm_open_options_init(&options, sizeof options);
   CLAIM(strcmp(options.engine, "auto") == 0);
-  dlm_bundle *bundle = NULL;
+  dlm_bundle* bundle = NULL;
   options.engine = "none";
   options.engine_library = "/no/such/library"; /* nothing is loaded */
   if (STATUS(dlm_bundle_open(path, &options, NULL, 0, &bundle), DLM_OK)) {
-    dlm_session *session = open_session(bundle);
+    dlm_session* session = open_session(bundle);
     dlm_policy policy;
-    const dlm_generate_options generate = options_of(&policy, 1);
+    const dlm_request one = options_of(&policy, 1);
     int32_t tokens[4] = {1, 2, 3};
     float logits[V];
     size_t length = 99;
     CLAIM(strcmp(dlm_bundle_engine(bundle), "none") == 0 && dlm_bundle_manifest(bundle)[0] == '{');
-    SESSION_STATUS(dlm_session_generate(session, &generate, tokens, 3, 4, NULL, &length), DLM_UNSUPPORTED);
+    SESSION_STATUS(generate(session, &one, tokens, 3, NULL, &length), DLM_UNSUPPORTED);
     CLAIM(length == 0 && strstr(dlm_session_last_error(session), "\"none\"") != NULL);
-    SESSION_STATUS(dlm_session_logits(session, tokens, 3, tokens, 1, logits, 0), DLM_INVALID_ARGUMENT);
+    SESSION_STATUS(dlm_session_logits(session, tokens, 3, tokens, 1, logits, 0),
+                   DLM_INVALID_ARGUMENT);
     dlm_session_destroy(session);
   }
   dlm_bundle_destroy(bundle);
-  /* Without TensorRT's headers, without a driver, without an engine in the bundle: whichever comes first, and a sentence. */
+  /* Without TensorRT's headers, without a driver, without an engine in the bundle: whichever comes
+   * first, and a sentence. */
   char message[400] = "";
-  dlm_open_options_init(&options);
+  dlm_open_options_init(&options, sizeof options);
   options.engine = "tensorrt";
   const dlm_status status = dlm_bundle_open(path, &options, message, sizeof message, &bundle);
-  CLAIM((status == DLM_UNSUPPORTED || status == DLM_ENGINE_MISSING) && bundle == NULL && strstr(message, "onnxruntime") != NULL);
+  CLAIM((status == DLM_UNSUPPORTED || status == DLM_ENGINE_MISSING) && bundle == NULL &&
+        strstr(message, "onnxruntime") != NULL);
 }
 
 static void test_messages_stay_inside_their_buffer(void) {
   char message[64];
   for (size_t capacity = 0; capacity < 40; ++capacity) {
-    dlm_bundle *bundle = garbage;
+    dlm_bundle* bundle = garbage;
     memset(message, 'x', sizeof message);
-    CLAIM(dlm_bundle_open("/no/such/bundle", NULL, message, capacity, &bundle) == DLM_NOT_FOUND && bundle == NULL);
+    CLAIM(dlm_bundle_open("/no/such/bundle", NULL, message, capacity, &bundle) == DLM_NOT_FOUND &&
+          bundle == NULL);
     CLAIM(message[capacity] == 'x');
     if (capacity > 0) CLAIM(strlen(message) < capacity);
     if (capacity > 1) CLAIM(message[0] == '/');
   }
   CLAIM(dlm_bundle_open("/no/such/bundle", NULL, NULL, 64, NULL) == DLM_INVALID_ARGUMENT);
-  dlm_session *session = garbage;
+  dlm_session* session = garbage;
   CLAIM(dlm_session_create(NULL, NULL, 64, &session) == DLM_INVALID_ARGUMENT && session == NULL);
   memset(message, 'x', sizeof message);
-  CLAIM(dlm_session_create(NULL, message, 1, &session) == DLM_INVALID_ARGUMENT && memcmp(message, "\0xx", 3) == 0);
+  CLAIM(dlm_session_create(NULL, message, 1, &session) == DLM_INVALID_ARGUMENT &&
+        memcmp(message, "\0xx", 3) == 0);
   CLAIM(dlm_session_create(NULL, NULL, 0, NULL) == DLM_INVALID_ARGUMENT);
 }
 
-static void refuse_denoiser(const dlm_denoiser *denoiser, dlm_pass_fn pass, int line) {
+static void refuse_denoiser(const dlm_denoiser* denoiser, dlm_pass_fn pass, int line) {
   char message[200] = "";
-  dlm_bundle *bundle = garbage;
-  const dlm_status status = dlm_bundle_from_callback(denoiser, pass, NULL, message, sizeof message, &bundle);
+  dlm_bundle* bundle = garbage;
+  const dlm_status status =
+      dlm_bundle_from_callback(denoiser, pass, NULL, message, sizeof message, &bundle);
   has_status(status, DLM_INVALID_ARGUMENT, NULL, line);
   claim(bundle == NULL && message[0] != '\0', "no bundle, but a sentence", line);
 }
@@ -346,11 +420,11 @@ static void test_denoisers_out_of_range_are_refused(void) {
   CLAIM(dlm_bundle_from_callback(&good, run, &f, NULL, 0, NULL) == DLM_INVALID_ARGUMENT);
   refuse_denoiser(NULL, run, __LINE__);
   refuse_denoiser(&good, NULL, __LINE__);
-#define REFUSE(field, value)                \
-  do {                                      \
-    dlm_denoiser bad = good;                \
-    bad.field = (value);                    \
-    refuse_denoiser(&bad, run, __LINE__);   \
+#define REFUSE(field, value)              \
+  do {                                    \
+    dlm_denoiser bad = good;              \
+    bad.field = (value);                  \
+    refuse_denoiser(&bad, run, __LINE__); \
   } while (0)
   REFUSE(struct_size, 0);
   REFUSE(struct_size, sizeof good + 8);
@@ -367,100 +441,114 @@ static void test_denoisers_out_of_range_are_refused(void) {
   REFUSE(top_k, 65);
   REFUSE(kv_element_bytes, 0);
   REFUSE(shift, 2);
+  REFUSE(max_new_tokens, 0);
   REFUSE(eos_token_ids, NULL);
   REFUSE(eos_count, SIZE_MAX);
   for (size_t i = 0; i < 3; ++i) REFUSE(eos_token_ids, wrong_ends[i]);
 #undef REFUSE
 }
 
-static void test_presets(const char *path) {
+static void test_presets(const char* path) {
   char message[200] = "";
   dlm_policy policy, untouched;
-  dlm_bundle *bundle = NULL;
-  dlm_policy_init(&policy);
+  dlm_bundle* bundle = NULL;
+  dlm_policy_init(&policy, sizeof policy);
   untouched = policy;
   if (STATUS(dlm_bundle_open(path, NULL, message, sizeof message, &bundle), DLM_OK)) {
-    CLAIM(message[0] == '\0' && dlm_bundle_manifest(bundle)[0] == '{' && strstr(dlm_bundle_engine(bundle), "onnxruntime"));
-    CLAIM(dlm_bundle_preset(bundle, "no such", message, sizeof message, &policy) == DLM_NOT_FOUND);
+    CLAIM(message[0] == '\0' && dlm_bundle_manifest(bundle)[0] == '{' &&
+          strstr(dlm_bundle_engine(bundle), "onnxruntime"));
+    CLAIM(dlm_bundle_policy(bundle, "no such", NULL, message, sizeof message, &policy) ==
+          DLM_NOT_FOUND);
     CLAIM(strstr(message, "llada") != NULL && memcmp(&policy, &untouched, sizeof policy) == 0);
-    CLAIM(dlm_bundle_preset(bundle, NULL, message, sizeof message, NULL) == DLM_INVALID_ARGUMENT);
-    CLAIM(dlm_bundle_preset(NULL, NULL, message, sizeof message, &policy) == DLM_INVALID_ARGUMENT);
+    CLAIM(dlm_bundle_policy(bundle, NULL, NULL, message, sizeof message, NULL) ==
+          DLM_INVALID_ARGUMENT);
+    CLAIM(dlm_bundle_policy(NULL, NULL, NULL, message, sizeof message, &policy) ==
+          DLM_INVALID_ARGUMENT);
     policy.struct_size = 8;
-    CLAIM(dlm_bundle_preset(bundle, NULL, message, sizeof message, &policy) == DLM_INVALID_ARGUMENT);
+    CLAIM(dlm_bundle_policy(bundle, NULL, NULL, message, sizeof message, &policy) ==
+          DLM_INVALID_ARGUMENT);
     policy.struct_size = sizeof policy;
-    CLAIM(dlm_bundle_preset(bundle, NULL, message, sizeof message, &policy) == DLM_OK && message[0] == '\0');
-    CLAIM(dlm_bundle_preset(bundle, "fast-dllm", NULL, 0, &policy) == DLM_OK && strcmp(policy.cache, "dual") == 0);
-    CLAIM(dlm_bundle_effort(bundle, "low", message, sizeof message, &policy) == DLM_NOT_FOUND);
+    CLAIM(dlm_bundle_policy(bundle, NULL, NULL, message, sizeof message, &policy) == DLM_OK &&
+          message[0] == '\0');
+    CLAIM(dlm_bundle_policy(bundle, "fast-dllm", NULL, NULL, 0, &policy) == DLM_OK &&
+          strcmp(policy.cache, "dual") == 0);
+    CLAIM(dlm_bundle_policy(bundle, NULL, "low", message, sizeof message, &policy) ==
+          DLM_NOT_FOUND);
     CLAIM(strstr(message, "dlm-export effort") != NULL && strcmp(policy.cache, "dual") == 0);
-    CLAIM(dlm_bundle_effort(bundle, NULL, message, sizeof message, &policy) == DLM_INVALID_ARGUMENT);
   }
   dlm_bundle_destroy(bundle);
   fake f = make_fake();
   bundle = open_fake(&f);
-  CLAIM(dlm_bundle_preset(bundle, NULL, message, sizeof message, &policy) == DLM_NOT_FOUND && message[0] != '\0');
-  dlm_denoiser told;
-  dlm_bundle_denoiser(bundle, &told);
-  CLAIM(told.struct_size == sizeof told && told.vocab_size == V && told.eos_count == 1 && told.eos_token_ids[0] == EOS);
+  CLAIM(dlm_bundle_policy(bundle, NULL, NULL, message, sizeof message, &policy) == DLM_NOT_FOUND &&
+        message[0] != '\0');
+  const dlm_denoiser* told = dlm_bundle_denoiser(bundle);
+  CLAIM(told->struct_size == sizeof *told && told->vocab_size == V && told->eos_count == 1 &&
+        told->eos_token_ids[0] == EOS);
+  CLAIM(told->max_new_tokens == 128);
   dlm_bundle_destroy(bundle);
 }
 
 /* ---- Requests that are refused ---- */
 
-/* Refused by generate and by start, with everything left as it was, and the session good for the next request. */
-static void refuse_request(dlm_session *session, const fake *f, const dlm_generate_options *options, const int32_t *given,
-                           size_t count, dlm_status wanted, int line) {
+/* Refused by generate and by start, with everything left as it was, and the session good for the
+ * next request. */
+static void refuse_request(dlm_session* session, const fake* f, const dlm_request* options,
+                           const int32_t* given, size_t count, dlm_status wanted, int line) {
   int32_t tokens[LONGEST];
   dlm_stats stats;
   size_t length = 99;
   memset(&stats, 0x55, sizeof stats);
   for (size_t i = 0; i < LONGEST; ++i) tokens[i] = 7; /* ids without fault */
   if (given != NULL && count <= LONGEST) memcpy(tokens, given, count * sizeof *given);
-  has_status(dlm_session_generate(session, options, tokens, count, LONGEST, &stats, &length), wanted, session, line);
+  has_status(generate(session, options, tokens, count, &stats, &length), wanted, session, line);
   claim(length == 0, "length is 0 on failure", line);
-  claim(stats.nfe == 0 && stats.total_s == 0 && stats.cache_bytes == 0, "stats are 0 on failure", line);
-  if (given != NULL && count <= LONGEST) claim(memcmp(tokens, given, count * sizeof *given) == 0, "given ids stay", line);
+  claim(stats.nfe == 0 && stats.total_s == 0 && stats.cache_bytes == 0, "stats are 0 on failure",
+        line);
+  if (given != NULL && count <= LONGEST)
+    claim(memcmp(tokens, given, count * sizeof *given) == 0, "given ids stay", line);
   for (size_t i = given != NULL && count <= LONGEST ? count : 0; i < LONGEST; ++i) {
     if (tokens[i] != 7) claim(0, "tokens are untouched", line);
   }
-  has_status(dlm_session_start(session, options, tokens, count), wanted, session, line);
-  dlm_step step;
+  has_status(start(session, options, tokens, count), wanted, session, line);
+  const dlm_step* step = garbage;
   has_status(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT, session, line);
-  claim(step.canvas == NULL && step.length == 0 && step.done == 0, "step is 0 on failure", line);
+  claim(step == NULL, "step is NULL on failure", line);
   is_usable(session, f, line);
 }
 
 static void test_wrong_requests_are_refused(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   dlm_policy policy;
-  dlm_generate_options good = options_of(&policy, 8);
+  dlm_request good = options_of(&policy, 8);
   int32_t tokens[LONGEST] = {1, 2, 3};
   size_t length = 99;
-  CLAIM(dlm_session_generate(NULL, &good, tokens, 3, LONGEST, NULL, &length) == DLM_INVALID_ARGUMENT && length == 0);
-  SESSION_STATUS(dlm_session_generate(session, &good, tokens, 3, LONGEST, NULL, NULL), DLM_INVALID_ARGUMENT);
-  SESSION_STATUS(dlm_session_generate(session, &good, NULL, 3, LONGEST, NULL, &length), DLM_INVALID_ARGUMENT);
-  SESSION_STATUS(dlm_session_generate(session, &good, NULL, 0, LONGEST, NULL, &length), DLM_INVALID_ARGUMENT);
-  dlm_step step;
-  SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* nothing was left running */
-  for (size_t capacity = 0; capacity < 11; ++capacity) {
-    SESSION_STATUS(dlm_session_generate(session, &good, tokens, 3, capacity, NULL, &length), DLM_INVALID_ARGUMENT);
-  }
-  CLAIM(tokens[0] == 1 && tokens[3] == 0 && length == 0 && f.passes == 0);
-  SESSION_STATUS(dlm_session_generate(session, &good, tokens, 3, 11, NULL, &length), DLM_OK);
-  CLAIM(dlm_session_start(NULL, &good, tokens, 3) == DLM_INVALID_ARGUMENT);
-  SESSION_STATUS(dlm_session_start(session, &good, NULL, 3), DLM_INVALID_ARGUMENT);
+  CLAIM(generate(NULL, &good, tokens, 3, NULL, &length) == DLM_INVALID_ARGUMENT && length == 0);
+  SESSION_STATUS(generate(session, &good, NULL, 3, NULL, &length), DLM_INVALID_ARGUMENT);
+  const dlm_step* step = NULL;
+  SESSION_STATUS(dlm_session_step(session, &step),
+                 DLM_INVALID_ARGUMENT); /* nothing was left running */
+  CLAIM(f.passes == 0);
+  dlm_request plain = of(&good, tokens, 3);
+  SESSION_STATUS(dlm_session_generate(session, &plain, NULL), DLM_OK);
+  plain.prompt = "a"; /* beside the tokens */
+  SESSION_STATUS(dlm_session_generate(session, &plain, NULL), DLM_INVALID_ARGUMENT);
+  plain.tokens = NULL, plain.token_count = 0, plain.prompt_size = 1; /* this bundle has no text */
+  SESSION_STATUS(dlm_session_generate(session, &plain, NULL), DLM_UNSUPPORTED);
+  CLAIM(start(NULL, &good, tokens, 3) == DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(start(session, &good, NULL, 3), DLM_INVALID_ARGUMENT);
 
   const int32_t outside[] = {1, -1, V, INT32_MAX, INT32_MIN};
   for (size_t i = 1; i < sizeof outside / sizeof *outside; ++i) {
     const int32_t given[] = {1, 2, outside[i]};
     refuse_request(session, &f, &good, given, 3, DLM_INVALID_ARGUMENT, __LINE__);
   }
-#define REFUSE_OPTIONS(field, value)                                                        \
-  do {                                                                                      \
-    dlm_generate_options bad = good;                                                        \
-    bad.field = (value);                                                                    \
-    refuse_request(session, &f, &bad, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);           \
+#define REFUSE_OPTIONS(field, value)                                              \
+  do {                                                                            \
+    dlm_request bad = good;                                                       \
+    bad.field = (value);                                                          \
+    refuse_request(session, &f, &bad, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__); \
   } while (0)
   REFUSE_OPTIONS(struct_size, 0);
   REFUSE_OPTIONS(struct_size, sizeof good - 1);
@@ -469,26 +557,32 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_OPTIONS(max_new_tokens, INT32_MAX);
   REFUSE_OPTIONS(max_new_tokens, LONGEST - 2);
   REFUSE_OPTIONS(steps, -1);
+  REFUSE_OPTIONS(max_steps, -1);
+  REFUSE_OPTIONS(constrained_tokens, -1);
+  REFUSE_OPTIONS(deadline_ms, (double)NAN);
+  REFUSE_OPTIONS(text, DLM_TEXT_STEPS + 1); /* a value of a newer library */
+  REFUSE_OPTIONS(text, -1);
+  REFUSE_OPTIONS(stop_count, 1); /* without strings */
   refuse_request(session, &f, NULL, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);
   refuse_request(session, &f, &good, NULL, LONGEST + 1, DLM_INVALID_ARGUMENT, __LINE__);
   refuse_request(session, &f, &good, NULL, SIZE_MAX, DLM_INVALID_ARGUMENT, __LINE__);
-  dlm_generate_options none = good;
+  dlm_request none = good;
   none.max_new_tokens = 0;
   refuse_request(session, &f, &none, NULL, 0, DLM_INVALID_ARGUMENT, __LINE__); /* an empty canvas */
-  dlm_generate_options hasty = good;
+  dlm_request hasty = good;
   hasty.max_new_tokens = 24;
   hasty.steps = 2; /* three blocks */
   refuse_request(session, &f, &hasty, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);
 
-#define REFUSE_POLICY(field, value, wanted)                         \
-  do {                                                              \
-    good = options_of(&policy, 8);                                  \
-    policy.field = (value);                                         \
+#define REFUSE_POLICY(field, value, wanted)                          \
+  do {                                                               \
+    good = options_of(&policy, 8);                                   \
+    policy.field = (value);                                          \
     refuse_request(session, &f, &good, prompt, 3, wanted, __LINE__); \
   } while (0)
-#define REFUSE_VALUE(field)                            \
-  REFUSE_POLICY(field, NULL, DLM_INVALID_ARGUMENT);    \
-  REFUSE_POLICY(field, "", DLM_INVALID_ARGUMENT);      \
+#define REFUSE_VALUE(field)                         \
+  REFUSE_POLICY(field, NULL, DLM_INVALID_ARGUMENT); \
+  REFUSE_POLICY(field, "", DLM_INVALID_ARGUMENT);   \
   REFUSE_POLICY(field, "no such", DLM_INVALID_ARGUMENT)
   REFUSE_VALUE(select);
   REFUSE_VALUE(score);
@@ -534,8 +628,8 @@ static void test_wrong_requests_are_refused(void) {
 
 static void test_wrong_logits_requests_are_refused(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   float logits[3 * V];
   const int32_t rows[] = {2, 0, 2}, given[] = {1, MASK, 3}, outside[] = {1, V, 3};
   const int32_t wrong_rows[][1] = {{-1}, {3}, {INT32_MAX}, {INT32_MIN}};
@@ -557,16 +651,18 @@ static void test_wrong_logits_requests_are_refused(void) {
 #undef REFUSE
   CLAIM(f.passes == 0);
   SESSION_STATUS(dlm_session_logits(session, given, 3, rows, 3, logits, 3 * V), DLM_OK);
-  CLAIM(logits[0] == 2000 && logits[V + 1] == 1 && logits[3 * V - 1] == 2000 + V - 1 && f.broken_promises == 0);
+  CLAIM(logits[0] == 2000 && logits[V + 1] == 1 && logits[3 * V - 1] == 2000 + V - 1 &&
+        f.broken_promises == 0);
   f.bad_at = f.passes;
   f.bad_status = DLM_ENGINE_FAILED;
   SESSION_STATUS(dlm_session_logits(session, given, 3, rows, 3, logits, 3 * V), DLM_ENGINE_FAILED);
   dlm_policy policy;
-  const dlm_generate_options options = options_of(&policy, 8);
-  dlm_step step;
-  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+  const dlm_request options = options_of(&policy, 8);
+  const dlm_step* step;
+  SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_logits(session, given, 3, rows, 1, logits, V), DLM_OK);
-  SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* logits dropped the request */
+  SESSION_STATUS(dlm_session_step(session, &step),
+                 DLM_INVALID_ARGUMENT); /* logits dropped the request */
   is_usable(session, &f, __LINE__);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
@@ -576,38 +672,40 @@ static void test_wrong_logits_requests_are_refused(void) {
 
 static void test_steps(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   dlm_policy policy;
-  const dlm_generate_options options = options_of(&policy, 10);
-  dlm_stats stats;
-  dlm_step step;
-  CLAIM(dlm_session_step(NULL, &step) == DLM_INVALID_ARGUMENT);
-  memset(&step, 0x55, sizeof step);
+  const dlm_request options = options_of(&policy, 10);
+  const dlm_step* step = garbage;
+  const dlm_result* result = garbage;
+  CLAIM(dlm_session_step(NULL, &step) == DLM_INVALID_ARGUMENT && step == NULL);
+  step = garbage;
   SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* before any start */
-  CLAIM(step.canvas == NULL && step.guess == NULL && step.score == NULL && step.length == 0 && step.done == 0);
-  CLAIM(dlm_session_undecided(session, NULL) == NULL);
-  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+  CLAIM(step == NULL);
+  SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, NULL), DLM_INVALID_ARGUMENT);
   SESSION_STATUS(dlm_session_step(session, &step), DLM_OK);
-  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK); /* drops the running request */
+  SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK); /* drops the running request */
   int32_t steps = 0, committed = 0;
   do {
     if (!SESSION_STATUS(dlm_session_step(session, &step), DLM_OK)) break;
     ++steps;
-    committed += step.committed;
-    CLAIM(is_told_undecided(session, &step));
-    CLAIM(step.nfe == steps && step.length == 13 && step.block_start < step.block_end && step.block_end <= 13);
-    for (int32_t i = 0; i < step.length; ++i) {
-      const int is_scored = step.canvas[i] == MASK && i >= step.block_start && i < step.block_end;
-      CLAIM(is_scored ? step.guess[i] == token_at(&f, i) && step.score[i] > 0 : step.guess[i] == -1 && step.score[i] == 0);
+    committed += step->committed;
+    CLAIM(is_told_undecided(step));
+    CLAIM(step->nfe == steps && step->length == 13 && step->block_start < step->block_end &&
+          step->block_end <= 13);
+    for (int32_t i = 0; i < step->length; ++i) {
+      const int is_scored =
+          step->canvas[i] == MASK && i >= step->block_start && i < step->block_end;
+      CLAIM(is_scored ? step->guess[i] == token_at(&f, i) && step->score[i] > 0
+                      : step->guess[i] == -1 && step->score[i] == 0);
     }
-  } while (!step.done);
-  dlm_session_stats(session, &stats);
-  dlm_session_stats(session, NULL);
-  CLAIM(steps == 10 && committed == 10 && stats.nfe == 10 && f.passes == 11 && stats.total_s >= stats.passes_s);
+  } while (!step->done);
+  SESSION_STATUS(dlm_session_result(session, 0, &result), DLM_OK);
+  CLAIM(steps == 10 && committed == 10 && result->stats->nfe == 10 && f.passes == 11);
+  CLAIM(result->stats->total_s >= result->stats->passes_s);
   SESSION_STATUS(dlm_session_step(session, &step), DLM_OK); /* done already: no pass is made */
-  CLAIM(step.done == 1 && step.nfe == 10 && f.passes == 11 && f.broken_promises == 0);
+  CLAIM(step->done == 1 && step->nfe == 10 && f.passes == 11 && f.broken_promises == 0);
   is_usable(session, &f, __LINE__);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
@@ -615,63 +713,57 @@ static void test_steps(void) {
 
 typedef struct {
   int32_t calls, stop_at;
-  dlm_session *re_entered; /* the session that is generating, or NULL */
+  dlm_session* re_entered; /* the session that is generating, or NULL */
   dlm_status answers[6];
 } watcher;
 
-static int32_t watch(void *user, const dlm_step *step) {
-  watcher *w = user;
+static int32_t watch(void* user, const dlm_step* step) {
+  watcher* w = user;
   ++w->calls;
   if (w->re_entered != NULL) {
     dlm_policy policy;
-    dlm_stats stats;
-    const dlm_generate_options options = options_of(&policy, 8);
-    int32_t tokens[8];
+    const dlm_request options = options_of(&policy, 8), *const requests[] = {&options};
     float logits[V];
-    size_t length;
-    dlm_step other;
-    dlm_request request = {tokens, 0, 8, 0, 0};
+    const dlm_step* other;
     const int32_t row = 0;
     w->answers[0] = dlm_session_step(w->re_entered, &other);
-    w->answers[1] = dlm_session_start(w->re_entered, &options, NULL, 0);
+    w->answers[1] = start(w->re_entered, &options, NULL, 0);
     w->answers[2] = dlm_session_logits(w->re_entered, prompt, 1, &row, 1, logits, V);
-    w->answers[3] = dlm_session_generate(w->re_entered, &options, tokens, 0, 8, NULL, &length);
+    w->answers[3] = dlm_session_generate(w->re_entered, &options, NULL);
     w->answers[4] = dlm_session_time_passes(w->re_entered, 1, 4, 0, 4, NULL, 0);
-    w->answers[5] = dlm_session_generate_batch(w->re_entered, &options, &request, 1, 1, NULL);
-    dlm_session_stats(w->re_entered, &stats); /* only reads */
-    CLAIM(stats.nfe == step->nfe);
-    CLAIM(is_told_undecided(w->re_entered, step));
+    w->answers[5] = dlm_session_generate_batch(w->re_entered, requests, 1, 1);
   }
+  CLAIM(is_told_undecided(step));
   CLAIM(step->nfe == w->calls && step->canvas != NULL && step->length > 0);
   return w->calls == w->stop_at ? -5 : 0;
 }
 
 static void test_step_callbacks(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   dlm_policy policy;
-  dlm_generate_options options = options_of(&policy, 8);
-  dlm_step step;
+  dlm_request options = options_of(&policy, 8);
+  const dlm_step* step;
   int32_t tokens[11] = {1, 2, 3};
   size_t length = 99;
   options.on_step = watch;
   for (int32_t stop_at = 1; stop_at <= 8; ++stop_at) { /* the last one asks when all is done */
     watcher w = {0, stop_at, NULL, {0}};
     options.user = &w;
-    SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_CANCELLED);
+    SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_CANCELLED);
     CLAIM(w.calls == stop_at && length == 0 && tokens[0] == 1 && tokens[3] == 0);
-    SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT);
+    SESSION_STATUS(dlm_session_step(session, &step), DLM_CANCELLED);
     is_usable(session, &f, __LINE__);
   }
   watcher patient = {0, 0, NULL, {0}};
   options.user = &patient;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(patient.calls == 8 && length == 11);
   /* Callbacks that use the session which calls them are refused, and the request goes on. */
   watcher meddler = {0, 0, session, {0}};
   options.user = &meddler;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   for (size_t i = 0; i < 6; ++i) CLAIM(meddler.answers[i] == DLM_INVALID_ARGUMENT);
   CLAIM(meddler.calls == 8 && length == 11);
   f.re_entered = session;
@@ -682,22 +774,22 @@ static void test_step_callbacks(void) {
 
 typedef struct {
   int32_t calls, stop_at;
-  dlm_session *session;
+  dlm_session* session;
   dlm_status answer; /* to a call on the session that asks */
 } asker;
 
-static int32_t ask(void *user) {
-  asker *a = user;
+static int32_t ask(void* user) {
+  asker* a = user;
   a->answer = dlm_session_before_pass(a->session, NULL, NULL);
   return ++a->calls == a->stop_at;
 }
 
 static void test_every_call_asks_before_each_of_its_passes(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   dlm_policy policy;
-  const dlm_generate_options options = options_of(&policy, 8);
+  const dlm_request options = options_of(&policy, 8);
   const int32_t passes[] = {8, 8, 1, 4, 5}; /* of each call below */
   for (int32_t call = 0; call < 5; ++call) {
     for (int32_t stop_at = 0; stop_at <= passes[call]; ++stop_at) { /* 0: never */
@@ -705,24 +797,30 @@ static void test_every_call_asks_before_each_of_its_passes(void) {
       const dlm_status wanted = stop_at > 0 ? DLM_CANCELLED : DLM_OK;
       const int32_t before = f.passes, row = 0;
       int32_t canvas[2][11] = {{1, 2, 3}, {3, 2, 1}};
-      dlm_request requests[] = {{canvas[0], 3, 11, 0, 0}, {canvas[1], 3, 11, 0, 0}};
+      const dlm_request one = of(&options, canvas[0], 3),
+                        two = of(&options, canvas[1], 3), *const both[] = {&one, &two};
       float logits[V];
       double seconds[4];
       size_t length;
-      dlm_step step = {0};
+      const dlm_step* step;
       CLAIM(dlm_session_before_pass(session, ask, &a) == DLM_OK);
-      if (call == 0) SESSION_STATUS(dlm_session_generate(session, &options, canvas[0], 3, 11, NULL, &length), wanted);
-      if (call == 1) SESSION_STATUS(dlm_session_generate_batch(session, &options, requests, 2, 2, NULL), wanted);
-      if (call == 2) SESSION_STATUS(dlm_session_logits(session, prompt, 3, &row, 1, logits, V), wanted);
+      if (call == 0)
+        SESSION_STATUS(generate(session, &options, canvas[0], 3, NULL, &length), wanted);
+      if (call == 1) SESSION_STATUS(dlm_session_generate_batch(session, both, 2, 2), wanted);
+      if (call == 2)
+        SESSION_STATUS(dlm_session_logits(session, prompt, 3, &row, 1, logits, V), wanted);
       if (call == 3) {
-        SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+        SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
         while (a.calls < 4 && dlm_session_step(session, &step) == DLM_OK) continue;
-        SESSION_STATUS(dlm_session_step(session, &step), stop_at > 0 ? DLM_INVALID_ARGUMENT : DLM_OK); /* dropped */
-        if (stop_at == 0) --a.calls, --f.passes; /* that of the line above */
+        SESSION_STATUS(dlm_session_step(session, &step),
+                       stop_at > 0 ? DLM_INVALID_ARGUMENT : DLM_OK); /* dropped */
+        if (stop_at == 0) --a.calls, --f.passes;                     /* that of the line above */
       }
-      if (call == 4) SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 4), wanted);
+      if (call == 4)
+        SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 4), wanted);
       CLAIM(a.answer == DLM_INVALID_ARGUMENT); /* a callback may not use its session */
-      CLAIM(a.calls == (stop_at > 0 ? stop_at : passes[call]) && f.passes - before == a.calls - (stop_at > 0));
+      CLAIM(a.calls == (stop_at > 0 ? stop_at : passes[call]) &&
+            f.passes - before == a.calls - (stop_at > 0));
       is_usable(session, &f, __LINE__);
       CLAIM(dlm_session_before_pass(session, NULL, NULL) == DLM_OK);
       const int32_t asked = a.calls;
@@ -737,15 +835,15 @@ static void test_every_call_asks_before_each_of_its_passes(void) {
 
 static void test_failing_passes_end_the_request(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   const dlm_status statuses[] = {DLM_ENGINE_FAILED, DLM_CANCELLED, DLM_OUT_OF_MEMORY, 99, -12};
   const int32_t tokens[] = {-1, V, MASK, INT32_MAX, INT32_MIN};
   const float values[] = {NAN, INFINITY, -INFINITY};
   dlm_policy policy;
   for (int32_t pass = 0; pass < 3; ++pass) {
     for (size_t i = 0; i < 5 + 5 + 3 + 2 * 3; ++i) {
-      dlm_generate_options options = options_of(&policy, 12);
+      dlm_request options = options_of(&policy, 12);
       dlm_status wanted = DLM_ENGINE_FAILED;
       policy.cache = pass == 2 ? "dual" : "none";
       f.bad_at = f.passes + pass;
@@ -763,16 +861,16 @@ static void test_failing_passes_end_the_request(void) {
       }
       int32_t canvas[15] = {1, 2, 3};
       size_t length = 99;
-      dlm_step step;
+      const dlm_step* step;
       const int32_t before = f.passes;
       policy.entropy_bound = 0; /* one or two positions a pass, so that the third one is reached */
-      SESSION_STATUS(dlm_session_generate(session, &options, canvas, 3, 15, NULL, &length), wanted);
+      SESSION_STATUS(generate(session, &options, canvas, 3, NULL, &length), wanted);
       CLAIM(f.passes == before + pass + 1 && length == 0 && canvas[3] == 0);
       f.bad_at = f.passes;
-      SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+      SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
       SESSION_STATUS(dlm_session_step(session, &step), wanted);
-      CLAIM(step.canvas == NULL && step.length == 0);
-      SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT);
+      CLAIM(step == NULL);
+      SESSION_STATUS(dlm_session_step(session, &step), wanted); /* it has ended */
       f.bad_at = -1;
       f.bad_status = DLM_OK;
       f.is_token_bad = f.is_prob_bad = f.is_entropy_bad = 0;
@@ -785,44 +883,51 @@ static void test_failing_passes_end_the_request(void) {
 
 /* ---- The loop ---- */
 
-static void fill(dlm_session *session, const fake *f, const dlm_generate_options *options, const int32_t *given, size_t count,
-                 int line) {
+static void fill(dlm_session* session, const fake* f, const dlm_request* options,
+                 const int32_t* given, size_t count, int line) {
   int32_t tokens[LONGEST];
   dlm_stats stats;
   size_t length = 0;
   const int32_t before = f->passes;
   const size_t expected = count + (size_t)options->max_new_tokens;
   if (count > 0) memcpy(tokens, given, count * sizeof *given);
-  const dlm_status status = dlm_session_generate(session, options, tokens, count, LONGEST, &stats, &length);
+  const dlm_status status = generate(session, options, tokens, count, &stats, &length);
   if (!has_status(status, DLM_OK, session, line)) return;
-  claim(length == expected && stats.nfe == f->passes - before, "the canvas' length, and passes as counted", line);
-  claim(f->broken_promises == 0, "passes are as the header says, and cached rows are those of the last pass that wrote them", line);
+  claim(length == expected && stats.nfe == f->passes - before,
+        "the canvas' length, and passes as counted", line);
+  claim(f->broken_promises == 0,
+        "passes are as the header says, and cached rows are those of the last pass that wrote them",
+        line);
   for (size_t i = 0; i < length; ++i) {
     const int is_given = i < count && given[i] != MASK;
     /* Position 0 of a shifted denoiser is predicted by row 0, as position 1 is. */
     const int is_right = tokens[i] == (is_given ? given[i] : token_at(f, (int64_t)i));
-    if (!is_right && !(f->shift == 1 && i <= 1)) claim(0, "every mask token became its prediction, nothing else changed", line);
+    if (!is_right && !(f->shift == 1 && i <= 1))
+      claim(0, "every mask token became its prediction, nothing else changed", line);
   }
 }
 
 static void test_canvases_of_every_kind_are_filled(void) {
-  static const char *const caches[] = {"none", "prefix", "dual"};
-  static const char *const commits[] = {"static", "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential"};
-  static const char *const scores[] = {"confidence", "margin", "random", "entropy"};
+  static const char* const caches[] = {"none", "prefix", "dual"};
+  static const char* const commits[] = {"static",        "threshold", "dynamic",   "factor",
+                                        "entropy_bound", "timestep",  "sequential"};
+  static const char* const scores[] = {"confidence", "margin", "random", "entropy"};
   static const int32_t blocks[] = {0, 1, 5, 8, LONGEST, 1 << 24};
-  const int32_t gaps[] = {1, MASK, MASK, 4, MASK, 6, 7, 8, 9, 10, 11, 12, 13, MASK, 15}, masks[] = {MASK, MASK, MASK};
+  const int32_t gaps[] = {1, MASK, MASK, 4, MASK, 6, 7, 8, 9, 10, 11, 12, 13, MASK, 15},
+                masks[] = {MASK, MASK, MASK};
   for (int32_t variant = 0; variant < 6; ++variant) {
     fake f = make_fake();
     f.shift = variant & 1;
     f.element_bytes = variant < 4 ? 4 : 2;
-    f.top_prob = variant == 2 || variant == 3 ? 7.5f : 0; /* nothing that a softmax gives, but a graph can */
-    dlm_bundle *bundle = open_fake(&f);
-    dlm_session *session = open_session(bundle);
+    f.top_prob =
+        variant == 2 || variant == 3 ? 7.5f : 0; /* nothing that a softmax gives, but a graph can */
+    dlm_bundle* bundle = open_fake(&f);
+    dlm_session* session = open_session(bundle);
     for (size_t cache = 0; cache < 3; ++cache) {
       for (size_t commit = 0; commit < 7; ++commit) {
         for (size_t block = 0; block < 6; ++block) {
           dlm_policy policy;
-          dlm_generate_options options = options_of(&policy, 17);
+          dlm_request options = options_of(&policy, 17);
           policy.cache = caches[cache];
           policy.commit = commits[commit];
           policy.score = scores[commit >= 1 && commit <= 3 ? block % 3 : block % 4];
@@ -833,7 +938,7 @@ static void test_canvases_of_every_kind_are_filled(void) {
           fill(session, &f, &options, masks, 3, __LINE__);
           fill(session, &f, &options, NULL, 0, __LINE__); /* nothing given */
           options.max_new_tokens = 0;
-          fill(session, &f, &options, gaps, 15, __LINE__); /* infilling alone */
+          fill(session, &f, &options, gaps, 15, __LINE__);  /* infilling alone */
           fill(session, &f, &options, prompt, 3, __LINE__); /* nothing to do */
           options.max_new_tokens = 1;
           fill(session, &f, &options, prompt, 3, __LINE__);
@@ -848,13 +953,14 @@ static void test_canvases_of_every_kind_are_filled(void) {
 }
 
 static void test_a_new_session_takes_a_canvas_of_masks_alone(void) {
-  static const char *const caches[] = {"none", "prefix", "dual"};
+  static const char* const caches[] = {"none", "prefix", "dual"};
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  for (size_t cache = 0; cache < 3; ++cache) { /* the block is the canvas: no position is left to be cached */
-    dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  for (size_t cache = 0; cache < 3;
+       ++cache) { /* the block is the canvas: no position is left to be cached */
+    dlm_session* session = open_session(bundle);
     dlm_policy policy;
-    const dlm_generate_options options = options_of(&policy, 4);
+    const dlm_request options = options_of(&policy, 4);
     policy.cache = caches[cache];
     fill(session, &f, &options, NULL, 0, __LINE__);
     dlm_session_destroy(session);
@@ -865,50 +971,55 @@ static void test_a_new_session_takes_a_canvas_of_masks_alone(void) {
 static void test_counts(void) {
   fake f = make_fake();
   f.shift = 1;
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   dlm_policy policy;
-  dlm_generate_options options = options_of(&policy, 0);
+  dlm_request options = options_of(&policy, 0);
   int32_t tokens[LONGEST] = {1, 2, 3};
   dlm_stats stats;
   size_t length = 0;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 3, &stats, &length), DLM_OK);
-  CLAIM(length == 3 && stats.nfe == 0 && stats.cache_bytes == 0 && f.passes == 0); /* no new tokens: no pass */
+  SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
+  CLAIM(length == 3 && stats.nfe == 0 && stats.cache_bytes == 0 &&
+        f.passes == 0); /* no new tokens: no pass */
   options.max_new_tokens = 16;
   policy.cache = "dual";
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   /* keys and values of 19 positions, one copy */
-  CLAIM(length == 19 && stats.nfe == 16 && stats.cache_bytes == 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 19);
+  CLAIM(length == 19 && stats.nfe == 16 &&
+        stats.cache_bytes == 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 19);
   options.steps = 6;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(stats.nfe == 6 && stats.prefill_s > 0 && stats.passes_s > 0 && f.broken_promises == 0);
   CLAIM(stats.selection_s > 0 && stats.cache_s > 0);
-  CLAIM(stats.prefill_s + stats.passes_s + stats.selection_s + stats.cache_s <= stats.total_s); /* each second counts once */
+  CLAIM(stats.prefill_s + stats.passes_s + stats.selection_s + stats.cache_s <=
+        stats.total_s); /* each second counts once */
   policy.cache = "none";
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(stats.prefill_s == 0 && stats.cache_s == 0 && stats.passes_s > 0 && stats.selection_s > 0);
   policy.cache = "dual";
   f.eos_at = 5; /* in the first of two blocks */
   options.steps = 0;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
-  CLAIM(length == 19 && stats.nfe == 8 && tokens[5] == EOS && tokens[11] == EOS && tokens[18] == EOS && tokens[10] != EOS);
+  SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
+  CLAIM(length == 19 && stats.nfe == 8 && tokens[5] == EOS && tokens[11] == EOS &&
+        tokens[18] == EOS && tokens[10] != EOS);
   options.policy = NULL; /* dlm_policy_init's for a callback bundle */
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, LONGEST, &stats, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(length == 19 && stats.nfe == 16);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
 }
 
-static int last_was(const fake *f, int32_t batch, int32_t tokens, int32_t cached, int32_t rows) {
+static int last_was(const fake* f, int32_t batch, int32_t tokens, int32_t cached, int32_t rows) {
   return f->last[0] == batch && f->last[1] == tokens && f->last[2] == cached && f->last[3] == rows;
 }
 
 static void test_timed_passes_are_those_that_were_asked_for(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   double seconds[3] = {-1, -1, -1};
-#define REFUSE(...) SESSION_STATUS(dlm_session_time_passes(session, 1, __VA_ARGS__), DLM_INVALID_ARGUMENT)
+#define REFUSE(...) \
+  SESSION_STATUS(dlm_session_time_passes(session, 1, __VA_ARGS__), DLM_INVALID_ARGUMENT)
   CLAIM(dlm_session_time_passes(NULL, 1, 1, 0, 1, seconds, 1) == DLM_INVALID_ARGUMENT);
   REFUSE(0, 0, 1, seconds, 1);
   REFUSE(-1, 0, 1, seconds, 1);
@@ -922,22 +1033,28 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
 #undef REFUSE
   CLAIM(f.passes == 0 && seconds[0] == -1);
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 0, 3, seconds, 2), DLM_OK);
-  CLAIM(f.passes == 2 && last_was(&f, 1, 4, 0, 3) && seconds[0] > 0 && seconds[1] > 0 && seconds[2] == -1);
+  CLAIM(f.passes == 2 && last_was(&f, 1, 4, 0, 3) && seconds[0] > 0 && seconds[1] > 0 &&
+        seconds[2] == -1);
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, LONGEST - 4, 4, seconds, 3), DLM_OK);
-  CLAIM(f.passes == 6 && last_was(&f, 1, 4, LONGEST - 4, 4) && seconds[2] > 0); /* and one that fills the cache */
+  CLAIM(f.passes == 6 && last_was(&f, 1, 4, LONGEST - 4, 4) &&
+        seconds[2] > 0); /* and one that fills the cache */
   for (int32_t batch = -1; batch < 1; ++batch)
-    SESSION_STATUS(dlm_session_time_passes(session, batch, 4, 0, 4, seconds, 1), DLM_INVALID_ARGUMENT);
-  SESSION_STATUS(dlm_session_time_passes(session, INT32_MAX, 4, 0, 4, seconds, 1), DLM_INVALID_ARGUMENT);
+    SESSION_STATUS(dlm_session_time_passes(session, batch, 4, 0, 4, seconds, 1),
+                   DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_time_passes(session, INT32_MAX, 4, 0, 4, seconds, 1),
+                 DLM_INVALID_ARGUMENT);
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, NULL, 0), DLM_OK);
   CLAIM(f.passes == 6 && f.broken_promises == 0); /* only checked */
   SESSION_STATUS(dlm_session_time_passes(session, MOST, 4, 4, 2, seconds, 1), DLM_OK);
-  CLAIM(f.passes == 8 && last_was(&f, MOST, 4, 4, 2) && f.batches[MOST] == 2 && f.broken_promises == 0);
+  CLAIM(f.passes == 8 && last_was(&f, MOST, 4, 4, 2) && f.batches[MOST] == 2 &&
+        f.broken_promises == 0);
   dlm_policy policy;
-  const dlm_generate_options options = options_of(&policy, 8);
-  dlm_step step;
-  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+  const dlm_request options = options_of(&policy, 8);
+  const dlm_step* step;
+  SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 1), DLM_OK);
-  SESSION_STATUS(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT); /* timing dropped the request */
+  SESSION_STATUS(dlm_session_step(session, &step),
+                 DLM_INVALID_ARGUMENT); /* timing dropped the request */
   f.bad_at = f.passes + 1;
   f.bad_status = DLM_ENGINE_FAILED;
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 1), DLM_ENGINE_FAILED);
@@ -957,71 +1074,77 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
 
 /* ---- What requests come to, and what ends them ---- */
 
-static int32_t cancel_at_two(void *user, const dlm_step *step) {
+static int32_t cancel_at_two(void* user, const dlm_step* step) {
   if (step->nfe == 2) dlm_session_cancel(user, 0);
   return 0;
 }
 
-static void *cancel_all(void *user) {
+static void* cancel_all(void* user) {
   dlm_session_cancel(user, DLM_ALL_REQUESTS);
   return NULL;
 }
 
 /* What the session says of its last request. */
-static int ended(dlm_session *session, int32_t finish, int32_t nfe, int32_t completion, size_t undecided) {
-  dlm_result result;
+static int ended(dlm_session* session, int32_t finish, int32_t nfe, int32_t completion,
+                 size_t undecided) {
+  const dlm_result* result;
   size_t open = 0, unsaid = 0;
   if (!SESSION_STATUS(dlm_session_result(session, 0, &result), DLM_OK)) return 0;
-  for (size_t i = 0; i < result.length; ++i) open += result.undecided[i], unsaid += isnan(result.log_probs[i]) != 0;
-  return result.struct_size == sizeof result && result.finish == finish && result.nfe == nfe && result.prompt_tokens == 3 &&
-         result.completion_tokens == completion && result.length == 11 && open == undecided && unsaid >= 3 + undecided;
+  for (size_t i = 0; i < result->length; ++i)
+    open += result->undecided[i], unsaid += isnan(result->log_probs[i]) != 0;
+  return result->struct_size == sizeof *result && result->finish == finish &&
+         result->stats->nfe == nfe && result->prompt_tokens == 3 &&
+         result->completion_tokens == completion && result->length == 11 && open == undecided &&
+         unsaid >= 3 + undecided;
 }
 
 static void test_results_and_what_ends_requests(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   dlm_policy policy;
-  dlm_generate_options options = options_of(&policy, 8);
-  dlm_result result;
-  dlm_step step;
+  dlm_request options = options_of(&policy, 8);
+  const dlm_result* result = garbage;
+  const dlm_step* step;
   size_t length = 0;
-  memset(&result, 0x55, sizeof result);
-  SESSION_STATUS(dlm_session_result(session, 0, &result), DLM_INVALID_ARGUMENT); /* none has ended */
-  CLAIM(result.log_probs == NULL && result.undecided == NULL && result.length == 0);
-  SESSION_STATUS(dlm_session_result(session, 0, (dlm_result *)NULL), DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_result(session, 0, &result),
+                 DLM_INVALID_ARGUMENT); /* none has ended */
+  CLAIM(result == NULL);
+  SESSION_STATUS(dlm_session_result(session, 0, NULL), DLM_INVALID_ARGUMENT);
   CLAIM(dlm_session_result(NULL, 0, &result) == DLM_INVALID_ARGUMENT);
   dlm_session_cancel(NULL, 0);
   dlm_session_cancel(session, 0); /* nothing runs */
   int32_t tokens[LONGEST] = {1, 2, 3};
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(ended(session, DLM_FINISH_LENGTH, 8, 8, 0));
   SESSION_STATUS(dlm_session_result(session, 1, &result), DLM_INVALID_ARGUMENT);
   f.eos_at = 6;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(ended(session, DLM_FINISH_STOP, 8, 3, 0));
   f.eos_at = NOWHERE;
   options.max_steps = 3;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(ended(session, DLM_FINISH_STEPS, 3, 8, 5));
-  for (int32_t i = 3; i < 11; ++i) CLAIM(tokens[i] == token_at(&f, i)); /* as proposed, where nothing was decided */
+  for (int32_t i = 3; i < 11; ++i)
+    CLAIM(tokens[i] == token_at(&f, i)); /* as proposed, where nothing was decided */
   options.max_steps = 0;
   options.deadline_ms = 1e-9;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(ended(session, DLM_FINISH_DEADLINE, 0, 0, 8) && tokens[10] == EOS);
   options.deadline_ms = 1e9;
   options.on_step = cancel_at_two;
   options.user = session;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(ended(session, DLM_FINISH_CANCELLED, 2, 8, 6));
-  SESSION_STATUS(dlm_session_start(session, &options, prompt, 3), DLM_OK);
+  SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, &step), DLM_OK);
   SESSION_STATUS(dlm_session_result(session, 0, &result), DLM_INVALID_ARGUMENT); /* it runs */
   pthread_t thread;
   CLAIM(pthread_create(&thread, NULL, cancel_all, session) == 0 && pthread_join(thread, NULL) == 0);
   const int32_t passes = f.passes;
   SESSION_STATUS(dlm_session_step(session, &step), DLM_OK);
-  CLAIM(step.done == 1 && step.nfe == 1 && f.passes == passes && ended(session, DLM_FINISH_CANCELLED, 1, 8, 7));
+  CLAIM(step->done == 1 && step->nfe == 1 && f.passes == passes &&
+        ended(session, DLM_FINISH_CANCELLED, 1, 8, 7));
   is_usable(session, &f, __LINE__);
   /* Draws and guidance: whole logits, two canvases a pass. */
   policy.select = "sample";
@@ -1029,7 +1152,7 @@ static void test_results_and_what_ends_requests(void) {
   policy.cfg_scale = 2;
   policy.cache = "dual";
   options.on_step = NULL;
-  SESSION_STATUS(dlm_session_generate(session, &options, tokens, 3, 11, NULL, &length), DLM_OK);
+  SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(f.last[0] == 2 && f.broken_promises == 0);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
@@ -1037,95 +1160,111 @@ static void test_results_and_what_ends_requests(void) {
 
 /* ---- Batches ---- */
 
-/* Requests of one canvas length whose blocks of eight hold the same, more or fewer masks; canvases[i] is what i is given. */
+/* Requests of one canvas length whose blocks of eight hold the same, more or fewer masks;
+ * canvases[i] is what i is given. */
 typedef struct {
   int32_t canvases[MOST][LONGEST];
-  dlm_request requests[MOST];
+  size_t counts[MOST];   /* given tokens */
+  size_t lengths[MOST];  /* set: of the canvases */
+  dlm_stats stats[MOST]; /* set */
 } several;
 
-static void prepare(several *s, size_t given) {
+/* Runs the first `count` of them. Canvases are copied over what was given, unless the call failed.
+ */
+static dlm_status generate_batch(dlm_session* session, const dlm_request* options, several* s,
+                                 size_t count, int32_t max_batch) {
+  dlm_request requests[MOST];
+  const dlm_request* pointers[MOST];
+  for (size_t i = 0; i < count; ++i) {
+    if (options != NULL) requests[i] = of(options, s->canvases[i], s->counts[i]);
+    pointers[i] = options == NULL ? NULL : &requests[i];
+  }
+  const dlm_status status = dlm_session_generate_batch(session, pointers, count, max_batch);
+  for (size_t i = 0; status == DLM_OK && i < count; ++i) {
+    const dlm_result* result = NULL;
+    if (!STATUS(dlm_session_result(session, i, &result), DLM_OK)) continue;
+    memcpy(s->canvases[i], result->tokens, result->length * sizeof(int32_t));
+    s->lengths[i] = result->length;
+    s->stats[i] = *result->stats;
+  }
+  return status;
+}
+
+static void prepare(several* s, size_t given) {
   memset(s, 0, sizeof *s);
   for (int32_t i = 0; i < MOST; ++i) {
-    for (int32_t at = 0; at < LONGEST; ++at) s->canvases[i][at] = at < 3 ? i : i > 0 && at > 3 && at % (i + 2) == 0 ? 7 : MASK;
-    s->requests[i].tokens = s->canvases[i];
-    s->requests[i].count = given;
-    s->requests[i].capacity = LONGEST;
-    s->requests[i].length = 99;
-    s->requests[i].nfe = 99;
+    for (int32_t at = 0; at < LONGEST; ++at)
+      s->canvases[i][at] = at < 3 ? i : i > 0 && at > 3 && at % (i + 2) == 0 ? 7 : MASK;
+    s->counts[i] = given;
   }
 }
 
-/* Refused, with everything left as it was, and a sentence that holds `says`. */
-static void refuse_batch(dlm_session *session, const fake *f, const dlm_generate_options *options, several *s, size_t count,
-                         int32_t max_batch, dlm_status wanted, const char *says, int line) {
-  int32_t before[MOST][LONGEST];
-  dlm_stats stats;
-  memset(&stats, 0x55, sizeof stats);
-  memcpy(before, s->canvases, sizeof before);
-  has_status(dlm_session_generate_batch(session, options, s->requests, count, max_batch, &stats), wanted, session, line);
+/* Refused with a sentence that holds `says`, and the session good for the next request. */
+static void refuse_batch(dlm_session* session, const fake* f, const dlm_request* options,
+                         several* s, size_t count, int32_t max_batch, dlm_status wanted,
+                         const char* says, int line) {
+  has_status(generate_batch(session, options, s, count, max_batch), wanted, session, line);
   claim(strstr(dlm_session_last_error(session), says) != NULL, says, line);
-  claim(memcmp(before, s->canvases, sizeof before) == 0, "tokens are untouched", line);
-  for (size_t i = 0; i < count; ++i) claim(s->requests[i].length == 0 && s->requests[i].nfe == 0, "0 on failure", line);
-  claim(stats.nfe == 0 && stats.total_s == 0 && stats.cache_bytes == 0, "stats are 0 on failure", line);
-  dlm_step step;
-  has_status(dlm_session_step(session, &step), DLM_INVALID_ARGUMENT, session, line);
   is_usable(session, f, line);
 }
 
 static void test_wrong_batches_are_refused_by_number(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
-  dlm_policy policy;
-  const dlm_generate_options good = options_of(&policy, 0);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
+  dlm_policy policy, other;
+  const dlm_request good = options_of(&policy, 0);
   several s;
   prepare(&s, 40);
-  CLAIM(dlm_session_generate_batch(NULL, &good, s.requests, 1, 1, NULL) == DLM_INVALID_ARGUMENT && s.requests[0].length == 0);
-  SESSION_STATUS(dlm_session_generate_batch(session, &good, NULL, 1, 1, NULL), DLM_INVALID_ARGUMENT);
-  SESSION_STATUS(dlm_session_generate_batch(session, &good, NULL, 0, 1, NULL), DLM_OK); /* nothing is asked for */
-  SESSION_STATUS(dlm_session_generate_batch(session, NULL, s.requests, 1, 1, NULL), DLM_INVALID_ARGUMENT);
-#define REFUSE(options, says) refuse_batch(session, &f, options, &s, MOST, 2, DLM_INVALID_ARGUMENT, says, __LINE__)
+  CLAIM(generate_batch(NULL, &good, &s, 1, 1) == DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_generate_batch(session, NULL, 1, 1), DLM_INVALID_ARGUMENT);
+  SESSION_STATUS(dlm_session_generate_batch(session, NULL, 0, 1),
+                 DLM_OK); /* nothing is asked for */
+#define REFUSE(options, says) \
+  refuse_batch(session, &f, options, &s, MOST, 2, DLM_INVALID_ARGUMENT, says, __LINE__)
+  REFUSE(NULL, "request 0: request is NULL");
   refuse_batch(session, &f, &good, &s, MOST, 0, DLM_INVALID_ARGUMENT, "max_batch = 0", __LINE__);
-  refuse_batch(session, &f, &good, &s, MOST, INT32_MIN, DLM_INVALID_ARGUMENT, "max_batch", __LINE__);
+  refuse_batch(session, &f, &good, &s, MOST, INT32_MIN, DLM_INVALID_ARGUMENT, "max_batch",
+               __LINE__);
   refuse_batch(session, &f, &good, &s, MOST, 4097, DLM_INVALID_ARGUMENT, "1..4096", __LINE__);
-  dlm_generate_options bad = good;
-  const dlm_policy *const policies[MOST] = {&policy, &policy, NULL};
-  bad.policies = policies;
-  REFUSE(&bad, "request 2: policy is NULL");
-  bad.policies = NULL;
+  dlm_request bad = good;
   bad.deadline_ms = (double)NAN;
-  REFUSE(&bad, "deadline_ms = nan is outside");
-  bad.deadline_ms = 0;
+  REFUSE(&bad, "request 0: deadline_ms = nan is outside");
+  bad = good;
   bad.max_steps = -1;
   REFUSE(&bad, "max_steps = -1 is negative");
-  bad.max_steps = 0;
-  bad.on_step = watch;
-  REFUSE(&bad, "on_step must be NULL");
   bad = good;
   bad.max_new_tokens = 50;
   REFUSE(&bad, "request 0: a canvas of 90 tokens");
   bad = good;
   bad.steps = 1;
   REFUSE(&bad, "request 0: steps = 1");
-  s.requests[3].tokens = NULL;
-  REFUSE(&good, "request 3: tokens is NULL");
-  prepare(&s, 40);
-  s.requests[2].count = 0;
+  s.counts[2] = 0;
   REFUSE(&good, "request 2: the canvas is empty");
-  prepare(&s, 40);
-  s.requests[4].capacity = 39;
-  REFUSE(&good, "request 4: capacity = 39");
   prepare(&s, 40);
   s.canvases[1][5] = V;
   REFUSE(&good, "request 1: token id 50 at position 5");
 #undef REFUSE
+  /* Each with options of its own; each is told of its own steps. */
+  prepare(&s, 40);
+  dlm_request one = of(&good, s.canvases[0], 40), two = options_of(&other, 0);
+  two = of(&two, s.canvases[0], 40);
+  const dlm_request* const both[] = {&one, &two};
+  watcher watchers[] = {{0, 0, NULL, {0}}, {0, 0, NULL, {0}}};
+  one.on_step = two.on_step = watch, one.user = &watchers[0], two.user = &watchers[1];
+  other.steps_per_block = 1, two.max_steps = 4;
+  const dlm_result* result = NULL;
+  SESSION_STATUS(dlm_session_generate_batch(session, both, 2, 2), DLM_OK);
+  SESSION_STATUS(dlm_session_result(session, 1, &result), DLM_OK);
+  CLAIM(watchers[0].calls == 37 && watchers[1].calls == 4 && result->stats->nfe == 4 &&
+        result->finish == DLM_FINISH_STEPS);
   /* Passes that fail: the last request of the second batch of two, and its last row. */
   const int32_t tokens[] = {-1, V, MASK};
   for (size_t i = 0; i < 4; ++i) {
     int32_t per_batch = 0;
     prepare(&s, 40);
-    if (SESSION_STATUS(dlm_session_generate_batch(session, &good, s.requests, 2, 2, NULL), DLM_OK))
-      per_batch = s.requests[0].nfe; /* the slowest: it has no given token in between */
+    if (SESSION_STATUS(generate_batch(session, &good, &s, 2, 2), DLM_OK))
+      per_batch = s.stats[0].nfe; /* the slowest: it has no given token in between */
     prepare(&s, 40);
     memcpy(s.canvases[2], s.canvases[0], sizeof s.canvases[0]);
     memcpy(s.canvases[3], s.canvases[0], sizeof s.canvases[0]);
@@ -1135,6 +1274,20 @@ static void test_wrong_batches_are_refused_by_number(void) {
     f.bad_token = tokens[i % 3];
     refuse_batch(session, &f, &good, &s, 4, 2, i == 3 ? DLM_OUT_OF_MEMORY : DLM_ENGINE_FAILED,
                  i == 3 ? "OUT_OF_MEMORY" : "request 3: the denoiser predicted token", __LINE__);
+    /* The other requests came to their ends; of a pass that failed, both requests failed. */
+    SESSION_STATUS(generate_batch(session, &good, &s, 0, 2), DLM_OK);
+    f.bad_at = f.passes + per_batch + 1;
+    const dlm_result* results[4];
+    dlm_request requests[4];
+    const dlm_request* pointers[4];
+    for (size_t n = 0; n < 4; ++n)
+      requests[n] = of(&good, s.canvases[n], 40), pointers[n] = &requests[n];
+    CLAIM(dlm_session_generate_batch(session, pointers, 4, 2) != DLM_OK);
+    for (size_t n = 0; n < 4; ++n)
+      SESSION_STATUS(dlm_session_result(session, n, &results[n]), DLM_OK);
+    CLAIM(results[0]->status == DLM_OK && results[1]->status == DLM_OK &&
+          results[3]->status != DLM_OK);
+    CLAIM((results[2]->status == DLM_OK) == (i < 3) && results[3]->message[0] != '\0');
     f.bad_at = -1;
     f.bad_status = DLM_OK;
     f.is_token_bad = 0;
@@ -1143,21 +1296,23 @@ static void test_wrong_batches_are_refused_by_number(void) {
   dlm_bundle_destroy(bundle);
 }
 
-/* Every request of a batch becomes what it becomes alone, in as many passes; the fake looks at every row of the cache. */
+/* Every request of a batch becomes what it becomes alone, in as many passes; the fake looks at
+ * every row of the cache. */
 static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
-  static const char *const caches[] = {"none", "prefix", "dual"};
-  static const char *const commits[] = {"static", "factor", "timestep"};
+  static const char* const caches[] = {"none", "prefix", "dual"};
+  static const char* const commits[] = {"static", "factor", "timestep"};
   for (int32_t variant = 0; variant < 2 * 3 * 3 * 3 * 2; ++variant) {
     fake f = make_fake();
     f.shift = variant % 2;
-    f.eos_at = variant / 54 == 1 ? 12 : NOWHERE; /* given, and so of no effect, in some of the requests */
-    dlm_bundle *bundle = open_fake(&f);
-    dlm_session *session = open_session(bundle);
+    f.eos_at =
+        variant / 54 == 1 ? 12 : NOWHERE; /* given, and so of no effect, in some of the requests */
+    dlm_bundle* bundle = open_fake(&f);
+    dlm_session* session = open_session(bundle);
     dlm_policy policy;
-    const dlm_generate_options options = options_of(&policy, 5);
+    const dlm_request options = options_of(&policy, 5);
     several s;
     int32_t alone[MOST][LONGEST];
-    dlm_stats stats, single;
+    dlm_stats single;
     policy.cache = caches[variant / 2 % 3];
     policy.commit = commits[variant / 6 % 3];
     policy.refresh = variant / 2 % 3 == 0 ? 0 : variant / 18 % 3 * 8;
@@ -1168,20 +1323,20 @@ static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
     int32_t nfe[MOST], most = 0;
     for (int32_t i = 0; i < MOST; ++i) {
       size_t length = 0;
-      SESSION_STATUS(dlm_session_generate(session, &options, alone[i], 40, LONGEST, &single, &length), DLM_OK);
+      SESSION_STATUS(generate(session, &options, alone[i], 40, &single, &length), DLM_OK);
       nfe[i] = single.nfe;
       most = nfe[i] > most ? nfe[i] : most;
     }
     memset(f.batches, 0, sizeof f.batches);
     f.passes = 0;
-    if (SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, MOST, MOST, &stats), DLM_OK)) {
+    if (SESSION_STATUS(generate_batch(session, &options, &s, MOST, MOST), DLM_OK)) {
       for (int32_t i = 0; i < MOST; ++i) {
-        CLAIM(s.requests[i].length == 45 && s.requests[i].nfe == nfe[i]);
+        CLAIM(s.lengths[i] == 45 && s.stats[i].nfe == nfe[i]);
         CLAIM(memcmp(s.canvases[i], alone[i], 45 * sizeof(int32_t)) == 0);
       }
-      CLAIM(stats.nfe == f.passes && f.batches[MOST] > 0 && f.passes >= most && f.passes < nfe[0] + nfe[1]);
+      CLAIM(f.batches[MOST] > 0 && f.passes >= most && f.passes < nfe[0] + nfe[1]);
       if (variant / 2 % 3 == 0) CLAIM(f.passes == most); /* without a cache none waits */
-      if (variant / 2 % 3 > 0) CLAIM(stats.cache_bytes == MOST * single.cache_bytes);
+      if (variant / 2 % 3 > 0) CLAIM(s.stats[MOST - 1].cache_bytes == single.cache_bytes);
     }
     CLAIM(f.broken_promises == 0);
     is_usable(session, &f, __LINE__);
@@ -1192,32 +1347,33 @@ static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
 
 static void test_requests_are_together_where_they_fit(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   dlm_policy policy;
-  const dlm_generate_options options = options_of(&policy, 8);
+  const dlm_request options = options_of(&policy, 8);
   several s;
-  dlm_stats stats;
   policy.cache = "dual";
   prepare(&s, 3);
-  SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, MOST, 2, &stats), DLM_OK);
-  CLAIM(f.batches[2] == 16 && f.batches[1] == 8 && stats.nfe == 24); /* two, two, and one left over */
+  SESSION_STATUS(generate_batch(session, &options, &s, MOST, 2), DLM_OK);
+  CLAIM(f.batches[2] == 16 && f.batches[1] == 8 &&
+        f.passes == 24); /* two, two, and one left over */
   memset(f.batches, 0, sizeof f.batches);
   prepare(&s, 3);
-  s.requests[1].count = s.requests[3].count = 2; /* shorter canvases are together as well */
-  SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, MOST, 8, &stats), DLM_OK);
-  CLAIM(f.batches[3] == 8 && f.batches[2] == 8 && stats.nfe == 16);
-  CLAIM(s.requests[0].length == 11 && s.requests[1].length == 10);
+  s.counts[1] = s.counts[3] = 2; /* shorter canvases are together as well */
+  SESSION_STATUS(generate_batch(session, &options, &s, MOST, 8), DLM_OK);
+  CLAIM(f.batches[3] == 8 && f.batches[2] == 8);
+  CLAIM(s.lengths[0] == 11 && s.lengths[1] == 10);
   memset(f.batches, 0, sizeof f.batches);
   prepare(&s, 19);
-  for (int32_t at = 3; at < 11; ++at) s.canvases[2][at] = 5; /* its first block is another one's second */
-  SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, 3, 8, NULL), DLM_OK);
+  for (int32_t at = 3; at < 11; ++at)
+    s.canvases[2][at] = 5; /* its first block is another one's second */
+  SESSION_STATUS(generate_batch(session, &options, &s, 3, 8), DLM_OK);
   CLAIM(f.batches[2] > 0 && f.batches[1] > 0 && f.batches[3] == 0 && f.broken_promises == 0);
   memset(f.batches, 0, sizeof f.batches);
   policy.cache = "none"; /* then nothing has to be moved for all alike */
   prepare(&s, 19);
   for (int32_t at = 3; at < 11; ++at) s.canvases[2][at] = 5;
-  SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, 3, 8, NULL), DLM_OK);
+  SESSION_STATUS(generate_batch(session, &options, &s, 3, 8), DLM_OK);
   CLAIM(f.batches[3] > 0 && f.batches[1] > 0);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
@@ -1225,21 +1381,24 @@ static void test_requests_are_together_where_they_fit(void) {
 
 static void test_requests_that_are_done_leave_at_the_next_full_pass(void) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
-  dlm_session *session = open_session(bundle);
+  dlm_bundle* bundle = open_fake(&f);
+  dlm_session* session = open_session(bundle);
   dlm_policy policy;
-  const dlm_generate_options options = options_of(&policy, 0);
+  const dlm_request options = options_of(&policy, 0);
   several s;
   policy.cache = "dual";
   f.eos_at = 5;
   for (policy.refresh = 0; policy.refresh <= 8; policy.refresh += 8) {
     memset(f.batches, 0, sizeof f.batches);
     prepare(&s, 27);
-    s.canvases[1][5] = 7; /* it meets no end token and fills three blocks, the other one the first */
+    s.canvases[1][5] =
+        7; /* it meets no end token and fills three blocks, the other one the first */
     memcpy(s.canvases[1] + 6, s.canvases[0] + 6, 21 * sizeof(int32_t));
-    SESSION_STATUS(dlm_session_generate_batch(session, &options, s.requests, 2, 2, NULL), DLM_OK);
-    CLAIM(s.requests[0].nfe == 8 && s.canvases[0][26] == EOS && s.requests[1].nfe == 23 && s.canvases[1][26] != EOS);
-    CLAIM(f.batches[2] == (policy.refresh == 0 ? 8 : 24) && f.batches[1] == (policy.refresh == 0 ? 16 : 0));
+    SESSION_STATUS(generate_batch(session, &options, &s, 2, 2), DLM_OK);
+    CLAIM(s.stats[0].nfe == 8 && s.canvases[0][26] == EOS && s.stats[1].nfe == 23 &&
+          s.canvases[1][26] != EOS);
+    CLAIM(f.batches[2] == (policy.refresh == 0 ? 8 : 24) &&
+          f.batches[1] == (policy.refresh == 0 ? 16 : 0));
   }
   CLAIM(f.broken_promises == 0);
   dlm_session_destroy(session);
@@ -1249,15 +1408,15 @@ static void test_requests_that_are_done_leave_at_the_next_full_pass(void) {
 /* ---- Threads ---- */
 
 typedef struct {
-  dlm_session *session;
-  const int32_t *expected;
+  dlm_session* session;
+  const int32_t* expected;
   int32_t given, length, wrong;
 } worker;
 
-static void *work(void *argument) {
-  worker *w = argument;
-  dlm_generate_options options;
-  dlm_generate_options_init(&options);
+static void* work(void* argument) {
+  worker* w = argument;
+  dlm_request options;
+  dlm_request_init(&options, sizeof options);
   options.max_new_tokens = w->length - w->given;
   for (int round = 0; round < 8; ++round) {
     int32_t tokens[LONGEST] = {1, 2, 3, 4};
@@ -1265,25 +1424,27 @@ static void *work(void *argument) {
     /* Every second request fails: errors stay with their session. */
     if (round % 2 == 1) tokens[0] = -1;
     const dlm_status wanted = round % 2 == 1 ? DLM_INVALID_ARGUMENT : DLM_OK;
-    if (dlm_session_generate(w->session, &options, tokens, (size_t)w->given, LONGEST, NULL, &length) != wanted) ++w->wrong;
+    if (generate(w->session, &options, tokens, (size_t)w->given, NULL, &length) != wanted)
+      ++w->wrong;
     if ((dlm_session_last_error(w->session)[0] == '\0') != (wanted == DLM_OK)) ++w->wrong;
-    if (wanted == DLM_OK) w->wrong += memcmp(tokens, w->expected, (size_t)w->length * sizeof *tokens) != 0;
+    if (wanted == DLM_OK)
+      w->wrong += memcmp(tokens, w->expected, (size_t)w->length * sizeof *tokens) != 0;
   }
   return NULL;
 }
 
-static void test_two_threads_get_what_one_gets(dlm_bundle *bundle) {
+static void test_two_threads_get_what_one_gets(dlm_bundle* bundle) {
   int32_t expected[2][LONGEST] = {{1, 2, 3, 4}, {1, 2, 3, 4}};
   worker workers[2] = {{NULL, expected[0], 3, 20, 0}, {NULL, expected[1], 4, 40, 0}};
   pthread_t threads[2];
   for (size_t i = 0; i < 2; ++i) {
-    dlm_generate_options options;
-    dlm_generate_options_init(&options);
+    dlm_request options;
+    dlm_request_init(&options, sizeof options);
     options.max_new_tokens = workers[i].length - workers[i].given;
-    dlm_session *session = workers[i].session = open_session(bundle);
+    dlm_session* session = workers[i].session = open_session(bundle);
     size_t length = 0;
     SESSION_STATUS(
-        dlm_session_generate(session, &options, expected[i], (size_t)workers[i].given, LONGEST, NULL, &length), DLM_OK);
+        generate(session, &options, expected[i], (size_t)workers[i].given, NULL, &length), DLM_OK);
   }
   for (size_t i = 0; i < 2; ++i) CLAIM(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
   for (size_t i = 0; i < 2; ++i) {
@@ -1293,18 +1454,19 @@ static void test_two_threads_get_what_one_gets(dlm_bundle *bundle) {
   }
 }
 
-static void test_threads(const char *path) {
+static void test_threads(const char* path) {
   fake f = make_fake();
-  dlm_bundle *bundle = open_fake(&f);
+  dlm_bundle* bundle = open_fake(&f);
   test_two_threads_get_what_one_gets(bundle);
   CLAIM(f.broken_promises == 0);
   dlm_bundle_destroy(bundle);
   bundle = NULL;
-  if (STATUS(dlm_bundle_open(path, NULL, NULL, 0, &bundle), DLM_OK)) test_two_threads_get_what_one_gets(bundle);
+  if (STATUS(dlm_bundle_open(path, NULL, NULL, 0, &bundle), DLM_OK))
+    test_two_threads_get_what_one_gets(bundle);
   dlm_bundle_destroy(bundle);
 }
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
   if (argc != 2) {
     fprintf(stderr, "usage: native_driver BUNDLE\n");
     return 2;

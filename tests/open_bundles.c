@@ -1,23 +1,24 @@
-/* Opens bundles, whatever they are, and prints of each "STATUS<tab>SENTENCE"; of one that opens, of its compiled text as well.
- * open_bundles ENGINE BUNDLE [ENGINE BUNDLE]... */
+/* Opens bundles, whatever they are, and prints of each "STATUS<tab>SENTENCE"; of one that opens, of
+ * its compiled text as well. open_bundles ENGINE BUNDLE [ENGINE BUNDLE]... */
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "dlm_runtime.h"
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
   for (int i = 1; i + 1 < argc; i += 2) {
     char message[2048] = "";
-    dlm_bundle *bundle = NULL;
+    dlm_bundle* bundle = NULL;
     dlm_open_options options;
     dlm_open_options_init(&options);
     options.engine = argv[i];
     options.threads = 1;
     alarm(60); /* a hang ends the program; on a busy machine too, nothing takes as long */
     dlm_status status = dlm_bundle_open(argv[i + 1], &options, message, sizeof message, &bundle);
-    const dlm_text *text = NULL;
-    if (!status && strstr(dlm_bundle_manifest(bundle), "\"text.bin\"")) status = dlm_bundle_text(bundle, message, sizeof message, &text);
+    const dlm_text* text = NULL;
+    if (!status && strstr(dlm_bundle_manifest(bundle), "\"text.bin\""))
+      status = dlm_bundle_text(bundle, message, sizeof message, &text);
     printf("%s\t%s\n", dlm_status_name(status), message);
     fflush(stdout);
     dlm_bundle_destroy(bundle);

@@ -31,7 +31,7 @@ from test_native import (
 )
 
 from dlm_export.build import BuildOptions, build
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 BUILD = REPOSITORY / "build" / "native-aarch64"
 SYSROOT = Path("/usr/aarch64-linux-gnu")
@@ -101,7 +101,7 @@ def test_kernels_for_aarch64_agree_with_plain_loops(emulator: list[str]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["native_test", "scheduler_test", "constraint_test", "text_test"])
+@pytest.mark.parametrize("name", ["native_test", "runner_test", "constraint_test", "text_test"])
 def test_native_tests_pass_on_aarch64(emulator: list[str], name: str) -> None:
     assert re.search(
         r"^[1-9]\d* passed, 0 failed$",

@@ -38,7 +38,8 @@ from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.network import reference
 from dlm_export.network.caches import read_back
-from dlm_runtime import BundleError, _native
+from dlm_runtime import BundleError
+from dlm_runtime.abi import native as _native
 
 CALLS = {
     "float32": "CachedAttention",

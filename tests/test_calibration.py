@@ -30,7 +30,7 @@ from dlm_calibration.states import (
     read_samples,
     samples_sha256,
 )
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 EOS, MASK, USER, ASSISTANT = range(4)  # the demo's
 LIMITS: dict[str, int] = {"eos_token_id": EOS, "max_canvas_length": 512}

@@ -36,17 +36,18 @@ int main(int count, char **arguments) {
   dlm_bundle *bundle = NULL;
   dlm_session *session = NULL;
   dlm_automaton *automaton = NULL;
-  dlm_generate_options options;
-  const char *text;
-  size_t size;
+  dlm_request request;
+  const dlm_result *result;
   if (count != 3 || dlm_bundle_open(arguments[1], NULL, why, sizeof why, &bundle)) return puts(why), 1;
   if (dlm_session_create(bundle, why, sizeof why, &session)) return puts(why), 1;
   if (dlm_automaton_open(arguments[2], why, sizeof why, &automaton)) return puts(why), 1;
-  dlm_generate_options_init(&options);
-  if (dlm_session_constrain(session, automaton) ||
-      dlm_generate_text(session, &options, "PROMPT", sizeof "PROMPT" - 1, NULL, NULL, &text, &size))
-    return puts(dlm_session_last_error(session)), 1;
-  puts(text);
+  dlm_request_init(&request, sizeof request);
+  request.prompt = "PROMPT";
+  request.prompt_size = sizeof "PROMPT" - 1;
+  request.constraint = automaton;
+  request.text = DLM_TEXT_RESULT;
+  if (dlm_session_generate(session, &request, &result)) return puts(dlm_session_last_error(session)), 1;
+  puts(result->text);
   dlm_automaton_destroy(automaton);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);

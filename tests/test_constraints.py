@@ -36,7 +36,7 @@ from dlm_runtime.constraints.byte_automaton import (
 )
 from dlm_runtime.constraints.compiled import Constraint
 from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 VOCAB, END, MASK = 128, 7, 127
 WORDS = made_up_vocabulary(VOCAB, (END, MASK), Longest)

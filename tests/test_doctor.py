@@ -37,7 +37,7 @@ from dlm_export.doctor.machine import (
 )
 from dlm_export.doctor.system import FILE_LIMIT_BYTES, System, run_bounded
 from dlm_export.targets import find
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import EngineError
 
 if sys.version_info >= (3, 11):

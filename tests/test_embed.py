@@ -44,7 +44,8 @@ from test_native import (  # noqa: F401  (fixtures)
 )
 
 import dlm_runtime
-from dlm_runtime import _native, embedding
+from dlm_runtime import embedding
+from dlm_runtime.abi import native as _native
 
 STRICT_CXX = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-pedantic", "-Wconversion"]
 LEAKS = {"ASAN_OPTIONS": "detect_leaks=1"}

@@ -22,7 +22,7 @@ from dlm_calibration.formats import (
 from dlm_export.graph import experts, functions
 from dlm_export.graph.body import DOMAIN
 from dlm_export.network.spec import STACKS
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 SHAPES = [(1, 8, 64, 264, 8), (7, 5, 16, 40, 2), (33, 8, 72, 104, 3), (600, 4, 136, 264, 2)]
 """Tokens, experts, inputs, inner features and experts a token: fewer than a tile, odd panels, more

@@ -33,7 +33,8 @@ from dlm_export.build import build as build_bundle
 from dlm_export.bundle.folder import finish
 from dlm_export.graph import functions
 from dlm_export.graph.body import DOMAIN
-from dlm_runtime import DlmError, EngineError, RequestError, _native
+from dlm_runtime import DlmError, EngineError, RequestError
+from dlm_runtime.abi import native as _native
 
 SETS = ("amx-int8", "avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
 # Dream has grouped queries and biases. In NVFP4 weights alone: rounding of activations is no

@@ -9,7 +9,6 @@ and on which key stands with which value in which head.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 import dlm_runtime
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 VOCABULARY, MASK, LONGEST = 61, 60, 64
 LAYERS = ((3, 4), (1, 6), (3, 2), (2, 4))  # key and value heads, and the size of one
@@ -193,7 +192,7 @@ def bundle(
     loop |= {"graph": graph, "presets": {"plain": {"block_length": 8}}, "default_preset": "plain"}
     files = {"graph.onnx": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
     (folder / "manifest.json").write_text(
-        json.dumps({"schema_version": 3, "loop": loop, "files": files})
+        json.dumps({"schema_version": 1, "loop": loop, "files": files})
     )
     with dlm_runtime.open(folder, threads=1) as opened:
         yield opened
@@ -260,8 +259,7 @@ def test_what_a_row_predicts_depends_on_every_other_token(bundle: dlm_runtime.Bu
 
 
 def test_sizes_that_layers_do_not_share_are_0_in_c(bundle: dlm_runtime.Bundle) -> None:
-    info = _native.Denoiser()
-    _native.library().dlm_bundle_denoiser(bundle._handle, ctypes.byref(info))
+    info = _native.library().dlm_bundle_denoiser(bundle._handle.pointer).contents
     element = TYPES[bundle.manifest["loop"]["graph"]["cache_dtype"]][1]
     assert (info.layers, info.kv_heads, info.head_size, info.kv_element_bytes) == (
         len(LAYERS),

@@ -139,7 +139,7 @@ def write_bundle(
     files = {
         name: {"bytes": len(content), "sha256": _sha(content)} for name, content in contents.items()
     }
-    manifest = {"schema_version": 3, "loop": loop | {"engines": entries}, "files": files}
+    manifest = {"schema_version": 1, "loop": loop | {"engines": entries}, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 

@@ -23,7 +23,8 @@ from test_native_tensorrt import LAYERS, MASK, MIXED, TOP_K, VOCABULARY, Drive, 
 
 import dlm_runtime
 from dlm_export.cli import main
-from dlm_runtime import _native, providers
+from dlm_runtime import providers
+from dlm_runtime.abi import native as _native
 
 # ruff: noqa: F811
 TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}  # ONNXTensorElementDataType

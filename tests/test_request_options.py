@@ -31,12 +31,12 @@ from dlm_runtime import (
     Layout,
     Policy,
     RequestError,
-    _native,
 )
+from dlm_runtime.abi import native as _native
 from dlm_runtime.constraints import compiled as compiling
 from dlm_runtime.constraints.byte_automaton import CompileLimits
 from dlm_runtime.constraints.compiled import Constraint
-from dlm_runtime.request import OPTION_NAMES, RequestOptions
+from dlm_runtime.generation.request import OPTION_NAMES, RequestOptions
 
 HALF = "\ud800"
 HUGE, LONGER = 10**400, 10**5000  # more than a double holds, and more digits than Python prints

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ import pytest
 from denoisers import ArithmeticDenoiser
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_infill import MASK as LETTERS_MASK
 from test_infill import counted, lettered
 from test_loop import policies, requests
 
 import dlm_runtime
-from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, Policy, RequestError, _native
-from dlm_runtime.text_stream import BROKEN, TextStream
+from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, Policy, RequestError
+from dlm_runtime.abi import native as _native
 
 EOS, MASK = 5, 39
 
@@ -223,23 +225,19 @@ def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
             other.start()
             other.join()
 
-    options = _native.initialised(_native.GenerateOptions)
-    options.max_new_tokens = 8
-    with scripted(steady, on_pass) as bundle, bundle._session() as session:
+    given = (C.c_int32 * 1)(1)
+    request = _native.initialised(_native.Request)
+    request.tokens, request.token_count = C.cast(given, _native.i32p), 1
+    request.max_new_tokens = 8
+    with scripted(steady, on_pass) as bundle, bundle._handle.session() as session:
         handle.append(session)
-        result, length = _native.Result(), C.c_size_t()
+        result = C.POINTER(_native.Result)()
         library.dlm_session_cancel(session, 0)  # nothing runs
         for passes, finish in ((3, 5), (8, 2)):
-            buffer = (C.c_int32 * 9)(1)
-            status = library.dlm_session_generate(
-                session, C.byref(options), buffer, 1, 9, None, C.byref(length)
-            )
-            assert (status, length.value) == (0, 9)
-            assert not library.dlm_session_result_sized(
-                session, 0, C.byref(result), C.sizeof(result)
-            )
-            assert (result.finish, result.nfe, result.length) == (finish, passes, 9)
-        assert library.dlm_session_result_sized(session, 1, C.byref(result), C.sizeof(result)) == 1
+            assert not library.dlm_session_generate(session, C.byref(request), C.byref(result))
+            found = result.contents
+            assert (found.finish, found.stats.contents.nfe, found.length) == (finish, passes, 9)
+        assert library.dlm_session_result(session, 1, C.byref(result)) == 1
 
 
 @pytest.mark.parametrize(
@@ -310,51 +308,124 @@ def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
         )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=policies,
+    request=requests(),
+    shift=st.integers(0, 1),
+    max_steps=st.sampled_from([0, 0, 1, 4]),
+)
+def test_every_way_to_run_a_request_gives_the_same_result(
+    policy: Policy, request: dict[str, Any], shift: int, max_steps: int
+) -> None:
+    """Canvases, finishes and statistics, but for times."""
+    denoiser = ArithmeticDenoiser(shift=shift, eos=EOS)
+    given_tokens = request["tokens"]
+    new = request["max_new_tokens"]
+    fields: dict[str, Any] = policy.as_dict() | {"max_new_tokens": new, "max_steps": max_steps}
+    with denoiser.bundle as bundle:
+        alone = bundle.generate(tokens=given_tokens, **fields)
+        (batched,) = bundle.generate_batch(tokens=[given_tokens], **fields)
+        streamed = list(bundle.stream(tokens=given_tokens, **fields))[-1].result
+        with bundle.scheduler() as scheduler:
+            submitted = scheduler.submit(tokens=given_tokens, events=True, **fields)
+            events = [*submitted]
+    assert streamed is not None
+    assert events[-1].done
+    for other in (batched, streamed, submitted.result(), events[-1].result):
+        assert other is not None
+        assert replace(other, timings={}) == replace(alone, timings={})
+    assert alone.nfe == sum(alone.passes.values())
+
+
 # ---- Text ----
 
 
-def decode(tokens: Any) -> str:
-    return bytes(tokens).decode("utf-8", "replace")
+BROKEN = "\ufffd"
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data(), text=st.text(st.sampled_from("ab cé€😀\n"), max_size=40))
+class Bytes:
+    """A tokenizer whose tokens are bytes; it counts what it decodes."""
+
+    template = None
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, tokens: Any) -> str:
+        self.decoded += len(tokens)
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), text=st.text(st.sampled_from("ab cé€😀\n"), min_size=1, max_size=40))
 def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(
     data: st.DataObject, text: str
 ) -> None:
-    """A token a byte, in pieces of any size; nothing is decoded more than twice."""
+    """A token a byte, in pieces of any size; nothing is decoded more than a few times."""
     stops = data.draw(
         st.lists(st.text(st.sampled_from("ab cé€"), min_size=1, max_size=4), max_size=2)
     )
-    decoded = [0]
-
-    def counted(tokens: Any) -> str:
-        decoded[0] += len(tokens)
-        return decode(tokens)
-
-    stream, left, deltas = TextStream(counted, stops), text.encode(), []
-    while left:
-        size = data.draw(st.integers(0, len(left)))
-        deltas.append(stream.push(list(left[:size])))
-        assert BROKEN not in deltas[-1]
-        assert "".join(deltas) == stream.text
-        assert text.startswith(stream.text)
-        left = left[size:]
-        if not size:
-            break
-    deltas.append(stream.push(list(left), is_last=True))
-    ends = [text.find(stop) for stop in stops if stop in text]
-    assert "".join(deltas) == stream.text == (text[: min(ends)] if ends else text)
-    assert stream.is_stopped is bool(ends)
-    assert decoded[0] <= 3 * len(text.encode()) + 12 * len(deltas)
+    said = text.encode()
+    fields: dict[str, Any] = {
+        "max_new_tokens": len(said),
+        "block_length": data.draw(st.integers(0, len(said))),
+        "steps_per_block": data.draw(st.integers(1, len(said))),
+        "stop_strings": stops,
+    }
+    with lettered(lambda _, position: (said[position - 1], 1 / (1 + position))) as bundle:
+        bundle._tokenizer = tokenizer = Bytes()  # type: ignore[assignment]
+        given_tokens = [LETTERS_MASK - 1]
+        events = list(bundle.stream(tokens=given_tokens, **fields))
+        so_far = ""
+        for event in events:
+            so_far += event.delta or ""
+            assert event.text == so_far
+            assert BROKEN not in so_far
+            assert text.startswith(so_far)
+        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        assert so_far == (text[: min(ends)[1]] if ends else text)
+        assert tokenizer.decoded <= 3 * len(said) + 12 * len(events)
+        result = events[-1].result
+        assert result is not None
+        out = bundle.generate(tokens=given_tokens, **fields)
+        (batched,) = bundle.generate_batch(tokens=[given_tokens], **fields)
+        with bundle.scheduler() as scheduler:
+            submitted = scheduler.submit(tokens=given_tokens, **fields).result(60)
+        for each in (result, out, batched, submitted):
+            assert (each.text, each.finish) == (so_far, "stop" if ends else "length")
+            assert (each.tokens, each.undecided, each.log_probs, each.passes, each.nfe) == (
+                out.tokens,
+                out.undecided,
+                out.log_probs,
+                out.passes,
+                out.nfe,
+            )
 
 
 def test_bytes_that_never_become_a_character_are_told_at_the_end() -> None:
-    stream = TextStream(decode)
-    assert stream.push([97, 0xE2]) == "a"
-    assert stream.push([0x82]) == ""
-    assert stream.push([], is_last=True) == BROKEN
-    assert stream.text == decode([97, 0xE2, 0x82])
+    said = bytes([97, 0xE2, 0x82])
+    with lettered(lambda _, position: (said[position - 1], 1 / (1 + position))) as bundle:
+        bundle._tokenizer = Bytes()  # type: ignore[assignment]
+        events = list(bundle.stream(tokens=[1], max_new_tokens=3))
+        assert [event.delta for event in events] == ["a", "", BROKEN]
+        assert events[-1].text == said.decode("utf-8", "replace")
+
+
+def test_what_a_tokenizer_raises_ends_the_request_and_is_raised() -> None:
+    class Refusing(Bytes):
+        def decode(self, tokens: Any) -> str:
+            raise RequestError("made to refuse")
+
+    with lettered(counted) as bundle:
+        bundle._tokenizer = Refusing()  # type: ignore[assignment]
+        for call in ("generate", "stream"):
+            with pytest.raises(RequestError, match="made to refuse"):
+                list(getattr(bundle, call)(tokens=[1], max_new_tokens=4))
+        with bundle.scheduler() as scheduler:
+            job = scheduler.submit(tokens=[1], max_new_tokens=4)
+            with pytest.raises(RequestError, match="made to refuse"):
+                job.result(60)
 
 
 def test_a_stop_string_ends_text_and_passes() -> None:
@@ -384,7 +455,7 @@ def test_a_stop_string_ends_text_and_passes() -> None:
             33,
         )
         (batched,) = bundle.generate_batch(tokens=[[1]], **fields)
-        assert (batched.text, batched.finish, batched.nfe) == ("bcdef", "stop", 40)
+        assert (batched.text, batched.finish, batched.nfe) == ("bcdef", "stop", 7)
         assert (
             bundle.generate(tokens=[1], **fields | {"stop_strings": ["never"]}).finish == "length"
         )

@@ -138,7 +138,7 @@ def test_a_time_for_passes_is_refused_where_requests_take_turns() -> None:
 def test_the_last_step_wakes_who_waits_for_events(
     demo: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlm_runtime.scheduler.EVENT_WAIT_S", 600.0)
+    monkeypatch.setattr("dlm_runtime.generation.scheduler.EVENT_WAIT_S", 600.0)
     with demo.scheduler() as scheduler:
         for _ in range(20):
             *_, last = scheduler.submit(

@@ -207,10 +207,10 @@ def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch
             arguments[4].value = b"the device fell off the bus"
             return 5
 
-    real, begin = dlm_runtime._native.library(), threading.Event()
+    real, begin = dlm_runtime.abi.native.library(), threading.Event()
     with ArithmeticDenoiser().bundle as bundle:
         library = Library()
-        monkeypatch.setattr(dlm_runtime._native, "library", lambda: library)
+        monkeypatch.setattr(dlm_runtime.abi.native, "library", lambda: library)
         scheduler = bundle.scheduler()
         job = scheduler.submit(tokens=[5], max_new_tokens=4)
         begin.set()
@@ -302,7 +302,7 @@ def test_a_forgotten_scheduler_ends_its_thread_and_lets_go_of_its_bundle() -> No
     gc.collect()
     assert held() is None
     wait_for(lambda: threading.active_count() == before)
-    wait_for(lambda: denoiser.bundle._busy == 0)
+    wait_for(lambda: denoiser.bundle._handle._busy == 0)
 
 
 def test_a_scheduler_that_is_collected_by_its_own_thread_does_not_wait_for_itself() -> None:

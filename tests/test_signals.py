@@ -24,7 +24,9 @@ from test_native import HEADER, STRICT, succeed, tool
 
 from dlm_export.build import build
 from dlm_export.building.options import BuildOptions
-from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, Policy, _native, from_callback
+from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, Policy, from_callback
+from dlm_runtime.abi import native as _native
+from dlm_runtime.generation.handle import Handle
 
 PASSES = """
 #include <signal.h>
@@ -71,7 +73,7 @@ class Native:
         assert not _native.library().dlm_bundle_from_callback(
             C.byref(denoiser), run, None, None, 0, C.byref(handle)
         )
-        self.bundle = Bundle(handle, None, Policy(), self.library)
+        self.bundle = Bundle(Handle(handle, Policy(), self.library))
 
     def passes_of(self, call: Callable[[Bundle], object], at: int = 0) -> int:
         """Passes made by a call whose pass number ``at`` brings the signal; what the call raises is
@@ -145,7 +147,7 @@ def test_what_a_handler_raises_ends_a_call_within_a_pass(
         assert caught.value is error
         assert error.__cause__ is None
         assert native.made == at
-        assert len(native.bundle._idle) == 1, "the session was not given back"
+        assert len(native.bundle._handle._idle) == 1, "the session was not given back"
         assert native.passes_of(call) == passes, "it does not go on as a new one"
 
 
@@ -178,7 +180,7 @@ def test_a_session_that_a_signal_ended_serves_other_threads(
     worker.start()
     worker.join()
     assert made == [40]
-    assert len(native.bundle._idle) == 1
+    assert len(native.bundle._handle._idle) == 1
 
 
 @pytest.fixture

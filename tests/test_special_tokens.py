@@ -22,8 +22,8 @@ from dlm_export.checkpoints.tokenizer import _with_special
 from dlm_export.text.compiled import compile_text
 from dlm_export.text.native import CompiledText
 from dlm_runtime import Bundle, RequestError
-from dlm_runtime.request import Options
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.generation.request import Options
+from dlm_runtime.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|end|>", "<|user|>", "<pad>", "<sep>")
 TURNS = "{% for m in messages %}<|user|>{{ m.content }}<|end|>\n{% endfor %}<|user|>"
@@ -236,7 +236,7 @@ def _given(
     bundle: Bundle, prompt: str | None = None, chat: Any = None, **options: Any
 ) -> list[int]:
     """The ids that a request gives the denoiser."""
-    return bundle._request("generate", (prompt, None, chat), Options.of(options))[0].given
+    return bundle._request("generate", (prompt, None, chat), Options.of(options)).given
 
 
 @pytest.fixture(scope="module")

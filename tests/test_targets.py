@@ -17,7 +17,7 @@ from dlm_export.cli import main
 from dlm_export.engines import RTX
 from dlm_export.processors import KERNEL_SETS
 from dlm_export.targets import TargetError, find, find_all, recipe_for
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 GPUS = [name for name, target in targets.TARGETS.items() if target.sm is not None]
 

@@ -27,8 +27,9 @@ from dlm_export.text.compiled import compile_text
 from dlm_export.text.native import CompiledText
 from dlm_export.text.refusal import NotCompiled
 from dlm_export.text.splits import Split, Splits, compile_splits
-from dlm_runtime import Bundle, BundleError, RequestError, _native
-from dlm_runtime.tokenizer import Tokenizer as Oracle
+from dlm_runtime import Bundle, BundleError, RequestError
+from dlm_runtime.abi import native as _native
+from dlm_runtime.text.tokenizer import Tokenizer as Oracle
 
 NAMES = [*tokenizer_files.DEMOS, *tokenizer_files.MADE]
 CHATML = (
@@ -127,28 +128,6 @@ def test_ids_are_decoded_as_the_library_decodes_them(
     pair = pairs(name)
     rows = [*samples.rows(400, pair.oracle.size + 20, seed=5)]
     assert [pair.native.decode(row) for row in rows] == pair.oracle.decode_each(rows)
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_however_ids_are_cut_the_parts_are_whole_characters_of_one_text(
-    pairs: Callable[[str], Pair], data: st.DataObject
-) -> None:
-    for name in ("GPT-2", "Gemma", "Llama 2"):
-        pair = pairs(name)
-        parts = data.draw(
-            st.lists(st.lists(st.integers(0, pair.oracle.size), max_size=5), min_size=1, max_size=6)
-        )
-        found = pair.native.decode_parts(parts)
-        assert "".join(found) == pair.native.decode([token for part in parts for token in part])
-
-
-def test_a_character_comes_with_its_last_byte_and_not_before(pairs: Callable[[str], Pair]) -> None:
-    pair = pairs("GPT-2")
-    ids = pair.native.encode("a𐤀b")
-    found = pair.native.decode_parts([[token] for token in ids])
-    assert [each for each in found if each] == ["a", "𐤀", "b"]
-    assert pair.native.decode_parts([ids[:2], []]) == ["a", "\ufffd"]
 
 
 def test_text_that_is_no_utf8_is_refused_by_its_place(pairs: Callable[[str], Pair]) -> None:
@@ -516,7 +495,7 @@ def demo(demo_bundle: Path) -> Iterator[Bundle]:
 
 
 class Run:
-    """What ``dlm_generate_text`` or ``dlm_generate_chat`` gave."""
+    """What ``dlm_session_generate`` gave for a prompt or a chat."""
 
     def __init__(
         self,
@@ -528,44 +507,49 @@ class Run:
         library = _native.library()
         self.deltas: list[str] = []
 
-        def on_text(_: int, delta: int, size: int) -> int:
-            assert C.string_at(delta, size + 1)[-1] == 0
-            self.deltas.append(C.string_at(delta, size).decode())
+        def on_step(_: int, pointer: Any) -> int:
+            step = pointer.contents
+            assert C.string_at(step.text, step.text_size + 1)[-1] == 0
+            if step.text_size:
+                self.deltas.append(C.string_at(step.text, step.text_size).decode())
             return int(stop_at is not None and len(self.deltas) == stop_at)
 
-        chosen, policy = _native.initialised(_native.GenerateOptions), options.pop("policy", None)
-        chosen.policy = None if policy is None else C.pointer(policy)
+        request, policy = _native.initialised(_native.Request), options.pop("policy", None)
+        request.policy = None if policy is None else C.pointer(policy)
         for name, value in options.items():
-            setattr(chosen, name, value)
-        text, size = C.c_void_p(), C.c_size_t()
-        session, message = C.c_void_p(), C.create_string_buffer(100)
-        assert (
-            library.dlm_session_create(bundle._handle, message, len(message), C.byref(session)) == 0
-        )
-        tail = (_native.TextFn(on_text), None, C.byref(text), C.byref(size))
+            setattr(request, name, value)
         if isinstance(given, str):
-            self.status = library.dlm_generate_text(
-                session, C.byref(chosen), given.encode(), len(given.encode()), *tail
-            )
+            prompt = C.c_char_p(given.encode())
+            request.prompt = C.cast(prompt, C.POINTER(C.c_char))
+            request.prompt_size = len(given.encode())
         else:
-            messages = [
-                _native.Message(
-                    each["role"].encode(), (said := each["content"].encode()), len(said)
+            texts = [C.c_char_p(each["content"].encode()) for each in given]
+            array = (_native.Message * len(given))(
+                *(
+                    _native.Message(
+                        each["role"].encode(),
+                        C.cast(text, C.POINTER(C.c_char)),
+                        len(text.value or b""),
+                    )
+                    for each, text in zip(given, texts, strict=True)
                 )
-                for each in given
-            ]
-            array = (_native.Message * len(messages))(*messages)
-            self.status = library.dlm_generate_chat(
-                session, C.byref(chosen), array, len(messages), *tail
             )
-        self.error = library.dlm_session_last_error(session).decode()
-        self.text = None if not text.value else C.string_at(text, size.value).decode()
-        library.dlm_session_destroy(session)
+            request.messages, request.message_count = array, len(array)
+        request.text, request.on_step = _native.TEXT_STEPS, _native.StepFn(on_step)
+        result = C.POINTER(_native.Result)()
+        with bundle._handle.session() as session:
+            self.status = library.dlm_session_generate(session, C.byref(request), C.byref(result))
+            self.error = library.dlm_session_last_error(session).decode()
+            self.text = (
+                C.string_at(result[0].text, result[0].text_size).decode()
+                if self.status == 0
+                else None
+            )
 
 
 @pytest.mark.parametrize("preset", ["llada", "fast-dllm"])
 def test_text_comes_out_of_c_as_out_of_python(demo: Bundle, preset: str) -> None:
-    from dlm_runtime.request import native_policy
+    from dlm_runtime.generation.request import native_policy
 
     policy = native_policy(demo.policy(preset))
     for prompt in (
@@ -619,9 +603,6 @@ def test_released_tokenizers_are_compiled_and_equal(name: str) -> None:
         for first in range(0, len(texts), 250):
             part = texts[first : first + 250]
             assert [native.encode(text) for text in part] == oracle.encode_each(part)
-        for text in texts[:2000]:
-            ids = native.encode(text)
-            assert native.decode_parts(np.array_split(np.array(ids, int), 3)) is not None
         if template is None:
             return
         rendered = 0

@@ -19,9 +19,9 @@ import pytest
 import tokenizers
 from conftest import DEMO_CHECKPOINT
 
-from dlm_runtime import text_process
 from dlm_runtime.errors import BundleError, DlmError, RequestError
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text import process as text_process
+from dlm_runtime.text.tokenizer import Tokenizer
 
 FILE = DEMO_CHECKPOINT / "tokenizer.json"
 TEMPLATE = "{{ messages[0].content }}{% if messages | length > 1 %}{% for i in range(99999) %}" + (
@@ -196,9 +196,7 @@ def test_it_goes_with_what_it_belongs_to() -> None:
     pid = _process(made).pid
     del made
     assert not Path(f"/proc/{pid}").exists()
-    script = (
-        "import sys, time; from dlm_runtime.tokenizer import Tokenizer; from pathlib import Path; "
-    )
+    script = "import sys, time; from dlm_runtime.text.tokenizer import Tokenizer; from pathlib import Path; "
     script += "made = Tokenizer(Path(sys.argv[1]).read_bytes(), None, {}); "
     script += "print(made._process._process.pid, flush=True); time.sleep(600)"
     with subprocess.Popen(
@@ -223,7 +221,7 @@ def test_a_fork_starts_its_own_and_leaves_its_parents_alone(ours: Tokenizer) -> 
 
 
 def test_it_keeps_a_limit_that_is_lower_already() -> None:
-    script = "import resource, sys; from dlm_runtime.tokenizer import Tokenizer; from pathlib import Path; "
+    script = "import resource, sys; from dlm_runtime.text.tokenizer import Tokenizer; from pathlib import Path; "
     script += "resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28)); "
     script += "print(Tokenizer(Path(sys.argv[1]).read_bytes(), None, {}).encode('lock') != [])"
     done = subprocess.run(

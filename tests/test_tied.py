@@ -35,7 +35,7 @@ from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS
 from dlm_export.judging.accuracy.verdict import Budgets
 from dlm_export.judging.precision_search.search import AutoOptions
 from dlm_export.sources import open_source
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 VOCABULARY, HIDDEN = 100, 48
 

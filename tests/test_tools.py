@@ -21,7 +21,7 @@ import dlm_runtime
 from dlm_export.cli import main
 from dlm_runtime import Bundle, RequestError, ToolCall
 from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import FORMATS, CallFormat, Tools, format_of
 
 sys.path.insert(0, str(DEMO_CHECKPOINT.parent / "demo"))

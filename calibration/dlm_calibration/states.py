@@ -25,7 +25,7 @@ import numpy as np
 from dlm_calibration.errors import CalibrationError
 
 if TYPE_CHECKING:
-    from dlm_runtime.tokenizer import Tokenizer
+    from dlm_runtime.text.tokenizer import Tokenizer
 
 MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))  # one a bucket of width 0.1
 TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # shares of a trajectory's passes

@@ -21,7 +21,7 @@ from checkpoint import load_checkpoint
 from tokenizers import Tokenizer
 
 import dlm_runtime
-import dlm_runtime.tokenizer
+import dlm_runtime.text.tokenizer
 from dlm_export.cli.options import set_option
 from dlm_export.cli.values import policy_changes
 from dlm_export.judging.tuning.effort_levels import LEVELS
@@ -94,7 +94,9 @@ class TorchBundle:
 
     def __init__(self, checkpoint: Path) -> None:
         self.denoiser = load_checkpoint(checkpoint)
-        self.tokenizer = dlm_runtime.tokenizer.Tokenizer.from_files(checkpoint / "tokenizer.json")
+        self.tokenizer = dlm_runtime.text.tokenizer.Tokenizer.from_files(
+            checkpoint / "tokenizer.json"
+        )
         self.max_new_tokens = json.loads((checkpoint / "generation_config.json").read_text())[
             "max_new_tokens"
         ]

@@ -65,25 +65,23 @@ static int generate(dlm_session* session, int32_t new_tokens, double seconds, co
   pthread_t thread;
   const int refused = pthread_create(&thread, NULL, watch, &watched);
   if (refused != 0) return report(DLM_INTERNAL, strerror(refused));
-  dlm_generate_options options;
-  dlm_generate_options_init(&options);
-  options.max_new_tokens = new_tokens;
-  const char* text;
-  size_t size;
-  const dlm_status status =
-      dlm_generate_text(session, &options, prompt, strlen(prompt), NULL, NULL, &text, &size);
+  dlm_request request;
+  dlm_request_init(&request, sizeof request);
+  request.prompt = prompt;
+  request.prompt_size = strlen(prompt);
+  request.max_new_tokens = new_tokens;
+  request.text = DLM_TEXT_RESULT;
+  const dlm_result* result = NULL;
+  const dlm_status status = dlm_session_generate(session, &request, &result);
   pthread_kill(thread, SIG_OVER);
   pthread_join(thread, NULL); /* before the session goes: the thread cancels it */
   if (status != DLM_OK) return report(status, dlm_session_last_error(session));
-  dlm_result result;
-  const dlm_status found = dlm_session_result(session, 0, &result);
-  if (found != DLM_OK) return report(found, dlm_session_last_error(session));
   int undecided = 0;
-  for (size_t i = 0; i < result.length; ++i) undecided += result.undecided[i] != 0;
-  fwrite(text, 1, size, stdout);
+  for (size_t i = 0; i < result->length; ++i) undecided += result->undecided[i] != 0;
+  fwrite(result->text, 1, result->text_size, stdout);
   printf("\n");
-  fprintf(stderr, "%s: %d passes, %d positions undecided\n", finish_name(result.finish),
-          (int)result.nfe, undecided);
+  fprintf(stderr, "%s: %d passes, %d positions undecided\n", finish_name(result->finish),
+          (int)result->stats->nfe, undecided);
   return 0;
 }
 

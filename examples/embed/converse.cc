@@ -22,38 +22,42 @@ Lines lines_of(int argc, char** argv) {
   return lines;
 }
 
+// A request to answer one message.
+dlm::Request request_of(const std::string& line, std::int32_t max_new_tokens) {
+  dlm::Request request;
+  request.chat = {{"user", line}};
+  request.max_new_tokens = max_new_tokens;
+  return request;
+}
+
 // Answers one after the other, each printed as it is decided.
-Lines answers(const dlm::Bundle& bundle, const Lines& lines, const dlm::GenerateOptions& options) {
+Lines answers(const dlm::Bundle& bundle, const Lines& lines, std::int32_t max_new_tokens) {
   dlm::Session session(bundle);
   Lines out;
   for (const std::string& line : lines) {
-    const auto print = [](std::string_view delta) {
-      return static_cast<bool>(std::cout << delta << std::flush);
+    dlm::Request request = request_of(line, max_new_tokens);
+    request.on_text = [](std::string_view piece) {
+      return static_cast<bool>(std::cout << piece << std::flush);
     };
-    out.push_back(session.generate_chat({{"user", line}}, options, print));
-    const dlm::Result result = session.result();
-    std::cout << "\n  (" << result.nfe << " passes, " << result.completion_tokens << " tokens)\n";
+    const dlm::Result result = session.generate(request);
+    out.push_back(result.text);
+    std::cout << "\n  (" << result.stats.nfe << " passes, " << result.completion_tokens
+              << " tokens)\n";
   }
   return out;
 }
 
 // All at once, in passes that they share. Returns how many are not as before.
 int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& before,
-                const dlm::GenerateOptions& options) {
-  const dlm::Text text = bundle.text();
+                std::int32_t max_new_tokens) {
   dlm::Scheduler scheduler(bundle);
   std::vector<dlm::Job> jobs;
   for (const std::string& line : lines)
-    jobs.push_back(scheduler.submit(text.encode_chat({{"user", line}}), options));
+    jobs.push_back(scheduler.submit(request_of(line, max_new_tokens)));
   std::thread passes([&] { scheduler.run(true); });
   passes.join();
   int count = 0;
-  for (std::size_t i = 0; i < jobs.size(); ++i) {
-    const dlm::Result result = jobs[i].result();
-    const std::vector<std::int32_t> tokens = jobs[i].tokens();
-    const auto made = static_cast<std::size_t>(result.completion_tokens);
-    count += text.decode(tokens.data() + result.prompt_tokens, made) != before[i];
-  }
+  for (std::size_t i = 0; i < jobs.size(); ++i) count += jobs[i].result().text != before[i];
   std::cout << jobs.size() << " requests in " << scheduler.stats().passes << " shared passes, "
             << count << " not as alone\n";
   return count;
@@ -62,16 +66,15 @@ int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& befo
 }  // namespace
 
 int main(int argc, char** argv) {
-  dlm::GenerateOptions options;
-  options.max_new_tokens = argc > 2 ? std::atoi(argv[2]) : 0;
-  if (options.max_new_tokens < 1) {
+  const int new_tokens = argc > 2 ? std::atoi(argv[2]) : 0;
+  if (new_tokens < 1) {
     std::cerr << "usage: converse BUNDLE NEW_TOKENS [MESSAGE...]\n";
     return 2;
   }
   try {
     const dlm::Bundle bundle(argv[1]);
     const Lines lines = lines_of(argc, argv);
-    return differences(bundle, lines, answers(bundle, lines, options), options) == 0 ? 0 : 1;
+    return differences(bundle, lines, answers(bundle, lines, new_tokens), new_tokens) == 0 ? 0 : 1;
   } catch (const dlm::Error& error) {
     std::cerr << "converse: " << dlm_status_name(error.status()) << ": " << error.what() << "\n";
     return 1;

@@ -21,38 +21,38 @@ static void report(dlm_status status, const char* sentence) {
   fprintf(stderr, "generate: %s: %s\n", dlm_status_name(status), sentence);
 }
 
-/* Whole characters, each once; anything but 0 would end the request. */
-static int32_t on_text(void* user, const char* delta, size_t size) {
+/* Prints what a step adds, which are whole characters; anything but 0 would end the request. */
+static int32_t on_step(void* user, const dlm_step* step) {
   FILE* out = user;
-  return fwrite(delta, 1, size, out) != size || fflush(out) != 0;
+  return fwrite(step->text, 1, step->text_size, out) != step->text_size || fflush(out) != 0;
 }
 
 int main(int argc, char** argv) {
-  dlm_generate_options options;
-  dlm_generate_options_init(
-      &options); /* the bundle's default preset; options.policy chooses another */
-  if (argc != 4 || !read_int32(argv[2], &options.max_new_tokens) || options.max_new_tokens < 0) {
+  dlm_request request; /* of the bundle's default preset; request.policy chooses another */
+  dlm_request_init(&request, sizeof request);
+  if (argc != 4 || !read_int32(argv[2], &request.max_new_tokens) || request.max_new_tokens < 0) {
     fprintf(stderr, "usage: generate BUNDLE NEW_TOKENS PROMPT\n");
     return 2;
   }
+  request.prompt = argv[3];
+  request.prompt_size = strlen(argv[3]);
+  request.text = DLM_TEXT_STEPS;
+  request.on_step = on_step;
+  request.user = stdout;
   char message[1024];
   dlm_bundle* bundle = NULL;
   dlm_session* session = NULL;
-  const char* text = NULL;
-  size_t size = 0;
+  const dlm_result* result = NULL;
   dlm_status status = dlm_bundle_open(argv[1], NULL, message, sizeof message, &bundle);
   if (status == DLM_OK) status = dlm_session_create(bundle, message, sizeof message, &session);
   if (status != DLM_OK) report(status, message);
   if (status == DLM_OK) {
-    status = dlm_generate_text(session, &options, argv[3], strlen(argv[3]), on_text, stdout, &text,
-                               &size);
+    status = dlm_session_generate(session, &request, &result);
     if (status != DLM_OK) report(status, dlm_session_last_error(session));
   }
   if (status == DLM_OK) {
-    dlm_stats stats;
-    dlm_session_stats(session, &stats);
     printf("\n");
-    fprintf(stderr, "%d passes, %.3f s\n", (int)stats.nfe, stats.total_s);
+    fprintf(stderr, "%d passes, %.3f s\n", (int)result->stats->nfe, result->stats->total_s);
   }
   dlm_session_destroy(session); /* before its bundle */
   dlm_bundle_destroy(bundle);

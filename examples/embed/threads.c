@@ -17,7 +17,6 @@ enum { MOST_THREADS = 1024 };
 /* What all threads read. */
 struct work {
   dlm_bundle* bundle;
-  const dlm_text* text;
   dlm_scheduler* scheduler;
   int32_t new_tokens;
   char** prompts;
@@ -43,67 +42,49 @@ static char* copy(const char* text, size_t size) {
   return out;
 }
 
+static dlm_request request_of(const struct task* task) {
+  dlm_request request;
+  dlm_request_init(&request, sizeof request);
+  request.prompt = task->prompt;
+  request.prompt_size = strlen(task->prompt);
+  request.max_new_tokens = task->work->new_tokens;
+  request.text = DLM_TEXT_RESULT;
+  return request;
+}
+
+/* Keeps the text of a result. */
+static dlm_status keep(struct task* task, const dlm_result* result) {
+  if (result->status != DLM_OK) return fail(task, result->status, result->message);
+  task->answer = copy(result->text, result->text_size);
+  return task->answer != NULL ? DLM_OK : fail(task, DLM_OUT_OF_MEMORY, "no memory for the answer");
+}
+
 /* By a session of its own. */
 static dlm_status answer_alone(struct task* task) {
   dlm_session* session = NULL;
   dlm_status status =
       dlm_session_create(task->work->bundle, task->message, sizeof task->message, &session);
   if (status != DLM_OK) return status;
-  dlm_generate_options options;
-  dlm_generate_options_init(&options);
-  options.max_new_tokens = task->work->new_tokens;
-  const char* text;
-  size_t size;
-  status = dlm_generate_text(session, &options, task->prompt, strlen(task->prompt), NULL, NULL,
-                             &text, &size);
-  if (status != DLM_OK)
-    fail(task, status, dlm_session_last_error(session));
-  else if ((task->answer = copy(text, size)) == NULL)
-    status = fail(task, DLM_OUT_OF_MEMORY, "no memory for the answer");
+  const dlm_request request = request_of(task);
+  const dlm_result* result = NULL;
+  status = dlm_session_generate(session, &request, &result);
+  status =
+      result != NULL ? keep(task, result) : fail(task, status, dlm_session_last_error(session));
   dlm_session_destroy(session);
   return status;
 }
 
-/* The text of what a job generated. */
-static dlm_status read_job(struct task* task, const dlm_job* job) {
-  dlm_result result;
-  dlm_status status = dlm_job_result(job, &result);
-  if (status != DLM_OK) return fail(task, status, dlm_job_message(job));
-  const int32_t* const tokens = dlm_job_tokens(job, NULL) + result.prompt_tokens;
-  const size_t count = (size_t)result.completion_tokens;
-  size_t size = 0;
-  status = dlm_text_decode(task->work->text, tokens, count, task->message, sizeof task->message,
-                           NULL, 0, &size);
-  if (status != DLM_OK) return status;
-  if ((task->answer = calloc(size + 1, 1)) == NULL)
-    return fail(task, DLM_OUT_OF_MEMORY, "no memory for the answer");
-  return dlm_text_decode(task->work->text, tokens, count, task->message, sizeof task->message,
-                         task->answer, size, &size);
-}
-
 /* By the scheduler. */
 static dlm_status answer_scheduled(struct task* task) {
-  const struct work* const work = task->work;
-  size_t count = 0;
-  const size_t size = strlen(task->prompt), room = sizeof task->message;
-  dlm_status status =
-      dlm_text_encode(work->text, task->prompt, size, 1, task->message, room, NULL, 0, &count);
-  if (status != DLM_OK) return status;
-  int32_t* const tokens = calloc(count + 1, sizeof *tokens);
-  if (tokens == NULL) return fail(task, DLM_OUT_OF_MEMORY, "no memory for the prompt");
-  dlm_generate_options options;
-  dlm_generate_options_init(&options);
-  options.max_new_tokens = work->new_tokens;
+  const dlm_request request = request_of(task);
+  const dlm_result* result = NULL;
   dlm_job* job = NULL;
-  status = dlm_text_encode(work->text, task->prompt, size, 1, task->message, room, tokens, count,
-                           &count);
-  if (status == DLM_OK)
-    status = dlm_scheduler_submit(work->scheduler, &options, NULL, 0, tokens, count, task->message,
-                                  room, &job);
-  free(tokens);
+  dlm_status status = dlm_scheduler_submit(task->work->scheduler, &request, task->message,
+                                           sizeof task->message, &job);
   if (status != DLM_OK) return status; /* DLM_BUSY: a service would say "try again later" */
   dlm_job_wait(job, -1);
-  status = read_job(task, job);
+  dlm_job_result(job, &result);
+  status = keep(task, result);
   dlm_job_destroy(job);
   return status;
 }
@@ -173,9 +154,8 @@ static int run_all(const char* name, void* (*run)(void*), struct task* tasks, in
 static int run_work(struct work* work, int count, int kinds) {
   static struct task wanted[MOST_THREADS], tasks[MOST_THREADS];
   char message[512];
-  dlm_status status = dlm_bundle_text(work->bundle, message, sizeof message, &work->text);
-  if (status == DLM_OK)
-    status = dlm_scheduler_create(work->bundle, NULL, message, sizeof message, &work->scheduler);
+  dlm_status status =
+      dlm_scheduler_create(work->bundle, NULL, message, sizeof message, &work->scheduler);
   pthread_t passes;
   if (status == DLM_OK && pthread_create(&passes, NULL, make_passes, work->scheduler) != 0) {
     dlm_scheduler_destroy(work->scheduler);
@@ -220,7 +200,7 @@ int main(int argc, char** argv) {
             MOST_THREADS);
     return 2;
   }
-  struct work work = {NULL, NULL, NULL, (int32_t)new_tokens, argv + 4};
+  struct work work = {NULL, NULL, (int32_t)new_tokens, argv + 4};
   char message[1024];
   const dlm_status status = dlm_bundle_open(argv[1], NULL, message, sizeof message, &work.bundle);
   if (status != DLM_OK) {

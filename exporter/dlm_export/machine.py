@@ -95,7 +95,7 @@ def this_machine() -> dict[str, Any]:
     """
     from importlib import metadata
 
-    from dlm_runtime._native import onnxruntime_library
+    from dlm_runtime.abi.native import onnxruntime_library
 
     try:
         onnxruntime = metadata.version("onnxruntime")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from dlm_runtime.errors import (
     ForkError,
     RequestError,
 )
-from dlm_runtime.infill import Infill
+from dlm_runtime.generation.infill import Infill
+from dlm_runtime.generation.results import Event, Generation
+from dlm_runtime.generation.scheduler import Job, PassCost, Scheduler
 from dlm_runtime.policy import PRESETS, Policy
-from dlm_runtime.results import Event, Generation
-from dlm_runtime.scheduler import Job, PassCost, Scheduler
 from dlm_runtime.tools import CallFormat, ToolCall
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Open a bundle and generate from it, over the C ABI.
 
-A ``Bundle`` may be shared by threads: each running request takes a native session from a pool.
+A ``Bundle`` may be shared by threads.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dlm_runtime import _native, providers
+from dlm_runtime import providers
+from dlm_runtime.abi import native as _native
 from dlm_runtime.constraints.layout import LAYOUTS, Layout
-from dlm_runtime.errors import ClosedError, ConstraintWarning, DlmWarning, RequestError, shown
-from dlm_runtime.forks import Origin
-from dlm_runtime.infill import Infill, infill
-from dlm_runtime.manifest import check_text_options, text_files
-from dlm_runtime.policy import Policy
-from dlm_runtime.request import (
+from dlm_runtime.errors import ConstraintWarning, DlmWarning, RequestError, shown
+from dlm_runtime.generation.handle import Handle
+from dlm_runtime.generation.infill import Infill, infill
+from dlm_runtime.generation.request import (
     OPTION_NAMES,
-    TEXT_FIELDS,
     InfillOptions,
     Options,
     Request,
@@ -41,10 +38,11 @@ from dlm_runtime.request import (
     texts_of,
     token_ids,
 )
-from dlm_runtime.results import Event, Generation
-from dlm_runtime.signals import Cancels, seen_between_passes
-from dlm_runtime.text_stream import TextStream
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.generation.results import Event, Generation
+from dlm_runtime.generation.scheduler import PassCost, Scheduler
+from dlm_runtime.manifest import check_text_options, text_files
+from dlm_runtime.policy import Policy
+from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import CallFormat, Tools
 
 if TYPE_CHECKING:
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
 
     from dlm_runtime.constraints.byte_automaton import CompileLimits
     from dlm_runtime.constraints.compiled import Constraint
-    from dlm_runtime.scheduler import PassCost, Scheduler
 
 KEPT_CONSTRAINTS = 64  # compiled ones that a bundle holds
 UNLIKELY_NATS = 1.0
@@ -65,44 +62,27 @@ commands the second demo loses 0.013 with its own layout (1.35 in the worst comm
 class Bundle:
     """An opened bundle. Made by ``dlm_runtime.open``; usable as a context manager."""
 
-    def __init__(
-        self,
-        handle: C.c_void_p,
-        tokenizer: Tokenizer | None,
-        default_policy: Policy | None,
-        owned: object = None,
-    ):
-        self._library = _native.library()
+    def __init__(self, handle: Handle, tokenizer: Tokenizer | None = None) -> None:
         self._handle = handle
-        self._origin = Origin("bundle")
-        self._owned = owned  # what must live as long as the handle, such as a callback
+        self._library = _native.library()
         self._lock = threading.Lock()
-        self._idle: list[C.c_void_p] = []
-        self._busy = 0  # sessions of running requests; the last one to end frees a closed bundle
-        self._is_closed = False
-        self._default_policy = default_policy
         self._tokenizer = tokenizer
         self._constraints: dict[tuple[Any, ...], Constraint] = {}
         self._constrained = [0.0, 0.0]  # nats that constraints lost, and tokens of their texts
         self._has_warned = False  # of that loss
         self._checks_hashes = True
         self._folder: Path | None = None  # where files that the manifest names lie
-        text = self._library.dlm_bundle_manifest(handle).decode()
-        self.manifest: dict[str, Any] = json.loads(text) if text else {}
-        info = _native.Denoiser()
-        self._library.dlm_bundle_denoiser_sized(handle, C.byref(info), C.sizeof(info))
-        self.vocab_size: int = info.vocab_size
-        self.mask_token_id: int = info.mask_token_id
-        self.max_canvas_length: int = info.max_canvas_length
-        self.eos_token_ids: tuple[int, ...] = tuple(
-            info.eos_token_ids[i] for i in range(info.eos_count)
-        )
-        self.visible_block: int | None = info.visible_block or None
-        """Tokens of a block where attention is block-causal; None: it is full."""
-        self.max_new_tokens: int = self._library.dlm_bundle_max_new_tokens(handle)
-        """Mask tokens that a request fills which does not say how many."""
         self.provider = "cpu"  # that runs the graph in ONNX Runtime
-        self.engine: str = self._library.dlm_bundle_engine(handle).decode()
+        self.manifest = handle.manifest
+        self.vocab_size = handle.vocab_size
+        self.mask_token_id = handle.mask_token_id
+        self.max_canvas_length = handle.max_canvas_length
+        self.eos_token_ids = handle.eos_token_ids
+        self.visible_block = handle.visible_block
+        """Tokens of a block where attention is block-causal; None: it is full."""
+        self.max_new_tokens = handle.max_new_tokens
+        """Mask tokens that a request fills which does not say how many."""
+        self.engine = handle.engine
 
     @property
     def is_on_cpu(self) -> bool:
@@ -115,27 +95,7 @@ class Bundle:
 
         A stream ends at its next step, with RequestError. Raises ForkError in a forked process.
         """
-        self._origin.check()
-        with self._lock:
-            self._is_closed = True
-            self._free()
-
-    def _free(self) -> None:
-        """Free what a closed bundle holds if nothing runs; the lock is held."""
-        if not self._is_closed or self._busy:
-            return
-        while self._idle:
-            self._library.dlm_session_destroy(self._idle.pop())
-        if self._handle:
-            self._library.dlm_bundle_destroy(self._handle)
-            self._handle = C.c_void_p()
-        if self._tokenizer is not None:
-            self._tokenizer.close()
-
-    def _check_open(self) -> None:
-        self._origin.check()
-        if self._is_closed:
-            raise ClosedError("the bundle is closed")
+        self._handle.close()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -153,6 +113,7 @@ class Bundle:
                 self._tokenizer = Tokenizer.from_files(
                     files.tokenizer, files.template, files.special_tokens, hashes
                 )
+                self._handle.close_with(self._tokenizer)
         return self._tokenizer
 
     def check_text(self) -> None:
@@ -161,9 +122,11 @@ class Bundle:
         """
         if "file" not in self.manifest.get("text", {}):
             return
-        self._check_open()
+        self._handle.check_open()
         message, text = C.create_string_buffer(_native.MESSAGE_BYTES), C.c_void_p()
-        status = self._library.dlm_bundle_text(self._handle, message, len(message), C.byref(text))
+        status = self._library.dlm_bundle_text(
+            self._handle.pointer, message, len(message), C.byref(text)
+        )
         if status:
             raise _native.error(status, message.value)
 
@@ -222,7 +185,7 @@ class Bundle:
         from dlm_runtime.constraints.byte_automaton import CompileLimits
         from dlm_runtime.constraints.vocabulary import read_vocabulary
 
-        self._origin.check()
+        self._handle.origin.check()
         if not isinstance(json_object, bool):
             raise RequestError(f"json_object = {shown(json_object)}: give True or False")
         options = {
@@ -290,7 +253,7 @@ class Bundle:
             "parallel_tool_calls": parallel_tool_calls,
             "call_format": call_format,
         }
-        found = Options.of({"tools": tools, **how}).tools_for(self)
+        found = self._tools(Options.of({"tools": tools, **how}))
         assert found is not None
         return found
 
@@ -313,7 +276,10 @@ class Bundle:
                 )
         return options.constraint
 
-    def warn_if_unlikely(self, made: Generation) -> None:
+    def _tools(self, options: Options) -> Tools | None:
+        return options.tools_for(self.tokenizer, self.call_format)
+
+    def _warn_if_unlikely(self, made: Generation) -> None:
         """Warn, once per bundle, if constraints make texts far less likely than the denoiser's own
         choices.
 
@@ -339,11 +305,7 @@ class Bundle:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._origin.is_here:
-            self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) and self._origin.is_here:
+        if self._handle.origin.is_here:
             self.close()
 
     def policy(
@@ -354,44 +316,13 @@ class Bundle:
 
         Raises BundleError, RequestError.
         """
-        return self._loop(preset, effort).with_fields(changes)
+        return self._handle.policy(preset, effort).with_fields(changes)
 
     def _policy_for(self, method: str, options: Options) -> Policy:
         """``policy`` for a method whose own arguments may have been meant."""
         beside = (*_arguments(method), *OPTION_NAMES)
-        return self._loop(options.preset, options.effort).with_fields(dict(options.policy), beside)
-
-    def _loop(self, preset: str | None, effort: str | None) -> Policy:
-        return self._preset(preset) if effort is None else self._effort(effort, preset)
-
-    def _effort(self, level: str, preset: str | None) -> Policy:
-        fitted = self.manifest.get("loop", {}).get("effort", {}).get("preset")
-        if preset is not None and fitted is not None and preset != fitted:
-            raise RequestError(
-                f"effort {level} was fitted for preset {fitted}, not for {preset}: give one of the two"
-            )
-        return self._native_policy(self._library.dlm_bundle_effort, level, "effort")
-
-    def _preset(self, preset: str | None) -> Policy:
-        if self._default_policy is not None and preset is None:
-            self._check_open()
-            return self._default_policy
-        return self._native_policy(self._library.dlm_bundle_preset, preset, "preset")
-
-    def _native_policy(self, find: Callable[..., int], name: str | None, kind: str) -> Policy:
-        """The policy of that name, as a function of the library finds it."""
-        self._check_open()
-        native = _native.initialised(_native.Policy)
-        message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        if name is not None and not isinstance(name, str):
-            raise RequestError(f"{kind} = {shown(name)} is not a name")
-        # A NUL would end the name in C.
-        encoded = None if name is None else name.replace("\0", "?").encode("utf-8", "replace")
-        if find(self._handle, encoded, message, len(message), C.byref(native)):
-            raise RequestError(message.value.decode("utf-8", "replace"))
-        values = {field.name: getattr(native, field.name) for field in fields(Policy)}
-        values |= {name: values[name].decode() for name in TEXT_FIELDS}
-        return Policy(**values)
+        found = self._handle.policy(options.preset, options.effort)
+        return found.with_fields(dict(options.policy), beside)
 
     def generate(
         self,
@@ -419,25 +350,14 @@ class Bundle:
         """
         asked = Options.of(options)
         cancel_of("cancel", cancel)
-        request, wanted = self._request("generate", (prompt, tokens, chat), asked)
-        if asked.stop_strings:
-            *_, last = self._steps(request, cancel, wanted)
-            assert last.result is not None
-            return last.result
-        with self._session([cancel] if cancel else (), wanted) as session:
-            stats, length = _native.Stats(), C.c_size_t()
-            buffer = (C.c_int32 * max(1, request.capacity))(*request.given)
+        request = self._request("generate", (prompt, tokens, chat), asked)
+        with self._handle.session([cancel] if cancel else ()) as session:
+            result = C.POINTER(_native.Result)()
             status = self._library.dlm_session_generate(
-                session,
-                C.byref(request.options),
-                buffer,
-                len(request.given),
-                request.capacity,
-                C.byref(stats),
-                C.byref(length),
+                session, C.byref(request.native), C.byref(result)
             )
-            self._check(status, session)
-            return self._result(session, 0, request, list(buffer[: length.value]), stats)
+            self._check(status, session, [request])
+            return request.generation(result.contents)
 
     def generate_batch(
         self,
@@ -456,12 +376,11 @@ class Bundle:
         On a CPU they share passes whatever their lengths, and one begins whenever another is done.
         With other engines those run together whose canvases have one length and, over a cache,
         whose masks lie in the same blocks. Each result is what ``generate`` gives, floating-point
-        noise of the engine aside, with its own ``nfe``; ``timings``, ``passes`` and ``cache_bytes``
-        are those of the whole call. ``policies`` changes fields for each request, such as its
-        ``seed``.
+        noise of the engine aside, with its own statistics; the seconds of a shared pass are divided
+        among its requests. ``policies`` changes fields for each request, such as its ``seed``.
 
-        ``max_steps`` is each request's own, ``deadline_ms`` that of the call. ``cancel`` is an
-        event for all requests, or one or None for each. ``stop_strings`` end texts, and no passes.
+        Limits and ``stop_strings`` hold for each request. ``cancel`` is an event for all requests,
+        or one or None for each.
 
         Raises what ``generate`` raises, naming the request by its number, counted from 0, and
         RequestError where the engine takes fewer at a time: TensorRT takes one.
@@ -492,41 +411,34 @@ class Bundle:
         for event in cancels:
             cancel_of("cancel", event)
         asked, kept = Options.of(options), []
-        fields, tools = self._policy_for("generate_batch", asked), asked.tools_for(self)
+        fields, tools = self._policy_for("generate_batch", asked), self._tools(asked)
+        constraint = self._constraint(asked, tools)
         for number, (value, changes) in enumerate(zip(entries, each, strict=True)):
             one = tuple(value if name == chosen[0][0] else None for name in given)
             try:
                 if not isinstance(changes, Mapping):
                     raise RequestError(f"policies: {shown(changes)} is no dict of policy fields")
-                kept.append(Request(self, one, asked, fields.with_fields(dict(changes)), tools))
+                policy = fields.with_fields(dict(changes))
+                kept.append(self._made(one, asked, policy, tools, constraint))
             except RequestError as err:
                 raise RequestError(f"request {number}: {err}") from err
-        most, wanted = count_of("max_batch", max_batch), self._constraint(asked, tools)
+        most = count_of("max_batch", max_batch)
         if not kept:
             return []
-        native_options = kept[0].options
-        native_options.policies = (C.POINTER(_native.Policy) * len(kept))(
-            *(C.pointer(request.policy) for request in kept)
+        natives = (C.POINTER(_native.Request) * len(kept))(
+            *(C.pointer(request.native) for request in kept)
         )
-        buffers = [(C.c_int32 * max(1, request.capacity))(*request.given) for request in kept]
-        natives = (_native.Request * len(kept))(
-            *(
-                _native.Request(C.cast(buffer, _native.i32p), len(request.given), request.capacity)
-                for request, buffer in zip(kept, buffers, strict=True)
-            )
-        )
-        stats = _native.Stats()
-        with self._session(cancels if any(cancels) else (), wanted) as session:
-            status = self._library.dlm_session_generate_batch(
-                session, C.byref(native_options), natives, len(kept), most, C.byref(stats)
-            )
-            self._check(status, session)
-            return [
-                self._result(session, number, request, list(buffer[: native.length]), stats)
-                for number, (request, buffer, native) in enumerate(
-                    zip(kept, buffers, natives, strict=True)
+        with self._handle.session(cancels if any(cancels) else ()) as session:
+            status = self._library.dlm_session_generate_batch(session, natives, len(kept), most)
+            self._check(status, session, kept)
+            made = []
+            for number, request in enumerate(kept):
+                result = C.POINTER(_native.Result)()
+                self._check(
+                    self._library.dlm_session_result(session, number, C.byref(result)), session
                 )
-            ]
+                made.append(request.generation(result.contents))
+            return made
 
     def stream(
         self,
@@ -541,15 +453,32 @@ class Bundle:
         the loop.
         """
         cancel_of("cancel", cancel)
-        request, wanted = self._request("stream", (prompt, tokens, chat), Options.of(options))
-        return self._steps(request, cancel, wanted)
+        return self._steps(
+            self._request("stream", (prompt, tokens, chat), Options.of(options)), cancel
+        )
 
-    def _request(
-        self, method: str, given: tuple[Any, ...], options: Options
-    ) -> tuple[Request, Constraint | None]:
-        """A single request, and what its text has to be."""
-        policy, tools = self._policy_for(method, options), options.tools_for(self)
-        return Request(self, given, options, policy, tools), self._constraint(options, tools)
+    def _request(self, method: str, given: tuple[Any, ...], options: Options) -> Request:
+        policy, tools = self._policy_for(method, options), self._tools(options)
+        return self._made(given, options, policy, tools, self._constraint(options, tools))
+
+    def _made(
+        self,
+        given: tuple[Any, ...],
+        options: Options,
+        policy: Policy,
+        tools: Tools | None,
+        constraint: Constraint | None,
+    ) -> Request:
+        return Request(
+            self._handle,
+            self.tokenizer,
+            given,
+            options,
+            policy,
+            tools,
+            constraint,
+            self._warn_if_unlikely,
+        )
 
     def infill(
         self,
@@ -590,7 +519,7 @@ class Bundle:
         length = len(given)
         wanted = range(length) if rows is None else token_ids(rows)
         out = np.empty((len(wanted), self.vocab_size), np.float32)
-        with self._session() as session:
+        with self._handle.session() as session:
             status = self._library.dlm_session_logits(
                 session,
                 (C.c_int32 * max(1, length))(*given),
@@ -616,90 +545,38 @@ class Bundle:
         given = (("batch", batch), ("tokens", tokens), ("cached", cached), ("rows", rows))
         sizes = [count_of(name, value) for name, value in given]
         seconds = (C.c_double * max(1, count_of("repeats", repeats)))()
-        with self._session() as session:
+        with self._handle.session() as session:
             self._check(
                 self._library.dlm_session_time_passes(session, *sizes, seconds, repeats), session
             )
         return seconds[:repeats]
 
-    def _steps(
-        self, request: Request, cancel: threading.Event | None, constraint: Constraint | None
-    ) -> Iterator[Event]:
-        stream = request.text_stream()
-        with self._session([cancel] if cancel else (), constraint) as session:
-            given = (C.c_int32 * max(1, len(request.given)))(*request.given)
-            self._check(
-                self._library.dlm_session_start(
-                    session, C.byref(request.options), given, len(request.given)
-                ),
-                session,
-            )
-            view, stats = _native.Step(), _native.Stats()
-            while not view.done:
-                self._check_open()
-                self._check(self._library.dlm_session_step(session, C.byref(view)), session)
-                delta = (
-                    None
-                    if stream is None
-                    else request.push(stream, view, self._undecided(session, view))
-                )
-                if stream is not None and stream.is_stopped and not view.done:
-                    self._library.dlm_session_cancel(session, 0)
+    def _steps(self, request: Request, cancel: threading.Event | None) -> Iterator[Event]:
+        if request.native.decode:
+            request.native.text = _native.TEXT_STEPS
+        with self._handle.session([cancel] if cancel else ()) as session:
+            status = self._library.dlm_session_start(session, C.byref(request.native))
+            self._check(status, session)
+            step, result = C.POINTER(_native.Step)(), C.POINTER(_native.Result)()
+            event = None
+            while event is None or not event.done:
+                self._handle.check_open()
+                status = self._library.dlm_session_step(session, C.byref(step))
+                self._check(status, session, [request])
+                event = request.event(step.contents, None if event is None else event.text)
+                if event.done:
                     self._check(
-                        self._library.dlm_session_step(session, C.byref(view)), session
-                    )  # makes no pass
-                canvas, result = view.canvas[: view.length], None
-                if view.done:
-                    self._library.dlm_session_stats(session, C.byref(stats))
-                    result = self._result(session, 0, request, canvas, stats, stream)
-                yield Event(
-                    canvas=canvas,
-                    undecided=self._undecided(session, view),
-                    guess=view.guess[: view.length],
-                    score=view.score[: view.length],
-                    block=(view.block_start, view.block_end),
-                    nfe=view.nfe,
-                    committed=view.committed,
-                    text=None if stream is None else stream.text,
-                    delta=delta,
-                    done=bool(view.done),
-                    result=result,
-                )
+                        self._library.dlm_session_result(session, 0, C.byref(result)), session
+                    )
+                    event = replace(event, result=request.generation(result.contents))
+                yield event
 
-    def _undecided(self, session: C.c_void_p, view: _native.Step) -> list[bool]:
-        return [
-            bool(flag) for flag in self._library.dlm_session_undecided(session, None)[: view.length]
-        ]
-
-    def _result(
-        self,
-        session: C.c_void_p,
-        number: int,
-        request: Request,
-        canvas: list[int],
-        stats: _native.Stats,
-        stream: TextStream | None = None,
-    ) -> Generation:
-        """What the session's request of that number came to."""
-        found = _native.Result()
-        self._check(
-            self._library.dlm_session_result_sized(
-                session, number, C.byref(found), C.sizeof(found)
-            ),
-            session,
-        )
-        return request.generation(
-            canvas, _native.outcome(found), stream, stats, self._passes(session)
-        )
-
-    def _passes(self, session: C.c_void_p) -> dict[str, int]:
-        counts = _native.PassCounts()
-        self._library.dlm_session_pass_counts_sized(session, C.byref(counts), C.sizeof(counts))
-        return {name: getattr(counts, name) for name in ("prefill", "denoise", "store")}
-
-    def _check(self, status: int, session: C.c_void_p) -> None:
-        if status:
-            raise _native.error(status, self._library.dlm_session_last_error(session))
+    def _check(self, status: int, session: C.c_void_p, requests: Sequence[Request] = ()) -> None:
+        """Raise the error of a session's call, or what the tokenizer raised in it."""
+        raised = next((one.error for one in requests if one.error is not None), None)
+        if status and raised is not None:
+            raise raised
+        self._handle.check(status, session)
 
     def scheduler(
         self,
@@ -722,51 +599,16 @@ class Bundle:
         several share is expected to take ``max_pass_ms`` milliseconds at most (0: any time), and no
         more requests begin than fit into such a pass. Raises RequestError.
         """
-        from dlm_runtime.scheduler import Scheduler
-
-        return Scheduler(self, max_running, max_waiting, max_tokens, cache_bytes, max_pass_ms, cost)
-
-    def _begin(self) -> None:
-        """Keep the engine until the matching ``_end``."""
-        self._origin.check()
-        with self._lock:
-            self._check_open()
-            self._busy += 1
-
-    def _end(self) -> None:
-        if not self._origin.is_here:
-            return
-        with self._lock:
-            self._busy -= 1
-            self._free()
-
-    @contextmanager
-    def _session(
-        self, cancels: Cancels = (), constraint: Constraint | None = None
-    ) -> Iterator[C.c_void_p]:
-        self._origin.check()  # before the lock, which another thread may have held at the fork
-        with self._lock:
-            self._check_open()
-            session = self._idle.pop() if self._idle else C.c_void_p()
-            if not session:
-                message = C.create_string_buffer(_native.MESSAGE_BYTES)
-                status = self._library.dlm_session_create(
-                    self._handle, message, len(message), C.byref(session)
-                )
-                if status:
-                    raise _native.error(status, message.value)
-            self._busy += 1
-        try:
-            handle = None if constraint is None else constraint.handle
-            self._check(self._library.dlm_session_constrain(session, handle), session)
-            with seen_between_passes(session, cancels):
-                yield session
-        finally:
-            if self._origin.is_here:
-                with self._lock:
-                    self._idle.append(session)
-                    self._busy -= 1
-                    self._free()
+        return Scheduler(
+            self._handle,
+            functools.partial(self._request, "generate"),
+            max_running,
+            max_waiting,
+            max_tokens,
+            cache_bytes,
+            max_pass_ms,
+            cost,
+        )
 
 
 def _content(kind: str, value: Any) -> str:
@@ -968,4 +810,4 @@ def _open(
     )
     if status:
         raise _native.error(status, message.value)
-    return Bundle(handle, None, None)
+    return Bundle(Handle(handle))

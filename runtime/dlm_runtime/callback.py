@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 from dlm_runtime.bundle import Bundle
+from dlm_runtime.generation.handle import Handle
 from dlm_runtime.policy import Policy
 
 
@@ -75,7 +76,7 @@ def _rows(
     return [(_view(k, shape), _view(v, shape)) for k, v in layers]
 
 
-def _passes(info: DenoiserInfo, p: _native.Pass) -> Iterator[CallbackPass]:
+def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
     """The passes of a batch's requests."""
     B, T, S, R = p.batch, p.tokens, p.cached, p.rows
     ids, positions, rows = (
@@ -150,17 +151,4 @@ def from_callback(
     )
     if status:
         raise _native.error(status, message.value)
-    return _CallbackBundle(handle, None, policy or Policy(), (function, raised))
-
-
-class _CallbackBundle(Bundle):
-    def _check(self, status: int, session: C.c_void_p) -> None:
-        try:
-            super()._check(status, session)
-        except Exception as err:
-            cause: BaseException | None = self._owned[1].__dict__.pop("error", None)  # type: ignore[index]
-            if cause is None:
-                raise
-            if isinstance(cause, Exception):
-                raise err from cause
-            raise cause from None
+    return Bundle(Handle(handle, policy or Policy(), function, raised))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import EngineError
 
 # What the static library needs beside itself: libstdc++ and parts of libc.

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dlm_runtime import _native, precision
+from dlm_runtime import precision
+from dlm_runtime.abi import native as _native
 from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.errors import BundleError, shown
 from dlm_runtime.tools import FORMATS
@@ -111,13 +112,13 @@ def schema() -> dict[str, Any]:
     return found
 
 
-def _policy_rule(field: _native.PolicyField) -> dict[str, Any]:
+def _policy_rule(field: Any) -> dict[str, Any]:
     said = {"description": f"{field.name.decode()} of dlm_policy: see dlm_runtime.h."}
     if field.choices:
         names = itertools.takewhile(lambda name: name is not None, field.choices)
         choices = [name.decode() for name in names]
         return said | {"type": "string", "enum": choices, "default": choices[0]}
-    if field.kind == _native.FIELD_DOUBLE:
+    if field.kind == _native.HEADER.constants["DLM_FIELD_DOUBLE"]:
         kind, highest, initial = "number", field.highest, field.initial
     else:  # a reader of JSON takes 63 bits
         kind, highest, initial = "integer", min(field.highest, 2**63 - 1), int(field.initial)

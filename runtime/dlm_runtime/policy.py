@@ -12,11 +12,9 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any
 
 from dlm_runtime.errors import RequestError
-
-UInt64: TypeAlias = int  # a field's annotation says its type in C too: see _native.Policy
 
 # Names that papers and their code use for the same score.
 SCORE_ALIASES = {
@@ -53,7 +51,7 @@ class Policy:
     entropy_bound: float = 0.1
     timestep_eps: float = 1e-3
     temperature: float = 0.0
-    seed: UInt64 = 0
+    seed: int = 0
     store: str = "pass"
     sub_block_length: int = 0
     edit_passes: int = 16
@@ -100,6 +98,9 @@ class Policy:
         """Plain values, as the manifest holds them."""
         return asdict(self)
 
+
+TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str")
+"""Fields whose values are names."""
 
 PRESETS = {
     # One token a pass in blocks of 32, surest first.

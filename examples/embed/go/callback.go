@@ -22,7 +22,7 @@ func dlmGoOnText(user C.uintptr_t, delta *C.char, size C.size_t) (end C.int32_t)
 			heard.panicked, end = panicked, 1
 		}
 	}()
-	if heard.onText != nil && !heard.onText(C.GoStringN(delta, C.int(size))) {
+	if !heard.onText(C.GoStringN(delta, C.int(size))) {
 		return 1
 	}
 	return 0

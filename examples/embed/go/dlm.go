@@ -12,23 +12,17 @@ package dlm
 #include <stdlib.h>
 #include "dlm_runtime.h"
 
-int32_t dlmGoOnText(uintptr_t user, char *delta, size_t size); // in callback.go
+int32_t dlmGoOnText(uintptr_t user, char *text, size_t size); // in callback.go
 
-static int32_t on_text(void *user, const char *delta, size_t size) {
-  return dlmGoOnText((uintptr_t)user, (char *)delta, size);
+static int32_t on_step(void *user, const dlm_step *step) {
+  return step->text_size == 0 ? 0 : dlmGoOnText((uintptr_t)user, (char *)step->text, step->text_size);
 }
 
-// Macros, and a cgo.Handle that C takes as a pointer: Go cannot write these.
-static void init_open_options(dlm_open_options *options) { dlm_open_options_init(options); }
-static void init_generate_options(dlm_generate_options *options) { dlm_generate_options_init(options); }
-static dlm_status get_result(dlm_session *session, dlm_result *result) { return dlm_session_result(session, 0, result); }
-static dlm_status generate_text(dlm_session *session, const dlm_generate_options *options, const char *prompt,
-                                size_t prompt_size, uintptr_t user, const char **text, size_t *size) {
-  return dlm_generate_text(session, options, prompt, prompt_size, on_text, (void *)user, text, size);
-}
-static dlm_status generate_chat(dlm_session *session, const dlm_generate_options *options, const dlm_message *messages,
-                                size_t count, uintptr_t user, const char **text, size_t *size) {
-  return dlm_generate_chat(session, options, messages, count, on_text, (void *)user, text, size);
+// A function, and a cgo.Handle that C takes as a pointer: Go cannot write these.
+static void tell_steps(dlm_request *request, uintptr_t user) {
+  request->text = DLM_TEXT_STEPS;
+  request->on_step = on_step;
+  request->user = (void *)user;
 }
 */
 import "C"
@@ -73,7 +67,7 @@ func Open(path string, threads int) (*Bundle, error) {
 	defer C.free(unsafe.Pointer(name))
 	options := (*C.dlm_open_options)(C.calloc(1, C.sizeof_dlm_open_options))
 	defer C.free(unsafe.Pointer(options))
-	C.init_open_options(options)
+	C.dlm_open_options_init(options, C.sizeof_dlm_open_options)
 	options.threads = C.int32_t(threads)
 	b := &Bundle{}
 	if err := check(func(message *C.char, capacity C.size_t) C.dlm_status {
@@ -94,7 +88,7 @@ func (b *Bundle) Close() {
 func (b *Bundle) Engine() string { return C.GoString(C.dlm_bundle_engine(b.handle)) }
 
 // MaxNewTokens returns the length of a request whose Options set none.
-func (b *Bundle) MaxNewTokens() int { return int(C.dlm_bundle_max_new_tokens(b.handle)) }
+func (b *Bundle) MaxNewTokens() int { return int(C.dlm_bundle_denoiser(b.handle).max_new_tokens) }
 
 // Session generates one request at a time.
 type Session struct{ handle *C.dlm_session }
@@ -124,6 +118,7 @@ type Options struct {
 	MaxNewTokens int        // how many tokens to generate at most; 0: the bundle's own number, Bundle.MaxNewTokens
 	Policy       *Policy    // the decoding loop; nil: the bundle's default preset
 	Constraint   *Automaton // the texts that are allowed; nil: any text
+	StopStrings  []string   // the text ends before the first of these
 	DeadlineMs   float64    // milliseconds after which no pass starts; 0: no deadline
 	MaxSteps     int        // how many passes the request makes at most; 0: any number
 	// SpecialTokens makes text of the prompt or of a message that spells a special token, such as <|eos|>, that token. By default
@@ -132,39 +127,62 @@ type Options struct {
 	OnText        func(delta string) bool // receives the text that each step adds; false ends the request with an error. For sessions
 }
 
-// encodeFlags returns the flags of dlm_text_encode and dlm_chat_encode for text of a request.
-func (o *Options) encodeFlags() C.int32_t {
-	if o.SpecialTokens {
-		return C.DLM_ENCODE_SPECIAL
-	}
-	return 0
-}
-
-// raw copies the options to C, with what they point to; free releases both.
-func (o *Options) raw() (given *C.dlm_generate_options, automaton *C.dlm_automaton, free func()) {
-	given = (*C.dlm_generate_options)(C.calloc(1, C.sizeof_dlm_generate_options))
-	C.init_generate_options(given)
+// raw copies the options to C, with what they point to; free releases all.
+func (o *Options) raw() (request *C.dlm_request, free func()) {
+	request = (*C.dlm_request)(C.calloc(1, C.sizeof_dlm_request))
+	C.dlm_request_init(request, C.sizeof_dlm_request)
+	request.text = C.DLM_TEXT_RESULT
 	if o.MaxNewTokens == NoNewTokens {
-		given.max_new_tokens = 0
+		request.max_new_tokens = 0
 	} else if o.MaxNewTokens != 0 {
-		given.max_new_tokens = C.int32_t(clamp(o.MaxNewTokens))
+		request.max_new_tokens = C.int32_t(clamp(o.MaxNewTokens))
 	}
-	given.deadline_ms = C.double(o.DeadlineMs)
-	given.max_steps = C.int32_t(clamp(o.MaxSteps))
+	request.deadline_ms = C.double(o.DeadlineMs)
+	request.max_steps = C.int32_t(clamp(o.MaxSteps))
 	if o.SpecialTokens {
-		given.special_tokens = 1
+		request.special_tokens = 1
 	}
 	if o.Policy != nil {
 		policy := (*C.dlm_policy)(C.calloc(1, C.sizeof_dlm_policy))
 		*policy = o.Policy.fields
-		given.policy = policy
+		request.policy = policy
 	}
 	if o.Constraint != nil {
-		automaton = o.Constraint.handle
+		request.constraint = o.Constraint.handle
 	}
-	return given, automaton, func() {
-		C.free(unsafe.Pointer(given.policy))
-		C.free(unsafe.Pointer(given))
+	stops := (**C.char)(C.calloc(C.size_t(len(o.StopStrings)+1), C.size_t(unsafe.Sizeof(uintptr(0)))))
+	copied := unsafe.Slice(stops, len(o.StopStrings))
+	for i, stop := range o.StopStrings {
+		copied[i] = C.CString(stop)
+	}
+	request.stop_strings = stops
+	request.stop_count = C.size_t(len(copied))
+	return request, func() {
+		for _, stop := range copied {
+			C.free(unsafe.Pointer(stop))
+		}
+		C.free(unsafe.Pointer(stops))
+		C.free(unsafe.Pointer(request.policy))
+		C.free(unsafe.Pointer(request))
+	}
+}
+
+// A source sets what a request is given, in C memory; free releases that.
+type source func(request *C.dlm_request) (free func())
+
+func promptOf(prompt string) source {
+	return func(request *C.dlm_request) func() {
+		given := C.CString(prompt)
+		request.prompt, request.prompt_size = given, C.size_t(len(prompt))
+		return func() { C.free(unsafe.Pointer(given)) }
+	}
+}
+
+func chatOf(chat []Message) source {
+	return func(request *C.dlm_request) func() {
+		messages, free := newMessages(chat)
+		request.messages, request.message_count = messages, C.size_t(len(chat))
+		return free
 	}
 }
 
@@ -194,24 +212,19 @@ type Generation struct {
 	CompletionTokens int    // how many tokens were generated before the first end token
 }
 
-func newGeneration(text string, result *C.dlm_result) *Generation {
+func newGeneration(result *C.dlm_result) *Generation {
+	text := C.GoStringN(result.text, C.int(result.text_size))
 	names := []string{"none", "stop", "length", "steps", "deadline", "cancelled", "constraint"}
 	finish := "unknown"
 	if at := int(result.finish); at >= 0 && at < len(names) {
 		finish = names[at]
 	}
-	return &Generation{text, finish, int(result.nfe), int(result.prompt_tokens), int(result.completion_tokens)}
+	return &Generation{text, finish, int(result.stats.nfe), int(result.prompt_tokens), int(result.completion_tokens)}
 }
-
-type call func(options *C.dlm_generate_options, user C.uintptr_t, text **C.char, size *C.size_t) C.dlm_status
 
 // GenerateText generates the text after a prompt. When ctx is done, the request ends with what it has.
 func (s *Session) GenerateText(ctx context.Context, prompt string, options Options) (*Generation, error) {
-	given := C.CString(prompt)
-	defer C.free(unsafe.Pointer(given))
-	return s.generate(ctx, options, func(o *C.dlm_generate_options, user C.uintptr_t, text **C.char, size *C.size_t) C.dlm_status {
-		return C.generate_text(s.handle, o, given, C.size_t(len(prompt)), user, text, size)
-	})
+	return s.generate(ctx, promptOf(prompt), options)
 }
 
 // newMessages copies a chat to C; free releases it.
@@ -232,37 +245,29 @@ func newMessages(chat []Message) (messages *C.dlm_message, free func()) {
 
 // GenerateChat generates the assistant's answer to a chat. When ctx is done, the request ends with what it has.
 func (s *Session) GenerateChat(ctx context.Context, chat []Message, options Options) (*Generation, error) {
-	messages, free := newMessages(chat)
-	defer free()
-	return s.generate(ctx, options, func(o *C.dlm_generate_options, user C.uintptr_t, text **C.char, size *C.size_t) C.dlm_status {
-		return C.generate_chat(s.handle, o, messages, C.size_t(len(chat)), user, text, size)
-	})
+	return s.generate(ctx, chatOf(chat), options)
 }
 
-func (s *Session) generate(ctx context.Context, options Options, run call) (*Generation, error) {
-	given, automaton, free := options.raw()
+func (s *Session) generate(ctx context.Context, given source, options Options) (*Generation, error) {
+	request, free := options.raw()
 	defer free()
-	if status := C.dlm_session_constrain(s.handle, automaton); status != C.DLM_OK {
-		return nil, s.failure(status)
-	}
+	defer given(request)()
 	heard := &listener{onText: options.OnText}
 	handle := cgo.NewHandle(heard)
 	defer handle.Delete()
+	if options.OnText != nil {
+		C.tell_steps(request, C.uintptr_t(handle))
+	}
 	defer s.cancelWith(ctx)()
-	var text *C.char
-	var size C.size_t
-	status := run(given, C.uintptr_t(handle), &text, &size)
+	var result *C.dlm_result
+	status := C.dlm_session_generate(s.handle, request, &result)
 	if heard.panicked != nil {
 		panic(heard.panicked)
 	}
 	if status != C.DLM_OK {
-		return nil, s.failure(status)
+		return nil, &Error{int(status), C.GoString(C.dlm_session_last_error(s.handle))}
 	}
-	var result C.dlm_result
-	if status := C.get_result(s.handle, &result); status != C.DLM_OK {
-		return nil, s.failure(status)
-	}
-	return newGeneration(C.GoStringN(text, C.int(size)), &result), nil
+	return newGeneration(result), nil
 }
 
 // cancelWith ends the session's request when ctx is done, until the returned function is called, which waits for its goroutine.
@@ -288,8 +293,4 @@ func (s *Session) cancelWith(ctx context.Context) func() {
 		close(over)
 		<-ended
 	}
-}
-
-func (s *Session) failure(status C.dlm_status) error {
-	return &Error{int(status), C.GoString(C.dlm_session_last_error(s.handle))}
 }

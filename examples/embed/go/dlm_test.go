@@ -125,6 +125,30 @@ func TestPresetsEffortLevelsAndChangedFieldsChooseTheLoop(t *testing.T) {
 	}
 }
 
+func TestATextEndsBeforeAStopString(t *testing.T) {
+	bundle := open(t, "DLM_BUNDLE")
+	s := session(t, bundle)
+	whole := generate(t, s, prompt, few).Text
+	wanted := whole[:strings.Index(whole, "kitchen")]
+	stopped := Options{MaxNewTokens: 40, StopStrings: []string{"none of these", "kitchen"}}
+	if out := generate(t, s, prompt, stopped); out.Text != wanted || out.Finish != "stop" {
+		t.Errorf("%+v", out)
+	}
+	scheduler, err := bundle.NewScheduler()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer scheduler.Close()
+	job, err := scheduler.SubmitText(prompt, stopped)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer job.Close()
+	if out, err := job.Wait(ctx); err != nil || out.Text != wanted {
+		t.Errorf("%+v: %v", out, err)
+	}
+}
+
 func TestAConstraintIsOfItsRequestAlone(t *testing.T) {
 	s := session(t, open(t, "DLM_BUNDLE"))
 	data, err := os.ReadFile(os.Getenv("DLM_AUTOMATON"))

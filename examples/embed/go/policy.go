@@ -4,7 +4,6 @@ package dlm
 #include <stdlib.h>
 #include "dlm_runtime.h"
 
-static void init_a_policy(dlm_policy *policy) { dlm_policy_init(policy); }
 static const char *choice_at(const dlm_policy_field *field, size_t index) { return field->choices[index]; }
 */
 import "C"
@@ -22,26 +21,27 @@ type Policy struct{ fields C.dlm_policy }
 
 // Preset returns one of the bundle's presets by its name, such as "fast-dllm". The error for an unknown name lists all of them.
 func (b *Bundle) Preset(name string) (*Policy, error) {
-	return newPolicy(name, func(name, message *C.char, capacity C.size_t, policy *C.dlm_policy) C.dlm_status {
-		return C.dlm_bundle_preset(b.handle, name, message, capacity, policy)
-	})
+	return b.policy(name, "")
 }
 
 // Effort returns the loop of an effort level: "instant", "low", "medium" or "high". It fails for a bundle without levels, which
 // `dlm-export effort` adds.
 func (b *Bundle) Effort(level string) (*Policy, error) {
-	return newPolicy(level, func(name, message *C.char, capacity C.size_t, policy *C.dlm_policy) C.dlm_status {
-		return C.dlm_bundle_effort(b.handle, name, message, capacity, policy)
-	})
+	return b.policy("", level)
 }
 
-func newPolicy(name string, fill func(name, message *C.char, capacity C.size_t, policy *C.dlm_policy) C.dlm_status) (*Policy, error) {
-	given := C.CString(name)
-	defer C.free(unsafe.Pointer(given))
+func (b *Bundle) policy(preset, effort string) (*Policy, error) {
+	names := [2]*C.char{}
+	for i, name := range []string{preset, effort} {
+		if name != "" {
+			names[i] = C.CString(name)
+			defer C.free(unsafe.Pointer(names[i]))
+		}
+	}
 	p := &Policy{}
-	C.init_a_policy(&p.fields)
+	C.dlm_policy_init(&p.fields, C.sizeof_dlm_policy)
 	if err := check(func(message *C.char, capacity C.size_t) C.dlm_status {
-		return fill(given, message, capacity, &p.fields)
+		return C.dlm_bundle_policy(b.handle, names[0], names[1], message, capacity, &p.fields)
 	}); err != nil {
 		return nil, err
 	}

@@ -13,20 +13,15 @@ struct completion {
   service* service;
   int is_chat, is_stream;
   dlm_policy policy;
-  dlm_generate_options options;
+  dlm_request request;
   dlm_job* job;
-  size_t prompt_tokens;
   char id[64];
   int64_t created;
-  int is_edited;         /* tokens of the block that is decided may change */
   int is_begun;          /* a stream told who speaks */
   int is_over;           /* and everything else */
   pthread_mutex_t mutex; /* of what follows, which the scheduler's thread fills */
   pthread_cond_t changed;
-  dlm_decoder* decoder;
   buffer fresh; /* text that nobody was told */
-  size_t read;  /* tokens behind the prompt whose text is in it, or was */
-  int is_ended; /* an end token was among them */
 };
 
 static completion* refuse(refusal* why, unsigned status, const char* format, const char* detail) {
@@ -101,8 +96,8 @@ static int read_options(completion* of, const json_t* root, refusal* why) {
   if (stream != NULL && !json_is_boolean(stream))
     return refuse(why, 400, "stream is neither true nor false%s", ""), 0;
   of->is_stream = json_is_true(stream);
-  const int32_t own = dlm_bundle_max_new_tokens(of->service->bundle);
-  of->options.max_new_tokens = own < most ? own : most;
+  const int32_t own = dlm_bundle_denoiser(of->service->bundle)->max_new_tokens;
+  of->request.max_new_tokens = own < most ? own : most;
   if (count != NULL) {
     const json_int_t wanted = json_is_integer(count) ? json_integer_value(count) : 0;
     if (wanted < 1) return refuse(why, 400, "max_tokens is no whole number from 1 on%s", ""), 0;
@@ -111,7 +106,7 @@ static int read_options(completion* of, const json_t* root, refusal* why) {
       snprintf(limit, sizeof limit, "%d", (int)most);
       return refuse(why, 400, "max_tokens is above %s, the most that this service takes", limit), 0;
     }
-    of->options.max_new_tokens = (int32_t)wanted;
+    of->request.max_new_tokens = (int32_t)wanted;
   }
   if (seed != NULL) {
     const json_int_t value = json_is_integer(seed) ? json_integer_value(seed) : -1;
@@ -128,8 +123,7 @@ static int read_options(completion* of, const json_t* root, refusal* why) {
     of->policy.temperature = temperature;
   }
   if (top_p < 1) of->policy.top_p = top_p; /* the library says so where nothing is drawn */
-  of->options.deadline_ms = of->service->limits.deadline_ms;
-  of->is_edited = of->policy.remask != NULL && strcmp(of->policy.remask, "edit") == 0;
+  of->request.deadline_ms = of->service->limits.deadline_ms;
   return 1;
 }
 
@@ -154,70 +148,25 @@ static dlm_message* read_chat(const json_t* messages, size_t* count, refusal* wh
       why, 400, "a message is no object of a role and a content, which are strings%s", "");
 }
 
-/* The tokens of the prompt or chat, malloc'ed; NULL with *why. */
-static int32_t* read_prompt(const completion* of, const json_t* root, size_t* count, refusal* why) {
-  const dlm_text* const text = of->service->text;
+/* Sets the prompt or chat of the request; *chat is malloc'ed, or NULL. Returns 0 with *why. */
+static int read_prompt(completion* of, const json_t* root, dlm_message** chat, refusal* why) {
   const json_t* const prompt = json_object_get(root, of->is_chat ? "messages" : "prompt");
-  size_t messages = 0, capacity = 0;
-  dlm_message* const chat = of->is_chat ? read_chat(prompt, &messages, why) : NULL;
-  if (of->is_chat && chat == NULL) return NULL;
-  if (!of->is_chat && !json_is_string(prompt))
-    return (int32_t*)refuse(why, 400, "prompt is no string%s", "");
-  const char* const string = json_string_value(prompt);
-  const size_t size = json_string_length(prompt), room = sizeof why->message;
-  int32_t* tokens = NULL;
-  dlm_status status = DLM_OK;
-  for (int call = 0; status == DLM_OK && call < 2;
-       ++call) { /* once for the count, once for the ids */
-    if (call == 1 && (tokens = calloc(*count + 1, sizeof *tokens)) == NULL)
-      status = DLM_OUT_OF_MEMORY;
-    else if (chat != NULL)
-      status =
-          dlm_chat_encode(text, chat, messages, 0, why->message, room, tokens, capacity, count);
-    else
-      status = dlm_text_encode(text, string, size, DLM_ENCODE_PROMPT, why->message, room, tokens,
-                               capacity, count);
-    capacity = *count;
+  if (of->is_chat) {
+    *chat = read_chat(prompt, &of->request.message_count, why);
+    of->request.messages = *chat;
+    return *chat != NULL;
   }
-  why->status = http_status(status);
-  if (status != DLM_OK) free(tokens), tokens = NULL;
-  free(chat);
-  return tokens;
+  if (!json_is_string(prompt)) return refuse(why, 400, "prompt is no string%s", ""), 0;
+  of->request.prompt = json_string_value(prompt);
+  of->request.prompt_size = json_string_length(prompt);
+  return 1;
 }
 
-/* ---- Text as it is decided ---- */
-
-/* Takes the text that further tokens add. Returns 0 where there is no memory. */
-static int push(completion* of, const int32_t* tokens, size_t count, int is_last) {
-  const char* text;
-  size_t size;
-  const dlm_status status = dlm_decoder_push(of->decoder, tokens, count, is_last, &text, &size);
-  return status == DLM_OK && buffer_append(&of->fresh, text, size);
-}
-
-/* The same for tokens up to `end`, counted from the canvas's start. */
-static int take_text(completion* of, const int32_t* canvas, size_t end, int is_last) {
-  const dlm_denoiser* const denoiser = &of->service->denoiser;
-  int is_kept = 1;
-  for (; !of->is_ended && of->prompt_tokens + of->read < end; ++of->read) {
-    const int32_t token = canvas[of->prompt_tokens + of->read];
-    for (size_t i = 0; i < denoiser->eos_count; ++i)
-      of->is_ended |= token == denoiser->eos_token_ids[i];
-    if (of->is_ended || token == denoiser->mask_token_id) continue;
-    is_kept = push(of, &token, 1, 0) && is_kept;
-  }
-  return (!is_last || push(of, NULL, 0, 1)) && is_kept;
-}
-
-/* On the scheduler's thread: what stands in front of everything undecided is text. */
+/* On the scheduler's thread. */
 static int32_t on_step(void* user, const dlm_step* step) {
   completion* const of = user;
-  size_t end = of->prompt_tokens;
-  while (end < (size_t)step->length && step->canvas[end] != of->service->denoiser.mask_token_id)
-    ++end;
-  if (of->is_edited && end > (size_t)step->block_start) end = (size_t)step->block_start;
   pthread_mutex_lock(&of->mutex);
-  const int is_kept = step->done != 0 || take_text(of, step->canvas, end, 0);
+  const int is_kept = buffer_append(&of->fresh, step->text, step->text_size);
   if (of->fresh.size > 0) pthread_cond_signal(&of->changed);
   pthread_mutex_unlock(&of->mutex);
   return !is_kept;
@@ -242,30 +191,29 @@ completion* completion_start(service* of, uint64_t number, int is_chat, const ch
   made->created = (int64_t)time(NULL);
   snprintf(made->id, sizeof made->id, "%s-%llu", is_chat ? "chatcmpl" : "cmpl",
            (unsigned long long)number);
-  dlm_generate_options_init(&made->options);
-  made->options.policy = &made->policy;
+  dlm_request_init(&made->request, sizeof made->request);
+  made->request.policy = &made->policy;
+  made->request.text = DLM_TEXT_RESULT;
   pthread_mutex_init(&made->mutex, NULL);
   pthread_condattr_t monotonic;
   pthread_condattr_init(&monotonic);
   pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
   pthread_cond_init(&made->changed, &monotonic);
   pthread_condattr_destroy(&monotonic);
-  int32_t* tokens = NULL;
+  dlm_message* chat = NULL;
   dlm_status status = DLM_INVALID_ARGUMENT;
-  if (!json_is_object(root))
+  if (!json_is_object(root)) {
     refuse(why, 400, "the body is JSON, and no object%s", "");
-  else if (read_options(made, root, why))
-    tokens = read_prompt(made, root, &made->prompt_tokens, why);
-  if (tokens != NULL) {
-    status = dlm_decoder_create(of->text, why->message, sizeof why->message, &made->decoder);
-    if (made->is_stream) made->options.on_step = on_step, made->options.user = made;
-    if (status == DLM_OK)
-      status =
-          dlm_scheduler_submit(of->scheduler, &made->options, NULL, 0, tokens, made->prompt_tokens,
-                               why->message, sizeof why->message, &made->job);
+  } else if (read_options(made, root, why) && read_prompt(made, root, &chat, why)) {
+    if (made->is_stream) {
+      made->request.text = DLM_TEXT_STEPS;
+      made->request.on_step = on_step, made->request.user = made;
+    }
+    status = dlm_scheduler_submit(of->scheduler, &made->request, why->message, sizeof why->message,
+                                  &made->job);
     why->status = http_status(status);
   }
-  free(tokens);
+  free(chat);
   json_decref(root);
   if (status != DLM_OK) {
     completion_destroy(made);
@@ -281,7 +229,6 @@ void completion_destroy(completion* of) {
     dlm_job_wait(of->job, -1); /* on_step is called until then, and reads what goes now */
     dlm_job_destroy(of->job);
   }
-  dlm_decoder_destroy(of->decoder);
   buffer_free(&of->fresh);
   pthread_cond_destroy(&of->changed);
   pthread_mutex_destroy(&of->mutex);
@@ -307,17 +254,18 @@ int completion_wait(completion* of, int ms) {
   return is_told || dlm_job_wait(of->job, 0);
 }
 
-/* What a request that is done came to; 0 where that is no answer. */
-static int read_result(const completion* of, dlm_result* result, refusal* why) {
-  const dlm_status status = dlm_job_result(of->job, result);
+/* What a request that is done came to; NULL where that is no answer. */
+static const dlm_result* read_result(const completion* of, refusal* why) {
+  const dlm_result* result = NULL;
+  const dlm_status status = dlm_job_result(of->job, &result);
   why->status = http_status(status);
   if (status != DLM_OK)
-    refuse(why, why->status, "%s", dlm_job_message(of->job));
+    refuse(why, why->status, "%s", result->message);
   else if (result->finish == DLM_FINISH_CANCELLED)
     refuse(why, 503, "the service stops, and ended the request%s", "");
-  else if (result->finish == DLM_FINISH_DEADLINE && result->nfe == 0)
+  else if (result->finish == DLM_FINISH_DEADLINE && result->stats->nfe == 0)
     refuse(why, 503, "the request waited until its time was over: too many came before it%s", "");
-  return why->status == 200;
+  return why->status == 200 ? result : NULL;
 }
 
 static const char* finish_reason(const dlm_result* result) {
@@ -341,25 +289,21 @@ static char* frame(const completion* of, json_t* choice, json_t* usage) {
 static json_t* usage_json(const dlm_result* result) {
   const int given = result->prompt_tokens, made = result->completion_tokens;
   return json_pack("{sisisisi}", "prompt_tokens", given, "completion_tokens", made, "total_tokens",
-                   given + made, "passes", (int)result->nfe);
+                   given + made, "passes", (int)result->stats->nfe);
 }
 
 char* completion_answer(completion* of, refusal* why) {
-  dlm_result result;
-  if (!read_result(of, &result, why)) return NULL;
-  char* text = NULL;
-  if (take_text(of, dlm_job_tokens(of->job, NULL), result.length, 1)) {
-    const char* const string = of->fresh.size > 0 ? of->fresh.data : "";
-    json_t* const content = json_stringn(string, of->fresh.size);
-    const char* const finish = finish_reason(&result);
-    json_t* choice;
-    if (!of->is_chat)
-      choice = json_pack("{sissso}", "index", 0, "finish_reason", finish, "text", content);
-    else
-      choice = json_pack("{sisss{ssso}}", "index", 0, "finish_reason", finish, "message", "role",
-                         "assistant", "content", content);
-    text = frame(of, choice, usage_json(&result));
-  }
+  const dlm_result* const result = read_result(of, why);
+  if (result == NULL) return NULL;
+  json_t* const content = json_stringn(result->text, result->text_size);
+  const char* const finish = finish_reason(result);
+  json_t* choice;
+  if (!of->is_chat)
+    choice = json_pack("{sissso}", "index", 0, "finish_reason", finish, "text", content);
+  else
+    choice = json_pack("{sisss{ssso}}", "index", 0, "finish_reason", finish, "message", "role",
+                       "assistant", "content", content);
+  char* const text = frame(of, choice, usage_json(result));
   if (text == NULL) refuse(why, 503, "no memory for the answer%s", "");
   return text;
 }
@@ -392,8 +336,8 @@ int completion_events(completion* of, buffer* to, int* is_last) {
   if (of->is_over) return 1;
   const int is_done = dlm_job_wait(of->job, 0);
   refusal why = {200, ""};
-  dlm_result result;
-  if (is_done && !read_result(of, &result, &why)) {
+  const dlm_result* const result = is_done ? read_result(of, &why) : NULL;
+  if (is_done && result == NULL) {
     *is_last = of->is_over = 1;
     return append_event(to, refusal_json(&why));
   }
@@ -401,13 +345,8 @@ int completion_events(completion* of, buffer* to, int* is_last) {
   buffer text = of->fresh;
   memset(&of->fresh, 0, sizeof of->fresh);
   pthread_mutex_unlock(&of->mutex);
-  int is_made = 1;
-  if (is_done) { /* nobody else touches it now */
-    is_made = take_text(of, dlm_job_tokens(of->job, NULL), result.length, 1) &&
-              buffer_append(&text, of->fresh.data, of->fresh.size);
-    *is_last = of->is_over = 1;
-  }
-  is_made = is_made && append_event(to, event_json(of, &text, is_done ? &result : NULL));
+  if (is_done) *is_last = of->is_over = 1;
+  int is_made = append_event(to, event_json(of, &text, result));
   if (is_done) is_made = is_made && buffer_append(to, "data: [DONE]\n\n", 14);
   of->is_begun = 1;
   buffer_free(&text);

@@ -129,7 +129,7 @@ static enum MHD_Result complete(struct MHD_Connection* connection, exchange* of,
 static enum MHD_Result tell_metrics(struct MHD_Connection* connection, exchange* of) {
   service* const service = of->service;
   dlm_scheduler_stats stats;
-  dlm_scheduler_get_stats(service->scheduler, &stats);
+  dlm_scheduler_get_stats(service->scheduler, &stats, sizeof stats);
   buffer text = {NULL, 0, 0};
   char line[256];
   int is_made = 1;

@@ -96,17 +96,17 @@ static int report(dlm_status status, const char* sentence) {
 static dlm_status open_service(service* to, const struct settings* settings, char* message,
                                size_t capacity) {
   dlm_open_options options;
-  dlm_open_options_init(&options);
+  dlm_open_options_init(&options, sizeof options);
   options.threads = (int32_t)settings->threads;
   dlm_status status = dlm_bundle_open(settings->bundle, &options, message, capacity, &to->bundle);
   if (status != DLM_OK) return status;
-  dlm_bundle_denoiser(to->bundle, &to->denoiser);
-  dlm_policy_init(&to->policy);
-  status = dlm_bundle_preset(to->bundle, settings->preset, message, capacity, &to->policy);
-  if (status == DLM_OK) status = dlm_bundle_text(to->bundle, message, capacity, &to->text);
+  dlm_policy_init(&to->policy, sizeof to->policy);
+  status = dlm_bundle_policy(to->bundle, settings->preset, NULL, message, capacity, &to->policy);
+  const dlm_text* text = NULL; /* a bundle without text cannot be served */
+  if (status == DLM_OK) status = dlm_bundle_text(to->bundle, message, capacity, &text);
   if (status != DLM_OK) return status;
   dlm_scheduler_options scheduling;
-  dlm_scheduler_options_init(&scheduling);
+  dlm_scheduler_options_init(&scheduling, sizeof scheduling);
   scheduling.max_running = (int32_t)settings->max_running;
   scheduling.max_waiting = (int32_t)settings->max_waiting;
   return dlm_scheduler_create(to->bundle, &scheduling, message, capacity, &to->scheduler);

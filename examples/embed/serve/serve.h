@@ -30,9 +30,7 @@ typedef struct service {
   const char* model; /* the name that answers bear */
   limits limits;
   dlm_bundle* bundle;
-  const dlm_text* text;
   dlm_scheduler* scheduler;
-  dlm_denoiser denoiser;
   dlm_policy policy; /* of requests that ask for no other */
 
   pthread_mutex_t mutex;  /* of all that follows */

@@ -28,7 +28,7 @@ from dlm_export.quantising.numbers import Quantisation
 from dlm_export.sources import Source
 from dlm_export.targets import STORED
 from dlm_export.workplace import Workplace
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from dlm_export.network.spec import EMBEDDING
 from dlm_export.progress import Stages
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.text.compiled import TEXT_FILE, compile_text
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
 """Where ``write.write_graph`` gets an initialiser from, by name and element type."""

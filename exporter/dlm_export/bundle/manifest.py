@@ -16,7 +16,7 @@ from dlm_runtime.errors import BundleError
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
 from dlm_runtime.policy import Policy
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 1
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
 """What of a network the loop needs: in ``loop``, and in ``network`` no second time."""
 

@@ -19,7 +19,7 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, read_json
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
-from dlm_runtime.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, Tokenizer
+from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, Tokenizer
 
 # How Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0): contractions, words,
 # single digits, punctuation, line breaks, spaces.

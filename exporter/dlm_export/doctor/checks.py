@@ -95,7 +95,7 @@ def _is_replaced(name: str, m: Machine) -> bool:
 
 
 def _native_library(m: Machine) -> Iterator[Finding]:
-    from dlm_runtime import _native
+    from dlm_runtime.abi import native as _native
 
     native = m.native
     lacking = (

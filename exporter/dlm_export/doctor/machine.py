@@ -13,7 +13,7 @@ from typing import Any
 from dlm_export.doctor.board import Board, find_board
 from dlm_export.doctor.system import System
 from dlm_export.engines import ENGINE_BUILDERS, RTX, TENSORRT
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import DlmError
 from dlm_runtime.providers import cuda_libraries
 

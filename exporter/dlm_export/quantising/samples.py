@@ -25,7 +25,7 @@ from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import Canvas, start_canvas
 from dlm_runtime.errors import RequestError
 from dlm_runtime.policy import Policy
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dlm_export.network.layered import Layered

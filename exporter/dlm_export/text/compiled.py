@@ -16,7 +16,7 @@ from dlm_export.text.proof import prove_chats, prove_tokens
 from dlm_export.text.refusal import NotCompiled
 from dlm_export.text.vocabulary import read_tables
 from dlm_runtime.errors import BundleError, RequestError
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 TEXT_FILE = "text.bin"
 MOST_TOKENS = 1 << 20  # the largest released vocabulary has 262,144

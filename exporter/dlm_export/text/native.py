@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 _PROMPT, _SPECIAL = 1, 2  # flags of dlm_text_encode
 
@@ -85,22 +85,6 @@ class CompiledText:
                 return self._text[: size.value].tobytes().decode()
             self._text = np.empty(2 * size.value, np.uint8)
 
-    def decode_parts(self, parts: Sequence[Sequence[int]]) -> list[str]:
-        """The text of token ids that come in parts: what each adds."""
-        decoder, found = C.c_void_p(), []
-        self._check(self._library.dlm_decoder_create(self._handle, *self._report, C.byref(decoder)))
-        for at, tokens in enumerate(parts):
-            given, string, size = (C.c_int32 * len(tokens))(*tokens), C.c_void_p(), C.c_size_t()
-            is_last = int(at == len(parts) - 1)
-            self._check(
-                self._library.dlm_decoder_push(
-                    decoder, given, len(tokens), is_last, C.byref(string), C.byref(size)
-                )
-            )
-            found.append(C.string_at(string, size.value).decode())  # each whole characters
-        self._library.dlm_decoder_destroy(decoder)
-        return found
-
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """A chat as text."""
         return self._filled(self._library.dlm_chat_render, *_chat(messages))
@@ -114,8 +98,11 @@ class CompiledText:
             raise _native.error(status, self._message.value)
 
 
-def _chat(messages: Sequence[Mapping[str, str]]) -> tuple[C.Array[_native.Message], int]:
+def _chat(messages: Sequence[Mapping[str, str]]) -> tuple[Any, int]:
     said = [(message["role"].encode(), message["content"].encode()) for message in messages]
     return (_native.Message * len(said))(
-        *(_native.Message(role, content, len(content)) for role, content in said)
+        *(
+            _native.Message(role, C.cast(C.c_char_p(content), C.POINTER(C.c_char)), len(content))
+            for role, content in said
+        )
     ), len(said)

@@ -13,7 +13,7 @@ from dlm_export.text.chat import Chat
 from dlm_export.text.native import CompiledText
 from dlm_export.text.refusal import NotCompiled
 from dlm_runtime.errors import RequestError
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 LINES, ROWS, CHATS = 1500, 300, 200
 _AT_ONCE = 250  # what the tokenizer's process is asked at once

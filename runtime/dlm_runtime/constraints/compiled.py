@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 from dlm_runtime.constraints.automaton import MADE_OF, compile_automaton
 from dlm_runtime.constraints.byte_automaton import Budget, CompileLimits, between, byte_automaton
 from dlm_runtime.constraints.vocabulary import Vocabulary

@@ -41,7 +41,7 @@ dlm_policy choose(fuzz::Input& input) {
   static constexpr const char* kCommits[] = {"static", "threshold",     "dynamic",
                                              "factor", "entropy_bound", "sequential"};
   dlm_policy policy;
-  dlm_policy_init(&policy);
+  dlm_policy_init(&policy, sizeof policy);
   const uint8_t bits = input.byte();
   policy.commit = input.pick(kCommits);
   if ((bits & 1) != 0)
@@ -90,7 +90,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::memcpy(&vocab, file.data() + 8, sizeof vocab);
   const int32_t eos = vocab - 2;
   dlm_denoiser denoiser;
-  dlm_denoiser_init(&denoiser);
+  dlm_denoiser_init(&denoiser, sizeof denoiser);
   denoiser.vocab_size = vocab, denoiser.mask_token_id = vocab - 1, denoiser.max_canvas_length = 64;
   denoiser.layers = denoiser.kv_heads = denoiser.head_size = denoiser.has_cache = 1;
   denoiser.eos_token_ids = &eos, denoiser.eos_count = 1;
@@ -103,21 +103,20 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const uint8_t lengths = settings.byte(), given = settings.byte();
     dlm_session* session = nullptr;
     CLAIM(dlm_session_create(bundle, message, sizeof message, &session) == DLM_OK);
-    CLAIM(dlm_session_constrain_from(session, automaton, given % 3) == DLM_OK);
-    dlm_generate_options options;
-    dlm_generate_options_init(&options);
-    options.policy = &policy, options.max_new_tokens = lengths % 20,
-    options.max_steps = given / 3 % 2 * 4;
-    int32_t canvas[24] = {};
-    const size_t count = lengths / 20 % 4;
-    for (size_t i = 0; i < count; ++i) canvas[i] = given / 6 % vocab;
-    size_t length = 0;
-    const dlm_status ended =
-        dlm_session_generate(session, &options, canvas, count, 24, nullptr, &length);
+    dlm_request request;
+    dlm_request_init(&request, sizeof request);
+    request.policy = &policy, request.max_new_tokens = lengths % 20;
+    request.max_steps = given / 3 % 2 * 4;
+    request.constraint = automaton, request.constrained_tokens = given % 3;
+    int32_t tokens[4] = {};
+    request.tokens = tokens, request.token_count = lengths / 20 % 4;
+    for (int32_t& token : tokens) token = given / 6 % vocab;
+    const dlm_result* result = nullptr;
+    const dlm_status ended = dlm_session_generate(session, &request, &result);
     CLAIM(ended == DLM_OK ||
           (fuzz::is_refusal(ended) && fuzz::is_sentence(dlm_session_last_error(session))));
-    for (size_t i = 0; ended == DLM_OK && i < length; ++i)
-      CLAIM(canvas[i] >= 0 && canvas[i] < vocab);
+    for (size_t i = 0; ended == DLM_OK && i < result->length; ++i)
+      CLAIM(result->tokens[i] >= 0 && result->tokens[i] < vocab);
     dlm_session_destroy(session);
   }
   dlm_automaton_destroy(automaton);

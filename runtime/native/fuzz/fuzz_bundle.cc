@@ -90,18 +90,19 @@ void write(std::string manifest, std::string_view content) {
 
 void ask(dlm_bundle* bundle) {
   char message[2048];
-  dlm_denoiser denoiser;
-  dlm_bundle_denoiser(bundle, &denoiser);
+  const dlm_denoiser& denoiser = *dlm_bundle_denoiser(bundle);
   CLAIM(denoiser.vocab_size >= 3 && denoiser.mask_token_id < denoiser.vocab_size &&
         denoiser.layers >= 1);
   CLAIM(*dlm_bundle_manifest(bundle) != '\0' && *dlm_bundle_engine(bundle) != '\0');
   dlm_policy policy;
-  dlm_policy_init(&policy);
-  CLAIM(dlm_bundle_preset(bundle, nullptr, message, sizeof message, &policy) == DLM_OK);
-  CLAIM(dlm_bundle_preset(bundle, "no such", message, sizeof message, &policy) == DLM_NOT_FOUND &&
+  dlm_policy_init(&policy, sizeof policy);
+  CLAIM(dlm_bundle_policy(bundle, nullptr, nullptr, message, sizeof message, &policy) == DLM_OK);
+  CLAIM(dlm_bundle_policy(bundle, "no such", nullptr, message, sizeof message, &policy) ==
+            DLM_NOT_FOUND &&
         fuzz::is_sentence(message));
   for (const char* const level : {"instant", "low", "medium", "high", "most"}) {
-    const dlm_status status = dlm_bundle_effort(bundle, level, message, sizeof message, &policy);
+    const dlm_status status =
+        dlm_bundle_policy(bundle, nullptr, level, message, sizeof message, &policy);
     CLAIM(status == DLM_OK || status == DLM_NOT_FOUND);
   }
   const dlm_text* text = nullptr;
@@ -112,13 +113,10 @@ void ask(dlm_bundle* bundle) {
   if (denoiser.max_canvas_length > 1 << 12) return;  // whose session may want a lot
   if (dlm_session_create(bundle, message, sizeof message, &session) != DLM_OK)
     CLAIM(fuzz::is_sentence(message));
-  dlm_generate_options options;
-  dlm_generate_options_init(&options);
-  options.max_new_tokens = 1;
-  int32_t canvas[1];
-  size_t length = 0;
-  CLAIM(dlm_session_generate(session, &options, canvas, 0, 1, nullptr, &length) !=
-        DLM_OK);  // there is no engine
+  dlm_request request;
+  dlm_request_init(&request, sizeof request);
+  request.max_new_tokens = 1;
+  CLAIM(dlm_session_generate(session, &request, nullptr) != DLM_OK);  // there is no engine
   CLAIM(fuzz::is_sentence(dlm_session_last_error(session)));
   dlm_session_destroy(session);
 }
@@ -126,7 +124,7 @@ void ask(dlm_bundle* bundle) {
 void open(const char* engine, int32_t check_hashes) {
   char message[2048];
   dlm_open_options options;
-  dlm_open_options_init(&options);
+  dlm_open_options_init(&options, sizeof options);
   options.engine = engine, options.check_hashes = check_hashes;
   dlm_bundle* bundle = nullptr;
   const dlm_status status =

@@ -5,7 +5,9 @@
 // Each byte of the input chooses: first a denoiser, then a call and its arguments until it ends.
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "fuzz.h"
@@ -24,6 +26,7 @@ constexpr const char* kStrings[] = {
     "none",      "reuse",   "draw",   "marginal",      "no such %s\x1b"};
 constexpr dlm_status kOwn = 77;  // of a pass that fails in the caller's way
 constexpr size_t kMostCalls = 48, kRoom = 80;
+constexpr const char* kStops[] = {"bc", "\xC3\xA9"};
 
 class World {
  public:
@@ -61,7 +64,7 @@ class World {
     const uint8_t kind = input_.byte();
     const int32_t eos[] = {1, kind % 16 == 15 ? number() : 2};
     dlm_denoiser denoiser;
-    dlm_denoiser_init(&denoiser);
+    dlm_denoiser_init(&denoiser, sizeof denoiser);
     vocab_ = 3 + kind % 11;
     denoiser.vocab_size = vocab_, denoiser.mask_token_id = 0, denoiser.max_canvas_length = 64;
     denoiser.layers = 1 + kind % 2, denoiser.kv_heads = 1 + kind / 2 % 2, denoiser.head_size = 2;
@@ -80,7 +83,7 @@ class World {
     CLAIM(check(status) == DLM_OK || fuzz::is_sentence(message));
     dlm_session_create(bundle_, message, sizeof message, &session_);
     dlm_scheduler_options options;
-    dlm_scheduler_options_init(&options);
+    dlm_scheduler_options_init(&options, sizeof options);
     options.max_running = 1 + kind % 3, options.max_waiting = 4;
     if (is_rare()) options.max_tokens = number();
     if (is_rare()) options.cache_bytes = input_.byte() * 64u;
@@ -89,7 +92,7 @@ class World {
 
   dlm_policy policy() {
     dlm_policy made;
-    dlm_policy_init(&made);
+    dlm_policy_init(&made, sizeof made);
     for (size_t changes = input_.byte() % 6; changes-- > 0;) {
       const dlm_policy_field* const field = dlm_policy_field_at(input_.byte() % 25);
       if (field == nullptr) continue;
@@ -116,9 +119,11 @@ class World {
     return made;
   }
 
-  dlm_generate_options options() {
-    dlm_generate_options made;
-    dlm_generate_options_init(&made);
+  dlm_request request() {
+    dlm_request made;
+    dlm_request_init(&made, sizeof made);
+    tokens_.resize(fill());
+    made.tokens = tokens_.data(), made.token_count = tokens_.size();
     policy_ = policy();
     if (!is_rare()) made.policy = &policy_;
     made.max_new_tokens = input_.byte() % 24;
@@ -126,6 +131,14 @@ class World {
     if (is_rare()) made.steps = number();
     if (is_rare()) made.max_steps = number();
     if (is_rare()) made.deadline_ms = real();
+    if (is_rare()) made.text = number();
+    if (is_rare()) made.text_start = number();
+    if (is_rare()) made.constrained_tokens = number();
+    if (input_.byte() % 4 == 3)
+      made.text = DLM_TEXT_STEPS, made.decode = &World::decode, made.user = this;
+    if (input_.byte() % 8 == 7)
+      made.stop_strings = kStops, made.stop_count = 1 + input_.byte() % 2,
+      made.decode = &World::decode, made.user = this;
     if (input_.byte() % 4 == 3) made.on_step = &World::on_step, made.user = this;
     if (is_rare()) made.struct_size = input_.byte();
     return made;
@@ -134,6 +147,7 @@ class World {
   // Given tokens, few of them outside the vocabulary.
   size_t fill() {
     const size_t count = input_.byte() % 20;
+    tokens_.resize(count);
     for (size_t i = 0; i < count; ++i)
       tokens_[i] = input_.byte() % 4 == 0 ? 0 : input_.byte() % vocab_;
     if (count > 0 && is_rare()) tokens_[0] = number();
@@ -151,26 +165,25 @@ class World {
         batch();
         break;
       case 3: {
-        const dlm_generate_options chosen = options();
+        const dlm_request chosen = request();
         dlm_session* const of = session();
-        check(of, dlm_session_start(of, is_rare() ? nullptr : &chosen, tokens_.data(), fill()));
+        check(of, dlm_session_start(of, is_rare() ? nullptr : &chosen));
         break;
       }
       case 4:
       case 5: {
-        dlm_step step;
+        const dlm_step* step = nullptr;
         dlm_session* const of = session();
         if (check(of, dlm_session_step(of, is_rare() ? nullptr : &step)) == DLM_OK)
-          for (int32_t i = 0; i < step.length; ++i)
-            CLAIM(step.canvas[i] >= 0 && step.canvas[i] < vocab_ && step.guess[i] < vocab_);
+          for (int32_t i = 0; i < step->length; ++i)
+            CLAIM(step->canvas[i] >= 0 && step->canvas[i] < vocab_ && step->guess[i] < vocab_);
         break;
       }
       case 6: {
-        dlm_result result;
+        const dlm_result* result = nullptr;
         dlm_session* const of = session();
-        check(of,
-              dlm_session_result_sized(of, input_.byte() % 4, &result,
-                                       is_rare() ? input_.byte() % sizeof result : sizeof result));
+        const dlm_status status = check(of, dlm_session_result(of, input_.byte() % 4, &result));
+        CLAIM((result != nullptr) == (status == DLM_OK));
         break;
       }
       case 7:
@@ -181,8 +194,9 @@ class World {
         const int32_t rows[] = {number(), number()};
         const size_t capacity = input_.byte() % kRoom;
         dlm_session* const of = session();
-        check(of, dlm_session_logits(of, tokens_.data(), fill(), rows, input_.byte() % 3, logits,
-                                     capacity));
+        fill();
+        check(of, dlm_session_logits(of, tokens_.data(), tokens_.size(), rows, input_.byte() % 3,
+                                     logits, capacity));
         break;
       }
       case 9: {
@@ -203,11 +217,9 @@ class World {
         break;
       case 11:
       case 12: {
-        const dlm_generate_options chosen = options();
+        const dlm_request chosen = request();
         dlm_job* job = nullptr;
-        const size_t count = fill();
-        check(dlm_scheduler_submit(is_rare() ? nullptr : scheduler_, &chosen, nullptr,
-                                   is_rare() ? number() : 0, tokens_.data(), count, message,
+        check(dlm_scheduler_submit(is_rare() ? nullptr : scheduler_, &chosen, message,
                                    sizeof message, is_rare() ? nullptr : &job));
         if (job != nullptr) jobs_.push_back(job);
         break;
@@ -221,12 +233,9 @@ class World {
         ask_job();
         break;
       default: {
-        dlm_stats stats;
-        dlm_pass_counts counts;
-        size_t length = 0;
-        dlm_session_stats(session(), &stats);
-        dlm_session_pass_counts(session(), &counts);
-        CLAIM((dlm_session_undecided(session_, &length) == nullptr) == (length == 0));
+        dlm_scheduler_stats stats;
+        dlm_scheduler_get_stats(scheduler_, &stats,
+                                is_rare() ? input_.byte() % sizeof stats : sizeof stats);
         if (input_.byte() % 8 == 0) dlm_scheduler_stop(scheduler_);
         if (is_rare())
           dlm_session_destroy(session_),
@@ -236,48 +245,43 @@ class World {
   }
 
   void generate() {
-    const dlm_generate_options chosen = options();
-    const size_t count = fill();
-    const std::array<int32_t, kRoom> before = tokens_;
-    size_t length = 0;
-    dlm_stats stats;
+    const dlm_request chosen = request();
     dlm_session* const of = session();
-    const size_t capacity = is_rare() ? input_.byte() % kRoom : kRoom;
+    const dlm_result* result = nullptr;
     const dlm_status status =
-        check(of, dlm_session_generate(of, &chosen, tokens_.data(), count, capacity,
-                                       is_rare() ? nullptr : &stats, &length));
-    CLAIM(status == DLM_OK ? length >= count : length == 0 && tokens_ == before);
-    for (size_t i = 0; i < length; ++i)
-      CLAIM(tokens_[i] >= 0 && tokens_[i] < vocab_ &&
-            (i >= count || before[i] == mask_ || tokens_[i] == before[i]));
+        check(of, dlm_session_generate(of, &chosen, is_rare() ? nullptr : &result));
+    if (result == nullptr) return;
+    CLAIM(result->status == status && result->length >= tokens_.size());
+    if (status != DLM_OK) return;
+    for (size_t i = 0; i < result->length; ++i)
+      CLAIM(result->tokens[i] >= 0 && result->tokens[i] < vocab_ &&
+            (i >= tokens_.size() || tokens_[i] == mask_ || tokens_[i] == result->tokens[i]));
   }
 
   void batch() {
-    std::array<std::array<int32_t, kRoom>, 3> canvases{};
-    std::array<dlm_request, 3> requests{};
-    const dlm_generate_options chosen = options();
-    for (size_t i = 0; i < requests.size(); ++i) {
-      requests[i].count = fill(), requests[i].capacity = is_rare() ? 3 : kRoom;
-      canvases[i] = tokens_;
-      requests[i].tokens = is_rare() ? nullptr : canvases[i].data();
+    std::array<dlm_request, 3> made{};
+    std::array<std::vector<int32_t>, 3> tokens;
+    std::array<dlm_policy, 3> policies{};
+    std::array<const dlm_request*, 3> requests{};
+    for (size_t i = 0; i < made.size(); ++i) {
+      made[i] = request();
+      tokens[i] = tokens_, made[i].tokens = tokens[i].data();
+      policies[i] = policy_;
+      if (made[i].policy != nullptr) made[i].policy = &policies[i];
+      requests[i] = is_rare() ? nullptr : &made[i];
     }
     dlm_session* const of = session();
-    const dlm_status status =
-        check(of, dlm_session_generate_batch(of, &chosen, requests.data(), input_.byte() % 4,
-                                             is_rare() ? number() : 2, nullptr));
-    for (const dlm_request& request : requests)
-      CLAIM(status == DLM_OK || (request.length == 0 && request.nfe == 0));
+    check(of, dlm_session_generate_batch(of, requests.data(), input_.byte() % 4,
+                                         is_rare() ? number() : 2));
   }
 
   void ask_job() {
     dlm_job* const job = jobs_.empty() || is_rare() ? nullptr : jobs_[input_.byte() % jobs_.size()];
-    size_t length = 0;
-    dlm_result result;
+    const dlm_result* result = nullptr;
     const bool is_done = dlm_job_wait(job, is_rare() ? kNan : 0) != 0;
-    CLAIM((dlm_job_tokens(job, &length) != nullptr) == is_done && (length > 0) == is_done);
     const dlm_status status = check(dlm_job_result(job, &result));
-    CLAIM(is_done || status == DLM_INVALID_ARGUMENT);
-    CLAIM(!is_done || status == DLM_OK || fuzz::is_sentence(dlm_job_message(job)));
+    CLAIM((result != nullptr) == is_done && (is_done || status == DLM_INVALID_ARGUMENT));
+    CLAIM(!is_done || status == DLM_OK || fuzz::is_sentence(result->message));
     if (input_.byte() % 2 == 0) dlm_job_cancel(job);
     if (job == nullptr || input_.byte() % 4 != 0) return;
     dlm_job_destroy(job);
@@ -286,8 +290,6 @@ class World {
 
   // From inside of a call: what is allowed works, all else is refused.
   int32_t call_back() {
-    dlm_stats stats;
-    dlm_session_stats(session_, &stats);
     const uint8_t what = input_.byte();
     if (what % 16 == 1) dlm_session_cancel(session_, 0);
     if (what % 16 == 2) CLAIM(dlm_session_step(session_, nullptr) == DLM_INVALID_ARGUMENT);
@@ -298,6 +300,19 @@ class World {
   static int32_t on_step(void* user, const dlm_step* step) {
     CLAIM(step->length > 0 && step->block_start <= step->block_end && step->nfe >= 0);
     return static_cast<World*>(user)->call_back();
+  }
+
+  // One character a token, of one byte or two; some tokens are half of one.
+  static dlm_status decode(void* user, const int32_t* tokens, size_t count, char* string,
+                           size_t capacity, size_t* size) {
+    World& world = *static_cast<World*>(user);
+    constexpr const char* kTexts[] = {"a", "b", "c", "\xC3\xA9", "\xEF\xBF\xBD"};
+    std::string text;
+    for (size_t i = 0; i < count; ++i) text += kTexts[static_cast<size_t>(tokens[i]) % 5];
+    if (world.input_.byte() % 64 == 63) text += "\xFF";  // not UTF-8
+    *size = text.size();
+    if (capacity > 0) std::memcpy(string, text.data(), std::min(capacity, text.size()));
+    return world.input_.byte() % 64 == 63 ? kOwn : DLM_OK;
   }
 
   static dlm_status pass(void* user, const dlm_pass* pass) {
@@ -332,7 +347,7 @@ class World {
   dlm_scheduler* scheduler_ = nullptr;
   std::vector<dlm_job*> jobs_;
   dlm_policy policy_{};
-  std::array<int32_t, kRoom> tokens_{};
+  std::vector<int32_t> tokens_;
   int32_t vocab_ = 3, top_k_ = 2, mask_ = 0;
   uint64_t seen_ = 0;
 };

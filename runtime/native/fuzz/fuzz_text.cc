@@ -4,6 +4,7 @@
 // The input is a size in one byte, a text of that size, and the file.
 #include <vector>
 
+#include "api/handles.h"
 #include "base/json.h"
 #include "fuzz.h"
 
@@ -32,17 +33,14 @@ void decode(const dlm_text* text, const std::vector<int32_t>& ids) {
   CLAIM(dlm_text_decode(text, ids.data(), ids.size(), message, sizeof message, whole.data(), size,
                         &size) == DLM_OK);
   CLAIM(size == whole.size() && dlm::json::is_utf8(whole));
-  dlm_decoder* decoder = nullptr;
-  CLAIM(dlm_decoder_create(text, message, sizeof message, &decoder) == DLM_OK);
+  dlm::TextDecoder decoder(text->text);
   for (size_t i = 0; i <= ids.size(); ++i) {
-    const char* added = nullptr;
-    CLAIM(dlm_decoder_push(decoder, ids.data() + i, i < ids.size() ? 1 : 0, i == ids.size(), &added,
-                           &size) == DLM_OK);
-    CLAIM(dlm::json::is_utf8({added, size}));
-    pieces.append(added, size);
+    std::string added;
+    decoder.push(ids.data() + i, i < ids.size() ? 1 : 0, i == ids.size(), added);
+    CLAIM(dlm::json::is_utf8(added));
+    pieces += added;
   }
   CLAIM(pieces == whole);
-  dlm_decoder_destroy(decoder);
 }
 
 void render(const dlm_text* text, std::string_view content) {

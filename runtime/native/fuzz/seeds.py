@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 from dlm_export.checkpoints.tokenizer import QWEN2_SPLIT  # noqa: E402
 from dlm_export.text.compiled import compile_text  # noqa: E402
 from dlm_runtime.policy import PRESETS  # noqa: E402
-from dlm_runtime.tokenizer import Tokenizer  # noqa: E402
+from dlm_runtime.text.tokenizer import Tokenizer  # noqa: E402
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -116,7 +116,7 @@ def manifest(text_bytes: int) -> dict[str, Any]:
         "seal": HASH,
     }
     return {
-        "schema_version": 3,
+        "schema_version": 1,
         "loop": {
             "vocab_size": 300,
             "mask_token_id": 299,

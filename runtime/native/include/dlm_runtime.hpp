@@ -2,11 +2,10 @@
 // C ABI alone.
 //
 // - Handles are classes that move and do not copy. A session, scheduler, job or text keeps its
-// bundle open.
+//   bundle open.
 // - What fails throws dlm_runtime::Error, with the status and the sentence.
 // - Callbacks are std::function. What one throws ends its request, and comes out of the call that
-// it ran in: no exception goes
-//   through C.
+//   it ran in: no exception goes through C.
 // - Threads, and what each call does, are as dlm_runtime.h says. Text is UTF-8.
 // - The namespace is not `dlm`, which is the library's own: a program may link it statically.
 #ifndef DLM_RUNTIME_HPP
@@ -43,44 +42,57 @@ class Error : public std::runtime_error {
 // The structs of C, which set themselves up. Strings in them are borrowed: literals, or a bundle's
 // own.
 struct Policy : dlm_policy {
-  Policy() { dlm_policy_init(this); }
+  Policy() { dlm_policy_init(this, sizeof(dlm_policy)); }
 };
 struct OpenOptions : dlm_open_options {
-  OpenOptions() { dlm_open_options_init(this); }
+  OpenOptions() { dlm_open_options_init(this, sizeof(dlm_open_options)); }
 };
 struct SchedulerOptions : dlm_scheduler_options {
-  SchedulerOptions() { dlm_scheduler_options_init(this); }
+  SchedulerOptions() { dlm_scheduler_options_init(this, sizeof(dlm_scheduler_options)); }
 };
 
 // A callback that returns false ends its request, and the call throws Error with DLM_CANCELLED.
 using StepFn = std::function<bool(const dlm_step& step)>;
-using TextFn = std::function<bool(std::string_view delta)>;
+using TextFn = std::function<bool(std::string_view piece)>;
 using BeforePassFn = std::function<bool()>;
 
-// dlm_generate_options. GenerateOptions{} has its defaults.
-struct GenerateOptions {
-  std::optional<Policy> policy;                          // none: the bundle's default preset
-  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // the bundle's own number
-  std::int32_t steps = 0;
-  std::int32_t max_steps = 0;
-  bool special_tokens = false;
-  double deadline_ms = 0;
-  StepFn on_step;
-};
+class Automaton;
 
 struct Message {
   std::string role, content;
 };
 
+// dlm_request. Give one of tokens, prompt and chat.
+struct Request {
+  std::vector<std::int32_t> tokens;
+  std::optional<std::string> prompt;
+  std::vector<Message> chat;
+  bool special_tokens = false;
+  std::optional<Policy> policy;                          // none: the bundle's default preset
+  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // the bundle's number
+  std::int32_t steps = 0;
+  const Automaton* constraint = nullptr;
+  std::int32_t constrained_tokens = 0;
+  std::int32_t max_steps = 0;
+  double deadline_ms = 0;
+  std::vector<std::string> stop_strings;
+  bool text = false;  // whether Result has the text; a prompt, a chat and on_text ask for it too
+  StepFn on_step;
+  TextFn on_text;  // what a step adds to the text
+};
+
 // dlm_result, copied.
 struct Result {
+  std::vector<std::int32_t> tokens;  // the canvas
+  std::string text;
   std::int32_t finish = DLM_FINISH_NONE;
-  std::int32_t nfe = 0;
   std::int32_t prompt_tokens = 0;
   std::int32_t completion_tokens = 0;
   std::vector<float> log_probs;         // [canvas length]
   std::vector<std::uint8_t> undecided;  // [canvas length]
+  bool is_text_decided = false;
   double constraint_log_prob_loss = 0;  // nats
+  dlm_stats stats{};
 };
 
 namespace detail {
@@ -133,32 +145,6 @@ class Thrown {
   std::exception_ptr thrown_;
 };
 
-// Functions that a request calls, where C finds them; they outlive it.
-struct Callbacks {
-  StepFn on_step;
-  TextFn on_text;
-  Thrown thrown;
-};
-
-inline dlm_generate_options options_of(const GenerateOptions& from, Callbacks& callbacks) {
-  dlm_generate_options options;
-  dlm_generate_options_init(&options);
-  options.policy = from.policy ? &*from.policy : nullptr;
-  options.max_new_tokens = from.max_new_tokens;
-  options.steps = from.steps;
-  options.max_steps = from.max_steps;
-  options.special_tokens = from.special_tokens;
-  options.deadline_ms = from.deadline_ms;
-  if (callbacks.on_step) {
-    options.on_step = [](void* user, const dlm_step* step) {
-      auto& found = *static_cast<Callbacks*>(user);
-      return found.thrown.guard([&] { return found.on_step(*step); });
-    };
-    options.user = &callbacks;
-  }
-  return options;
-}
-
 inline std::vector<dlm_message> messages_of(const std::vector<Message>& chat) {
   std::vector<dlm_message> out;
   for (const Message& message : chat)
@@ -166,14 +152,40 @@ inline std::vector<dlm_message> messages_of(const std::vector<Message>& chat) {
   return out;
 }
 
+// A request where C finds what it points to and calls. It outlives the request's run.
+class Prepared {
+ public:
+  explicit Prepared(Request request);
+  Prepared(const Prepared&) = delete;
+  Prepared& operator=(const Prepared&) = delete;
+
+  const dlm_request* get() const noexcept { return &native_; }
+  Thrown thrown;
+
+ private:
+  bool tell(const dlm_step& step) {
+    if (request_.on_text && step.text_size > 0 && !request_.on_text({step.text, step.text_size}))
+      return false;
+    return !request_.on_step || request_.on_step(step);
+  }
+
+  const Request request_;
+  const std::vector<dlm_message> messages_;
+  std::vector<const char*> stops_;
+  dlm_request native_;
+};
+
 inline Result result_of(const dlm_result& from) {
-  return {from.finish,
-          from.nfe,
+  return {{from.tokens, from.tokens + from.length},
+          {from.text, from.text_size},
+          from.finish,
           from.prompt_tokens,
           from.completion_tokens,
           {from.log_probs, from.log_probs + from.length},
           {from.undecided, from.undecided + from.length},
-          from.constraint_log_prob_loss};
+          from.is_text_decided != 0,
+          from.constraint_log_prob_loss,
+          *from.stats};
 }
 
 }  // namespace detail
@@ -195,6 +207,42 @@ class Automaton {
  private:
   detail::Owned<dlm_automaton, dlm_automaton_destroy> handle_;
 };
+
+namespace detail {
+
+inline Prepared::Prepared(Request request)
+    : request_(std::move(request)), messages_(messages_of(request_.chat)) {
+  dlm_request_init(&native_, sizeof native_);
+  native_.tokens = request_.tokens.empty() ? nullptr : request_.tokens.data();
+  native_.token_count = request_.tokens.size();
+  if (request_.prompt) {
+    native_.prompt = request_.prompt->data();
+    native_.prompt_size = request_.prompt->size();
+  }
+  native_.messages = messages_.empty() ? nullptr : messages_.data();
+  native_.message_count = messages_.size();
+  native_.special_tokens = request_.special_tokens ? 1 : 0;
+  native_.policy = request_.policy ? &*request_.policy : nullptr;
+  native_.max_new_tokens = request_.max_new_tokens;
+  native_.steps = request_.steps;
+  native_.constraint = request_.constraint == nullptr ? nullptr : request_.constraint->get();
+  native_.constrained_tokens = request_.constrained_tokens;
+  native_.max_steps = request_.max_steps;
+  native_.deadline_ms = request_.deadline_ms;
+  for (const std::string& stop : request_.stop_strings) stops_.push_back(stop.c_str());
+  native_.stop_strings = stops_.data();
+  native_.stop_count = stops_.size();
+  const bool wants_text = request_.text || request_.prompt || !request_.chat.empty();
+  native_.text = request_.on_text ? DLM_TEXT_STEPS : wants_text ? DLM_TEXT_RESULT : DLM_TEXT_NONE;
+  if (!request_.on_step && !request_.on_text) return;
+  native_.on_step = [](void* user, const dlm_step* step) {
+    auto& prepared = *static_cast<Prepared*>(user);
+    return prepared.thrown.guard([&] { return prepared.tell(*step); });
+  };
+  native_.user = this;
+}
+
+}  // namespace detail
 
 // A bundle's tokenizer and chat template.
 class Text {
@@ -276,28 +324,17 @@ class Bundle {
   Bundle(Bundle&&) noexcept = default;
   Bundle& operator=(Bundle&&) noexcept = default;
 
-  Policy preset(const char* name = nullptr) const {
+  // preset: NULL for the default. effort: NULL, or a level of the preset that was tuned.
+  Policy policy(const char* preset = nullptr, const char* effort = nullptr) const {
     Policy policy;
     detail::check([&](char* text, std::size_t size) {
-      return dlm_bundle_preset(get(), name, text, size, &policy);
+      return dlm_bundle_policy(get(), preset, effort, text, size, &policy);
     });
     return policy;
   }
-  Policy effort(const char* level) const {
-    Policy policy;
-    detail::check([&](char* text, std::size_t size) {
-      return dlm_bundle_effort(get(), level, text, size, &policy);
-    });
-    return policy;
-  }
-  dlm_denoiser denoiser() const {
-    dlm_denoiser out;
-    dlm_bundle_denoiser(get(), &out);
-    return out;
-  }
+  const dlm_denoiser& denoiser() const { return *dlm_bundle_denoiser(get()); }
   std::string_view manifest() const { return dlm_bundle_manifest(get()); }
   std::string_view engine() const { return dlm_bundle_engine(get()); }
-  std::int32_t max_new_tokens() const { return dlm_bundle_max_new_tokens(get()); }
   Text text() const {
     const dlm_text* found = nullptr;
     detail::check(
@@ -322,79 +359,47 @@ class Session {
           return dlm_session_create(bundle_.get(), text, size, out);
         })) {}
 
-  // The canvas behind the given tokens, these included.
-  std::vector<std::int32_t> generate(std::vector<std::int32_t> tokens,
-                                     const GenerateOptions& options) {
-    detail::Callbacks callbacks{options.on_step, {}, {}};
-    const dlm_generate_options given = detail::options_of(options, callbacks);
-    const std::size_t count = tokens.size();
-    dlm_denoiser denoiser;
-    dlm_bundle_denoiser(bundle_.get(),
-                        &denoiser);  // no longer canvas is accepted, whatever is asked for
-    const std::int32_t wanted = options.max_new_tokens == DLM_DEFAULT_NEW_TOKENS
-                                    ? dlm_bundle_max_new_tokens(bundle_.get())
-                                    : options.max_new_tokens;
-    tokens.resize(count +
-                  static_cast<std::size_t>(std::clamp(wanted, 0, denoiser.max_canvas_length)));
-    std::size_t length = 0;
-    check(
-        dlm_session_generate(get(), &given, tokens.data(), count, tokens.size(), nullptr, &length),
-        callbacks.thrown);
-    tokens.resize(length);
-    return tokens;
+  Result generate(Request request) {
+    detail::Prepared prepared(std::move(request));
+    const dlm_result* found = nullptr;
+    check(dlm_session_generate(get(), prepared.get(), &found), prepared.thrown);
+    return detail::result_of(*found);
   }
-  std::string generate_text(std::string_view prompt, const GenerateOptions& options,
-                            TextFn on_text = {}) {
-    return told(options, std::move(on_text),
-                [&](const dlm_generate_options& given, dlm_text_fn function, void* user,
-                    const char** text, std::size_t* size) {
-                  return dlm_generate_text(get(), &given, prompt.data(), prompt.size(), function,
-                                           user, text, size);
-                });
-  }
-  std::string generate_chat(const std::vector<Message>& chat, const GenerateOptions& options,
-                            TextFn on_text = {}) {
-    const std::vector<dlm_message> messages = detail::messages_of(chat);
-    return told(options, std::move(on_text),
-                [&](const dlm_generate_options& given, dlm_text_fn function, void* user,
-                    const char** text, std::size_t* size) {
-                  return dlm_generate_chat(get(), &given, messages.data(), messages.size(),
-                                           function, user, text, size);
-                });
-  }
-  // A step at a time; options.on_step is not called. The step's pointers are valid until the next
-  // call.
-  void start(const std::vector<std::int32_t>& tokens, const GenerateOptions& options) {
-    detail::Callbacks none;
-    const dlm_generate_options given = detail::options_of(options, none);
-    check(dlm_session_start(get(), &given, tokens.data(), tokens.size()), none.thrown);
-  }
-  dlm_step step() {
-    dlm_step out{};
+  // At most max_batch at a time. Throws the error of the first request that failed.
+  std::vector<Result> generate_batch(std::vector<Request> requests, std::int32_t max_batch = 8) {
+    std::vector<std::unique_ptr<detail::Prepared>> prepared;
+    std::vector<const dlm_request*> given;
+    for (Request& request : requests) {
+      prepared.push_back(std::make_unique<detail::Prepared>(std::move(request)));
+      given.push_back(prepared.back()->get());
+    }
+    const dlm_status status =
+        dlm_session_generate_batch(get(), given.data(), given.size(), max_batch);
+    for (const auto& each : prepared) each->thrown.rethrow();
     detail::Thrown none;
-    check(dlm_session_step(get(), &out), none);
-    return out;
+    check(status, none);
+    std::vector<Result> results;
+    for (std::size_t number = 0; number < given.size(); ++number) results.push_back(result(number));
+    return results;
   }
-
-  Result result() const {
-    dlm_result found;
-    const dlm_status status = dlm_session_result(get(), 0, &found);
+  // One pass at a time. The step is valid until the next call.
+  void start(Request request) {
+    started_ = std::make_unique<detail::Prepared>(std::move(request));
+    check(dlm_session_start(get(), started_->get()), started_->thrown);
+  }
+  const dlm_step& step() {
+    const dlm_step* out = nullptr;
+    detail::Thrown none;
+    check(dlm_session_step(get(), &out), started_ ? started_->thrown : none);
+    return *out;
+  }
+  // Of a request that has ended; throws why it failed.
+  Result result(std::size_t number = 0) const {
+    const dlm_result* found = nullptr;
+    const dlm_status status = dlm_session_result(get(), number, &found);
     if (status != DLM_OK) throw Error(status, dlm_session_last_error(get()));
-    return detail::result_of(found);
-  }
-  dlm_stats stats() const {
-    dlm_stats out{};
-    dlm_session_stats(get(), &out);
-    return out;
-  }
-  // Of the requests that start from now on; `given` as of dlm_session_constrain_from.
-  void constrain(const Automaton& automaton, std::int32_t given = 0) {
-    detail::Thrown none;
-    check(dlm_session_constrain_from(get(), automaton.get(), given), none);
-  }
-  void unconstrain() {
-    detail::Thrown none;
-    check(dlm_session_constrain(get(), nullptr), none);
+    if (found->status != DLM_OK) throw Error(found->status, found->message);
+    return detail::result_of(*found);
   }
   // Asked before every pass; an empty function: nobody is.
   void before_pass(BeforePassFn function) {
@@ -406,7 +411,9 @@ class Session {
     detail::Thrown none;
     check(dlm_session_before_pass(get(), asked_->function ? ask : nullptr, asked_.get()), none);
   }
-  void cancel() noexcept { dlm_session_cancel(get(), 0); }  // from any thread
+  void cancel(std::size_t number = DLM_ALL_REQUESTS) noexcept {  // from any thread
+    dlm_session_cancel(get(), number);
+  }
   dlm_session* get() const noexcept { return handle_.get(); }
 
  private:
@@ -420,23 +427,9 @@ class Session {
     asked_->thrown.rethrow();
     if (status != DLM_OK) throw Error(status, dlm_session_last_error(get()));
   }
-  template <class Call>
-  std::string told(const GenerateOptions& options, TextFn on_text, Call call) {
-    detail::Callbacks callbacks{options.on_step, std::move(on_text), {}};
-    const dlm_generate_options given = detail::options_of(options, callbacks);
-    const dlm_text_fn function = [](void* user, const char* delta, std::size_t size) {
-      auto& found = *static_cast<detail::Callbacks*>(user);
-      return found.thrown.guard([&] { return found.on_text({delta, size}); });
-    };
-    const char* text = nullptr;
-    std::size_t size = 0;
-    check(call(given, callbacks.on_text ? function : nullptr, &callbacks, &text, &size),
-          callbacks.thrown);
-    return {text, size};
-  }
-
   std::shared_ptr<dlm_bundle> bundle_;
   std::unique_ptr<Asked> asked_;
+  std::unique_ptr<detail::Prepared> started_;
   detail::Owned<dlm_session, dlm_session_destroy> handle_;  // goes first
 };
 
@@ -444,7 +437,9 @@ namespace detail {
 
 // A request of a scheduler with what its steps call.
 struct Handed {
-  Callbacks callbacks;
+  explicit Handed(Request request) : prepared(std::move(request)) {}
+
+  Prepared prepared;
   Owned<dlm_job, dlm_job_destroy> job;  // goes first
 };
 
@@ -495,19 +490,14 @@ class Job {
   bool wait(double timeout_ms = -1) const { return dlm_job_wait(get(), timeout_ms) != 0; }
   void cancel() noexcept { dlm_job_cancel(get()); }  // from any thread
 
-  // Of a job that is done. Throws why it failed.
+  // Of a job that has ended. Throws why it failed.
   Result result() const {
-    dlm_result found;
+    const dlm_result* found = nullptr;
     const dlm_status status = dlm_job_result(get(), &found);
-    if (wait(0)) handed_->callbacks.thrown.rethrow();
-    if (status != DLM_OK)
-      throw Error(status, wait(0) ? dlm_job_message(get()) : "the job is not done: wait for it");
-    return detail::result_of(found);
-  }
-  std::vector<std::int32_t> tokens() const {
-    std::size_t length = 0;
-    const std::int32_t* const found = dlm_job_tokens(get(), &length);
-    return {found, found + length};
+    if (found == nullptr) throw Error(status, "the job has not ended: wait for it");
+    handed_->prepared.thrown.rethrow();
+    if (status != DLM_OK) throw Error(status, found->message);
+    return detail::result_of(*found);
   }
   dlm_job* get() const noexcept { return handed_->job.get(); }
 
@@ -530,17 +520,13 @@ class Scheduler {
           return dlm_scheduler_create(bundle_.get(), &options, text, size, out);
         })) {}
 
-  // options.on_step is called on the thread that makes the passes. What it throws ends the request,
-  // and Job::result throws it.
-  Job submit(const std::vector<std::int32_t>& tokens, const GenerateOptions& options,
-             const Automaton* automaton = nullptr, std::int32_t given = 0) {
+  // The request's functions are called on the thread that makes the passes. What one throws ends
+  // the request, and Job::result throws it.
+  Job submit(Request request) {
     orphans_->sweep_locked();
-    auto handed = std::make_unique<detail::Handed>();
-    handed->callbacks.on_step = options.on_step;
-    const dlm_generate_options chosen = detail::options_of(options, handed->callbacks);
+    auto handed = std::make_unique<detail::Handed>(std::move(request));
     handed->job.reset(detail::made<dlm_job>([&](char* text, std::size_t size, dlm_job** out) {
-      return dlm_scheduler_submit(get(), &chosen, automaton == nullptr ? nullptr : automaton->get(),
-                                  given, tokens.data(), tokens.size(), text, size, out);
+      return dlm_scheduler_submit(get(), handed->prepared.get(), text, size, out);
     }));
     return {std::move(handed), orphans_};
   }
@@ -563,7 +549,7 @@ class Scheduler {
   void stop() noexcept { dlm_scheduler_stop(get()); }  // from any thread
   dlm_scheduler_stats stats() const {
     dlm_scheduler_stats out;
-    dlm_scheduler_get_stats(get(), &out);
+    dlm_scheduler_get_stats(get(), &out, sizeof out);
     return out;
   }
   dlm_scheduler* get() const noexcept { return handle_.get(); }

@@ -753,7 +753,7 @@ void test_requests(std::mt19937& random) {
   const dlm::Automaton known = read(file);
   Noise noise;
   dlm_denoiser denoiser;
-  dlm_denoiser_init(&denoiser);
+  dlm_denoiser_init(&denoiser, sizeof denoiser);
   denoiser.vocab_size = kLetters, denoiser.mask_token_id = kMask, denoiser.max_canvas_length = 64;
   denoiser.layers = denoiser.kv_heads = denoiser.head_size = 1;
   denoiser.eos_token_ids = &kEnd, denoiser.eos_count = 1;
@@ -767,42 +767,37 @@ void test_requests(std::mt19937& random) {
     dlm_automaton* automaton = nullptr;
     CHECK(dlm_automaton_read(file.data(), file.size(), nullptr, 0, &automaton) == DLM_OK);
     const bool has_beginning = draw(0, 2) == 0;  // "ab" or "ac"
-    CHECK(dlm_session_constrain_from(session, automaton, has_beginning ? 2 : 0) == DLM_OK);
-    dlm_automaton_destroy(automaton);
     dlm_policy policy;
-    dlm_policy_init(&policy);
+    dlm_policy_init(&policy, sizeof policy);
     policy.block_length = draw(1, 9), policy.score_of = scores[draw(0, 2)],
     policy.seed = static_cast<uint64_t>(round);
     if (draw(0, 1) == 0)
       policy.select = "sample", policy.temperature = 0.7, policy.top_p = draw(0, 1) == 0 ? 1 : 0.6;
-    dlm_generate_options options;
-    dlm_generate_options_init(&options);
-    options.policy = &policy, options.max_new_tokens = draw(0, 12), options.max_steps = draw(0, 4);
-    if (draw(0, 9) == 0) options.deadline_ms = 1e-6;
+    dlm_request request;
+    dlm_request_init(&request, sizeof request);
+    request.policy = &policy, request.max_new_tokens = draw(0, 12), request.max_steps = draw(0, 4);
+    request.constraint = automaton, request.constrained_tokens = has_beginning ? 2 : 0;
+    if (draw(0, 9) == 0) request.deadline_ms = 1e-6;
     noise.passes = 0, noise.fails_at = draw(0, 20),
     noise.cancels = draw(0, 2) == 0 ? session : nullptr;
-    std::vector<int32_t> tokens(32);
     const int32_t given[] = {5, 0, draw(0, 7) == 0 ? 2 : 1};
-    std::copy(given, given + 3, tokens.begin());
-    size_t length = 0;
-    const dlm_status status =
-        dlm_session_generate(session, &options, tokens.data(), 3, tokens.size(), nullptr, &length);
+    request.tokens = given, request.token_count = 3;
+    const dlm_result* result = nullptr;
+    const dlm_status status = dlm_session_generate(session, &request, &result);
+    dlm_automaton_destroy(automaton);
     if (status == DLM_INVALID_ARGUMENT)
-      CHECK(options.max_new_tokens == 0 || (has_beginning && given[2] == 2)), ++refused;
+      CHECK(request.max_new_tokens == 0 || (has_beginning && given[2] == 2)), ++refused;
     if (status == DLM_ENGINE_FAILED) ++failures;
     CHECK(status == DLM_OK || status == DLM_INVALID_ARGUMENT || status == DLM_ENGINE_FAILED);
     if (status != DLM_OK) continue;
-    dlm_result result;
-    CHECK(dlm_session_result(session, 0, &result) == DLM_OK);
-    ++seen[result.finish];
+    ++seen[result->finish];
     int32_t state = 0;
-    for (size_t i = has_beginning ? 1 : 3; i < length && state >= 0; ++i)
-      state = known.next(state, tokens[i]);
-    CHECK(options.max_new_tokens == 0 ||
+    for (size_t i = has_beginning ? 1 : 3; i < result->length && state >= 0; ++i)
+      state = known.next(state, result->tokens[i]);
+    CHECK(request.max_new_tokens == 0 ||
           (state >= 0 && known.distances[static_cast<size_t>(state)] == 0));
   }
-  CHECK(refused > 0 && failures > 0 &&
-        dlm_session_constrain_from(session, nullptr, -1) == DLM_INVALID_ARGUMENT);
+  CHECK(refused > 0 && failures > 0);
   for (const int32_t finish : {DLM_FINISH_STOP, DLM_FINISH_STEPS, DLM_FINISH_DEADLINE,
                                DLM_FINISH_CANCELLED, DLM_FINISH_CONSTRAINT})
     CHECK(seen[finish] > 0);

@@ -116,9 +116,9 @@ struct Answer {
 Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread, int round) {
   Answer answer;
   dlm_policy policy;
-  dlm_generate_options generate;
-  dlm_policy_init(&policy);
-  dlm_generate_options_init(&generate);
+  dlm_request generate;
+  dlm_policy_init(&policy, sizeof policy);
+  dlm_request_init(&generate, sizeof generate);
   policy.cache = options["cache"].c_str();
   policy.commit = options["commit"].c_str();
   policy.score = options["score"].c_str();
@@ -129,7 +129,7 @@ Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread, int r
   const int more = number("alternate") == 0 ? round : round % 2 == 0 ? 0 : round / 2;
   generate.max_new_tokens = number("new") + thread + more % number("cycle");
   const auto given = static_cast<size_t>(number("given"));
-  std::vector<int32_t> canvas(given + static_cast<size_t>(generate.max_new_tokens));
+  std::vector<int32_t> canvas(given);
   for (size_t i = 0; i < given; ++i)
     canvas[i] = number("infill") != 0 && i % 3 == 1 ? denoiser.mask_token_id
                                                     : static_cast<int32_t>(i) % 7 + thread;
@@ -140,19 +140,25 @@ Answer ask(dlm_session* session, const dlm_denoiser& denoiser, int thread, int r
     answer.status = dlm_session_logits(session, canvas.data(), given, wanted.data(), wanted.size(),
                                        answer.logits.data(), answer.logits.size());
   } else if (const int batch = number("batch"); batch > 0) {
-    std::vector<std::vector<int32_t>> canvases(static_cast<size_t>(batch), canvas);
-    std::vector<dlm_request> requests;
-    for (auto& one : canvases) requests.push_back({one.data(), given, one.size(), 0, 0});
-    answer.status = dlm_session_generate_batch(session, &generate, requests.data(), requests.size(),
-                                               number("max_batch"), &answer.stats);
-    for (const auto& one : canvases)
-      answer.canvas.insert(answer.canvas.end(), one.begin(), one.end());
+    generate.tokens = canvas.data(), generate.token_count = given;
+    const std::vector<const dlm_request*> requests(static_cast<size_t>(batch), &generate);
+    answer.status =
+        dlm_session_generate_batch(session, requests.data(), requests.size(), number("max_batch"));
+    for (size_t i = 0; answer.status == DLM_OK && i < requests.size(); ++i) {
+      const dlm_result* result = nullptr;
+      answer.status = dlm_session_result(session, i, &result);
+      answer.canvas.insert(answer.canvas.end(), result->tokens, result->tokens + result->length);
+      answer.stats.nfe += result->stats->nfe;
+      answer.stats.cache_bytes += result->stats->cache_bytes;
+    }
   } else {
-    size_t length = 0;
-    answer.status = dlm_session_generate(session, &generate, canvas.data(), given, canvas.size(),
-                                         &answer.stats, &length);
-    canvas.resize(length);
-    answer.canvas = canvas;
+    generate.tokens = canvas.data(), generate.token_count = given;
+    const dlm_result* result = nullptr;
+    answer.status = dlm_session_generate(session, &generate, &result);
+    if (answer.status == DLM_OK) {
+      answer.canvas.assign(result->tokens, result->tokens + result->length);
+      answer.stats = *result->stats;
+    }
   }
   answer.message = dlm_session_last_error(session);
   return answer;
@@ -185,7 +191,7 @@ int main(int argc, char** argv) {
   char message[2048] = "";
   dlm_open_options open;
   dlm_bundle *bundle = nullptr, *callback = nullptr;
-  dlm_open_options_init(&open);
+  dlm_open_options_init(&open, sizeof open);
   open.engine = options["engine"].c_str();
   open.provider = options["provider"].c_str();
   open.device = number("device");
@@ -196,8 +202,7 @@ int main(int argc, char** argv) {
   std::printf("open %s %s\n", dlm_status_name(opened),
               opened == DLM_OK ? dlm_bundle_engine(bundle) : message);
   if (opened == DLM_OK) {
-    dlm_denoiser denoiser;
-    dlm_bundle_denoiser(bundle, &denoiser);
+    dlm_denoiser denoiser = *dlm_bundle_denoiser(bundle);
     mock::Shape shape = {{}, denoiser.vocab_size, denoiser.mask_token_id, denoiser.top_k};
     std::istringstream layers(options["layers"]);
     for (std::string layer; std::getline(layers, layer, ',');) {

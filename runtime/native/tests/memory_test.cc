@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "api/c_api.h"
+#include "api/handles.h"
 #include "base/sha256.h"
 #include "dlm_runtime.h"
 #include "engines/engine.h"
@@ -128,7 +128,6 @@ struct Destroy {
   void operator()(dlm_job* job) const { dlm_job_destroy(job); }
   void operator()(dlm_automaton* automaton) const { dlm_automaton_destroy(automaton); }
   void operator()(dlm_text* text) const { dlm_text_destroy(text); }
-  void operator()(dlm_decoder* decoder) const { dlm_decoder_destroy(decoder); }
 };
 template <class Handle>
 using Owned = std::unique_ptr<Handle, Destroy>;
@@ -144,7 +143,7 @@ Owned<Handle> made(Make make) {
 
 dlm_denoiser denoiser() {
   dlm_denoiser made;
-  dlm_denoiser_init(&made);
+  dlm_denoiser_init(&made, sizeof made);
   made.vocab_size = kVocab, made.mask_token_id = kMask, made.max_canvas_length = 64;
   made.layers = 2, made.kv_heads = made.head_size = made.has_cache = 1;
   made.eos_token_ids = &kEos, made.eos_count = 1;
@@ -169,16 +168,19 @@ Owned<dlm_session> session_of(dlm_bundle& bundle) {
       [&](dlm_session** out) { return dlm_session_create(&bundle, message, sizeof message, out); });
 }
 
-dlm_generate_options options_of(const dlm_policy& policy) {
-  dlm_generate_options options;
-  dlm_generate_options_init(&options);
-  options.policy = &policy, options.max_new_tokens = kLength - 2, options.deadline_ms = 1e9;
-  return options;
+constexpr int32_t kGiven[] = {1, 2, 3, 4};
+
+dlm_request request_of(const dlm_policy& policy, int32_t first = 0) {
+  dlm_request request;
+  dlm_request_init(&request, sizeof request);
+  request.tokens = kGiven + first, request.token_count = 2;
+  request.policy = &policy, request.max_new_tokens = kLength - 2, request.deadline_ms = 1e9;
+  return request;
 }
 
 dlm_policy policy(bool is_guided) {
   dlm_policy made;
-  dlm_policy_init(&made);
+  dlm_policy_init(&made, sizeof made);
   made.block_length = 8, made.cache = "dual", made.select = "sample", made.temperature = 1,
   made.top_p = 0.9;
   made.cfg_scale = is_guided ? 1 : 0;
@@ -186,10 +188,12 @@ dlm_policy policy(bool is_guided) {
 }
 
 std::string told(const dlm_result& result) {
-  std::string text = std::to_string(result.finish) + ":";
+  std::string text;
+  for (size_t i = 0; i < result.length; ++i) text += std::to_string(result.tokens[i]) + " ";
+  text += std::to_string(result.finish) + ":";
   for (size_t i = 0; i < result.length; ++i)
     text += std::isnan(result.log_probs[i]) ? 'g' : result.undecided[i] != 0 ? 'u' : 'd';
-  return text;
+  return text + result.text;
 }
 
 std::string shown(const int32_t* tokens, size_t count) {
@@ -204,40 +208,34 @@ Came of(dlm_session& session, dlm_status status) {
   return {status, dlm_session_last_error(&session)};
 }
 
-Came generate(dlm_session& session, const dlm_generate_options& options) {
-  int32_t canvas[kLength] = {1, 2};
-  size_t length = 0;
-  dlm_status status =
-      dlm_session_generate(&session, &options, canvas, 2, kLength, nullptr, &length);
-  dlm_result result;
-  if (status == DLM_OK) status = dlm_session_result(&session, 0, &result);
+Came generate(dlm_session& session, const dlm_request& request) {
+  const dlm_result* result = nullptr;
+  const dlm_status status = dlm_session_generate(&session, &request, &result);
   Came came = of(session, status);
-  if (status == DLM_OK) came.result += shown(canvas, length) + told(result);
+  if (status == DLM_OK) came.result += told(*result);
   return came;
 }
 
-Came generate_batch(dlm_session& session, const dlm_generate_options& options) {
-  int32_t canvases[3][kLength] = {{1, 2}, {2, 3}, {3, 4}};
-  dlm_request requests[3] = {};
-  for (int i = 0; i < 3; ++i)
-    requests[i].tokens = canvases[i], requests[i].count = 2, requests[i].capacity = kLength;
-  dlm_status status = dlm_session_generate_batch(&session, &options, requests, 3, 2, nullptr);
-  dlm_result results[3];
+Came generate_batch(dlm_session& session, const dlm_policy& policy) {
+  const dlm_request made[] = {request_of(policy), request_of(policy, 1), request_of(policy, 2)};
+  const dlm_request* const requests[] = {&made[0], &made[1], &made[2]};
+  dlm_status status = dlm_session_generate_batch(&session, requests, 3, 2);
+  const dlm_result* results[3] = {};
   for (size_t i = 0; status == DLM_OK && i < 3; ++i)
     status = dlm_session_result(&session, i, &results[i]);
   Came came = of(session, status);
-  for (size_t i = 0; status == DLM_OK && i < 3; ++i)
-    came.result += shown(canvases[i], requests[i].length) + told(results[i]);
+  for (size_t i = 0; status == DLM_OK && i < 3; ++i) came.result += told(*results[i]);
   return came;
 }
 
-Came generate_stepwise(dlm_session& session, const dlm_generate_options& options) {
-  const int32_t given[] = {1, 2};
-  dlm_status status = dlm_session_start(&session, &options, given, 2);
-  dlm_step step{};
-  while (status == DLM_OK && step.done == 0) status = dlm_session_step(&session, &step);
+Came generate_stepwise(dlm_session& session, const dlm_request& request) {
+  dlm_status status = dlm_session_start(&session, &request);
+  const dlm_step* step = nullptr;
+  do {
+    if (status == DLM_OK) status = dlm_session_step(&session, &step);
+  } while (status == DLM_OK && step->done == 0);
   Came came = of(session, status);
-  if (status == DLM_OK) came.result += shown(step.canvas, static_cast<size_t>(step.length));
+  if (status == DLM_OK) came.result += shown(step->canvas, static_cast<size_t>(step->length));
   return came;
 }
 
@@ -256,22 +254,22 @@ void sweep_sessions(long stride) {
   const auto anew = [&](dlm_bundle& bundle) { return [&bundle] { return session_of(bundle); }; };
   for (const bool is_guided : {false, true}) {
     const dlm_policy chosen = policy(is_guided);
-    const dlm_generate_options options = options_of(chosen);
+    const dlm_request request = request_of(chosen);
     sweep(
         "dlm_session_create and generate", stride, [] { return 0; },
         [&](int) {
           dlm_session* session = nullptr;
           const dlm_status status = dlm_session_create(alone.get(), nullptr, 0, &session);
           const Owned<dlm_session> owned(session);
-          return status == DLM_OK ? generate(*session, options) : Came{status, ""};
+          return status == DLM_OK ? generate(*session, request) : Came{status, ""};
         });
     for (dlm_bundle* const bundle : {alone.get(), shared.get()}) {
       sweep("dlm_session_generate", stride, anew(*bundle),
-            [&](auto& session) { return generate(*session, options); });
+            [&](auto& session) { return generate(*session, request); });
       sweep("dlm_session_generate_batch", stride, anew(*bundle),
-            [&](auto& session) { return generate_batch(*session, options); });
+            [&](auto& session) { return generate_batch(*session, chosen); });
       sweep("dlm_session_step", stride, anew(*bundle),
-            [&](auto& session) { return generate_stepwise(*session, options); });
+            [&](auto& session) { return generate_stepwise(*session, request); });
     }
   }
   sweep("dlm_session_logits", stride, anew(*alone), [&](auto& session) {
@@ -287,10 +285,10 @@ void sweep_sessions(long stride) {
   sweep(
       "a canvas that is too long", stride, anew(*alone),
       [&](auto& session) {
-        dlm_generate_options options;
-        dlm_generate_options_init(&options);
-        options.max_new_tokens = 1000;
-        return generate(*session, options);
+        dlm_request request;
+        dlm_request_init(&request, sizeof request);
+        request.max_new_tokens = 1000;
+        return generate(*session, request);
       },
       DLM_INVALID_ARGUMENT);
   sweep(
@@ -298,7 +296,7 @@ void sweep_sessions(long stride) {
       [&](auto& session) {
         dlm_policy chosen = policy(false);
         chosen.commit = "a commit that there is not";
-        return generate_batch(*session, options_of(chosen));
+        return generate_batch(*session, chosen);
       },
       DLM_INVALID_ARGUMENT);
 }
@@ -337,27 +335,25 @@ void sweep_constraints(long stride) {
   for (const char* const score_of : {"prediction", "marginal"}) {
     dlm_policy chosen = policy(false);
     chosen.score_of = score_of;
-    const dlm_generate_options options = options_of(chosen);
+    dlm_request request = request_of(chosen);
+    request.constraint = automaton.get();
     sweep(
         "a constrained request", stride, [&] { return session_of(*bundle); },
-        [&](auto& session) {
-          const dlm_status status = dlm_session_constrain(session.get(), automaton.get());
-          return status == DLM_OK ? generate(*session, options) : Came{status, ""};
-        });
+        [&](auto& session) { return generate(*session, request); });
   }
 }
 
 // All that three requests come to by one scheduler; a request that found no memory fails alone.
-Came schedule(dlm_scheduler& scheduler, const dlm_generate_options& options) {
+Came schedule(dlm_scheduler& scheduler, const dlm_policy& policy) {
   Owned<dlm_job> jobs[3];
   Came came{DLM_OK, ""};
   const auto keep = [&](dlm_status status) {
     if (came.status == DLM_OK) came.status = status;
   };
   for (int32_t i = 0; i < 3; ++i) {
-    const int32_t given[] = {1 + i, 2};
+    const dlm_request request = request_of(policy, i);
     dlm_job* job = nullptr;
-    keep(dlm_scheduler_submit(&scheduler, &options, nullptr, 0, given, 2, nullptr, 0, &job));
+    keep(dlm_scheduler_submit(&scheduler, &request, nullptr, 0, &job));
     jobs[i].reset(job);
   }
   const dlm_status ran = dlm_scheduler_run(&scheduler, 1, nullptr, nullptr, nullptr, 0);
@@ -369,12 +365,11 @@ Came schedule(dlm_scheduler& scheduler, const dlm_generate_options& options) {
     if (job == nullptr) continue;
     stop_failing();
     if (dlm_job_wait(job.get(), 0) == 0) return {DLM_INTERNAL, "a job that nobody ends"};
-    dlm_result result;
+    const dlm_result* result = nullptr;
     const dlm_status status = dlm_job_result(job.get(), &result);
     keep(status);
-    if (status == DLM_OK && result.length == 0) return {DLM_INTERNAL, "a job without a canvas"};
-    if (status == DLM_OK)
-      came.result += shown(dlm_job_tokens(job.get(), nullptr), result.length) + told(result);
+    if (result->length == 0) return {DLM_INTERNAL, "a job without a canvas"};
+    if (status == DLM_OK) came.result += told(*result);
   }
   if (came.status != DLM_OK) came.result.clear();
   return came;
@@ -396,10 +391,9 @@ void sweep_scheduler(long stride) {
         });
     for (const bool is_guided : {false, true}) {
       const dlm_policy chosen = policy(is_guided);
-      const dlm_generate_options options = options_of(chosen);
       sweep(
           "dlm_scheduler_submit and run", stride, [&] { return made<dlm_scheduler>(create); },
-          [&](auto& scheduler) { return schedule(*scheduler, options); });
+          [&](auto& scheduler) { return schedule(*scheduler, chosen); });
     }
   }
 }
@@ -423,18 +417,10 @@ Came rendered(const dlm_text* text) {
 
 Came decoded(const dlm_text* text) {
   const int32_t ids[] = {3, 90, 100, 7};
-  dlm_decoder* decoder = nullptr;
-  dlm_status status = dlm_decoder_create(text, nullptr, 0, &decoder);
-  const Owned<dlm_decoder> owned(decoder);
-  const char* added = nullptr;
-  size_t size = 0;
-  if (status == DLM_OK) status = dlm_decoder_push(decoder, ids, 4, 1, &added, &size);
   char out[256];
   size_t whole = 0;
-  if (status == DLM_OK) status = dlm_text_decode(text, ids, 4, nullptr, 0, out, sizeof out, &whole);
+  const dlm_status status = dlm_text_decode(text, ids, 4, nullptr, 0, out, sizeof out, &whole);
   stop_failing();
-  if (status == DLM_OK && (whole != size || std::memcmp(out, added, size) != 0))
-    return {DLM_INTERNAL, "in pieces it is another text"};
   return {status, status == DLM_OK ? std::string(out, whole) : ""};
 }
 
@@ -450,7 +436,7 @@ Came encoded(const dlm_text* text) {
 // A bundle of files, opened without an engine and given one that is made up.
 void sweep_files(long stride, const std::string& folder) {
   dlm_open_options options;
-  dlm_open_options_init(&options);
+  dlm_open_options_init(&options, sizeof options);
   options.engine = "none", options.check_hashes = 0;  // which take time, and no memory
   const auto open = [&](dlm_bundle** out) {
     return dlm_bundle_open(folder.c_str(), &options, nullptr, 0, out);
@@ -474,12 +460,13 @@ void sweep_files(long stride, const std::string& folder) {
       DLM_NOT_FOUND);
   const Owned<dlm_bundle> bundle = made<dlm_bundle>(open);
   dlm_policy filled;
-  dlm_policy_init(&filled);
+  dlm_policy_init(&filled, sizeof filled);
   sweep(
-      "dlm_bundle_preset", stride, [] { return 0; },
+      "dlm_bundle_policy", stride, [] { return 0; },
       [&](int) {
-        return Came{
-            dlm_bundle_preset(bundle.get(), "no such preset as this one", nullptr, 0, &filled), ""};
+        return Came{dlm_bundle_policy(bundle.get(), "no such preset as this one", nullptr, nullptr,
+                                      0, &filled),
+                    ""};
       },
       DLM_NOT_FOUND);
   const std::string file = content(bundle->manifest.text_path);
@@ -514,18 +501,13 @@ void sweep_files(long stride, const std::string& folder) {
   bundle->manifest.denoiser = dlm::check_denoiser(denoiser());
   bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser);
   const dlm_policy chosen = policy(false);
-  const dlm_generate_options wanted = options_of(chosen);
+  const char* const stops[] = {"a stop string that does not occur"};
+  dlm_request wanted = request_of(chosen);
+  wanted.tokens = nullptr, wanted.token_count = 0, wanted.prompt = "", wanted.stop_strings = stops;
+  wanted.text = DLM_TEXT_STEPS, wanted.stop_count = 1;
   sweep(
-      "dlm_generate_text", stride, [&] { return session_of(*bundle); },
-      [&](auto& session) {
-        const char* out = nullptr;
-        size_t size = 0;
-        const dlm_status status =
-            dlm_generate_text(session.get(), &wanted, "", 0, nullptr, nullptr, &out, &size);
-        Came came = of(*session, status);
-        if (status == DLM_OK) came.result.append(out, size);
-        return came;
-      });
+      "from text to text", stride, [&] { return session_of(*bundle); },
+      [&](auto& session) { return generate(*session, wanted); });
 }
 
 }  // namespace

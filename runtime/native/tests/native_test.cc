@@ -17,7 +17,8 @@
 #include "base/error.h"
 #include "base/json.h"
 #include "base/sha256.h"
-#include "decode/loop.h"
+#include "decode/lockstep_passes.h"
+#include "decode/runner.h"
 #include "engines/cuda/device_cache.h"
 #include "engines/engine.h"
 #include "engines/tensorrt/tensorrt_profiles.h"
@@ -455,6 +456,19 @@ void test_rows_through_random_ranges(Tally& tally) {
   CHECK(wrong == 0);
 }
 
+// Runs so many requests in lockstep.
+template <class Make>
+std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoiser,
+                                                    dlm::Engine& engine, int32_t count, Make make) {
+  dlm::LockstepPasses passes(denoiser, engine, INT64_MAX, 1);
+  passes.set_together(static_cast<size_t>(count));
+  dlm::Runner runner(denoiser, passes, {count});
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  for (int32_t i = 0; i < count; ++i) jobs.push_back(runner.submit(make(), {}));
+  runner.run(dlm::Runner::Until::idle, [] { return true; });
+  return jobs;
+}
+
 // Every cache, block and refresh of a canvas, alone and with others: what passes read, and under a
 // sanitizer how it got there.
 void test_rows_through_whole_requests(Tally& tally) {
@@ -466,7 +480,6 @@ void test_rows_through_whole_requests(Tally& tally) {
           for (const int32_t length : {7, 16}) {
             Rows rows;
             const auto engine = dlm::make_callback(Rows::run, &rows, with_cache(rows.cache));
-            const auto context = engine->open_context(1 << 10);
             const dlm::Denoiser denoiser{4, 3, 64, 2, 0, true, rows.cache, {}};
             dlm_policy fields = dlm::default_policy();
             fields.cache = cache, fields.block_length = block_length, fields.refresh = refresh;
@@ -474,12 +487,9 @@ void test_rows_through_whole_requests(Tally& tally) {
             std::vector<int32_t> canvas(static_cast<size_t>(length), denoiser.mask_token_id);
             std::vector<uint8_t> undecided(canvas.size(), 1);
             canvas[0] = 1, undecided[0] = 0;
-            std::vector<dlm::Request> requests;
-            for (int32_t i = 0; i < batch; ++i)
-              requests.emplace_back(denoiser, *engine, policy, canvas, undecided, 0);
-            dlm::Batch together(denoiser, std::move(requests));
-            dlm::Buffers buffers;
-            while (!together.done()) together.step(*context, buffers);
+            const auto jobs = run_together(denoiser, *engine, batch, [&] {
+              return dlm::Request(denoiser, *engine, policy, canvas, undecided, 0);
+            });
             wrong += rows.wrong + (rows.passes != length - 1);
             ++cases;
           }
@@ -498,7 +508,6 @@ void test_rows_that_are_appended(Tally& tally) {
             Rows rows;
             rows.is_growing = true;
             const auto engine = dlm::make_callback(Rows::run, &rows, with_cache(rows.cache));
-            const auto context = engine->open_context(length);
             const dlm::Denoiser denoiser{4, 3, 64, 2, 0, true, rows.cache, {}, visible_block};
             dlm_policy fields = dlm::default_policy();
             fields.cache = "block", fields.block_length = 0, fields.store = store;
@@ -506,19 +515,21 @@ void test_rows_that_are_appended(Tally& tally) {
             std::vector<int32_t> canvas(static_cast<size_t>(length), denoiser.mask_token_id);
             std::vector<uint8_t> undecided(canvas.size(), 1);
             for (size_t i = 0; i < static_cast<size_t>(given); ++i) canvas[i] = 1, undecided[i] = 0;
-            std::vector<dlm::Request> requests;
-            for (int32_t i = 0; i < batch; ++i)
-              requests.emplace_back(denoiser, *engine, policy, canvas, undecided, 0);
-            dlm::Batch together(denoiser, std::move(requests));
-            dlm::Buffers buffers;
-            while (!together.done()) together.step(*context, buffers);
-            const dlm_pass_counts& counts = together.counts();
+            const auto jobs = run_together(denoiser, *engine, batch, [&] {
+              return dlm::Request(denoiser, *engine, policy, canvas, undecided, 0);
+            });
+            const dlm_stats& counts = *jobs[0]->result().stats;  // as of all: they are alike
+            // Requests that store what their last passes computed never go together.
+            const int32_t turns = std::strcmp(store, "reuse") == 0 ? batch : 1;
             // Each of the passes that open a block decides one position of it, as here every pass
             // does.
             const bool opens = std::strcmp(store, "open") == 0;
-            wrong += rows.wrong + (counts.denoise + (opens ? counts.prefill + counts.store : 0) !=
+            wrong += rows.wrong + (counts.denoise_passes +
+                                       (opens ? counts.prefill_passes + counts.store_passes : 0) !=
                                    length - given);
-            wrong += counts.prefill + counts.denoise + counts.store != rows.passes;
+            wrong +=
+                counts.nfe * turns != rows.passes ||
+                counts.nfe != counts.prefill_passes + counts.denoise_passes + counts.store_passes;
             ++cases;
           }
   CHECK(cases == 144 && wrong == 0);
@@ -532,7 +543,7 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
   const auto engine = dlm::make_none(denoiser.cache);
   dlm::Request request(denoiser, *engine, dlm::check_policy(policy), std::move(canvas),
                        std::move(undecided), 0);
-  dlm::Buffers buffers;
+  dlm::Proposals proposals;
   for (int pass = 0; !request.done() && pass < 20; ++pass) {
     const size_t rows = request.find_positions();
     std::vector<int32_t> tokens(2 * rows);
@@ -543,7 +554,7 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
       tokens[2 * row] = 10 + position;
       probs[2 * row] = 0.9f - 0.01f * static_cast<float>(position);
     }
-    request.step({tokens.data(), probs.data(), entropy.data(), nullptr}, buffers);
+    request.step({tokens.data(), probs.data(), entropy.data(), nullptr}, proposals);
   }
   CHECK(request.done() && request.undecided() == std::vector<uint8_t>(request.canvas().size(), 0));
   return request.canvas();
@@ -598,32 +609,33 @@ void test_proposers_side_by_side(Tally& tally) {
   };
   const dlm::Denoiser denoiser{30, 9, 64, 2, 0, false, {{1, 2, 4}}, {}};
   const auto engine = dlm::make_callback(run, &seen, denoiser);
-  const auto context = engine->open_context(64);
   dlm_policy all = dlm::default_policy();
   all.commit = "threshold";
   std::map<int32_t, int32_t> told;
-  std::vector<dlm::Request> requests;
+  dlm::LockstepPasses passes(denoiser, *engine, INT64_MAX, 1);
+  passes.set_together(2);
+  dlm::Runner runner(denoiser, passes, {2});
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
   for (const bool is_own : {false, true}) {
     std::unique_ptr<dlm::Proposer> own;
     if (is_own) own = std::make_unique<Least>(30, told);
-    requests.emplace_back(denoiser, *engine,
-                          dlm::check_policy(is_own ? all : dlm::default_policy()),
-                          std::vector<int32_t>{3, 9, 9, 9, 9},
-                          std::vector<uint8_t>{0, 1, 1, is_own, is_own}, 0, "", std::move(own));
+    jobs.push_back(runner.submit(
+        dlm::Request(denoiser, *engine, dlm::check_policy(is_own ? all : dlm::default_policy()),
+                     std::vector<int32_t>{3, 9, 9, 9, 9},
+                     std::vector<uint8_t>{0, 1, 1, is_own, is_own}, 0, std::move(own)),
+        {}));
   }
-  dlm::Batch batch(denoiser, std::move(requests));
-  dlm::Buffers buffers;
   std::vector<std::vector<int32_t>> canvases;
-  while (!batch.done()) {
-    batch.step(*context, buffers);
-    canvases.push_back(batch.requests()[1].canvas());
+  while (!jobs[1]->wait(dlm::Clock::duration(0))) {
+    runner.run(dlm::Runner::Until::pass, [] { return true; });
+    canvases.push_back(jobs[1]->request().canvas());
   }
-  CHECK((batch.requests()[0].canvas() == std::vector<int32_t>{3, 1, 1, 9, 9}) &&
-        batch.requests()[0].nfe() == 2);
+  CHECK((jobs[0]->request().canvas() == std::vector<int32_t>{3, 1, 1, 9, 9}) &&
+        jobs[0]->request().nfe() == 2);
   CHECK((canvases[0] == std::vector<int32_t>{3, 9, 9, 9, 24}) &&
         (canvases[1] == std::vector<int32_t>{3, 9, 9, 23, 24}));
-  CHECK((batch.requests()[1].canvas() == std::vector<int32_t>{3, 21, 22, 23, 24}) &&
-        batch.requests()[1].nfe() == 4);
+  CHECK((jobs[1]->request().canvas() == std::vector<int32_t>{3, 21, 22, 23, 24}) &&
+        jobs[1]->request().nfe() == 4);
   CHECK((told == std::map<int32_t, int32_t>{{1, 21}, {2, 22}, {3, 23}, {4, 24}}));
   CHECK(seen.passes == 4 && seen.with_logits == 4 && seen.with_entropy == 0);
 }

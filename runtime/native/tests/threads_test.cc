@@ -56,20 +56,21 @@ bool may_be(dlm_status status) {
 // A request as it is wanted, and what its callback counts.
 struct Wish {
   dlm_policy policy;
-  dlm_generate_options options;
-  int32_t tokens[kLength] = {3, 4};
+  dlm_request request;
+  const int32_t tokens[2] = {3, 4};
   int steps = 0;
 
   explicit Wish(std::mt19937& random) {
-    dlm_policy_init(&policy);
+    dlm_policy_init(&policy, sizeof policy);
     policy.block_length = random() % 2 == 0 ? 0 : 8;
     policy.cache = random() % 3 == 0 ? "none" : "dual";
     if (random() % 4 == 0) policy.select = "sample", policy.temperature = 1;
-    dlm_generate_options_init(&options);
-    options.policy = &policy, options.max_new_tokens = kLength - 2;
-    if (random() % 4 == 0) options.deadline_ms = static_cast<double>(1 + random() % 500) / 1000;
-    if (random() % 4 == 0) options.max_steps = static_cast<int32_t>(1 + random() % 6);
-    if (random() % 6 == 0) options.on_step = stop_sometimes, options.user = &steps;
+    dlm_request_init(&request, sizeof request);
+    request.tokens = tokens, request.token_count = 2;
+    request.policy = &policy, request.max_new_tokens = kLength - 2;
+    if (random() % 4 == 0) request.deadline_ms = static_cast<double>(1 + random() % 500) / 1000;
+    if (random() % 4 == 0) request.max_steps = static_cast<int32_t>(1 + random() % 6);
+    if (random() % 6 == 0) request.on_step = stop_sometimes, request.user = &steps;
   }
 };
 
@@ -86,11 +87,10 @@ void generate(dlm_bundle* bundle, std::mt19937& random, int requests) {
   });
   for (int i = 0; i < requests; ++i) {
     Wish wish(random);
-    size_t length = 0;
-    const dlm_status status =
-        dlm_session_generate(session, &wish.options, wish.tokens, 2, kLength, nullptr, &length);
-    CHECK(may_be(status) && (status == DLM_OK) == (length == kLength));
-    CHECK(wish.tokens[0] == 3 && wish.tokens[1] == 4);
+    const dlm_result* result = nullptr;
+    const dlm_status status = dlm_session_generate(session, &wish.request, &result);
+    CHECK(may_be(status) && result != nullptr && result->length == kLength);
+    CHECK(result->status == status && result->tokens[0] == 3 && result->tokens[1] == 4);
   }
   is_done = true;
   other.join();
@@ -102,24 +102,22 @@ void submit(dlm_scheduler* scheduler, std::mt19937& random, int requests) {
   for (int i = 0; i < requests; ++i) {
     Wish wish(random);
     dlm_job* job = nullptr;
-    const dlm_status status = dlm_scheduler_submit(scheduler, &wish.options, nullptr, 0,
-                                                   wish.tokens, 2, nullptr, 0, &job);
+    const dlm_status status = dlm_scheduler_submit(scheduler, &wish.request, nullptr, 0, &job);
     CHECK(status == DLM_OK || status == DLM_BUSY);
     if (job == nullptr) continue;
     const bool is_left =
         random() % 5 == 0 &&
-        wish.options.on_step == nullptr;  // the callback's counter lives no longer than this
+        wish.request.on_step == nullptr;  // the callback's counter lives no longer than this
     if (random() % 3 == 0) dlm_job_cancel(job);
     dlm_scheduler_stats stats;
-    dlm_scheduler_get_stats(scheduler, &stats);
+    dlm_scheduler_get_stats(scheduler, &stats, sizeof stats);
     CHECK(stats.submitted > 0 && stats.running >= 0);
     if (!is_left) {
       CHECK(dlm_job_wait(job, -1) == 1);
-      dlm_result result;
-      size_t length = 0;
+      const dlm_result* result = nullptr;
       const dlm_status ended = dlm_job_result(job, &result);
-      CHECK(may_be(ended) && dlm_job_tokens(job, &length) != nullptr && length == kLength);
-      CHECK((ended == DLM_OK) == (*dlm_job_message(job) == '\0'));
+      CHECK(may_be(ended) && result->status == ended && result->length == kLength);
+      CHECK((ended == DLM_OK) == (*result->message == '\0'));
     }
     dlm_job_destroy(job);
   }
@@ -128,7 +126,7 @@ void submit(dlm_scheduler* scheduler, std::mt19937& random, int requests) {
 void serve(dlm_bundle* bundle, uint32_t seed, int requests) {
   dlm_scheduler* scheduler = nullptr;
   dlm_scheduler_options options;
-  dlm_scheduler_options_init(&options);
+  dlm_scheduler_options_init(&options, sizeof options);
   options.max_running = 3, options.max_waiting = 8;
   CHECK(dlm_scheduler_create(bundle, &options, nullptr, 0, &scheduler) == DLM_OK);
   std::thread runner(
@@ -163,7 +161,7 @@ int main(int argc, char** argv) {
   const int requests = argc > 1 ? std::atoi(argv[1]) : 400;
   std::atomic<uint32_t> passes{0};
   dlm_denoiser denoiser;
-  dlm_denoiser_init(&denoiser);
+  dlm_denoiser_init(&denoiser, sizeof denoiser);
   denoiser.vocab_size = kVocab, denoiser.mask_token_id = kMask, denoiser.max_canvas_length = 64;
   denoiser.layers = 2, denoiser.kv_heads = denoiser.head_size = denoiser.has_cache = 1;
   denoiser.eos_token_ids = &kEos, denoiser.eos_count = 1;

@@ -110,7 +110,7 @@ impl Bundle {
         let mut bundle = null_mut();
         // SAFETY: init fills the struct; the others are valid for the call.
         check(|message, capacity| unsafe {
-            sys::dlm_open_options_init_sized(options.as_mut_ptr(), size_of::<sys::dlm_open_options>());
+            sys::dlm_open_options_init(options.as_mut_ptr(), size_of::<sys::dlm_open_options>());
             let mut options = options.assume_init();
             options.threads = threads;
             sys::dlm_bundle_open(path.as_ptr(), &options, message, capacity, &mut bundle)
@@ -121,72 +121,24 @@ impl Bundle {
     /// The `max_new_tokens` of a request that sets none.
     pub fn max_new_tokens(&self) -> u32 {
         // SAFETY: the handle is open.
-        unsafe { sys::dlm_bundle_max_new_tokens((self.0).0) }.unsigned_abs()
+        unsafe { (*sys::dlm_bundle_denoiser((self.0).0)).max_new_tokens }.unsigned_abs()
     }
 
     /// One of the bundle's presets by its name, such as `"fast-dllm"`. The error for an unknown name lists all of them.
     pub fn preset(&self, name: &str) -> Result<Policy> {
-        Policy::from_call(self, name, sys::dlm_bundle_preset)
+        Policy::of_bundle(self, Some(name), None)
     }
 
     /// An effort level: `"instant"`, `"low"`, `"medium"` or `"high"`. Fails for a bundle without levels, which
     /// `dlm-export effort` adds.
     pub fn effort(&self, level: &str) -> Result<Policy> {
-        Policy::from_call(self, level, sys::dlm_bundle_effort)
+        Policy::of_bundle(self, None, Some(level))
     }
 
     /// The engine that runs the bundle, as one line for people.
     pub fn engine(&self) -> String {
         // SAFETY: the bundle's own, NUL-terminated.
         unsafe { text_of(sys::dlm_bundle_engine((self.0).0)) }
-    }
-
-    fn text(&self) -> Result<*const sys::dlm_text> {
-        let mut text = null();
-        // SAFETY: valid for the call; the text lives as long as the bundle.
-        check(|message, capacity| unsafe { sys::dlm_bundle_text((self.0).0, message, capacity, &mut text) })?;
-        Ok(text)
-    }
-
-    /// Token ids of a prompt, with the tokens that the tokenizer puts around one.
-    fn encode_prompt(&self, string: &str, flags: i32) -> Result<Vec<i32>> {
-        let text = self.text()?;
-        filled(|message, capacity, tokens: &mut Vec<i32>, count| unsafe {
-            // SAFETY: all valid for the call; `tokens` has room for its length.
-            let (start, room) = (string.as_ptr().cast(), tokens.len());
-            sys::dlm_text_encode(
-                text,
-                start,
-                string.len(),
-                sys::DLM_ENCODE_PROMPT | flags,
-                message,
-                capacity,
-                tokens.as_mut_ptr(),
-                room,
-                count,
-            )
-        })
-    }
-
-    fn decode(&self, tokens: &[i32]) -> Result<String> {
-        let text = self.text()?;
-        let bytes = filled(|message, capacity, bytes: &mut Vec<u8>, size| unsafe {
-            // SAFETY: as in `encode_prompt`.
-            let (start, room) = (bytes.as_mut_ptr().cast(), bytes.len());
-            sys::dlm_text_decode(text, tokens.as_ptr(), tokens.len(), message, capacity, start, room, size)
-        })?;
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
-    }
-
-    /// Token ids of a chat, up to where the assistant answers.
-    fn encode_chat(&self, chat: &[(&str, &str)], flags: i32) -> Result<Vec<i32>> {
-        let (text, messages) = (self.text()?, Messages::new(chat)?);
-        filled(|message, capacity, tokens: &mut Vec<i32>, size| unsafe {
-            // SAFETY: as in `encode_prompt`.
-            let (start, room) = (tokens.as_mut_ptr(), tokens.len());
-            let (first, count) = (messages.raw.as_ptr(), messages.raw.len());
-            sys::dlm_chat_encode(text, first, count, flags, message, capacity, start, room, size)
-        })
     }
 }
 
@@ -229,6 +181,8 @@ pub struct Options {
     pub policy: Option<Policy>,
     /// The texts that are allowed; `None`: any text.
     pub constraint: Option<Automaton>,
+    /// The text ends before the first of these.
+    pub stop_strings: Vec<String>,
     /// Milliseconds after which no pass starts; 0: no deadline. For a scheduler's request they count from its submission.
     pub deadline_ms: f64,
     /// How many passes the request makes at most; 0: any number.
@@ -239,35 +193,39 @@ pub struct Options {
 }
 
 impl Options {
-    /// As C takes them. The pointers in the struct are valid as long as `self`.
-    fn raw(&self) -> sys::dlm_generate_options {
-        let mut given = MaybeUninit::<sys::dlm_generate_options>::uninit();
+    /// As C takes them. The pointers in the struct are valid as long as `self` and `stops`.
+    fn raw(&self, stops: &Stops) -> sys::dlm_request {
+        let mut request = MaybeUninit::<sys::dlm_request>::uninit();
         // SAFETY: init fills the struct.
-        let mut given = unsafe {
-            sys::dlm_generate_options_init_sized(given.as_mut_ptr(), size_of::<sys::dlm_generate_options>());
-            given.assume_init()
+        let mut request = unsafe {
+            sys::dlm_request_init(request.as_mut_ptr(), size_of::<sys::dlm_request>());
+            request.assume_init()
         };
         if let Some(count) = self.max_new_tokens {
-            given.max_new_tokens = i32::try_from(count).unwrap_or(i32::MAX); // the library says what is too long
+            request.max_new_tokens = i32::try_from(count).unwrap_or(i32::MAX); // the library says what is too long
         }
-        given.policy = self.policy.as_ref().map_or(null(), Policy::raw);
-        given.deadline_ms = self.deadline_ms;
-        given.max_steps = self.max_steps;
-        given.special_tokens = self.special_tokens.into();
-        given
+        request.policy = self.policy.as_ref().map_or(null(), Policy::raw);
+        request.constraint = self.constraint.as_ref().map_or(null(), Automaton::raw);
+        request.stop_strings = stops.raw.as_ptr();
+        request.stop_count = stops.raw.len();
+        request.deadline_ms = self.deadline_ms;
+        request.max_steps = self.max_steps;
+        request.special_tokens = self.special_tokens.into();
+        request.text = sys::DLM_TEXT_RESULT;
+        request
     }
+}
 
-    /// The flags of `dlm_text_encode` and `dlm_chat_encode` for text of a request.
-    fn encode_flags(&self) -> i32 {
-        if self.special_tokens {
-            sys::DLM_ENCODE_SPECIAL
-        } else {
-            0
-        }
-    }
+/// The stop strings of a request, where C finds them.
+struct Stops {
+    raw: Vec<*const c_char>,
+    _strings: Vec<CString>,
+}
 
-    fn automaton(&self) -> *const sys::dlm_automaton {
-        self.constraint.as_ref().map_or(null(), Automaton::raw)
+impl Stops {
+    fn new(options: &Options) -> Result<Self> {
+        let strings = options.stop_strings.iter().map(|stop| c_string(stop)).collect::<Result<Vec<_>>>()?;
+        Ok(Self { raw: strings.iter().map(|stop| stop.as_ptr()).collect(), _strings: strings })
     }
 }
 
@@ -275,7 +233,7 @@ impl Options {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Finish {
-    /// The denoiser wrote an end token.
+    /// The denoiser wrote an end token, or the text came to a stop string.
     Stop,
     /// All tokens were generated, without an end token.
     Length,
@@ -321,11 +279,17 @@ pub struct Generation {
 }
 
 impl Generation {
-    fn new(text: String, result: &sys::dlm_result) -> Self {
+    /// SAFETY: `result` is the library's, of a request that did not fail.
+    unsafe fn new(result: *const sys::dlm_result) -> Self {
+        // SAFETY: its text has `text_size` bytes, and its statistics are there.
+        let (result, text, stats) = unsafe {
+            let result = &*result;
+            (result, std::slice::from_raw_parts(result.text.cast::<u8>(), result.text_size), &*result.stats)
+        };
         Self {
-            text,
+            text: String::from_utf8_lossy(text).into_owned(),
             finish: result.finish.into(),
-            passes: result.nfe,
+            passes: stats.nfe,
             prompt_tokens: result.prompt_tokens,
             completion_tokens: result.completion_tokens,
         }
@@ -351,18 +315,6 @@ impl<'a> Messages<'a> {
     }
 }
 
-/// Calls a C function once for the size of what it writes, and again with room for it.
-fn filled<T: Clone + Default>(call: impl Fn(*mut c_char, usize, &mut Vec<T>, *mut usize) -> sys::dlm_status) -> Result<Vec<T>> {
-    let (mut out, mut count) = (Vec::new(), 0);
-    loop {
-        check(|message, capacity| call(message, capacity, &mut out, &mut count))?;
-        if count <= out.len() {
-            return Ok(out);
-        }
-        out.resize(count, T::default());
-    }
-}
-
 /// Generates one request at a time. It may move between threads.
 pub struct Session {
     raw: Arc<RawSession>,
@@ -376,11 +328,16 @@ struct Listener<'a> {
 }
 
 /// A panic must not unwind through C, so it is kept and ends the request.
-extern "C" fn on_text(user: *mut c_void, delta: *const c_char, size: usize) -> i32 {
-    // SAFETY: `user` is the Listener of the call that runs, and delta has `size` bytes of UTF-8.
-    let (listener, delta) =
-        unsafe { (&mut *user.cast::<Listener<'_>>(), std::slice::from_raw_parts(delta.cast::<u8>(), size)) };
-    let told = AssertUnwindSafe(|| (listener.on_text)(&String::from_utf8_lossy(delta)).is_break());
+extern "C" fn on_step(user: *mut c_void, step: *const sys::dlm_step) -> i32 {
+    // SAFETY: `user` is the Listener of the call that runs, and the step's text has `text_size` bytes of UTF-8.
+    let (listener, text) = unsafe {
+        let step = &*step;
+        (&mut *user.cast::<Listener<'_>>(), std::slice::from_raw_parts(step.text.cast::<u8>(), step.text_size))
+    };
+    if text.is_empty() {
+        return 0;
+    }
+    let told = AssertUnwindSafe(|| (listener.on_text)(&String::from_utf8_lossy(text)).is_break());
     catch_unwind(told).map_or_else(
         |panic| {
             listener.panicked = Some(panic);
@@ -412,10 +369,9 @@ impl Session {
         options: &Options,
         on_text: impl FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Generation> {
-        self.generate(options, on_text, |session, options, function, user, text, size| {
-            let start = prompt.as_ptr().cast();
-            // SAFETY: all valid for the call.
-            unsafe { sys::dlm_generate_text(session, options, start, prompt.len(), function, user, text, size) }
+        self.generate(options, on_text, |request| {
+            request.prompt = prompt.as_ptr().cast();
+            request.prompt_size = prompt.len();
         })
     }
 
@@ -427,48 +383,35 @@ impl Session {
         on_text: impl FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Generation> {
         let messages = Messages::new(chat)?;
-        self.generate(options, on_text, |session, options, function, user, text, size| {
-            let (start, count) = (messages.raw.as_ptr(), messages.raw.len());
-            // SAFETY: all valid for the call.
-            unsafe { sys::dlm_generate_chat(session, options, start, count, function, user, text, size) }
+        self.generate(options, on_text, |request| {
+            request.messages = messages.raw.as_ptr();
+            request.message_count = messages.raw.len();
         })
     }
 
+    /// `give` sets what is given.
     fn generate(
         &mut self,
         options: &Options,
         mut function: impl FnMut(&str) -> ControlFlow<()>,
-        call: impl FnOnce(
-            *mut sys::dlm_session,
-            *const sys::dlm_generate_options,
-            Option<sys::dlm_text_fn>,
-            *mut c_void,
-            *mut *const c_char,
-            *mut usize,
-        ) -> sys::dlm_status,
+        give: impl FnOnce(&mut sys::dlm_request),
     ) -> Result<Generation> {
-        let given = options.raw();
-        // SAFETY: both valid for the call.
-        self.done(unsafe { sys::dlm_session_constrain(self.raw.raw, options.automaton()) })?;
+        let stops = Stops::new(options)?;
+        let mut request = options.raw(&stops);
+        give(&mut request);
         let mut listener = Listener { on_text: &mut function, panicked: None };
-        let (mut text, mut size) = (null(), 0);
-        let user: *mut c_void = std::ptr::addr_of_mut!(listener).cast();
-        let status = call(self.raw.raw, &given, Some(on_text), user, &mut text, &mut size);
+        request.text = sys::DLM_TEXT_STEPS;
+        request.on_step = Some(on_step);
+        request.user = std::ptr::addr_of_mut!(listener).cast();
+        let mut result = null();
+        // SAFETY: all valid for the call.
+        let status = unsafe { sys::dlm_session_generate(self.raw.raw, &request, &mut result) };
         if let Some(panic) = listener.panicked {
             resume_unwind(panic);
         }
         self.done(status)?;
-        // SAFETY: on success text has `size` bytes, the session's until its next call.
-        let text = unsafe { std::slice::from_raw_parts(text.cast::<u8>(), size) };
-        let text = String::from_utf8_lossy(text).into_owned();
-        let mut result = MaybeUninit::<sys::dlm_result>::zeroed();
-        // SAFETY: all zeros are a valid struct; no pointer of it is read.
-        let (status, result) = unsafe {
-            let size = size_of::<sys::dlm_result>();
-            (sys::dlm_session_result_sized(self.raw.raw, 0, result.as_mut_ptr(), size), result.assume_init())
-        };
-        self.done(status)?;
-        Ok(Generation::new(text, &result))
+        // SAFETY: the session's until its next request.
+        Ok(unsafe { Generation::new(result) })
     }
 
     fn done(&self, status: sys::dlm_status) -> Result<()> {

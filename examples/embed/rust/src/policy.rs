@@ -1,11 +1,9 @@
-use std::ffi::CStr;
+use std::ffi::{CStr, CString};
 use std::mem::{size_of, MaybeUninit};
 use std::os::raw::c_char;
+use std::ptr::null;
 
 use crate::{c_string, check, sys, Bundle, Error, Result};
-
-type PolicyFn =
-    unsafe extern "C" fn(*const sys::dlm_bundle, *const c_char, *mut c_char, usize, *mut sys::dlm_policy) -> sys::dlm_status;
 
 /// A decoding loop: one of the bundle's presets or effort levels ([`Bundle::preset`], [`Bundle::effort`]), perhaps with changed
 /// fields. The fields are those of `dlm_policy` in `dlm_runtime.h`.
@@ -20,12 +18,15 @@ unsafe impl Send for Policy {}
 unsafe impl Sync for Policy {}
 
 impl Policy {
-    pub(crate) fn from_call(bundle: &Bundle, name: &str, call: PolicyFn) -> Result<Self> {
-        let (name, mut policy) = (c_string(name)?, MaybeUninit::<sys::dlm_policy>::uninit());
+    pub(crate) fn of_bundle(bundle: &Bundle, preset: Option<&str>, effort: Option<&str>) -> Result<Self> {
+        let (preset, effort) = (preset.map(c_string).transpose()?, effort.map(c_string).transpose()?);
+        let pointer = |name: &Option<CString>| name.as_ref().map_or(null(), |name| name.as_ptr());
+        let mut policy = MaybeUninit::<sys::dlm_policy>::uninit();
         // SAFETY: init fills the struct; all is valid for the call.
         check(|message, capacity| unsafe {
-            sys::dlm_policy_init_sized(policy.as_mut_ptr(), size_of::<sys::dlm_policy>());
-            call((bundle.0).0, name.as_ptr(), message, capacity, policy.as_mut_ptr())
+            sys::dlm_policy_init(policy.as_mut_ptr(), size_of::<sys::dlm_policy>());
+            let handle = (bundle.0).0;
+            sys::dlm_bundle_policy(handle, pointer(&preset), pointer(&effort), message, capacity, policy.as_mut_ptr())
         })?;
         // SAFETY: init filled it.
         Ok(Self { raw: unsafe { policy.assume_init() }, _bundle: bundle.clone() })

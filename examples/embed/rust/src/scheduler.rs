@@ -1,12 +1,10 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::mem::{size_of, MaybeUninit};
 use std::ptr::{null, null_mut};
-use std::slice;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 
-use crate::{check, sys, text_of, Bundle, Error, Generation, Options, Result};
+use crate::{check, sys, text_of, Bundle, Error, Generation, Messages, Options, Result, Stops};
 
 struct RawScheduler {
     raw: *mut sys::dlm_scheduler,
@@ -56,22 +54,28 @@ impl Scheduler {
 
     /// Hands in a request for the text after a prompt. Fails with `DLM_BUSY` (status 10) if too many requests wait.
     pub fn submit_text(&self, prompt: &str, options: &Options) -> Result<Job> {
-        self.submit(&self.bundle.encode_prompt(prompt, options.encode_flags())?, options)
+        self.submit(options, |request| {
+            request.prompt = prompt.as_ptr().cast();
+            request.prompt_size = prompt.len();
+        })
     }
 
     /// Hands in a request for the assistant's answer to a chat, a list of roles and contents.
     pub fn submit_chat(&self, chat: &[(&str, &str)], options: &Options) -> Result<Job> {
-        self.submit(&self.bundle.encode_chat(chat, options.encode_flags())?, options)
+        let messages = Messages::new(chat)?;
+        self.submit(options, |request| {
+            request.messages = messages.raw.as_ptr();
+            request.message_count = messages.raw.len();
+        })
     }
 
-    fn submit(&self, tokens: &[i32], options: &Options) -> Result<Job> {
-        let (given, automaton, mut raw) = (options.raw(), options.automaton(), null_mut());
-        let (scheduler, start, count) = (self.raw.raw, tokens.as_ptr(), tokens.len());
+    fn submit(&self, options: &Options, give: impl FnOnce(&mut sys::dlm_request)) -> Result<Job> {
+        let stops = Stops::new(options)?;
+        let (mut request, mut raw) = (options.raw(&stops), null_mut());
+        give(&mut request);
         // SAFETY: all valid for the call, which copies what it keeps.
-        check(|message, capacity| unsafe {
-            sys::dlm_scheduler_submit(scheduler, &given, automaton, 0, start, count, message, capacity, &mut raw)
-        })?;
-        Ok(Job { raw, bundle: self.bundle.clone(), _not_sync: PhantomData })
+        check(|message, capacity| unsafe { sys::dlm_scheduler_submit(self.raw.raw, &request, message, capacity, &mut raw) })?;
+        Ok(Job { raw, _bundle: self.bundle.clone(), _not_sync: PhantomData })
     }
 }
 
@@ -88,7 +92,7 @@ impl Drop for Scheduler {
 /// A request that was handed to a [`Scheduler`]. It is cancelled if it is dropped before it is done.
 pub struct Job {
     raw: *mut sys::dlm_job,
-    bundle: Bundle,
+    _bundle: Bundle, // outlives it
     _not_sync: PhantomData<Cell<()>>,
 }
 
@@ -110,22 +114,15 @@ impl Job {
 
     /// Waits until the request is done and returns what it generated, or why it failed.
     pub fn wait(self) -> Result<Generation> {
-        let mut result = MaybeUninit::<sys::dlm_result>::zeroed();
-        let mut length = 0;
-        // SAFETY: all zeros are a valid struct, of which no pointer is read; tokens are the job's until it is destroyed.
-        let (status, result, tokens) = unsafe {
+        let mut result = null();
+        // SAFETY: the result is the job's until it is destroyed, and is there once the request has ended.
+        unsafe {
             sys::dlm_job_wait(self.raw, -1.0);
-            let status = sys::dlm_job_result_sized(self.raw, result.as_mut_ptr(), size_of::<sys::dlm_result>());
-            (status, result.assume_init(), sys::dlm_job_tokens(self.raw, &mut length))
-        };
-        if status != sys::DLM_OK {
-            // SAFETY: NUL-terminated, the job's.
-            return Err(Error { status, sentence: unsafe { text_of(sys::dlm_job_message(self.raw)) } });
+            match sys::dlm_job_result(self.raw, &mut result) {
+                sys::DLM_OK => Ok(Generation::new(result)),
+                status => Err(Error { status, sentence: text_of((*result).message) }),
+            }
         }
-        let start = result.prompt_tokens as usize;
-        // SAFETY: a job that is done has `length` tokens, and these lie within them.
-        let generated = unsafe { &slice::from_raw_parts(tokens, length)[start..start + result.completion_tokens as usize] };
-        Ok(Generation::new(self.bundle.decode(generated)?, &result))
     }
 }
 

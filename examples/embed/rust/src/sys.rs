@@ -1,5 +1,5 @@
-//! The part of dlm_runtime.h that the wrapper calls, written by hand. Structs with a `struct_size` may grow in C. The library
-//! accepts these shorter ones, because it reads their size.
+//! The part of dlm_runtime.h that the wrapper calls, written by hand. Structs with a `struct_size` may grow in C: the library
+//! reads the size of those that it is given, and its own begin with the fields that are here.
 
 #![allow(non_camel_case_types)]
 
@@ -14,11 +14,10 @@ pub const DLM_OUT_OF_MEMORY: dlm_status = 6;
 pub enum dlm_bundle {}
 pub enum dlm_session {}
 pub enum dlm_automaton {}
-pub enum dlm_text {}
 pub enum dlm_scheduler {}
 pub enum dlm_job {}
 
-pub type dlm_text_fn = extern "C" fn(user: *mut c_void, delta: *const c_char, size: usize) -> i32;
+pub type dlm_step_fn = extern "C" fn(user: *mut c_void, step: *const dlm_step) -> i32;
 
 #[repr(C)]
 #[derive(Debug, Clone)]
@@ -50,14 +49,13 @@ pub struct dlm_policy {
     pub cfg_scale: f64,
 }
 
-pub const DLM_ENCODE_PROMPT: i32 = 1;
-pub const DLM_ENCODE_SPECIAL: i32 = 2;
 pub const DLM_FIELD_CHOICE: i32 = 0;
 pub const DLM_FIELD_INT32: i32 = 1;
 pub const DLM_FIELD_DOUBLE: i32 = 2;
 
 #[repr(C)]
 pub struct dlm_policy_field {
+    pub struct_size: usize,
     pub name: *const c_char,
     pub kind: i32,
     pub offset: usize,
@@ -67,18 +65,50 @@ pub struct dlm_policy_field {
     pub highest: f64,
 }
 
+pub const DLM_TEXT_RESULT: i32 = 1;
+pub const DLM_TEXT_STEPS: i32 = 2;
+
 #[repr(C)]
-pub struct dlm_generate_options {
+pub struct dlm_step {
     pub struct_size: usize,
-    pub policy: *const dlm_policy,
-    pub max_new_tokens: i32,
-    pub steps: i32,
-    pub on_step: *const c_void,
-    pub user: *mut c_void,
-    pub policies: *const *const dlm_policy,
-    pub deadline_ms: f64,
-    pub max_steps: i32,
+    pub canvas: *const i32,
+    pub guess: *const i32,
+    pub score: *const f32,
+    pub undecided: *const u8,
+    pub length: i32,
+    pub block_start: i32,
+    pub block_end: i32,
+    pub nfe: i32,
+    pub committed: i32,
+    pub done: i32,
+    pub text: *const c_char,
+    pub text_size: usize,
+}
+
+#[repr(C)]
+pub struct dlm_request {
+    pub struct_size: usize,
+    pub tokens: *const i32,
+    pub token_count: usize,
+    pub prompt: *const c_char,
+    pub prompt_size: usize,
+    pub messages: *const dlm_message,
+    pub message_count: usize,
     pub special_tokens: i32,
+    pub max_new_tokens: i32,
+    pub policy: *const dlm_policy,
+    pub steps: i32,
+    pub constraint: *const dlm_automaton,
+    pub constrained_tokens: i32,
+    pub max_steps: i32,
+    pub deadline_ms: f64,
+    pub stop_strings: *const *const c_char,
+    pub stop_count: usize,
+    pub text: i32,
+    pub text_start: i32,
+    pub decode: *const c_void,
+    pub on_step: Option<dlm_step_fn>,
+    pub user: *mut c_void,
 }
 
 #[repr(C)]
@@ -94,15 +124,47 @@ pub struct dlm_open_options {
 }
 
 #[repr(C)]
+pub struct dlm_denoiser {
+    pub struct_size: usize,
+    pub vocab_size: i32,
+    pub mask_token_id: i32,
+    pub max_canvas_length: i32,
+    pub layers: i32,
+    pub kv_heads: i32,
+    pub head_size: i32,
+    pub top_k: i32,
+    pub kv_element_bytes: i32,
+    pub shift: i32,
+    pub has_cache: i32,
+    pub eos_token_ids: *const i32,
+    pub eos_count: usize,
+    pub visible_block: i64,
+    pub max_new_tokens: i32,
+}
+
+#[repr(C)]
+pub struct dlm_stats {
+    pub struct_size: usize,
+    pub nfe: i32,
+}
+
+#[repr(C)]
 pub struct dlm_result {
     pub struct_size: usize,
+    pub status: dlm_status,
+    pub message: *const c_char,
     pub finish: i32,
-    pub nfe: i32,
     pub prompt_tokens: i32,
     pub completion_tokens: i32,
+    pub tokens: *const i32,
     pub log_probs: *const f32,
     pub undecided: *const u8,
     pub length: usize,
+    pub text: *const c_char,
+    pub text_size: usize,
+    pub is_text_decided: i32,
+    pub constraint_log_prob_loss: f64,
+    pub stats: *const dlm_stats,
 }
 
 #[repr(C)]
@@ -114,7 +176,7 @@ pub struct dlm_message {
 
 extern "C" {
     pub fn dlm_status_name(status: dlm_status) -> *const c_char;
-    pub fn dlm_open_options_init_sized(options: *mut dlm_open_options, struct_size: usize);
+    pub fn dlm_open_options_init(options: *mut dlm_open_options, struct_size: usize);
     pub fn dlm_bundle_open(
         path: *const c_char,
         options: *const dlm_open_options,
@@ -133,49 +195,22 @@ extern "C" {
     pub fn dlm_session_destroy(session: *mut dlm_session);
     pub fn dlm_session_last_error(session: *const dlm_session) -> *const c_char;
     pub fn dlm_session_cancel(session: *mut dlm_session, request: usize);
-    pub fn dlm_session_result_sized(
+    pub fn dlm_session_generate(
         session: *mut dlm_session,
-        request: usize,
-        result: *mut dlm_result,
-        struct_size: usize,
+        request: *const dlm_request,
+        result: *mut *const dlm_result,
     ) -> dlm_status;
-    pub fn dlm_generate_options_init_sized(options: *mut dlm_generate_options, struct_size: usize);
-    pub fn dlm_generate_text(
-        session: *mut dlm_session,
-        options: *const dlm_generate_options,
-        prompt: *const c_char,
-        prompt_size: usize,
-        on_text: Option<dlm_text_fn>,
-        user: *mut c_void,
-        text: *mut *const c_char,
-        size: *mut usize,
-    ) -> dlm_status;
-    pub fn dlm_generate_chat(
-        session: *mut dlm_session,
-        options: *const dlm_generate_options,
-        messages: *const dlm_message,
-        message_count: usize,
-        on_text: Option<dlm_text_fn>,
-        user: *mut c_void,
-        text: *mut *const c_char,
-        size: *mut usize,
-    ) -> dlm_status;
-    pub fn dlm_bundle_max_new_tokens(bundle: *const dlm_bundle) -> i32;
-    pub fn dlm_bundle_preset(
+    pub fn dlm_request_init(request: *mut dlm_request, struct_size: usize);
+    pub fn dlm_bundle_denoiser(bundle: *const dlm_bundle) -> *const dlm_denoiser;
+    pub fn dlm_bundle_policy(
         bundle: *const dlm_bundle,
-        name: *const c_char,
+        preset: *const c_char,
+        effort: *const c_char,
         message: *mut c_char,
         message_capacity: usize,
         policy: *mut dlm_policy,
     ) -> dlm_status;
-    pub fn dlm_bundle_effort(
-        bundle: *const dlm_bundle,
-        level: *const c_char,
-        message: *mut c_char,
-        message_capacity: usize,
-        policy: *mut dlm_policy,
-    ) -> dlm_status;
-    pub fn dlm_policy_init_sized(policy: *mut dlm_policy, struct_size: usize);
+    pub fn dlm_policy_init(policy: *mut dlm_policy, struct_size: usize);
     pub fn dlm_policy_field_at(index: usize) -> *const dlm_policy_field;
     pub fn dlm_automaton_open(
         path: *const c_char,
@@ -191,45 +226,6 @@ extern "C" {
         automaton: *mut *mut dlm_automaton,
     ) -> dlm_status;
     pub fn dlm_automaton_destroy(automaton: *mut dlm_automaton);
-    pub fn dlm_session_constrain(session: *mut dlm_session, automaton: *const dlm_automaton) -> dlm_status;
-    pub fn dlm_bundle_text(
-        bundle: *mut dlm_bundle,
-        message: *mut c_char,
-        message_capacity: usize,
-        text: *mut *const dlm_text,
-    ) -> dlm_status;
-    pub fn dlm_text_encode(
-        text: *const dlm_text,
-        string: *const c_char,
-        size: usize,
-        flags: i32,
-        message: *mut c_char,
-        message_capacity: usize,
-        tokens: *mut i32,
-        capacity: usize,
-        count: *mut usize,
-    ) -> dlm_status;
-    pub fn dlm_text_decode(
-        text: *const dlm_text,
-        tokens: *const i32,
-        count: usize,
-        message: *mut c_char,
-        message_capacity: usize,
-        string: *mut c_char,
-        capacity: usize,
-        size: *mut usize,
-    ) -> dlm_status;
-    pub fn dlm_chat_encode(
-        text: *const dlm_text,
-        messages: *const dlm_message,
-        message_count: usize,
-        flags: i32,
-        message: *mut c_char,
-        message_capacity: usize,
-        tokens: *mut i32,
-        capacity: usize,
-        count: *mut usize,
-    ) -> dlm_status;
     pub fn dlm_scheduler_create(
         bundle: *mut dlm_bundle,
         options: *const c_void,
@@ -240,11 +236,7 @@ extern "C" {
     pub fn dlm_scheduler_destroy(scheduler: *mut dlm_scheduler);
     pub fn dlm_scheduler_submit(
         scheduler: *mut dlm_scheduler,
-        options: *const dlm_generate_options,
-        automaton: *const dlm_automaton,
-        given: i32,
-        tokens: *const i32,
-        count: usize,
+        request: *const dlm_request,
         message: *mut c_char,
         message_capacity: usize,
         job: *mut *mut dlm_job,
@@ -259,9 +251,7 @@ extern "C" {
     ) -> dlm_status;
     pub fn dlm_scheduler_stop(scheduler: *mut dlm_scheduler);
     pub fn dlm_job_wait(job: *const dlm_job, timeout_ms: f64) -> i32;
-    pub fn dlm_job_tokens(job: *const dlm_job, length: *mut usize) -> *const i32;
-    pub fn dlm_job_result_sized(job: *const dlm_job, result: *mut dlm_result, struct_size: usize) -> dlm_status;
-    pub fn dlm_job_message(job: *const dlm_job) -> *const c_char;
+    pub fn dlm_job_result(job: *const dlm_job, result: *mut *const dlm_result) -> dlm_status;
     pub fn dlm_job_cancel(job: *mut dlm_job);
     pub fn dlm_job_destroy(job: *mut dlm_job);
 }

@@ -138,6 +138,20 @@ fn presets_effort_levels_and_changed_fields_choose_the_loop() {
 }
 
 #[test]
+fn a_text_ends_before_a_stop_string() {
+    let bundle = bundle();
+    let stopped = Options { stop_strings: vec!["kitchen".into()], ..few() };
+    let whole = alone(&bundle, PROMPT, &few());
+    let wanted = &whole[..whole.find("kitchen").unwrap()];
+    assert_eq!(alone(&bundle, PROMPT, &stopped), wanted);
+    let scheduler = Scheduler::new(&bundle).unwrap();
+    let out = scheduler.submit_text(PROMPT, &stopped).unwrap().wait().unwrap();
+    assert_eq!((out.text.as_str(), out.finish), (wanted, Finish::Stop));
+    let nul = Options { stop_strings: vec!["a\0".into()], ..few() };
+    assert!(Session::new(&bundle).unwrap().generate_text(PROMPT, &nul, |_| ControlFlow::Continue(())).is_err());
+}
+
+#[test]
 fn a_constraint_is_of_its_request_alone() {
     let bundle = bundle();
     let mut session = Session::new(&bundle).unwrap();

@@ -15,7 +15,7 @@ from dlm_runtime.files import read_text
 
 if TYPE_CHECKING:
     from dlm_export.network.spec import NetworkSpec
-    from dlm_runtime.tokenizer import Tokenizer
+    from dlm_runtime.text.tokenizer import Tokenizer
 
 
 PROMPT_LENGTH = 12  # tokens of a random prompt

@@ -37,7 +37,7 @@ from dlm_export.network.spec import NetworkSpec
 from dlm_export.progress import Progress, Silent
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 PACKAGE, OLDEST = (
     "transformers",

@@ -17,7 +17,7 @@ from dlm_export.graph import caches
 from dlm_export.graph.parts import Part
 from dlm_export.memory import give_back
 from dlm_export.network.spec import NetworkSpec
-from dlm_runtime import _native
+from dlm_runtime.abi import native as _native
 
 if TYPE_CHECKING:
     import onnxruntime

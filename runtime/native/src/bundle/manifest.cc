@@ -20,7 +20,7 @@
 namespace dlm {
 namespace {
 
-constexpr int64_t kSchemaVersion = 3;
+constexpr int64_t kSchemaVersion = 1;
 constexpr size_t kManifestLimitBytes = 4 << 20;
 constexpr int64_t kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
@@ -410,16 +410,11 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                    const std::string& engine, Records records) {
   const auto root = json::parse(text, kManifestLimitBytes);
   const int64_t version = root->integer("schema_version", 1, INT32_MAX);
-  if (version < kSchemaVersion)
+  if (version != kSchemaVersion)
     fail(DLM_BAD_BUNDLE,
-         "schema_version %lld is of an older dlm-export: build the bundle again with `dlm-export "
-         "build CHECKPOINT -o %s "
-         "--force`",
-         static_cast<long long>(version), folder.c_str());
-  if (version > kSchemaVersion)
-    fail(DLM_BAD_BUNDLE,
-         "schema_version %lld is newer than the %lld that this runtime reads: update dlm-export",
-         static_cast<long long>(version), static_cast<long long>(kSchemaVersion));
+         "schema_version %lld: this runtime reads version %lld only. Build the bundle again with "
+         "`dlm-export build CHECKPOINT -o %s --force`, or update dlm-export if the bundle is newer",
+         static_cast<long long>(version), static_cast<long long>(kSchemaVersion), folder.c_str());
   // All but loop and files describe the bundle to people and to the exporter, which checks them by
   // manifest.schema.json.
   root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source",
@@ -443,9 +438,12 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   if (presets.find(manifest.default_preset) == nullptr)
     loop.at("default_preset").refuse("is not one of presets");
   if (loop.find("max_new_tokens") != nullptr)
-    manifest.max_new_tokens = static_cast<int32_t>(loop.integer("max_new_tokens", 1, 1 << 24));
-  if (loop.find("effort") != nullptr)
+    manifest.denoiser.max_new_tokens =
+        static_cast<int32_t>(loop.integer("max_new_tokens", 1, 1 << 24));
+  if (loop.find("effort") != nullptr) {
     manifest.efforts = read_efforts(loop.object("effort"), presets);
+    manifest.effort_preset = loop.object("effort").string("preset");
+  }
   const bool is_run = engine == "tensorrt" || (engine == "auto" && manifest.is_for_gpus);
   if (loop.find("engines") != nullptr)
     for (const json::Value& entry : loop.object("engines").members())
@@ -521,6 +519,7 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   in_range("top_k", d.top_k, 2, std::min(64, d.vocab_size - 1));
   in_range("kv_element_bytes", d.kv_element_bytes, 1, 8);
   in_range("shift", d.shift, 0, 1);
+  in_range("max_new_tokens", d.max_new_tokens, 1, 1 << 24);
   if (d.visible_block < 0 || d.visible_block > 1 << 24)
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: visible_block = %lld is outside 0..%d",
          static_cast<long long>(d.visible_block), 1 << 24);
@@ -536,7 +535,8 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
                d.has_cache != 0,
                {},
                {},
-               static_cast<int32_t>(d.visible_block)};
+               static_cast<int32_t>(d.visible_block),
+               d.max_new_tokens};
   out.cache.assign(static_cast<size_t>(d.layers), {d.kv_heads, d.head_size, d.kv_element_bytes});
   for (size_t i = 0; i < d.eos_count; ++i) {
     in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "bundle/verified_files.h"
-#include "decode/loop.h"
+#include "decode/policy.h"
 #include "engines/engine.h"
 #include "text/tokenizer.h"
 
@@ -29,8 +29,6 @@ struct FileHash {
 // Effort levels of a bundle, fewest passes first.
 constexpr const char* kEfforts[] = {"instant", "low", "medium", "high"};
 
-constexpr int32_t kNewTokens = 128;  // unless a bundle or a request says
-
 using Policies =
     std::vector<std::pair<std::string, dlm_policy>>;  // by name, in the manifest's order
 
@@ -43,12 +41,12 @@ struct Manifest {
   std::string
       device_advice;  // what makes it run on a GPU, for messages; empty if it is not for GPUs
   std::string default_preset;
-  int32_t max_new_tokens = kNewTokens;  // of a request that does not say
-  Policies presets;                     // strings are static
-  Policies efforts;          // levels fitted on data, fewest passes first; empty where none were
-  std::string text_path;     // of the compiled text file; empty: there is none,
-  std::string text_refusal;  // and why
-  std::string text_sha256;   // that the text file must have as it is read; empty: not checked
+  Policies presets;           // strings are static
+  Policies efforts;           // levels fitted on data, fewest passes first; empty where none were
+  std::string effort_preset;  // for which they were fitted
+  std::string text_path;      // of the compiled text file; empty: there is none,
+  std::string text_refusal;   // and why
+  std::string text_sha256;    // that the text file must have as it is read; empty: not checked
   std::vector<FileHash> unhashed;  // large files, still to be compared by check_hash
 };
 

@@ -50,6 +50,11 @@ class Arena {
   // As Context::keep_outside, of one request.
   void keep_outside(Handle place, int32_t first, int32_t last);
 
+  // What the rows that a place holds take.
+  uint64_t bytes_of(Handle place) const {
+    return static_cast<uint64_t>(place->slots.length()) * row_sum_;
+  }
+
   // What the rows that were ever stored at once take, at most.
   uint64_t cache_bytes() const { return used_bytes_; }
 

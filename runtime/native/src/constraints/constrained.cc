@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "decode/loop.h"
 
 namespace dlm {
 namespace {

@@ -4,8 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "decode/loop.h"
-
 namespace dlm {
 
 Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predictions& conditional,

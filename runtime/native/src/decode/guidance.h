@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "decode/proposer.h"
+#include "engines/engine.h"
 
 namespace dlm {
 

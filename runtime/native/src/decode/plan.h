@@ -27,7 +27,7 @@ struct Range {
   bool operator==(const Range& other) const { return first == other.first && last == other.last; }
 };
 
-// For dlm_pass_counts: prefill fills or refreshes a cache before a block is decided, store stores
+// For dlm_stats: prefill fills or refreshes a cache before a block is decided, store stores
 // what is finished.
 enum class PassKind { prefill, denoise, store };
 

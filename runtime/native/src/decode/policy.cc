@@ -18,7 +18,8 @@ constexpr bool covers_dlm_policy() {
     if (field.offset != (end + bytes - 1) / bytes * bytes) return false;
     end = field.offset + bytes;
   }
-  return size_of<dlm_policy>(end) == sizeof(dlm_policy);
+  return (end + alignof(dlm_policy) - 1) / alignof(dlm_policy) * alignof(dlm_policy) ==
+         sizeof(dlm_policy);
 }
 static_assert(covers_dlm_policy(),
               "dlm_policy has a field that DLM_POLICY_FIELDS lacks, or in another place");
@@ -66,7 +67,7 @@ const char* canonical_choice(const dlm_policy_field& field, const std::string& v
 }
 
 Policy check_policy(const dlm_policy& given) {
-  const dlm_policy policy = take(given, default_policy());
+  const dlm_policy policy = take(given, default_policy(), "dlm_policy");
   Policy out{};
 #define DLM_CHOICE(field, type) check(#field, policy.field, out.field);
 #define DLM_NUMBER(field, type, initial, lowest, highest) \

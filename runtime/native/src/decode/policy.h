@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "api/sized.h"
+#include "base/sized.h"
 #include "dlm_runtime.h"
 
 namespace dlm {
@@ -151,10 +151,23 @@ inline constexpr int32_t kKind = std::is_same_v<Number, int32_t>  ? DLM_FIELD_IN
 
 inline constexpr dlm_policy_field kPolicyFields[] = {
 #define DLM_CHOICE(field, type) \
-  {#field, DLM_FIELD_CHOICE, offsetof(dlm_policy, field), kChoiceNames<type>.data(), 0, 0, 0},
-#define DLM_NUMBER(field, type, initial, lowest, highest)      \
-  {#field,  kKind<type>, offsetof(dlm_policy, field), nullptr, \
-   initial, lowest,      static_cast<double>(highest)},
+  {sizeof(dlm_policy_field),    \
+   #field,                      \
+   DLM_FIELD_CHOICE,            \
+   offsetof(dlm_policy, field), \
+   kChoiceNames<type>.data(),   \
+   0,                           \
+   0,                           \
+   0},
+#define DLM_NUMBER(field, type, initial, lowest, highest) \
+  {sizeof(dlm_policy_field),                              \
+   #field,                                                \
+   kKind<type>,                                           \
+   offsetof(dlm_policy, field),                           \
+   nullptr,                                               \
+   initial,                                               \
+   lowest,                                                \
+   static_cast<double>(highest)},
     DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
 #undef DLM_CHOICE
 #undef DLM_NUMBER
@@ -165,26 +178,6 @@ constexpr size_t field_bytes(int32_t kind) {
          : kind == DLM_FIELD_INT32 ? sizeof(int32_t)
                                    : 8;
 }
-
-// A caller's policy has the fields of the first header, and any number of those that came later.
-template <>
-struct Sized<dlm_policy> {
-  static constexpr char name[] = "dlm_policy";
-  static constexpr size_t first_header = [] {
-    size_t count = 0;
-    for (const dlm_policy_field& field : kPolicyFields)
-      count += field.offset <= offsetof(dlm_policy, seed) ? 1 : 0;
-    return count;
-  }();
-  static constexpr auto sizes = [] {
-    std::array<size_t, std::size(kPolicyFields) - first_header + 1> out{};
-    for (size_t i = 0; i < out.size(); ++i) {
-      const dlm_policy_field& last = kPolicyFields[first_header - 1 + i];
-      out[i] = size_of<dlm_policy>(last.offset + field_bytes(last.kind));
-    }
-    return out;
-  }();
-};
 
 // LLaDA's: static, confidence, blocks of 32, no cache. Its strings are static.
 dlm_policy default_policy();

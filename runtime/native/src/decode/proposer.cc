@@ -2,7 +2,6 @@
 
 #include <cmath>
 
-#include "decode/loop.h"
 #include "decode/random.h"
 #include "decode/sampling.h"
 

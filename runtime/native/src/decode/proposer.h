@@ -17,8 +17,6 @@
 
 namespace dlm {
 
-struct Denoiser;
-
 // What a proposer wants of a pass beside the candidates, which every pass gives: K tokens a row
 // with their probabilities, best first. All rows of a pass are given what one request of its batch
 // needs.

@@ -3,7 +3,6 @@
 #include <limits>
 
 #include "base/error.h"
-#include "decode/loop.h"
 #include "engines/engine.h"
 
 namespace dlm {

@@ -5,6 +5,7 @@
 // loop says what a pass shall do with the cache and never sees the bytes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -16,8 +17,6 @@
 #include "dlm_runtime.h"
 
 namespace dlm {
-
-struct Denoiser;
 
 // A layer's keys (or values) are [B, kv_heads, rows, head_size], B the requests of a batch; a row
 // that has a scale has it behind.
@@ -36,6 +35,20 @@ struct CacheLayer {
 
 // Every layer has its own.
 using CacheShape = std::vector<CacheLayer>;
+
+// What the loop knows of a denoiser, checked.
+struct Denoiser {
+  int32_t vocab_size, mask_token_id, max_canvas_length, top_k, shift;
+  bool has_cache;
+  CacheShape cache;  // at least one layer, and of no use where there is none
+  std::vector<int32_t> eos_token_ids;
+  int32_t visible_block = 0;     // 0: attention is full
+  int32_t max_new_tokens = 128;  // of a request that does not say
+
+  bool is_end(int32_t token) const {
+    return std::find(eos_token_ids.begin(), eos_token_ids.end(), token) != eos_token_ids.end();
+  }
+};
 
 // What a pass does with the cache of its context.
 enum class CacheUse {

@@ -1,0 +1,124 @@
+"""Reads ``dlm_runtime.h``: its structs, callbacks, functions and constants as ctypes.
+
+The header is the only place where a C function or a field of a struct is declared. It is written in
+a plain form that a few regular expressions read: one declaration per statement, structs as
+``typedef struct NAME { ... } NAME;``, constants as ``NAME = number``.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_SCALARS: dict[str, Any] = {
+    "int32_t": C.c_int32,
+    "int64_t": C.c_int64,
+    "uint8_t": C.c_uint8,
+    "uint32_t": C.c_uint32,
+    "uint64_t": C.c_uint64,
+    "size_t": C.c_size_t,
+    "double": C.c_double,
+    "float": C.c_float,
+    "char": C.c_char,
+    "dlm_status": C.c_int32,
+}
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_STRUCT = re.compile(r"typedef struct (\w+) \{(.*?)\} \1;", re.DOTALL)
+_OPAQUE = re.compile(r"typedef struct (\w+) \1;")
+_CALLBACK = re.compile(r"typedef (\w+) \(\*(\w+)\)\(([^)]*)\);")
+_FUNCTION = re.compile(r"DLM_API ([\w\s*]+?)\b(\w+)\(([^)]*)\);")
+_ENUMERATOR = re.compile(r"\b(DLM_\w+) = (-?\d+)")
+_DEFINE = re.compile(r"#define (DLM_\w+) \(?(-?\d+)\)?\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header declares, by name.
+
+    Args:
+        structs: ctypes structures.
+        callbacks: Types of function pointers.
+        functions: The result's type (None for void) and the arguments' types of each function.
+        constants: Enumerators, and macros that are numbers.
+    """
+
+    structs: dict[str, Any]
+    callbacks: dict[str, Any]
+    functions: dict[str, tuple[Any, list[Any]]]
+    constants: dict[str, int]
+
+
+def read_header(text: str) -> Header:
+    """Parse the header. Raises ValueError for a type that it does not declare before its use."""
+    constants = {name: int(value) for name, value in _DEFINE.findall(text)}
+    plain = _COMMENT.sub(" ", text)
+    constants |= {name: int(value) for name, value in _ENUMERATOR.findall(plain)}
+    types: dict[str, Any] = dict(_SCALARS)
+    types |= dict.fromkeys(_OPAQUE.findall(plain))  # only their addresses are used
+    structs: dict[str, Any] = {}
+    callbacks: dict[str, Any] = {}
+    found = [*_STRUCT.finditer(plain), *_CALLBACK.finditer(plain)]
+    for match in sorted(found, key=lambda each: each.start()):
+        if match.re is _STRUCT:
+            name, body = match.groups()
+            structs[name] = types[name] = _structure(name, body, types)
+        else:
+            result, name, arguments = match.groups()
+            callbacks[name] = types[name] = C.CFUNCTYPE(
+                types[result], *_arguments(arguments, types, is_callback=True)
+            )
+    functions = {
+        name: (_type(result, types), _arguments(arguments, types))
+        for result, name, arguments in _FUNCTION.findall(plain)
+    }
+    return Header(structs, callbacks, functions, constants)
+
+
+def _structure(name: str, body: str, types: dict[str, Any]) -> Any:
+    fields: list[tuple[str, Any]] = []
+    for statement in filter(None, map(str.strip, body.split(";"))):
+        first, *others = statement.split(",")
+        base = re.match(r"(?:const )?\w+", first)
+        assert base is not None
+        for declarator in (first, *(f"{base[0]} {other}" for other in others)):
+            fields.append((declarator.split("*")[-1].split()[-1], _type(declarator, types, True)))
+    sized = {field.removesuffix("_size") for field, _ in fields if field.endswith("_size")}
+    # Text with a size beside it may hold NUL, at which ctypes would end a c_char_p.
+    fields = [
+        (field, C.POINTER(C.c_char) if field in sized and kind is C.c_char_p else kind)
+        for field, kind in fields
+    ]
+    return type(name, (C.Structure,), {"_fields_": fields})
+
+
+def _arguments(text: str, types: dict[str, Any], is_callback: bool = False) -> list[Any]:
+    if text.strip() == "void":
+        return []
+    kinds = [_type(argument, types, True) for argument in text.split(",")]
+    if not is_callback:
+        return kinds
+    # A c_char_p that is handed to Python is a copy, which a callback cannot fill.
+    return [C.c_void_p if kind is C.c_char_p else kind for kind in kinds]
+
+
+def _type(declaration: str, types: dict[str, Any], has_name: bool = False) -> Any:
+    """The type of a declaration such as ``const int32_t* tokens``."""
+    pointers = declaration.count("*")
+    words = [word for word in re.findall(r"\w+", declaration) if word != "const"]
+    base = words[0]
+    if base == "void":
+        kind = None
+    elif base in types:
+        kind = types[base]
+    else:
+        raise ValueError(f"dlm_runtime.h: {declaration.strip()} has a type that is not declared")
+    assert not has_name or len(words) == 2, declaration
+    if pointers and kind is None:
+        kind, pointers = C.c_void_p, pointers - 1
+    elif pointers and kind is C.c_char:
+        kind, pointers = C.c_char_p, pointers - 1
+    for _ in range(pointers):
+        kind = C.POINTER(kind)
+    return kind

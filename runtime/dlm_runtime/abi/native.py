@@ -1,0 +1,188 @@
+"""``libdlm_runtime``: loaded once, its structs and functions typed by its header, its statuses as
+exceptions.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from dlm_runtime.abi.header import read_header
+from dlm_runtime.errors import (
+    BundleError,
+    BusyError,
+    CancelledError,
+    DlmError,
+    EngineError,
+    RequestError,
+)
+
+MESSAGE_BYTES = 2048
+i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_float)
+
+
+def package_folders() -> list[Path]:
+    """Where this package lies: one folder, or two of an editable install, where what was built is
+    apart from the sources.
+    """
+    spec = importlib.util.find_spec("dlm_runtime")
+    return [
+        Path(folder)
+        for folder in (spec.submodule_search_locations or [] if spec is not None else [])
+    ]
+
+
+def _header_text() -> str:
+    folders = package_folders()
+    for folder in folders:
+        path = folder / "include" / "dlm_runtime.h"
+        if path.is_file():
+            return path.read_text()
+    raise EngineError(
+        f"include/dlm_runtime.h is not in {', '.join(map(str, folders))}: reinstall dlm-export"
+    )
+
+
+HEADER = read_header(_header_text())
+ABI_VERSION = HEADER.constants["DLM_ABI_VERSION"]
+Denoiser, Pass, Policy = (HEADER.structs[f"dlm_{name}"] for name in ("denoiser", "pass", "policy"))
+OpenOptions, Request = HEADER.structs["dlm_open_options"], HEADER.structs["dlm_request"]
+Step, Result, Stats = (HEADER.structs[f"dlm_{name}"] for name in ("step", "result", "stats"))
+PassCost, Message = HEADER.structs["dlm_pass_cost"], HEADER.structs["dlm_message"]
+SchedulerOptions = HEADER.structs["dlm_scheduler_options"]
+SchedulerStats = HEADER.structs["dlm_scheduler_stats"]
+PassFn, StepFn = HEADER.callbacks["dlm_pass_fn"], HEADER.callbacks["dlm_step_fn"]
+BeforePassFn, DecodeFn = HEADER.callbacks["dlm_before_pass_fn"], HEADER.callbacks["dlm_decode_fn"]
+TEXT_RESULT, TEXT_STEPS = (HEADER.constants[f"DLM_TEXT_{name}"] for name in ("RESULT", "STEPS"))
+
+_FINISHES = {
+    number: name.removeprefix("DLM_FINISH_").lower()
+    for name, number in HEADER.constants.items()
+    if name.startswith("DLM_FINISH_")
+}
+
+
+def finish_name(number: int) -> str:
+    """The name of a DLM_FINISH_... value; ``unknown (N)`` for one that only a newer library knows."""
+    return _FINISHES.get(number, f"unknown ({number})")
+
+
+_ERRORS: dict[int, type[DlmError]] = {
+    1: RequestError,
+    2: BundleError,
+    3: BundleError,
+    4: RequestError,
+    5: EngineError,
+    7: CancelledError,
+    9: EngineError,
+    10: BusyError,
+}
+
+
+def error(status: int, message: bytes) -> DlmError:
+    """The exception for a status that is not DLM_OK."""
+    text = message.decode("utf-8", "replace") or library().dlm_status_name(status).decode()
+    return _ERRORS.get(status, DlmError)(text)
+
+
+@functools.cache
+def library() -> C.CDLL:
+    """``libdlm_runtime``, loaded once: $DLM_RUNTIME_LIBRARY, or the one that was built with this
+    package.
+    """
+    chosen = os.environ.get("DLM_RUNTIME_LIBRARY")
+    name = f"libdlm_runtime.so.{ABI_VERSION}"
+    candidates = (
+        [Path(chosen)] if chosen else [folder / "lib" / name for folder in package_folders()]
+    )
+    for path in candidates:
+        if path.is_file():
+            try:
+                loaded = C.CDLL(str(path))
+            except OSError as err:
+                raise EngineError(
+                    f"{path} cannot be loaded ({err}): reinstall dlm-export, or set "
+                    "DLM_RUNTIME_LIBRARY to the path of its library"
+                ) from err
+            break
+    else:
+        raise EngineError(
+            f"{name} is not in {', '.join(str(path) for path in candidates)}: reinstall dlm-export, or set "
+            "DLM_RUNTIME_LIBRARY to its path"
+        )
+    for name, (result, arguments) in HEADER.functions.items():
+        function = getattr(loaded, name, None)
+        if function is None:
+            raise EngineError(
+                f"{path} has no function {name}: it is older than this package. Install the one of its version"
+            )
+        function.restype, function.argtypes = result, arguments
+        if (
+            name == "dlm_abi_version" and function() != ABI_VERSION
+        ):  # the first: the others may be none that this package knows
+            raise EngineError(
+                f"{path} has ABI version {function()}, this package needs {ABI_VERSION}"
+            )
+    return loaded
+
+
+def initialised(kind: Any) -> Any:
+    """A struct with its size and the library's defaults."""
+    struct = kind()
+    getattr(library(), f"{kind.__name__}_init")(C.byref(struct), C.sizeof(struct))
+    return struct
+
+
+def policy_fields() -> list[Any]:
+    """What the library knows of each field of a policy, in the order of the struct."""
+    found: list[Any] = []
+    while field := library().dlm_policy_field_at(len(found)):
+        found.append(field.contents)
+    return found
+
+
+def kernel_sets() -> dict[str, str | None]:
+    """Every set of kernels for this architecture, fastest first, and why it does not run here;
+    None: it does.
+    """
+    found: dict[str, str | None] = {}
+    while there := library().dlm_kernel_set_at(len(found)):
+        refusal = there.contents.refusal
+        found[there.contents.name.decode()] = None if refusal is None else refusal.decode()
+    return found
+
+
+def onnxruntime_library() -> str | None:
+    """Path of libonnxruntime in the installed onnxruntime package, found without importing it; None
+    if there is none.
+    """
+    return _packaged("onnxruntime", "capi/libonnxruntime.so*")
+
+
+def tensorrt_libraries() -> dict[str, str]:
+    """Paths of TensorRT's libraries in the installed packages of its wheels, by builder, found
+    without importing them.
+    """
+    packages = {
+        "tensorrt": ("tensorrt_libs", "libnvinfer.so.*"),
+        "tensorrt_rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.*"),
+    }
+    found = {kind: _packaged(*where) for kind, where in packages.items()}
+    return {kind: path for kind, path in found.items() if path is not None}
+
+
+def tensorrt_library() -> str | None:
+    """The first of ``tensorrt_libraries``; None if there is none."""
+    return next(iter(tensorrt_libraries().values()), None)
+
+
+def _packaged(package: str, pattern: str) -> str | None:
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for path in sorted(Path(folder).glob(pattern)):
+            return str(path)
+    return None

@@ -1,0 +1,181 @@
+"""An open native bundle: what the library tells of it, its policies, and the sessions of running
+requests.
+
+Threads share a handle. Each running request takes a session from a pool.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, Protocol
+
+from dlm_runtime.abi import native as _native
+from dlm_runtime.errors import ClosedError, RequestError, shown
+from dlm_runtime.generation.forks import Origin
+from dlm_runtime.generation.signals import Cancels, seen_between_passes
+from dlm_runtime.policy import TEXT_FIELDS, Policy
+
+
+class SupportsClose(Protocol):
+    """What can be closed with a handle."""
+
+    def close(self) -> None: ...
+
+
+class Handle:
+    """Made of a ``dlm_bundle`` that was opened, which it owns.
+
+    Args:
+        pointer: The ``dlm_bundle``.
+        default_policy: The policy of requests without a preset. None: the bundle's default preset.
+        owned: What must live as long as the bundle, such as a callback.
+        causes: Where a callback leaves the exception that made its pass fail, as ``error``. None: the bundle has no callback.
+    """
+
+    def __init__(
+        self,
+        pointer: C.c_void_p,
+        default_policy: Policy | None = None,
+        owned: object = None,
+        causes: threading.local | None = None,
+    ) -> None:
+        self.pointer = pointer
+        self.origin = Origin("bundle")
+        self._library = _native.library()
+        self._default_policy, self._owned, self._causes = default_policy, owned, causes
+        self._lock = threading.Lock()
+        self._idle: list[C.c_void_p] = []
+        self._busy = 0  # users; the last one to end frees a closed bundle
+        self._is_closed = False
+        self._with: list[SupportsClose] = []
+        text = self._library.dlm_bundle_manifest(pointer).decode()
+        self.manifest: dict[str, Any] = json.loads(text) if text else {}
+        info = self._library.dlm_bundle_denoiser(pointer).contents
+        self.vocab_size: int = info.vocab_size
+        self.mask_token_id: int = info.mask_token_id
+        self.max_canvas_length: int = info.max_canvas_length
+        self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[: info.eos_count])
+        self.visible_block: int | None = info.visible_block or None
+        self.max_new_tokens: int = info.max_new_tokens
+        self.engine: str = self._library.dlm_bundle_engine(pointer).decode()
+
+    def close(self) -> None:
+        """Take no more requests, and free the bundle once those that run have ended. Raises
+        ForkError in a forked process.
+        """
+        self.origin.check()
+        with self._lock:
+            self._is_closed = True
+            self._free()
+
+    def close_with(self, other: SupportsClose) -> None:
+        """Close another object too once the bundle is freed: running requests may need it."""
+        with self._lock:
+            self._with.append(other)
+
+    def _free(self) -> None:
+        """Free what a closed bundle holds if nothing runs; the lock is held."""
+        if not self._is_closed or self._busy:
+            return
+        while self._idle:
+            self._library.dlm_session_destroy(self._idle.pop())
+        if self.pointer:
+            self._library.dlm_bundle_destroy(self.pointer)
+            self.pointer = C.c_void_p()
+        while self._with:
+            self._with.pop().close()
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", None) and self.origin.is_here:
+            self.close()
+
+    def check_open(self) -> None:
+        """Raise ClosedError, or ForkError in a forked process."""
+        self.origin.check()
+        if self._is_closed:
+            raise ClosedError("the bundle is closed")
+
+    def begin(self) -> None:
+        """Keep the engine until the matching ``end``."""
+        self.origin.check()  # before the lock, which another thread may have held at the fork
+        with self._lock:
+            self.check_open()
+            self._busy += 1
+
+    def end(self) -> None:
+        """See ``begin``. Does nothing in a forked process."""
+        if not self.origin.is_here:
+            return
+        with self._lock:
+            self._busy -= 1
+            self._free()
+
+    @contextmanager
+    def session(self, cancels: Cancels = ()) -> Iterator[C.c_void_p]:
+        """A ``dlm_session``, whose calls let signals in before each pass and end the requests whose
+        event is set.
+        """
+        self.begin()
+        session = None
+        try:
+            with self._lock:
+                session = self._idle.pop() if self._idle else None
+            if session is None:
+                session, message = C.c_void_p(), C.create_string_buffer(_native.MESSAGE_BYTES)
+                status = self._library.dlm_session_create(
+                    self.pointer, message, len(message), C.byref(session)
+                )
+                if status:
+                    session = None
+                    raise _native.error(status, message.value)
+            with seen_between_passes(session, cancels):
+                yield session
+        finally:
+            if session is not None and self.origin.is_here:
+                with self._lock:
+                    self._idle.append(session)
+            self.end()
+
+    def check(self, status: int, session: C.c_void_p) -> None:
+        """Raise the error of a session's call; what a callback raised, as its cause."""
+        if not status:
+            return
+        error = _native.error(status, self._library.dlm_session_last_error(session))
+        cause: BaseException | None = (
+            None if self._causes is None else self._causes.__dict__.pop("error", None)
+        )
+        if cause is None or isinstance(cause, Exception):
+            raise error from cause
+        raise cause from None
+
+    def policy(self, preset: str | None, effort: str | None) -> Policy:
+        """A preset of the bundle (None: its default), or its form that was fitted for an effort
+        level. Raises RequestError.
+        """
+        self.check_open()
+        if self._default_policy is not None and preset is None and effort is None:
+            return self._default_policy
+        names = []
+        for kind, name in (("preset", preset), ("effort", effort)):
+            if name is not None and not isinstance(name, str):
+                raise RequestError(f"{kind} = {shown(name)} is not a name")
+            # A NUL would end the name in C.
+            names.append(
+                None if name is None else name.replace("\0", "?").encode("utf-8", "replace")
+            )
+        native, message = (
+            _native.initialised(_native.Policy),
+            C.create_string_buffer(_native.MESSAGE_BYTES),
+        )
+        if self._library.dlm_bundle_policy(
+            self.pointer, *names, message, len(message), C.byref(native)
+        ):
+            raise RequestError(message.value.decode("utf-8", "replace"))
+        values = {field.name: getattr(native, field.name) for field in fields(Policy)}
+        values |= {name: values[name].decode() for name in TEXT_FIELDS}
+        return Policy(**values)

@@ -1,0 +1,252 @@
+"""Text with holes: what is given around them stays, and what fills them is read out of the canvas.
+
+A hole is mask tokens. How many it needs is not known beforehand. Either it has room to spare, and
+the denoiser pads it with end tokens; or several lengths are tried, and the one is taken whose
+tokens the denoiser was surest of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dlm_runtime.errors import RequestError, shown
+from dlm_runtime.generation.request import count_of, text_of
+from dlm_runtime.generation.results import Generation
+
+if TYPE_CHECKING:
+    from dlm_runtime.constraints.compiled import Constraint
+    from dlm_runtime.text.tokenizer import Tokenizer
+
+HOLE = "<mask>"
+"""How a hole is written."""
+MOST_TRIED = 64
+"""Requests that lengths may make."""
+_KINDS = (
+    "schema",
+    "regex",
+    "enum",
+    "json_object",
+    "json_layout",
+    "max_depth",
+)  # what Bundle.constraint is given
+
+
+class Filler(Protocol):
+    """What infilling needs of a ``Bundle``."""
+
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    visible_block: int | None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def constraint(self) -> Callable[..., Constraint]: ...
+
+    @property
+    def generate_batch(self) -> Callable[..., list[Generation]]: ...
+
+
+@dataclass(frozen=True)
+class Infill:
+    """A text whose holes were filled. ``text`` is all of it, ``holes`` the text of each, up to its
+    first end token.
+
+    ``lengths`` are the tokens of each hole in the canvas. ``log_prob`` is the mean ln p of the
+    holes' tokens when they were committed, by which one length is taken rather than another; None
+    where none was. ``generation`` is the canvas's.
+    """
+
+    text: str
+    holes: list[str]
+    lengths: tuple[int, ...]
+    log_prob: float | None
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """Given token ids by part, with a hole of some length behind each but the last."""
+
+    parts: Sequence[Sequence[int]]
+    lengths: tuple[int, ...]
+
+    def tokens(self, mask_token_id: int) -> list[int]:
+        found = list(self.parts[0])
+        for length, part in zip(self.lengths, self.parts[1:], strict=True):
+            found += [*[mask_token_id] * length, *part]
+        return found
+
+    def holes(self) -> list[range]:
+        """The positions of each hole."""
+        found, at = [], len(self.parts[0])
+        for length, part in zip(self.lengths, self.parts[1:], strict=True):
+            found.append(range(at, at + length))
+            at += length + len(part)
+        return found
+
+
+def infill(
+    bundle: Filler,
+    text: str,
+    lengths: int | Sequence[int | Sequence[int]],
+    constrain_from: int | None,
+    **request: Any,
+) -> Infill:
+    """See ``Bundle.infill``."""
+    if "max_new_tokens" in request:
+        raise RequestError(
+            "infill: max_new_tokens is of text behind a prompt: give lengths, the tokens of the holes"
+        )
+    if bundle.tokenizer is None:
+        raise RequestError(
+            "this bundle has no tokenizer: put mask tokens among the tokens of generate, with max_new_tokens=0"
+        )
+    if bundle.visible_block is not None:
+        raise RequestError(
+            f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see what is "
+            "behind its block. Infill with a denoiser of full attention."
+        )
+    between = text_of("text", text).split(HOLE)
+    if len(between) < 2:
+        raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
+    special_tokens = request.get("special_tokens", False)
+    parts = [
+        _beginning(
+            bundle.tokenizer,
+            between[0],
+            special_tokens,
+            request.pop("prompt", None),
+            request.pop("chat", None),
+        )
+    ]
+    parts += [bundle.tokenizer.encode_plain(part, special_tokens) for part in between[1:]]
+    tried = _tried(lengths, len(between) - 1)
+    if constrain_from is not None:
+        first = count_of("constrain_from", constrain_from)
+        request, tried = _constrained(bundle, between, first, request, tried)
+    canvases = [_Canvas(parts, each) for each in tried]
+    # An end token pads a hole here, and ends nothing.
+    tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
+    made = bundle.generate_batch(tokens=tokens, max_new_tokens=0, **({"stop": "none"} | request))
+    found = [
+        _read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)
+    ]
+    return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
+
+
+def _beginning(
+    tokenizer: Tokenizer, text: str, special_tokens: bool, prompt: Any, chat: Any
+) -> list[int]:
+    """Ids of the text before a hole, after those of a prompt or chat.
+
+    Without these, what the tokenizer puts before a prompt is put before the text, but not what it
+    puts after one.
+    """
+    if prompt is not None and chat is not None:
+        raise RequestError("infill: give prompt or chat, not both")
+    if prompt is not None:
+        return [
+            *tokenizer.encode(prompt, special_tokens),
+            *tokenizer.encode_plain(text, special_tokens),
+        ]
+    if chat is not None:
+        return [
+            *tokenizer.encode_chat(chat, None, special_tokens),
+            *tokenizer.encode_plain(text, special_tokens),
+        ]
+    plain, alone, around = (
+        tokenizer.encode_plain(text, special_tokens),
+        tokenizer.encode_plain("a"),
+        tokenizer.encode("a"),
+    )
+    count = next((at for at in range(len(around)) if around[at : at + len(alone)] == alone), 0)
+    in_front = around[:count]
+    return plain if plain[:count] == in_front else [*in_front, *plain]
+
+
+def _constrained(
+    bundle: Filler,
+    between: Sequence[str],
+    first: int,
+    request: dict[str, Any],
+    tried: list[tuple[int, ...]],
+) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """The request with a constraint of the text from its character ``first`` on, and the lengths
+    that have room for it.
+    """
+    given = {name: request.pop(name) for name in _KINDS if name in request}
+    if not given:
+        raise RequestError(
+            f"infill: constrain_from = {first} without a constraint: give one of {', '.join(_KINDS[:4])}"
+        )
+    if len(between) != 2:
+        raise RequestError(
+            f"infill: a text of {len(between) - 1} holes cannot be constrained as a whole: leave one hole"
+        )
+    if not 0 <= first <= len(between[0]):
+        raise RequestError(
+            f"infill: constrain_from = {first} is not in front of the hole, at 0..{len(between[0])}"
+        )
+    constraint = bundle.constraint(before=between[0][first:], behind=between[1], **given)
+    fits = [each for each in tried if each[0] >= constraint.shortest]
+    if not fits:
+        raise RequestError(
+            f"infill: the shortest text for the hole has {constraint.shortest} tokens: give it as many"
+        )
+    return request | {"constraint": constraint}, fits
+
+
+def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
+    """The lengths that the holes have together in each request."""
+    try:
+        given = [lengths] if isinstance(lengths, int) else list(lengths)
+        choices = [[each] if isinstance(each, int) else list(each) for each in given]
+    except TypeError:
+        raise RequestError(
+            f"infill: lengths = {shown(lengths)}: give tokens, 1 or more, or a list with an entry a hole"
+        ) from None
+    if len(choices) == 1:
+        choices *= holes
+    if len(choices) != holes:
+        raise RequestError(
+            f"infill: {len(choices)} lengths for {holes} holes: give one for all, or one for each"
+        )
+    count = 1
+    for each in choices:
+        if not each or any(
+            not isinstance(length, int) or not 1 <= length < 1 << 24 for length in each
+        ):
+            raise RequestError(
+                f"infill: {shown(each)} is no length of a hole: give tokens, 1 or more, or a list of such to try"
+            )
+        count *= len(each)
+    if count > MOST_TRIED:
+        raise RequestError(
+            f"infill: {count} requests to try all lengths, and at most {MOST_TRIED} are made: give fewer"
+        )
+    return list(product(*choices))
+
+
+def _read(bundle: Filler, canvas: _Canvas, between: Sequence[str], made: Generation) -> Infill:
+    assert bundle.tokenizer is not None
+    ends, holes, said = {*bundle.eos_token_ids, bundle.mask_token_id}, [], []
+    for hole in canvas.holes():
+        end = next((at for at in hole if made.tokens[at] in bundle.eos_token_ids), hole.stop)
+        said += [
+            log_prob
+            for at in range(hole.start, min(end + 1, hole.stop))
+            if (log_prob := made.log_probs[at]) is not None
+        ]
+        holes.append(
+            bundle.tokenizer.decode(
+                [token for token in made.tokens[hole.start : end] if token not in ends]
+            )
+        )
+    text = between[0] + "".join(hole + part for hole, part in zip(holes, between[1:], strict=True))
+    log_prob = sum(said) / len(said) if said else None
+    return Infill(text, holes, canvas.lengths, log_prob, replace(made, text=text))

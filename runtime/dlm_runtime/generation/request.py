@@ -1,0 +1,479 @@
+"""A request: its options by name, and their form in the C ABI: token ids, policy, limits."""
+
+from __future__ import annotations
+
+import ctypes as C
+import math
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from dlm_runtime.abi import native as _native
+from dlm_runtime.constraints.layout import LAYOUTS, Layout
+from dlm_runtime.errors import RequestError, shown
+from dlm_runtime.generation.results import Event, Generation
+from dlm_runtime.policy import TEXT_FIELDS, Policy
+from dlm_runtime.tools import CallFormat, Tools, format_of
+
+if TYPE_CHECKING:
+    from dlm_runtime.constraints.compiled import Constraint
+    from dlm_runtime.generation.handle import Handle
+    from dlm_runtime.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a request, beside its prompt, tokens or chat. The defaults mean: not given.
+
+    Args:
+        max_new_tokens: Number of mask tokens to add after the prompt and fill. None: the bundle's own number.
+        preset: Name of one of the bundle's loops. None: the bundle's default preset.
+        effort: Take the loop that was fitted for this effort level instead: instant, low, medium or high.
+        steps: Plan this many passes for the whole generation, split evenly over the blocks. 0: the policy's own plan.
+        max_steps: Stop after this many passes. 0: no limit.
+        deadline_ms: Stop this many milliseconds after the start, within one pass. 0: no limit.
+        stop_strings: End the text before the first of these. No further block is started after the one that holds it.
+        prefix: Text that the answer starts with.
+        special_tokens: If True, text that spells a special token, such as ``<|eos|>``, is that token in the prompt, the
+            messages, the tools and ``prefix``. By default it is ordinary text, so that users cannot end or mask an answer.
+            The tokens that the tokenizer and the chat template add are not affected.
+        constraint: A compiled constraint of ``Bundle.constraint``. The text is then valid whatever the policy and the limits,
+            unless a stop string cuts it.
+        schema, regex, enum, json_object: A constraint that is compiled on first use: see ``Bundle.constraint``. ``prefix`` is
+            part of the constrained text. (A ``constraint`` has its own ``before``.)
+        json_layout: White space of JSON that a schema, ``json_object`` or tools ask for: a name of ``LAYOUTS``, or a
+            ``Layout``. None: the layout that the bundle was trained on, or compact.
+        tools: Functions that may be called, each as ``{"type": "function", "function": {"name", "description",
+            "parameters"}}`` with a JSON Schema of its parameters, or the ``Tools`` of ``Bundle.tools``. The chat template
+            receives them.
+        tool_choice: "auto" (the text may be calls), "required" or a function's name (the text is constrained to be a call;
+            also ``{"type": "function", "function": {"name": "..."}}``), or "none" (the chat template does not receive them).
+        parallel_tool_calls: Whether a required text may be several calls. None: if the call format has a text around all
+            calls, as the lists of "list" and "lines" have.
+        call_format: How calls are written: a name of ``tools.FORMATS``, or a ``CallFormat``. None: the format that the bundle
+            was trained on. If it does not say, the chat template's; the default is one JSON object per line.
+        policy: Fields of ``Policy`` to change, by name. They are applied last.
+
+    A request that is stopped by ``max_steps``, ``deadline_ms`` or a cancellation returns what it
+    has: ``Generation.finish`` gives the reason, and ``Generation.tool_calls`` is empty unless the
+    whole text was decided.
+
+    Raises RequestError for a value of the wrong type, naming the option.
+    """
+
+    max_new_tokens: int | None = None
+    preset: str | None = None
+    effort: str | None = None
+    steps: int = 0
+    max_steps: int = 0
+    deadline_ms: float = 0.0
+    stop_strings: Sequence[str] = ()
+    prefix: str = ""
+    special_tokens: bool = False
+    constraint: Constraint | None = None
+    schema: Any = None
+    regex: str | None = None
+    enum: Sequence[str] | None = None
+    json_object: bool = False
+    json_layout: str | Layout | None = None
+    tools: Sequence[Mapping[str, Any]] | Tools | None = None
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool | None = None
+    call_format: str | CallFormat | None = None
+    policy: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "max_steps"):
+            count_of(name, getattr(self, name))
+        for name in ("json_object", "special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} = {shown(value)}: give True or False")
+        if self.parallel_tool_calls is not None and not isinstance(self.parallel_tool_calls, bool):
+            raise RequestError(
+                f"parallel_tool_calls = {shown(self.parallel_tool_calls)}: give True, False or None"
+            )
+        if self.max_new_tokens is not None:
+            count_of("max_new_tokens", self.max_new_tokens)
+        milliseconds_of("deadline_ms", self.deadline_ms)
+        texts_of("stop_strings", self.stop_strings)
+        text_of("prefix", self.prefix)
+        if (
+            self.json_layout is not None
+            and self.schema is None
+            and self.tools is None
+            and not self.json_object
+        ):
+            raise RequestError(
+                "json_layout is of schema, json_object and tools: give one of these as well"
+            )
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Options:
+        """Options by name among ``values``; all others are fields of the policy."""
+        own = {name: value for name, value in values.items() if name in OPTION_NAMES}
+        return cls(**own, policy={name: value for name, value in values.items() if name not in own})
+
+    @property
+    def constrained_by(self) -> dict[str, Any]:
+        """The arguments of ``Bundle.constraint`` that were given."""
+        given = {
+            "schema": self.schema,
+            "regex": self.regex,
+            "enum": self.enum,
+            "json_object": self.json_object or None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def tools_for(self, tokenizer: Tokenizer | None, call_format: str | None) -> Tools | None:
+        """The checked tools; None if the request has none. ``call_format``: the bundle's. Raises
+        RequestError.
+        """
+        others = {
+            "tool_choice": self.tool_choice != "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not None,
+        }
+        others |= {"call_format": self.call_format is not None}
+        given = [name for name, is_given in others.items() if is_given]
+        if self.tools is None:
+            if given:
+                raise RequestError(f"{given[0]} is of tools: give these as well")
+            return None
+        if self.constrained_by:
+            raise RequestError(
+                f"give tools or {next(iter(self.constrained_by))}, not both: each says what the text may be"
+            )
+        if tokenizer is None:
+            raise RequestError("calls are text, and this bundle has no tokenizer: leave tools out")
+        if isinstance(self.tools, Tools):
+            if given:
+                raise RequestError(
+                    f"{given[0]}: these tools were made with Bundle.tools: give {given[0]} there"
+                )
+            return self.tools
+        written = format_of(
+            call_format if self.call_format is None else self.call_format,
+            tokenizer.template,
+        )
+        is_parallel = (
+            bool(written.start) if self.parallel_tool_calls is None else self.parallel_tool_calls
+        )
+        return Tools.checked(self.tools, self.tool_choice, written, is_parallel)
+
+
+OPTION_NAMES = tuple(each.name for each in fields(Options) if each.name != "policy")
+
+
+class RequestOptions(TypedDict, total=False):
+    """The options of ``generate`` and its relatives for type checkers: those of ``Options``, and
+    the fields of ``Policy``.
+    """
+
+    max_new_tokens: int | None
+    preset: str | None
+    effort: str | None
+    steps: int
+    max_steps: int
+    deadline_ms: float
+    stop_strings: Sequence[str]
+    prefix: str
+    special_tokens: bool
+    constraint: Constraint | None
+    schema: Any
+    regex: str | None
+    enum: Sequence[str] | None
+    json_object: bool
+    json_layout: str | Layout | None
+    tools: Sequence[Mapping[str, Any]] | Tools | None
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool | None
+    call_format: str | CallFormat | None
+
+    select: str
+    score: str
+    commit: str
+    compare: str
+    remask: str
+    cache: str
+    stop: str
+    block_length: int
+    steps_per_block: int
+    refresh: int
+    threshold: float
+    factor: float
+    entropy_bound: float
+    timestep_eps: float
+    temperature: float
+    seed: int
+    store: str
+    sub_block_length: int
+    edit_passes: int
+    edit_threshold: float
+    top_p: float
+    top_k: int
+    score_of: str
+    cfg_scale: float
+
+
+class InfillOptions(RequestOptions, total=False):
+    """The options of ``infill`` for type checkers: those of ``generate_batch``."""
+
+    max_batch: int
+    max_depth: int | None
+    policies: Sequence[Mapping[str, Any]] | None
+    cancel: threading.Event | Sequence[threading.Event | None] | None
+
+
+class Request:
+    """A request in the C ABI's terms. It keeps the memory that the structs point to.
+
+    Args:
+        handle: The bundle's.
+        tokenizer: The bundle's; None if it takes token ids only.
+        given: Prompt, tokens and chat, of which one is not None.
+        options: Checked options.
+        policy: The whole loop, with the options' changes.
+        tools: The options' tools.
+        constraint: What the text has to be; None: anything.
+        note: Called with the results of constrained requests.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        tokenizer: Tokenizer | None,
+        given: tuple[Any, ...],
+        options: Options,
+        policy: Policy,
+        tools: Tools | None,
+        constraint: Constraint | None,
+        note: Callable[[Generation], None],
+    ) -> None:
+        prompt, tokens, chat = given
+        if sum(value is not None for value in given) != 1:
+            raise RequestError("give one of prompt, tokens and chat")
+        self.tools, self._tokenizer, self._note = tools, tokenizer, note
+        self.is_constrained = constraint is not None
+        stop_strings = texts_of("stop_strings", options.stop_strings)
+        if tokenizer is None and stop_strings:
+            raise RequestError(
+                "this bundle has no tokenizer, so that no text can stop it: leave stop_strings out"
+            )
+        if tokens is not None:
+            self.given = token_ids(tokens)
+        elif tokenizer is None:
+            raise RequestError("this bundle has no tokenizer: give tokens")
+        elif prompt is not None:
+            if not isinstance(prompt, str):
+                raise RequestError(f"prompt = {shown(prompt)} is no text: give a str, or tokens")
+            self.given = tokenizer.encode(text_of("prompt", prompt), options.special_tokens)
+        else:
+            self.given = tokenizer.encode_chat(
+                chat, None if tools is None else tools.told, options.special_tokens
+            )
+        before = len(self.given)
+        if options.prefix:
+            if tokenizer is None:
+                raise RequestError(
+                    "this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others"
+                )
+            prefix = tokenizer.encode_plain(options.prefix, options.special_tokens)
+            self.given = [*self.given, *prefix]
+        wanted = handle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+        max_new_tokens = count_of("max_new_tokens", wanted)
+        self.native = native = _native.initialised(_native.Request)
+        # What native points to.
+        self._policy, self._constraint = native_policy(policy), constraint
+        self._tokens = (C.c_int32 * max(1, len(self.given)))(*self.given)
+        self._stops = (C.c_char_p * max(1, len(stop_strings)))(
+            *(stop.encode().replace(b"\0", b"\xff") for stop in stop_strings)
+        )
+        self._decode = _native.DecodeFn(self.decoded) if tokenizer is not None else None
+        self.error: BaseException | None = None  # raised by the tokenizer
+        native.tokens = C.cast(self._tokens, _native.i32p)
+        native.token_count = len(self.given)
+        native.policy = C.pointer(self._policy)
+        native.max_new_tokens = max_new_tokens
+        native.steps = count_of("steps", options.steps)
+        native.max_steps = count_of("max_steps", options.max_steps)
+        native.deadline_ms = milliseconds_of("deadline_ms", options.deadline_ms)
+        native.constraint = None if constraint is None else constraint.handle
+        native.stop_strings, native.stop_count = self._stops, len(stop_strings)
+        native.text_start = before if max_new_tokens else 0
+        if self._decode is not None:
+            native.text, native.decode = _native.TEXT_RESULT, self._decode
+
+    def decoded(
+        self, _: int, tokens: Any, count: int, string: int, capacity: int, size: Any
+    ) -> int:
+        """A ``dlm_decode_fn``."""
+        assert self._tokenizer is not None
+        try:
+            text = self._tokenizer.decode(tokens[:count]).encode()
+        except BaseException as err:  # ctypes would print it, and go on
+            self.error = err
+            return 5  # DLM_ENGINE_FAILED
+        size[0] = len(text)
+        C.memmove(string, text, min(capacity, len(text)))
+        return 0
+
+    def generation(self, result: Any) -> Generation:
+        """What came of it. ``result``: a ``dlm_result`` without an error."""
+        stats, length = result.stats.contents, result.length
+        text = (
+            None if self._tokenizer is None else C.string_at(result.text, result.text_size).decode()
+        )
+        is_call = self.tools is not None and text is not None and result.is_text_decided
+        made = Generation(
+            tokens=result.tokens[:length],
+            text=text,
+            nfe=stats.nfe,
+            timings={name: getattr(stats, f"{name}_s") for name in TIMINGS},
+            cache_bytes=stats.cache_bytes,
+            passes={name: getattr(stats, f"{name}_passes") for name in PASSES},
+            finish=_native.finish_name(result.finish),
+            prompt_tokens=result.prompt_tokens,
+            completion_tokens=result.completion_tokens,
+            log_probs=[None if math.isnan(value) else value for value in result.log_probs[:length]],
+            undecided=[bool(flag) for flag in result.undecided[:length]],
+            constraint_log_prob_loss=result.constraint_log_prob_loss,
+            tool_calls=self.tools.calls(text) if is_call else [],  # type: ignore[union-attr]
+        )
+        if self.is_constrained:
+            self._note(made)
+        return made
+
+    def event(self, step: Any, text: str | None) -> Event:
+        """A step without a result. ``text``: that of the steps before."""
+        length = step.length
+        delta = None if self._tokenizer is None else C.string_at(step.text, step.text_size).decode()
+        return Event(
+            canvas=step.canvas[:length],
+            undecided=[bool(flag) for flag in step.undecided[:length]],
+            guess=step.guess[:length],
+            score=step.score[:length],
+            block=(step.block_start, step.block_end),
+            nfe=step.nfe,
+            committed=step.committed,
+            text=None if delta is None else (text or "") + delta,
+            delta=delta,
+            done=bool(step.done),
+            result=None,
+        )
+
+
+TIMINGS = ("prefill", "passes", "selection", "cache", "total")
+PASSES = ("prefill", "denoise", "store")
+
+MOST_COUNT = (1 << 24) - 1
+MOST_INDENT = 64  # spaces a level of a JSON layout
+
+
+def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
+    """An option that is a count, at most ``most``. Raises RequestError with the option's name."""
+    try:
+        count = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = -1
+    if not 0 <= count <= most:
+        raise RequestError(f"{name} = {shown(value)} is not an integer in 0..{most}")
+    return count
+
+
+def milliseconds_of(name: str, value: float) -> float:
+    """An option that is a time. Raises RequestError with the option's name."""
+    try:
+        return C.c_double(value).value
+    except (TypeError, ValueError, OverflowError) as err:
+        raise RequestError(f"{name} = {shown(value)} is not a number of milliseconds") from err
+
+
+def text_of(name: str, value: str) -> str:
+    """An option that is text. Raises RequestError with the option's name, also for half a surrogate
+    pair.
+    """
+    if not isinstance(value, str):
+        raise RequestError(f"{name} = {shown(value)} is not a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as err:
+        raise RequestError(
+            f"{name} = {shown(value)}: character {err.start} is half of a surrogate pair, which UTF-8 cannot hold"
+        ) from err
+    return value
+
+
+def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
+    """An option that is a list of texts. Raises RequestError with the option's name."""
+    try:
+        texts = () if isinstance(value, (str, bytes, Mapping)) else tuple(value)
+        is_good = not isinstance(value, (str, bytes, Mapping)) and all(
+            isinstance(text, str) and text for text in texts
+        )
+    except TypeError:
+        is_good = False
+    if not is_good:
+        raise RequestError(f"{name} = {shown(value)}: give a list of texts, none of them empty")
+    return tuple(text_of(name, text) for text in texts)
+
+
+def layout_of(chosen: str | Layout) -> Layout:
+    """A layout by its name, or one of the caller's own. Raises RequestError."""
+    if isinstance(chosen, Layout):
+        separators = [(chosen.item_separator, ","), (chosen.key_separator, ":")]
+        is_json = all(
+            isinstance(text, str) and text.strip(" \t\n\r") == mark for text, mark in separators
+        )
+        if not is_json or not isinstance(chosen.has_lines, bool):
+            raise RequestError(
+                f"json_layout = {chosen}: item_separator is a comma, key_separator is a colon, each with white space of JSON "
+                "around it, and has_lines is True or False"
+            )
+        if chosen.indent is not None:
+            count_of("json_layout: indent", chosen.indent, MOST_INDENT)
+        return chosen
+    if not isinstance(chosen, str) or chosen not in LAYOUTS:
+        raise RequestError(
+            f"json_layout = {shown(chosen)} is not one of {', '.join(LAYOUTS)}, and no Layout"
+        )
+    return LAYOUTS[chosen]
+
+
+def cancel_of(name: str, value: threading.Event | None) -> threading.Event | None:
+    """An option that is an event. Raises RequestError with the option's name."""
+    if value is not None and not callable(getattr(value, "is_set", None)):
+        raise RequestError(f"{name} = {shown(value)}: give a threading.Event, or None")
+    return value
+
+
+def token_ids(tokens: Sequence[int]) -> list[int]:
+    """Ids that fit into C's int32. Raises RequestError."""
+    try:
+        ids = [operator.index(token) for token in tokens]
+    except TypeError as err:
+        raise RequestError(f"tokens: not integers ({err})") from err
+    for position, token in enumerate(ids):
+        if not -(1 << 31) <= token < 1 << 31:
+            raise RequestError(
+                f"token id {shown(token)} at position {position} is outside the vocabulary"
+            )
+    return ids
+
+
+def native_policy(policy: Policy) -> Any:
+    """The C struct of a policy. Raises RequestError for a value of the wrong type."""
+    native = _native.initialised(_native.Policy)
+    for each in fields(Policy):
+        value = getattr(policy, each.name)
+        try:
+            given = value.encode() if each.name in TEXT_FIELDS else value
+            setattr(native, each.name, given)
+        except (AttributeError, TypeError, ValueError, OverflowError) as err:
+            raise RequestError(
+                f"policy: {each.name} = {shown(value)} is not of the right type"
+            ) from err
+        # ctypes wraps integers around, and ends a text at a NUL, without an error.
+        if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
+            raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")
+    return native

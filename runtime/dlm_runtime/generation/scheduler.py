@@ -1,0 +1,461 @@
+"""Requests from any thread that share passes: ``dlm_scheduler_*`` of the C ABI, and a thread that
+makes the passes.
+
+The thread refers to a ``_Runner`` and never to the ``Scheduler``. A scheduler without references is
+therefore collected. The thread destroys the native scheduler itself as it ends. It has to end
+before the interpreter does: Python would end it by an exception in a callback of native code, which
+does not let it through and aborts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes as C
+import itertools
+import math
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlm_runtime.abi import native as _native
+from dlm_runtime.errors import ClosedError, DlmError, RequestError, shown
+from dlm_runtime.files import read_object
+from dlm_runtime.generation.forks import Origin
+from dlm_runtime.generation.request import (
+    Options,
+    Request,
+    RequestOptions,
+    count_of,
+    milliseconds_of,
+)
+from dlm_runtime.generation.results import Event, Generation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from dlm_runtime.generation.handle import Handle
+
+_MOST_BYTES = 1 << 20  # of a file that bench wrote
+WAIT_S = 0.1  # seconds between two looks of a waiting thread at its signals
+# and at whether a request that tells of its steps has ended without one: cancelled, late, failed
+EVENT_WAIT_S = 0.02
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Milliseconds that a pass takes whatever it computes, and for each token of it, each row that
+    it scores and each pair of a token and a position that it sees: what a machine takes for a
+    bundle's passes, as ``dlm-export bench --cost`` fits it.
+    """
+
+    pass_ms: float
+    token_ms: float
+    row_ms: float
+    pair_ms: float
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if (
+                not isinstance(value, (int, float))
+                or isinstance(value, bool)
+                or not 0 <= value < math.inf
+            ):
+                raise RequestError(f"cost: {each.name} = {value!r} is no time: give milliseconds")
+
+    @classmethod
+    def read(cls, path: str | Path) -> PassCost:
+        """What ``dlm-export bench BUNDLE --cost --json`` printed into a file. Raises RequestError."""
+        hint = " Write it with `dlm-export bench BUNDLE --cost --json`."
+        found = read_object(Path(path), _MOST_BYTES, RequestError, hint).get("cost")
+        names = [each.name for each in fields(cls)]
+        if not isinstance(found, dict) or not set(names) <= set(found):
+            raise RequestError(f"{path}: holds no cost of {', '.join(names)}.{hint}")
+        return cls(*(found[name] for name in names))
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """``waiting`` and ``running`` requests now; ``submitted``, ``finished`` and ``refused`` (by
+    BusyError) so far.
+
+    ``passes`` were made in ``busy_s`` seconds, commits included; ``shares`` is the sum of the
+    requests that took part in each. ``cache_bytes``: keys and values held at once, at most.
+    ``passes_s`` seconds were of passes alone, which the scheduler's cost expected to take
+    ``expected_s`` (0 without one, or where requests take turns).
+    """
+
+    waiting: int
+    running: int
+    submitted: int
+    finished: int
+    refused: int
+    passes: int
+    shares: int
+    busy_s: float
+    cache_bytes: int
+    passes_s: float
+    expected_s: float
+
+
+class Job:
+    """A request of a scheduler, made by ``Scheduler.submit``. It is cancelled when its last
+    reference is dropped.
+
+    Until its result was read, a job keeps its scheduler from being collected.
+    """
+
+    def __init__(self, scheduler: Scheduler, request: Request, events: bool) -> None:
+        self._library, self._request = _native.library(), request
+        self._handle = C.c_void_p()
+        self._origin = Origin("job")
+        self._scheduler: Scheduler | None = scheduler
+        self._text: str | None = None  # of the events so far
+        self._events: queue.SimpleQueue[Event] | None = queue.SimpleQueue() if events else None
+        self._result: Generation | None = None
+        self._error: Exception | None = None  # raised by _step
+        runner = scheduler._runner
+        runner.keep(self, request)
+        message = C.create_string_buffer(_native.MESSAGE_BYTES)
+        with runner.using() as handle:
+            status = self._library.dlm_scheduler_submit(
+                handle, C.byref(request.native), message, len(message), C.byref(self._handle)
+            )
+        if status:
+            raise _native.error(status, message.value)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) and self._origin.is_here:
+            self._library.dlm_job_destroy(self._handle)
+
+    @property
+    def done(self) -> bool:
+        """True once the job has ended: ``result`` then returns at once."""
+        self._origin.check()
+        return bool(self._library.dlm_job_wait(self._handle, 0.0))
+
+    def cancel(self) -> None:
+        """End it within one pass with what it has."""
+        self._origin.check()
+        self._library.dlm_job_cancel(self._handle)
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the job and return its result. ``timeout`` is in seconds; with None there is no
+        limit.
+
+        ``timings`` are this request's shares of the passes that it took part in.
+        Raises TimeoutError, what ``Bundle.generate`` raises, and the error that ended the
+        scheduler's thread.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self.done:
+            left = WAIT_S if end is None else min(WAIT_S, end - time.monotonic())
+            if left <= 0:
+                raise TimeoutError(f"the request is not done after {timeout} s")
+            self._library.dlm_job_wait(
+                self._handle, 1000 * left
+            )  # in pieces, so that Ctrl-C is seen
+        if self._result is None:
+            found = C.POINTER(_native.Result)()
+            status = self._library.dlm_job_result(self._handle, C.byref(found))
+            if status:
+                raised = self._request.error
+                if raised is not None:
+                    raise raised
+                raise _native.error(status, found.contents.message) from self._error
+            self._result = self._request.generation(found.contents)
+            self._scheduler = None
+        return self._result
+
+    def __iter__(self) -> Iterator[Event]:
+        """The canvas after each of its passes, of a job that was submitted with ``events``; the
+        last event has the result.
+        """
+        if self._events is None:
+            raise RequestError("this job has no events: submit it with events=True")
+        while not self.done or not self._events.empty():
+            try:
+                event = self._events.get(timeout=EVENT_WAIT_S)
+            except queue.Empty:
+                continue
+            if event.done:
+                yield replace(event, result=self.result())
+                return
+            yield event
+        # The request failed, or its scheduler was closed.
+        result = self.result()
+        length = len(result.tokens)
+        yield Event(
+            canvas=result.tokens,
+            undecided=result.undecided,
+            guess=[-1] * length,
+            score=[0.0] * length,
+            block=(0, length),
+            nfe=result.nfe,
+            committed=0,
+            text=result.text,
+            delta=None if result.text is None else result.text[len(self._text or "") :],
+            done=True,
+            result=result,
+        )
+
+    def _step(self, step: Any) -> None:
+        """On the thread that makes the passes."""
+        if self._events is not None:
+            event = self._request.event(step, self._text)
+            self._text = event.text
+            self._events.put(event)
+
+
+class _Runner:
+    """A native scheduler, the thread that runs it, and what both of them need."""
+
+    def __init__(self, bundle: Handle, options: Any) -> None:
+        """Raises RequestError, EngineError; DlmError if the thread cannot be started."""
+        self.origin = Origin("scheduler")
+        self.failure: DlmError | None = None
+        """The error that ended the thread, if it did not end by ``stop``."""
+        self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
+        self._changed = (
+            threading.Condition()
+        )  # re-entrant: the garbage collector may call stop() anywhere
+        self._users = (
+            0  # calls that use the handle, which the thread waits for before it destroys it
+        )
+        self._is_closed = False
+        self._last: SchedulerStats | None = None  # once the handle is gone
+        # The same functions for all jobs. They live as long as passes are made: a job may be dropped
+        # before its request ends.
+        self._on_step, self._on_decode = (
+            _native.StepFn(self._dispatch),
+            _native.DecodeFn(self._decode),
+        )
+        self._jobs: weakref.WeakValueDictionary[int, Job] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count(1)
+        self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
+        bundle.begin()
+        try:
+            status = self._library.dlm_scheduler_create(
+                bundle.pointer,
+                C.byref(options),
+                self._message,
+                len(self._message),
+                C.byref(self._handle),
+            )
+            if status:
+                raise _native.error(status, self._message.value)
+            self._thread = threading.Thread(target=self._run, name="dlm-scheduler", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as err:
+                self._library.dlm_scheduler_destroy(self._handle)
+                raise DlmError(
+                    f"the scheduler's thread cannot be started ({err}): end other threads, or raise their limit"
+                ) from err
+        except BaseException:
+            bundle.end()
+            raise
+        _RUNNERS.add(self)
+
+    def _run(self) -> None:
+        status = self._library.dlm_scheduler_run(
+            self._handle, 0, _native.BeforePassFn(), None, self._message, len(self._message)
+        )
+        with self._changed:
+            self._is_closed = True
+            if status:
+                self.failure = _native.error(status, self._message.value)
+            while self._users:
+                self._changed.wait()
+            self._last = self.stats()
+            handle, self._handle = self._handle, C.c_void_p()
+        self._library.dlm_scheduler_destroy(handle)
+        # They refer to this object.
+        self._on_step, self._on_decode = _native.StepFn(), _native.DecodeFn()
+        self._bundle.end()
+
+    def keep(self, job: Job, request: Request) -> None:
+        """Let passes call a job's functions as long as there is somebody who refers to it."""
+        native, number = request.native, next(self._numbers)
+        self._jobs[number] = job
+        native.user = number
+        if native.decode:
+            native.decode = self._on_decode
+        if job._events is not None:
+            native.on_step = self._on_step
+            native.text = _native.TEXT_STEPS if native.decode else native.text
+
+    def _dispatch(self, number: int, step: Any) -> int:
+        job = self._jobs.get(number)
+        if job is None:
+            return 0
+        try:
+            job._step(step.contents)
+        except Exception as err:  # ctypes would print it, and go on
+            job._error = err
+            return 1
+        return 0
+
+    def _decode(
+        self, number: int, tokens: Any, count: int, string: int, capacity: int, size: Any
+    ) -> int:
+        job = self._jobs.get(number)
+        if job is None:
+            return 7  # DLM_CANCELLED: nobody asks for the result
+        return job._request.decoded(number, tokens, count, string, capacity, size)
+
+    def check_open(self) -> None:
+        """Raise ForkError, ClosedError, or the error that ended the thread."""
+        self.origin.check()
+        if self.failure is not None:
+            raise type(self.failure)(
+                f"the scheduler takes no more requests, as its thread ended: {self.failure}"
+            )
+        if self._is_closed:
+            raise ClosedError("the scheduler is closed")
+
+    @contextmanager
+    def using(self) -> Iterator[C.c_void_p]:
+        """The native scheduler, which lives as long as the block. Raises what ``check_open``
+        raises.
+        """
+        self.origin.check()  # before the lock, which another thread may have held at the fork
+        with self._changed:
+            self.check_open()
+            self._users += 1
+        try:
+            yield self._handle
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    def stats(self) -> SchedulerStats:
+        """Counts and times up to now, or up to the end of the thread."""
+        with self._changed:
+            if self._last is not None:
+                return self._last
+            found = _native.SchedulerStats()
+            self._library.dlm_scheduler_get_stats(self._handle, C.byref(found), C.sizeof(found))
+        return SchedulerStats(
+            **{field.name: getattr(found, field.name) for field in fields(SchedulerStats)}
+        )
+
+    def stop(self) -> None:
+        """Make the thread end after the pass that it is in. Does not wait for it; does nothing in a
+        forked process.
+        """
+        if not self.origin.is_here:
+            return
+        with self._changed:
+            if not self._is_closed:
+                self._is_closed = True
+                self._library.dlm_scheduler_stop(self._handle)
+
+    def close(self) -> None:
+        """``stop``, and wait for the thread."""
+        if self.origin.is_here:
+            self.stop()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+
+
+_RUNNERS: weakref.WeakSet[_Runner] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for runner in list(_RUNNERS):
+        runner.close()
+
+
+class Scheduler:
+    """Made by ``Bundle.scheduler``; usable as a context manager, by any number of threads.
+
+    It is closed when its last reference is dropped, and when the interpreter exits. It belongs to
+    the process that made it: in a forked process every method raises ForkError.
+    """
+
+    def __init__(
+        self,
+        bundle: Handle,
+        make: Callable[[tuple[Any, ...], Options], Request],
+        max_running: int,
+        max_waiting: int,
+        max_tokens: int,
+        cache_bytes: int,
+        max_pass_ms: float,
+        cost: PassCost | None,
+    ) -> None:
+        options = _native.initialised(_native.SchedulerOptions)
+        options.max_running = count_of("max_running", max_running)
+        options.max_waiting = count_of("max_waiting", max_waiting)
+        options.max_tokens = count_of("max_tokens", max_tokens)
+        options.cache_bytes = count_of("cache_bytes", cache_bytes, (1 << 64) - 1)
+        options.max_pass_ms = milliseconds_of("max_pass_ms", max_pass_ms)
+        if cost is not None:
+            if not isinstance(cost, PassCost):
+                raise RequestError(f"cost = {shown(cost)}: give a PassCost, or None")
+            native = _native.PassCost(C.sizeof(_native.PassCost), *astuple(cost))
+            options.cost = C.pointer(native)
+        self._make, self._runner = make, _Runner(bundle, options)
+        # Without waiting: the garbage collector may run while its thread holds a lock that the
+        # scheduler's thread needs.
+        weakref.finalize(self, self._runner.stop).atexit = False
+
+    def submit(
+        self,
+        *,
+        prompt: str | None = None,
+        tokens: Sequence[int] | None = None,
+        chat: Sequence[Mapping[str, Any]] | None = None,
+        events: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Job:
+        """Hand in a request, with the arguments of ``Bundle.generate``. Its deadline counts from
+        now.
+
+        ``events``: iterating over the job gives an ``Event`` for each step. Raises BusyError if
+        ``max_waiting`` requests wait already, ClosedError after ``close``, the error that ended the
+        scheduler's thread, and what ``generate`` raises for wrong arguments.
+        """
+        self._runner.check_open()
+        if "cancel" in options:
+            raise RequestError(
+                "submit takes no cancel: the job that it returns has a method of that name"
+            )
+        return Job(self, self._make((prompt, tokens, chat), Options.of(options)), events)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Counts and times up to now, or up to ``close``."""
+        self._runner.origin.check()
+        return self._runner.stats()
+
+    def close(self) -> None:
+        """Make no more passes. Requests that are not done end as cancelled ones.
+
+        Raises the error that ended the scheduler's thread, if there was one. Calling it again is
+        fine.
+        """
+        self._runner.origin.check()
+        self._runner.close()
+        if self._runner.failure is not None:
+            raise type(self._runner.failure)(
+                f"the scheduler's thread ended: {self._runner.failure}"
+            )
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        if raised is None and self._runner.origin.is_here:
+            self.close()
+        else:
+            self._runner.close()

@@ -1,0 +1,1 @@
+"""A bundle's tokenizer and chat template, in a process of their own."""

@@ -1,0 +1,356 @@
+"""The program that runs what a bundle brings for text: a process of its own, started by
+``process``, never imported.
+
+A request is two lengths (8 bytes each), JSON of ``do`` (a method of ``Text``) and its arguments,
+and raw bytes; the answer one length and JSON: ``value``, or ``refused`` with the library's reason
+(null: no memory). It ends when its input does, or by a limit of the kernel's: address space from
+the command line, and processor time by a timer that is set for each request.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+SECONDS, SECONDS_PER_BYTE = 1.0, 2.0**-20
+REASON_LIMIT = 300  # characters of a library's message
+PRIVATE_USE = range(0xF0000, 0xFFFFE)  # code points that Unicode assigns to no character
+
+
+class Text:
+    """The tokenizer and the template of one bundle."""
+
+    def load(self, tokenizer: bytes, template: str | None, special_tokens: dict[str, str]) -> None:
+        import tokenizers
+
+        self.tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer)
+        self.tokenizer.no_truncation()  # either would change prompts in silence
+        self.tokenizer.no_padding()
+        self.source, self.special_tokens = template or "", special_tokens
+
+    def size(self, _: bytes) -> int:
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def names(self, _: bytes, tokens: list[int]) -> list[str | None]:
+        return [self.tokenizer.id_to_token(token) for token in tokens]
+
+    def as_json(self, _: bytes) -> str:
+        return str(self.tokenizer.to_str())
+
+    def encode(
+        self, _: bytes, text: str, add_special_tokens: bool, special_tokens: bool
+    ) -> list[int]:
+        if special_tokens:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        made = self._plain(text)
+        return list((self.tokenizer.post_process(made) if add_special_tokens else made).ids)
+
+    def encode_each(
+        self, _: bytes, texts: list[str], special_tokens: bool
+    ) -> list[list[int] | None]:
+        return [self._encoded(text, special_tokens) for text in texts]
+
+    def _encoded(self, text: str, special_tokens: bool) -> list[int] | None:
+        try:
+            return self.encode(b"", text, False, special_tokens)
+        except ValueError:
+            return None
+
+    def _plain(self, text: str) -> Any:
+        """The encoding of a text in which no special token is recognised. Raises ValueError if one
+        comes out all the same.
+        """
+        self.tokenizer.encode_special_tokens = True  # as ordinary text
+        try:
+            made = self.tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self.tokenizer.encode_special_tokens = False
+        # A vocabulary may have a special token's text as an ordinary word too.
+        for token, (start, end) in zip(made.ids, made.offsets, strict=True):
+            if self._is_special(token):
+                raise ValueError(
+                    f"{text[start:end]!r} stands for the special token {self.specials[token]!r}, and the vocabulary has no "
+                    "ordinary tokens for it: change the text, or allow special tokens in it (special_tokens)"
+                )
+        return made
+
+    def _is_special(self, token: int) -> bool:
+        return token in self.specials and token != self.unknown
+
+    @functools.cached_property
+    def specials(self) -> dict[int, str]:
+        """The texts of special tokens, by id."""
+        return {
+            token: added.content
+            for token, added in self.tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        }
+
+    @functools.cached_property
+    def unknown(self) -> int | None:
+        """The token of text that the vocabulary lacks: ordinary text gives it too."""
+        model = self.tokenizer.model
+        name = getattr(model, "unk_token", None)
+        if type(model).__name__ == "Unigram":
+            found: int | None = json.loads(model.__getstate__()).get("unk_id")
+            return found
+        return None if name is None else self.tokenizer.token_to_id(name)
+
+    def vocabulary(self, _: bytes) -> tuple[list[str], list[str | None]]:
+        decoder = (
+            {}
+            if self.tokenizer.decoder is None
+            else json.loads(self.tokenizer.decoder.__getstate__())
+        )
+        added = self.tokenizer.get_added_tokens_decoder()
+        names = [
+            None if token in added else self.tokenizer.id_to_token(token)
+            for token in range(self.size(b""))
+        ]
+        parts = decoder.get("decoders", [decoder] if decoder else [])
+        return [str(each.get("type")) for each in parts], names
+
+    def decode(self, _: bytes, tokens: list[int], skip_special_tokens: bool) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    def decode_each(self, _: bytes, rows: list[list[int]]) -> list[str]:
+        return [self.decode(b"", row, True) for row in rows]
+
+    def encode_chat(
+        self,
+        _: bytes,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        special_tokens: bool,
+    ) -> list[int]:
+        text = self._render(messages, tools)
+        for message in messages:
+            said = message.get("content")
+            if message["role"] == "system" and isinstance(said, str) and said.strip() not in text:
+                raise ValueError("it leaves the system message out, as this denoiser takes none")
+        return (
+            self.encode(b"", text, False, True)
+            if special_tokens
+            else self._encode_rendered(text, messages, tools)
+        )
+
+    def _encode_rendered(
+        self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> list[int]:
+        """Ids of a rendered chat in which the template's special tokens count, and those that its
+        messages spell do not.
+
+        The first letter of each special token that a message or a tool spells is replaced by a
+        private-use character, and the chat is rendered once more. The special tokens that are found
+        now are the template's. Each piece of text between two of them that has such a character is
+        encoded by itself, as plain text with the letters put back.
+        """
+        marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
+
+        def mark(text: str) -> str:
+            while places := [
+                at for at in self._spelled(text) if ord(text[at]) not in marks.letters
+            ]:
+                text = marks.put(text, places)  # which may uncover another that overlaps it
+            return text
+
+        marked_messages = [
+            {
+                name: value if name == "role" else mapped(value, mark)
+                for name, value in message.items()
+            }
+            for message in messages
+        ]
+        marked_tools = mapped(tools, mark)
+        if not marks.letters:
+            return self.encode(b"", text, False, True)
+        marked = self._render(marked_messages, marked_tools)
+        if marks.removed(marked) != text:
+            raise ValueError(
+                "it treats the text of a special token, which a message spells, in a way of its own"
+            )
+        made = self.tokenizer.encode(marked, add_special_tokens=False)
+        found: list[int] = []
+        for ids, start, end in self._between_specials(made, len(marked)):
+            piece = marked[start:end]
+            if (plain := marks.removed(piece)) == piece:
+                found += ids
+            elif self.encode(b"", piece, False, True) != ids:
+                raise ValueError(
+                    "a message spells a special token, and this tokenizer cannot encode a part of a chat by itself"
+                )
+            else:
+                found += self._plain(plain).ids
+        return found
+
+    def _spelled(self, text: str) -> list[int]:
+        """Where a text spells special tokens; also where it may start one that the text after it
+        ends.
+        """
+        made = self.tokenizer.encode(text, add_special_tokens=False)
+        found = []
+        for token, (start, end) in zip(made.ids, made.offsets, strict=True):
+            if self._is_special(token):
+                found.append(
+                    next((at for at in range(start, end) if not text[at].isspace()), start)
+                )
+        end = len(text.rstrip())
+        longest = max(map(len, self.specials.values()), default=0)
+        starts = range(max(0, end - longest), end)
+        return found + [
+            at
+            for at in starts
+            if any(name.startswith(text[at:end]) for name in self.specials.values())
+        ]
+
+    def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
+        """The parts of an encoding: special tokens, and all ids between two of them, each with its
+        place in the text.
+        """
+        ids: list[int] = []
+        done = 0
+        for token, (start, end) in zip(made.ids, made.offsets, strict=True):
+            if self._is_special(token):
+                yield ids, done, start
+                yield [token], start, end
+                ids, done = [], end
+            else:
+                ids.append(token)
+        yield ids, done, length
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        return str(
+            self.template.render(
+                messages=messages, tools=tools, add_generation_prompt=True, **self.special_tokens
+            )
+        )
+
+    def render_each(self, _: bytes, chats: list[list[dict[str, Any]]]) -> list[str | None]:
+        return [self._rendered(messages) for messages in chats]
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str | None:
+        try:
+            return self._render(messages, None)
+        except MemoryError:
+            raise
+        except Exception:  # what a template raises, and what its expressions do
+            return None
+
+    @functools.cached_property
+    def template(self) -> Any:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str) -> NoReturn:
+            raise TemplateError(message)
+
+        def tojson(
+            value: Any,
+            ensure_ascii: bool = False,
+            indent: Any = None,
+            separators: Any = None,
+            sort_keys: bool = False,
+        ) -> str:
+            # Jinja's own escapes for HTML, and sorts keys: transformers' templates mean this one.
+            return json.dumps(
+                value,
+                ensure_ascii=ensure_ascii,
+                indent=indent,
+                separators=separators,
+                sort_keys=sort_keys,
+            )
+
+        extensions = ["jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        return environment.from_string(self.source)
+
+
+class Marks:
+    """Replaces letters of texts by private-use characters that occur nowhere in these texts."""
+
+    def __init__(self, texts: str) -> None:
+        """``texts``: all text that must not hold one."""
+        used = {*texts}
+        self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
+        self._by_letter: dict[str, str] = {}
+        self.letters: dict[int, str] = {}
+        """The letter of each character in use, as str.translate takes it."""
+
+    def put(self, text: str, places: list[int]) -> str:
+        """The text with its letters at these places replaced."""
+        letters = list(text)
+        for at in places:
+            letter = text[at]
+            if letter not in self._by_letter:
+                self._by_letter[letter] = next(self._free)
+                self.letters[ord(self._by_letter[letter])] = letter
+            letters[at] = self._by_letter[letter]
+        return "".join(letters)
+
+    def removed(self, text: str) -> str:
+        """The text with the letters put back."""
+        return text.translate(self.letters)
+
+
+def mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with each of its strings changed, names of members too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [mapped(each, change) for each in value]
+    if isinstance(value, dict):
+        return {change(name): mapped(each, change) for name, each in value.items()}
+    return value
+
+
+def answer(text: Text, do: str, arguments: dict[str, Any], data: bytes) -> bytes:
+    """What a request gives, as JSON."""
+    try:
+        return json.dumps({"value": getattr(text, do)(data, **arguments)}).encode()
+    except MemoryError:
+        return b'{"refused": null}'
+    except BaseException as err:  # a panic of tokenizers derives from nothing else
+        return json.dumps({"refused": f"{type(err).__name__}: {err}"[:REASON_LIMIT]}).encode()
+
+
+def main(limits: dict[str, Any]) -> None:
+    sys.path[:] = limits["path"]
+    os.environ |= {
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAYON_NUM_THREADS": "1",
+    }  # each thread reserves 64 MiB
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # What it inherits may be less; RLIM_INFINITY is -1.
+    inherited = resource.getrlimit(resource.RLIMIT_AS)[1]
+    memory_bytes = (
+        limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)
+    )
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # both are inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    source, out, text = sys.stdin.buffer, sys.stdout.buffer, Text()
+    while len(sizes := source.read(16)) == 16:
+        request, data = (source.read(size) for size in struct.unpack("<QQ", sizes))
+        arguments = json.loads(request)
+        signal.setitimer(
+            signal.ITIMER_PROF, SECONDS + (len(request) + len(data)) * SECONDS_PER_BYTE
+        )
+        reply = answer(text, arguments.pop("do"), arguments, data)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        out.write(struct.pack("<Q", len(reply)) + reply)
+        out.flush()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,231 @@
+"""Text to token ids and back, with the tokenizer and the chat template that a bundle carries.
+
+Neither is trusted: both run in a process of their own, with limits of time and memory
+(``text/process.py``). A chat template is a Jinja program from outside: it runs in Jinja's immutable
+sandbox there, and sees only messages and tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlm_runtime.errors import BundleError, RequestError
+from dlm_runtime.files import read_bytes, read_text
+from dlm_runtime.text.process import Refused, TextProcess
+
+TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released one, of 262,144 ids, has 33 MB
+TEMPLATE_LIMIT_BYTES = 1 << 20
+_REFUSED_IDS = "the bundle's tokenizer refuses these token ids"
+
+
+class Tokenizer:
+    """A tokenizer.json as the ``tokenizers`` library reads it and, where the checkpoint had one,
+    its chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: bytes,
+        template: str | None,
+        special_tokens: Mapping[str, str],
+        where: object = "tokenizer.json",
+    ) -> None:
+        """``special_tokens``: texts that a template may name, such as ``bos_token``. Raises
+        BundleError, naming ``where``.
+        """
+        self.template = template
+        self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
+        self._texts: dict[int, str] = {}
+        try:
+            self._process = TextProcess(tokenizer, template, dict(special_tokens))
+        except Refused as err:
+            raise BundleError(
+                f"{where}: not a tokenizer that the tokenizers library reads ({err})"
+            ) from err
+
+    @classmethod
+    def from_files(
+        cls,
+        tokenizer: Path,
+        template: Path | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        hashes: Mapping[str, str] | None = None,
+    ) -> Tokenizer:
+        """Read tokenizer.json and, if given, a Jinja file.
+
+        ``hashes``: the SHA-256 that files must have, by name. Raises BundleError.
+        """
+        known = hashes or {}
+        text = None
+        if template is not None:
+            text = read_text(
+                template, TEMPLATE_LIMIT_BYTES, BundleError, sha256=known.get(template.name)
+            )
+        data = read_bytes(
+            tokenizer, TOKENIZER_LIMIT_BYTES, BundleError, sha256=known.get(tokenizer.name)
+        )
+        return cls(data, text, special_tokens or {}, tokenizer)
+
+    def close(self) -> None:
+        """End its process; a later call starts it again."""
+        self._process.close()
+
+    @property
+    def size(self) -> int:
+        """Highest token id plus one, added tokens included. Raises RequestError."""
+        return int(self._ask("size", "the tokenizer's vocabulary cannot be read"))
+
+    def names(self, tokens: Sequence[int]) -> list[str | None]:
+        """How the vocabulary spells token ids, None for those that it does not have. Raises
+        RequestError.
+        """
+        found: list[str | None] = self._ask("names", _REFUSED_IDS, tokens=list(tokens))
+        return found
+
+    def as_json(self) -> str:
+        """What it was made from, as the library writes it, without truncation and padding. Raises
+        RequestError.
+        """
+        return str(self._ask("as_json", "the tokenizer cannot be written"))
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """Ids of a prompt, with the tokens that the tokenizer puts around it. Raises RequestError.
+
+        Text that spells a special token, such as ``<|eos|>``, is ordinary text unless
+        ``special_tokens``.
+        """
+        return self._encode(text, True, special_tokens)
+
+    def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
+        """``encode`` for text that follows a prompt: no tokens are put around it. Raises
+        RequestError.
+        """
+        return self._encode(text, False, special_tokens)
+
+    def encode_each(
+        self, texts: Sequence[str], special_tokens: bool = False
+    ) -> list[list[int] | None]:
+        """``encode_plain`` of several texts; None for those that it refuses. Raises RequestError."""
+        what = "the bundle's tokenizer refuses these texts"
+        found: list[list[int] | None] = self._ask(
+            "encode_each", what, texts=list(texts), special_tokens=special_tokens
+        )
+        return found
+
+    def vocabulary(self) -> tuple[list[str], list[str | None]]:
+        """The kinds of its decoder's parts, and how it spells tokens by id, None for added ones.
+        Raises RequestError.
+        """
+        decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
+        return decoder, names
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        special_tokens: bool = False,
+    ) -> list[int]:
+        """Ids of a conversation, up to where the assistant answers. Raises RequestError.
+
+        Messages and ``tools`` have the form that transformers gives them: a message with earlier
+        calls may have ``tool_calls`` and no content. The template's special tokens count. Those
+        that messages and tools spell are ordinary text unless ``special_tokens``.
+        """
+        if self.template is None:
+            raise RequestError("this bundle has no chat template: give prompt or tokens")
+        if (
+            isinstance(messages, (str, Mapping))
+            or not isinstance(messages, Sequence)
+            or not messages
+        ):
+            raise RequestError(
+                "chat: give a list of messages such as {'role': 'user', 'content': '...'}"
+            )
+        for message in messages:
+            if (
+                not isinstance(message, Mapping)
+                or "role" not in message
+                or not {"content", "tool_calls"} & message.keys()
+            ):
+                raise RequestError(
+                    f"chat: {reprlib.repr(message)} is not a message with role and content"
+                )
+            content = message.get("content")
+            if not isinstance(content, (str, list)) and not (
+                content is None and message.get("tool_calls")
+            ):
+                raise RequestError(f"chat: the content of {reprlib.repr(message)} is not a text")
+        try:
+            json.dumps([list(messages), tools], ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as err:
+            raise RequestError(
+                "chat: a text has half of a surrogate pair, which UTF-8 cannot hold"
+            ) from err
+        except (TypeError, ValueError, RecursionError) as err:
+            raise RequestError(f"chat: not JSON ({err})"[:300]) from err
+        chat, what = (
+            [dict(message) for message in messages],
+            "chat: the bundle's template refuses these messages",
+        )
+        found: list[int] = self._ask(
+            "encode_chat", what, messages=chat, tools=tools, special_tokens=special_tokens
+        )
+        return found
+
+    def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
+        """The texts of conversations up to where the assistant answers, None for those that the
+        template refuses.
+
+        Raises RequestError.
+        """
+        given = [[dict(message) for message in messages] for messages in chats]
+        found: list[str | None] = self._ask(
+            "render_each", "the bundle's chat template cannot be run", chats=given
+        )
+        return found
+
+    def decode_each(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """``decode`` of several rows of token ids. Raises RequestError."""
+        found: list[str] = self._ask(
+            "decode_each", _REFUSED_IDS, rows=[list(map(int, row)) for row in rows]
+        )
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out. Raises RequestError."""
+        return self._decode(tokens, True)
+
+    def token_text(self, token: int) -> str:
+        """Text of one token by itself, special tokens by their names. Raises RequestError."""
+        if token not in self._texts:
+            self._texts[token] = self._decode([token], False)
+        return self._texts[token]
+
+    def _encode(self, text: str, add_special_tokens: bool, special_tokens: bool) -> list[int]:
+        how = {"add_special_tokens": add_special_tokens, "special_tokens": special_tokens}
+        found: list[int] = self._ask(
+            "encode", "the bundle's tokenizer refuses this text", text=text, **how
+        )
+        return found
+
+    def _decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        ids = [int(token) for token in tokens]
+        return str(
+            self._ask("decode", _REFUSED_IDS, tokens=ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def _ask(self, do: str, refused: str, **arguments: Any) -> Any:
+        try:
+            return self._process.ask(do, **arguments)
+        except (
+            Refused,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as err:  # not only text and numbers in a chat
+            raise RequestError(f"{refused} ({err})") from err

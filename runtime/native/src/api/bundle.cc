@@ -1,0 +1,281 @@
+// The C ABI of bundles: opening, what is known of them, and their loops.
+#include <sched.h>
+
+#include <algorithm>
+#include <future>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "api/handles.h"
+
+using dlm::guarded, dlm::require;
+
+namespace {
+
+// What every layer has; 0 where they differ.
+int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
+  const int32_t first = cache.front().*size;
+  const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
+  return std::all_of(cache.begin(), cache.end(), same) ? first : 0;
+}
+
+dlm_denoiser default_denoiser() {
+  dlm_denoiser denoiser{};
+  denoiser.struct_size = sizeof denoiser;
+  denoiser.top_k = 2;
+  denoiser.kv_element_bytes = 4;
+  denoiser.max_new_tokens = dlm::Denoiser{}.max_new_tokens;
+  return denoiser;
+}
+
+dlm_open_options default_open_options() {
+  dlm_open_options options{};
+  options.struct_size = sizeof options;
+  options.engine = "auto";
+  options.check_hashes = 1;
+  options.provider = "cpu";
+  return options;
+}
+
+// The engine and provider that are asked for. Providers of GPUs are ONNX Runtime's alone.
+struct EngineChoice {
+  std::string engine;
+  dlm::ProviderChoice provider;
+};
+
+EngineChoice choose_engine(const dlm_open_options& options) {
+  EngineChoice choice{options.engine == nullptr ? "" : options.engine, {}};
+  choice.provider.name = options.provider == nullptr ? "" : options.provider;
+  choice.provider.device = options.device;
+  choice.provider.allow_fallback = options.allow_fallback != 0;
+  const std::string& engine = choice.engine;
+  if (engine != "auto" && engine != "onnxruntime" && engine != "tensorrt" && engine != "none")
+    dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: auto, onnxruntime, tensorrt, none",
+              engine.c_str());
+  if (!choice.provider.is_gpu()) return choice;
+  if (engine == "tensorrt")
+    dlm::fail(
+        DLM_INVALID_ARGUMENT,
+        "provider \"%.40s\" is for engine \"onnxruntime\": engine \"tensorrt\" runs engine files",
+        choice.provider.name.c_str());
+  if (engine == "auto") choice.engine = "onnxruntime";
+  return choice;
+}
+
+// The cores that this process may use; 0 if the system does not say.
+int available_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
+  return static_cast<int>(
+      std::thread::hardware_concurrency());  // a machine of more cores than the set holds
+}
+
+// More threads than cores only wait for each other, and the engine takes minutes to start
+// thousands.
+int limit_threads(int32_t wanted) {
+  if (wanted < 0 || wanted > 4096)
+    dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", wanted);
+  const int cores = available_cores();
+  return cores > 0 ? std::min<int>(wanted, cores) : wanted;
+}
+
+std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const EngineChoice& choice,
+                                         const std::string& library, int threads) {
+  const std::string& name = choice.engine;
+  if (name == "none") return dlm::make_none(manifest.denoiser.cache);
+  if (name == "tensorrt" || (name == "auto" && manifest.is_for_gpus)) {
+    if (manifest.engines.empty())
+      dlm::fail(DLM_UNSUPPORTED,
+                "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\": "
+                "on the CPU, or with a provider such as \"cuda\"",
+                manifest.is_for_gpus ? manifest.device_advice.c_str()
+                                     : "Build it with --target for GPUs");
+    return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
+  }
+  return dlm::open_onnxruntime(manifest.graph, library, threads, choice.provider);
+}
+
+std::string names_of(const dlm::Policies& policies) {
+  std::string names;
+  for (const auto& [name, fields] : policies) names += (names.empty() ? "" : ", ") + name;
+  return names;
+}
+
+// The policy of that name; NULL: there is none.
+const dlm_policy* find_policy(const dlm::Policies& policies, const std::string& name) {
+  for (const auto& [known, policy] : policies)
+    if (known == name) return &policy;
+  return nullptr;
+}
+
+const dlm_policy& find_preset(const dlm::Manifest& manifest, const std::string& name) {
+  if (const dlm_policy* const found = find_policy(manifest.presets, name)) return *found;
+  dlm::fail(DLM_NOT_FOUND, "preset \"%.40s\" is not one of this bundle's: %s", name.c_str(),
+            manifest.presets.empty() ? "it has none" : names_of(manifest.presets).c_str());
+}
+
+const dlm_policy& find_effort(const dlm::Manifest& manifest, const char* preset,
+                              const std::string& level) {
+  if (manifest.efforts.empty())
+    dlm::fail(DLM_NOT_FOUND,
+              "effort \"%.40s\": this bundle has no levels: `dlm-export effort BUNDLE --data FILE` "
+              "fits them, instant, low, medium and high",
+              level.c_str());
+  if (preset != nullptr && preset != manifest.effort_preset)
+    dlm::fail(DLM_INVALID_ARGUMENT,
+              "effort %.40s was fitted for preset %.40s, not for %.40s: give one of the two",
+              level.c_str(), manifest.effort_preset.c_str(), preset);
+  if (const dlm_policy* const found = find_policy(manifest.efforts, level)) return *found;
+  dlm::fail(DLM_NOT_FOUND, "effort \"%.40s\" is not one of %s", level.c_str(),
+            names_of(manifest.efforts).c_str());
+}
+
+// What dlm_bundle_denoiser and dlm_bundle_engine tell.
+void finish_opening(dlm_bundle& bundle) {
+  bundle.engine_description = bundle.engine->description();
+  const dlm::Denoiser& d = bundle.manifest.denoiser;
+  bundle.denoiser = default_denoiser();
+  dlm_denoiser& told = bundle.denoiser;
+  told.vocab_size = d.vocab_size;
+  told.mask_token_id = d.mask_token_id;
+  told.max_canvas_length = d.max_canvas_length;
+  told.layers = static_cast<int32_t>(d.cache.size());
+  told.kv_heads = of_all_layers(d.cache, &dlm::CacheLayer::kv_heads);
+  told.head_size = of_all_layers(d.cache, &dlm::CacheLayer::head_size);
+  told.top_k = d.top_k;
+  told.kv_element_bytes = of_all_layers(d.cache, &dlm::CacheLayer::element_bytes);
+  told.shift = d.shift;
+  told.has_cache = d.has_cache ? 1 : 0;
+  told.eos_token_ids = d.eos_token_ids.data();
+  told.eos_count = d.eos_token_ids.size();
+  told.visible_block = d.visible_block;
+  told.max_new_tokens = d.max_new_tokens;
+}
+
+}  // namespace
+
+uint32_t dlm_abi_version(void) { return DLM_ABI_VERSION; }
+
+const char* dlm_version(void) { return DLM_VERSION; }
+
+const char* dlm_status_name(dlm_status status) {
+  switch (status) {
+    case DLM_OK:
+      return "OK";
+    case DLM_INVALID_ARGUMENT:
+      return "INVALID_ARGUMENT";
+    case DLM_NOT_FOUND:
+      return "NOT_FOUND";
+    case DLM_BAD_BUNDLE:
+      return "BAD_BUNDLE";
+    case DLM_UNSUPPORTED:
+      return "UNSUPPORTED";
+    case DLM_ENGINE_FAILED:
+      return "ENGINE_FAILED";
+    case DLM_OUT_OF_MEMORY:
+      return "OUT_OF_MEMORY";
+    case DLM_CANCELLED:
+      return "CANCELLED";
+    case DLM_INTERNAL:
+      return "INTERNAL";
+    case DLM_ENGINE_MISSING:
+      return "ENGINE_MISSING";
+    case DLM_BUSY:
+      return "BUSY";
+    default:
+      return "unknown status";
+  }
+}
+
+void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size) {
+  dlm::give(default_denoiser(), struct_size, denoiser);
+}
+
+void dlm_policy_init(dlm_policy* policy, size_t struct_size) {
+  dlm::give(dlm::default_policy(), struct_size, policy);
+}
+
+const dlm_policy_field* dlm_policy_field_at(size_t index) {
+  return index < std::size(dlm::kPolicyFields) ? &dlm::kPolicyFields[index] : nullptr;
+}
+
+void dlm_open_options_init(dlm_open_options* options, size_t struct_size) {
+  dlm::give(default_open_options(), struct_size, options);
+}
+
+dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message,
+                           size_t message_capacity, dlm_bundle** bundle) {
+  if (bundle != nullptr) *bundle = nullptr;
+  return guarded(message, message_capacity, [&] {
+    require(bundle, "bundle");
+    require(path, "path");
+    dlm_open_options chosen = default_open_options();
+    if (options != nullptr) chosen = dlm::take(*options, chosen, "dlm_open_options");
+    const EngineChoice choice = choose_engine(chosen);
+    const int threads = limit_threads(chosen.threads);
+    auto opened = std::make_unique<dlm_bundle>();
+    opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, choice.engine);
+    const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
+    // On a thread of its own, if one is to be had, while the engine maps the files.
+    std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
+      for (const dlm::FileHash& file : files) dlm::check_hash(file);
+    });
+    try {
+      opened->engine = open_engine(opened->manifest, choice, library, threads);
+    } catch (...) {
+      hashed.get();  // a damaged file explains what an engine says of it
+      throw;
+    }
+    hashed.get();
+    finish_opening(*opened);
+    *bundle = opened.release();
+  });
+}
+
+dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn run, void* user,
+                                    char* message, size_t message_capacity, dlm_bundle** bundle) {
+  if (bundle != nullptr) *bundle = nullptr;
+  return guarded(message, message_capacity, [&] {
+    require(bundle, "bundle");
+    require(denoiser, "denoiser");
+    if (run == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "run is NULL");
+    auto opened = std::make_unique<dlm_bundle>();
+    opened->manifest.denoiser =
+        dlm::check_denoiser(dlm::take(*denoiser, default_denoiser(), "dlm_denoiser"));
+    opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser);
+    finish_opening(*opened);
+    *bundle = opened.release();
+  });
+}
+
+void dlm_bundle_destroy(dlm_bundle* bundle) { delete bundle; }
+
+const dlm_denoiser* dlm_bundle_denoiser(const dlm_bundle* bundle) {
+  return bundle == nullptr ? nullptr : &bundle->denoiser;
+}
+
+const char* dlm_bundle_manifest(const dlm_bundle* bundle) {
+  return bundle == nullptr ? "" : bundle->manifest.text.c_str();
+}
+
+const char* dlm_bundle_engine(const dlm_bundle* bundle) {
+  return bundle == nullptr ? "" : bundle->engine_description.c_str();
+}
+
+dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset, const char* effort,
+                             char* message, size_t message_capacity, dlm_policy* policy) {
+  return guarded(message, message_capacity, [&] {
+    require(bundle, "bundle");
+    require(policy, "policy");
+    dlm::take(*policy, *policy, "dlm_policy");  // whether it was set up
+    const dlm::Manifest& manifest = bundle->manifest;
+    const dlm_policy& found =
+        effort != nullptr
+            ? find_effort(manifest, preset, effort)
+            : find_preset(manifest, preset == nullptr ? manifest.default_preset : preset);
+    dlm::give(found, policy->struct_size, policy);
+  });
+}

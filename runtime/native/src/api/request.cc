@@ -1,0 +1,169 @@
+// dlm_request as a checked request of the core: tokens, policy, constraint, limits, text.
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "api/handles.h"
+#include "base/json.h"
+#include "constraints/constrained.h"
+
+namespace dlm {
+namespace {
+
+dlm_request default_request() {
+  dlm_request request{};
+  request.struct_size = sizeof request;
+  request.max_new_tokens = DLM_DEFAULT_NEW_TOKENS;
+  request.text_start = -1;
+  return request;
+}
+
+void check_options(const dlm_request& request) {
+  const auto refuse_negative = [](const char* name, int32_t value) {
+    if (value < 0) fail(DLM_INVALID_ARGUMENT, "%s = %d is negative", name, value);
+  };
+  if (request.max_new_tokens < 0)
+    fail(DLM_INVALID_ARGUMENT,
+         "max_new_tokens = %d is negative, and is not DLM_DEFAULT_NEW_TOKENS (%d)",
+         request.max_new_tokens, DLM_DEFAULT_NEW_TOKENS);
+  refuse_negative("steps", request.steps);
+  refuse_negative("max_steps", request.max_steps);
+  refuse_negative("constrained_tokens", request.constrained_tokens);
+  if (!(request.deadline_ms >= 0 && request.deadline_ms <= kLongestMs))
+    fail(DLM_INVALID_ARGUMENT, "deadline_ms = %.10g is outside 0..%.10g", request.deadline_ms,
+         kLongestMs);
+  if (request.text < DLM_TEXT_NONE || request.text > DLM_TEXT_STEPS)
+    fail(DLM_INVALID_ARGUMENT,
+         "text = %d is not one of DLM_TEXT_NONE, DLM_TEXT_RESULT and DLM_TEXT_STEPS", request.text);
+}
+
+// The given tokens, encoded if they are text.
+std::vector<int32_t> given_tokens(dlm_bundle& bundle, const dlm_request& request) {
+  const bool has_tokens = request.tokens != nullptr || request.token_count > 0,
+             has_prompt = request.prompt != nullptr || request.prompt_size > 0,
+             has_chat = request.messages != nullptr || request.message_count > 0;
+  if (has_tokens + has_prompt + has_chat > 1)
+    fail(DLM_INVALID_ARGUMENT, "the request has several of tokens, prompt and messages: give one");
+  std::vector<int32_t> given;
+  if (has_tokens && request.token_count > 0) {
+    require(request.tokens, "tokens");
+    // More than any canvas holds is refused with the canvas, and not copied.
+    const auto most = static_cast<size_t>(bundle.manifest.denoiser.max_canvas_length) + 1;
+    given.assign(request.tokens, request.tokens + std::min(request.token_count, most));
+  } else if (has_prompt) {
+    text_of(bundle).text->encode(view_of(request.prompt, request.prompt_size, "prompt"),
+                                 {true, request.special_tokens != 0}, given);
+  } else if (has_chat) {
+    given = encode_chat(text_of(bundle), request.messages, request.message_count,
+                        request.special_tokens != 0);
+  }
+  return given;
+}
+
+std::vector<std::string> stop_strings_of(const dlm_request& request) {
+  std::vector<std::string> found;
+  if (request.stop_count > 0) require(request.stop_strings, "stop_strings");
+  for (size_t i = 0; i < request.stop_count; ++i) {
+    require(request.stop_strings[i], "stop_strings");
+    found.emplace_back(request.stop_strings[i]);
+    if (found.back().empty() || !json::is_utf8(found.back()))
+      fail(DLM_INVALID_ARGUMENT, "stop string %zu is %s: give text, or leave it out", i,
+           found.back().empty() ? "empty" : "not UTF-8");
+  }
+  return found;
+}
+
+std::unique_ptr<TextWriter> writer_of(dlm_bundle& bundle, const dlm_request& request, size_t given,
+                                      size_t length) {
+  std::vector<std::string> stops = stop_strings_of(request);
+  if (request.text == DLM_TEXT_NONE && stops.empty()) return {};
+  if (request.text_start < -1 || request.text_start > static_cast<int64_t>(length))
+    fail(DLM_INVALID_ARGUMENT, "text_start = %d is outside the canvas (0..%zu), and not -1",
+         request.text_start, length);
+  const size_t start = request.text_start >= 0 ? static_cast<size_t>(request.text_start)
+                       : given < length        ? given
+                                               : 0;
+  Decode decode;
+  if (request.decode != nullptr)
+    decode = decode_by_windows(request.decode, request.user);
+  else
+    decode = [decoder = TextDecoder(text_of(bundle).text)](const int32_t* ids, size_t count,
+                                                           bool is_last, std::string& out) mutable {
+      decoder.push(ids, count, is_last, out);
+    };
+  return std::make_unique<TextWriter>(bundle.manifest.denoiser, std::move(decode), start,
+                                      request.text == DLM_TEXT_STEPS, std::move(stops));
+}
+
+}  // namespace
+
+Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given) {
+  if (given != nullptr) return check_policy(*given);
+  const Manifest& manifest = bundle.manifest;
+  for (const auto& [name, preset] : manifest.presets)
+    if (name == manifest.default_preset) return check_policy(preset);
+  return check_policy(default_policy());
+}
+
+std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,
+                                 int32_t new_tokens) {
+  if (count > 0) require(tokens, "tokens");
+  const auto longest = static_cast<size_t>(denoiser.max_canvas_length);
+  const size_t length = count + static_cast<size_t>(new_tokens);
+  if (count > longest || length > longest)
+    fail(DLM_INVALID_ARGUMENT,
+         "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu: give "
+         "fewer tokens, or a smaller max_new_tokens",
+         length, count, new_tokens, longest);
+  if (length == 0)
+    fail(DLM_INVALID_ARGUMENT, "the canvas is empty: give tokens, or max_new_tokens of at least 1");
+  std::vector<int32_t> canvas(length, denoiser.mask_token_id);
+  for (size_t i = 0; i < count; ++i) {
+    if (tokens[i] < 0 || tokens[i] >= denoiser.vocab_size)
+      fail(DLM_INVALID_ARGUMENT, "token id %d at position %zu is outside the vocabulary (0..%d)",
+           tokens[i], i, denoiser.vocab_size - 1);
+    canvas[i] = tokens[i];
+  }
+  return canvas;
+}
+
+Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
+  require(given, "request");
+  dlm_request wanted = take(*given, default_request(), "dlm_request");
+  const Denoiser& denoiser = bundle.manifest.denoiser;
+  if (wanted.max_new_tokens == DLM_DEFAULT_NEW_TOKENS)
+    wanted.max_new_tokens = denoiser.max_new_tokens;
+  check_options(wanted);
+  JobOptions options;
+  options.max_steps = wanted.max_steps;
+  options.on_step = wanted.on_step;
+  options.user = wanted.user;
+  if (wanted.deadline_ms > 0)
+    options.deadline =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                           std::chrono::duration<double, std::milli>(wanted.deadline_ms));
+  const Policy policy = choose_policy(bundle, wanted.policy);
+  const std::vector<int32_t> tokens = given_tokens(bundle, wanted);
+  std::vector<int32_t> canvas = make_canvas(
+      denoiser, tokens.data(), wanted.tokens == nullptr ? tokens.size() : wanted.token_count,
+      wanted.max_new_tokens);
+  options.writer = writer_of(bundle, wanted, tokens.size(), canvas.size());
+  std::vector<uint8_t> undecided;
+  for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
+  std::unique_ptr<Proposer> proposer;
+  if (wanted.constraint != nullptr)
+    proposer = std::make_unique<Constrained>(denoiser, policy, wanted.constraint->automaton,
+                                             wanted.constrained_tokens, canvas, undecided);
+  return {Request(denoiser, *bundle.engine, policy, std::move(canvas), std::move(undecided),
+                  wanted.steps, std::move(proposer)),
+          std::move(options)};
+}
+
+}  // namespace dlm
+
+void dlm_request_init(dlm_request* request, size_t struct_size) {
+  dlm::give(dlm::default_request(), struct_size, request);
+}

@@ -1,0 +1,179 @@
+// The C ABI of schedulers and jobs: requests from any thread, passes on one.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <utility>
+
+#include "api/handles.h"
+#include "decode/lockstep_passes.h"
+#include "decode/runner.h"
+
+struct dlm_scheduler {
+  dlm_scheduler(dlm_bundle& bundle, std::unique_ptr<dlm::PassMaker> passes,
+                const dlm::Runner::Options& options)
+      : bundle(bundle),
+        passes(std::move(passes)),
+        runner(bundle.manifest.denoiser, *this->passes, options) {}
+
+  dlm_bundle& bundle;
+  const std::unique_ptr<dlm::PassMaker> passes;
+  dlm::Runner runner;
+};
+
+struct dlm_job {
+  std::shared_ptr<dlm::Job> job;
+};
+
+namespace {
+
+constexpr uint64_t kCacheBytes = uint64_t{1} << 30;
+constexpr int32_t kMostWaiting = 1 << 20;
+
+dlm_scheduler_options default_scheduler_options() {
+  dlm_scheduler_options options{};
+  options.struct_size = sizeof options;
+  options.max_running = 16;
+  options.max_waiting = 1024;
+  options.max_tokens = 512;
+  return options;
+}
+
+void check_range(const char* name, int32_t value, int32_t lowest, int32_t highest) {
+  if (value < lowest || value > highest)
+    dlm::fail(DLM_INVALID_ARGUMENT, "%s = %d is outside %d..%d", name, value, lowest, highest);
+}
+
+void check_time(const char* name, double value) {
+  if (!(value >= 0 && std::isfinite(value)))
+    dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is no time: give milliseconds", name, value);
+}
+
+// The cost of passes that requests share; none where they take turns.
+dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine& engine) {
+  check_time("max_pass_ms", options.max_pass_ms);
+  dlm::PassCost found;
+  if (options.cost != nullptr) {
+    const dlm_pass_cost cost = dlm::take(*options.cost, dlm_pass_cost{}, "dlm_pass_cost");
+    check_time("cost.pass_ms", cost.pass_ms);
+    check_time("cost.token_ms", cost.token_ms);
+    check_time("cost.row_ms", cost.row_ms);
+    check_time("cost.pair_ms", cost.pair_ms);
+    found = {cost.pass_ms, cost.token_ms, cost.row_ms, cost.pair_ms};
+  }
+  if (options.max_pass_ms > 0 && !found.is_known())
+    dlm::fail(DLM_INVALID_ARGUMENT,
+              "max_pass_ms = %g wants to know what passes cost here: give cost, which `dlm-export "
+              "bench BUNDLE --cost` measures",
+              options.max_pass_ms);
+  if (engine.takes_segments()) return found;
+  if (options.max_pass_ms > 0)
+    dlm::fail(DLM_UNSUPPORTED,
+              "max_pass_ms bounds passes that requests share, and with this engine (%s) they take "
+              "turns: leave it out",
+              engine.description().c_str());
+  return {};
+}
+
+// Rows of keys and values for all that run.
+int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
+  uint64_t row = 0;
+  for (const dlm::CacheLayer& layer : denoiser.cache) row += 2 * layer.tensor_bytes(1, 1);
+  const auto longest = static_cast<uint64_t>(denoiser.max_canvas_length);
+  // No more than all that run can have, guided ones twice.
+  const uint64_t most =
+      std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
+  const uint64_t wanted =
+      options.cache_bytes > 0 ? options.cache_bytes / row : std::max(kCacheBytes / row, longest);
+  return static_cast<int64_t>(std::min(wanted, most));
+}
+
+}  // namespace
+
+void dlm_scheduler_options_init(dlm_scheduler_options* options, size_t struct_size) {
+  dlm::give(default_scheduler_options(), struct_size, options);
+}
+
+dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options* options,
+                                char* message, size_t message_capacity, dlm_scheduler** scheduler) {
+  if (scheduler != nullptr) *scheduler = nullptr;
+  return dlm::guarded(message, message_capacity, [&] {
+    dlm::require(scheduler, "scheduler");
+    dlm::require(bundle, "bundle");
+    dlm_scheduler_options chosen = default_scheduler_options();
+    if (options != nullptr) chosen = dlm::take(*options, chosen, "dlm_scheduler_options");
+    check_range("max_running", chosen.max_running, 1, dlm::kMostRequests);
+    check_range("max_waiting", chosen.max_waiting, 1, kMostWaiting);
+    check_range("max_tokens", chosen.max_tokens, 1, INT32_MAX);
+    const dlm::Denoiser& denoiser = bundle->manifest.denoiser;
+    dlm::Engine& engine = *bundle->engine;
+    const dlm::PassCost cost = check_cost(chosen, engine);
+    const int64_t rows = rows_for(chosen, denoiser);
+    std::unique_ptr<dlm::PassMaker> passes = dlm::make_shared_passes(denoiser, engine, rows);
+    if (passes == nullptr)
+      passes = std::make_unique<dlm::LockstepPasses>(denoiser, engine, rows,
+                                                     static_cast<size_t>(chosen.max_running));
+    *scheduler = new dlm_scheduler(
+        *bundle, std::move(passes),
+        {chosen.max_running, chosen.max_waiting, chosen.max_tokens, chosen.max_pass_ms, cost});
+  });
+}
+
+void dlm_scheduler_destroy(dlm_scheduler* scheduler) { delete scheduler; }
+
+dlm_status dlm_scheduler_submit(dlm_scheduler* scheduler, const dlm_request* request, char* message,
+                                size_t message_capacity, dlm_job** job) {
+  if (job != nullptr) *job = nullptr;
+  return dlm::guarded(message, message_capacity, [&] {
+    dlm::require(job, "job");
+    dlm::require(scheduler, "scheduler");
+    dlm::Wanted wanted = dlm::read_request(scheduler->bundle, request);
+    auto handle = std::make_unique<dlm_job>();
+    handle->job = scheduler->runner.submit(std::move(wanted.request), std::move(wanted.options));
+    *job = handle.release();
+  });
+}
+
+dlm_status dlm_scheduler_run(dlm_scheduler* scheduler, int32_t until_idle,
+                             dlm_before_pass_fn before_pass, void* user, char* message,
+                             size_t message_capacity) {
+  return dlm::guarded(message, message_capacity, [&] {
+    dlm::require(scheduler, "scheduler");
+    scheduler->runner.run(until_idle != 0 ? dlm::Runner::Until::idle : dlm::Runner::Until::stopped,
+                          [&] { return before_pass == nullptr || before_pass(user) == 0; });
+  });
+}
+
+void dlm_scheduler_stop(dlm_scheduler* scheduler) {
+  if (scheduler != nullptr) scheduler->runner.stop();
+}
+
+void dlm_scheduler_get_stats(const dlm_scheduler* scheduler, dlm_scheduler_stats* stats,
+                             size_t struct_size) {
+  dlm::give(scheduler == nullptr ? dlm_scheduler_stats{} : scheduler->runner.stats(), struct_size,
+            stats);
+}
+
+int32_t dlm_job_wait(const dlm_job* job, double timeout_ms) {
+  if (job == nullptr) return 0;
+  if (timeout_ms < 0) return job->job->wait({}) ? 1 : 0;
+  const std::chrono::duration<double, std::milli> time(
+      timeout_ms > 0 ? std::min(timeout_ms, dlm::kLongestMs) : 0);  // 0 for NaN too
+  return job->job->wait(std::chrono::duration_cast<dlm::Clock::duration>(time)) ? 1 : 0;
+}
+
+dlm_status dlm_job_result(const dlm_job* job, const dlm_result** result) {
+  if (result != nullptr) *result = nullptr;
+  if (dlm_job_wait(job, 0) == 0) return DLM_INVALID_ARGUMENT;
+  if (result != nullptr) *result = &job->job->result();
+  return job->job->result().status;
+}
+
+void dlm_job_cancel(dlm_job* job) {
+  if (job != nullptr) job->job->cancel();
+}
+
+void dlm_job_destroy(dlm_job* job) {
+  dlm_job_cancel(job);
+  delete job;
+}

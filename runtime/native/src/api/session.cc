@@ -1,0 +1,313 @@
+// The C ABI of sessions: requests on the caller's thread.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "api/handles.h"
+#include "decode/lockstep_passes.h"
+#include "decode/runner.h"
+
+using dlm::make_canvas, dlm::require, dlm::Runner;
+
+struct dlm_session {
+  explicit dlm_session(dlm_bundle& opened)
+      : bundle(opened),
+        passes(opened.manifest.denoiser, *opened.engine, INT64_MAX, 1),
+        runner(opened.manifest.denoiser, passes, {}) {
+    passes.spare_context();  // now, so that a device without room is noticed here
+  }
+
+  dlm_bundle& bundle;
+  dlm::LockstepPasses passes;
+  Runner runner;
+  dlm::Buffers buffers;  // of passes without a request
+  std::mutex jobs_mutex;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;  // of the requests that were started last
+  dlm_before_pass_fn before_pass = nullptr;
+  void* before_pass_user = nullptr;
+  std::string last_error;
+  bool is_running = false;  // inside a call, perhaps inside one of its callbacks
+};
+
+namespace {
+
+template <typename Body>
+dlm_status guarded(dlm_session* session, Body body) {
+  if (session == nullptr) return DLM_INVALID_ARGUMENT;
+  const auto report = [&](const char* text) {
+    session->last_error = text;
+    dlm::make_one_line(session->last_error.data(), session->last_error.size());
+  };
+  if (session->is_running) {
+    // It would pull the request, or the buffers of the pass, from under the call that is under way.
+    const auto refuse = [] {
+      dlm::fail(DLM_INVALID_ARGUMENT,
+                "a call on this session is under way: a callback may make no other, and each "
+                "thread takes a session of its own, or a scheduler");
+    };
+    return dlm::guarded(refuse, report);
+  }
+  session->is_running = true;
+  session->last_error.clear();
+  const dlm_status status = dlm::guarded(body, report);
+  if (status == DLM_OK) session->last_error.clear();  // of a call that a callback tried
+  session->is_running = false;
+  return status;
+}
+
+void set_jobs(dlm_session& session, std::vector<std::shared_ptr<dlm::Job>> jobs) {
+  const std::lock_guard<std::mutex> lock(session.jobs_mutex);
+  session.jobs.swap(jobs);
+}
+
+void drop(dlm_session& session) {
+  session.runner.drop_all();
+  set_jobs(session, {});
+}
+
+bool ask_before_pass(const dlm_session& session) {
+  return session.before_pass == nullptr || session.before_pass(session.before_pass_user) == 0;
+}
+
+void require_before_pass(const dlm_session& session) {
+  if (!ask_before_pass(session)) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
+}
+
+// Runs jobs of the session; if that fails, they are dropped.
+void run(dlm_session& session, Runner& runner, Runner::Until until) {
+  try {
+    runner.run(until, [&] { return ask_before_pass(session); });
+  } catch (...) {
+    runner.drop_all();
+    set_jobs(session, {});
+    throw;
+  }
+}
+
+void start(dlm_session& session, const dlm_request* request) {
+  drop(session);
+  dlm::Wanted wanted = dlm::read_request(session.bundle, request);
+  std::vector<std::shared_ptr<dlm::Job>> jobs(1);
+  session.runner.set_most_running(1);
+  session.passes.set_together(1);
+  jobs[0] = session.runner.submit(std::move(wanted.request), std::move(wanted.options));
+  set_jobs(session, std::move(jobs));
+}
+
+void throw_error(const dlm::Job& job, const std::string& name = "") {
+  const dlm_result& result = job.result();
+  if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
+}
+
+// Puts each request, by number, into the first batch that has room for it and that it fits into.
+std::vector<std::vector<size_t>> group(const std::vector<dlm::Wanted>& requests, size_t max_batch) {
+  std::vector<std::vector<size_t>> batches;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const auto takes = [&](const auto& batch) {
+      return batch.size() < max_batch && requests[batch[0]].request.fits(requests[i].request);
+    };
+    const auto found = std::find_if(batches.begin(), batches.end(), takes);
+    (found == batches.end() ? batches.emplace_back() : *found).push_back(i);
+  }
+  return batches;
+}
+
+// Requests that may go in lockstep follow each other.
+std::vector<size_t> lockstep_order(const dlm::Engine& engine,
+                                   const std::vector<dlm::Wanted>& requests, size_t max_batch) {
+  std::vector<size_t> order;
+  for (const std::vector<size_t>& batch : group(requests, max_batch)) {
+    dlm::check_batch(engine, static_cast<int32_t>(batch.size()));
+    order.insert(order.end(), batch.begin(), batch.end());
+  }
+  return order;
+}
+
+// How many rows of keys and values `most` of the requests take together, whichever they are.
+int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
+  std::vector<int64_t> rows;
+  for (const dlm::Wanted& wanted : requests) rows.push_back(dlm::rows_of(wanted.request));
+  std::sort(rows.rbegin(), rows.rend());
+  rows.resize(std::min(rows.size(), most));
+  int64_t sum = 0;
+  for (const int64_t each : rows) sum += each;
+  return sum;
+}
+
+// Runs the requests, at most max_batch at a time, in a runner whose passes they share if the engine
+// takes segments, else in lockstep in the session's own.
+void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t max_batch) {
+  const auto most = static_cast<size_t>(max_batch);
+  const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
+  dlm::Engine& engine = *session.bundle.engine;
+  const auto run_in = [&](Runner& runner, const std::vector<size_t>& order) {
+    runner.set_most_running(max_batch);
+    std::vector<std::shared_ptr<dlm::Job>> jobs(requests.size());
+    for (const size_t number : order)
+      jobs[number] =
+          runner.submit(std::move(requests[number].request), std::move(requests[number].options));
+    set_jobs(session, std::move(jobs));
+    run(session, runner, Runner::Until::idle);
+  };
+  if (const auto shared = dlm::make_shared_passes(denoiser, engine, most_rows(requests, most))) {
+    Runner runner(denoiser, *shared, {});
+    std::vector<size_t> order(requests.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    run_in(runner, order);
+  } else {
+    session.passes.set_together(most);
+    run_in(session.runner, lockstep_order(engine, requests, most));
+  }
+}
+
+}  // namespace
+
+dlm_status dlm_session_create(dlm_bundle* bundle, char* message, size_t message_capacity,
+                              dlm_session** session) {
+  if (session != nullptr) *session = nullptr;
+  return dlm::guarded(message, message_capacity, [&] {
+    require(session, "session");
+    require(bundle, "bundle");
+    *session = new dlm_session(*bundle);
+  });
+}
+
+void dlm_session_destroy(dlm_session* session) { delete session; }
+
+const char* dlm_session_last_error(const dlm_session* session) {
+  return session == nullptr ? "session is NULL" : session->last_error.c_str();
+}
+
+dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass,
+                                   void* user) {
+  return guarded(session, [&] {
+    session->before_pass = before_pass;
+    session->before_pass_user = user;
+  });
+}
+
+dlm_status dlm_session_generate(dlm_session* session, const dlm_request* request,
+                                const dlm_result** result) {
+  if (result != nullptr) *result = nullptr;
+  return guarded(session, [&] {
+    start(*session, request);
+    run(*session, session->runner, Runner::Until::idle);
+    if (result != nullptr) *result = &session->jobs[0]->result();
+    throw_error(*session->jobs[0]);
+  });
+}
+
+dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_request* const* requests,
+                                      size_t request_count, int32_t max_batch) {
+  return guarded(session, [&] {
+    drop(*session);
+    if (max_batch < 1 || max_batch > dlm::kMostRequests)
+      dlm::fail(DLM_INVALID_ARGUMENT, "max_batch = %d is outside 1..%d", max_batch,
+                dlm::kMostRequests);
+    if (request_count > 0) require(requests, "requests");
+    const auto name_of = [](size_t i) { return "request " + std::to_string(i) + ": "; };
+    std::vector<dlm::Wanted> wanted;
+    for (size_t i = 0; i < request_count; ++i) {
+      try {
+        wanted.push_back(dlm::read_request(session->bundle, requests[i]));
+      } catch (const dlm::Error& error) {
+        throw dlm::Error(error.status(), name_of(i) + error.what());
+      }
+    }
+    if (request_count > 0) run_batch(*session, std::move(wanted), max_batch);
+    for (size_t i = 0; i < request_count; ++i) throw_error(*session->jobs[i], name_of(i));
+  });
+}
+
+dlm_status dlm_session_start(dlm_session* session, const dlm_request* request) {
+  return guarded(session, [&] { start(*session, request); });
+}
+
+dlm_status dlm_session_step(dlm_session* session, const dlm_step** step) {
+  if (step != nullptr) *step = nullptr;
+  return guarded(session, [&] {
+    require(step, "step");
+    if (session->jobs.size() != 1)
+      dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
+    const dlm::Job& job = *session->jobs[0];
+    if (!job.wait(dlm::Clock::duration(0))) run(*session, session->runner, Runner::Until::pass);
+    if (job.wait(dlm::Clock::duration(0))) throw_error(job);
+    *step = &job.step();
+  });
+}
+
+dlm_status dlm_session_result(dlm_session* session, size_t number, const dlm_result** result) {
+  if (result != nullptr) *result = nullptr;
+  return guarded(session, [&] {
+    require(result, "result");
+    if (number >= session->jobs.size() || !session->jobs[number]->wait(dlm::Clock::duration(0)))
+      dlm::fail(DLM_INVALID_ARGUMENT,
+                "request %zu has no result: the session started %zu requests last, and a result is "
+                "there once the request has ended",
+                number, session->jobs.size());
+    *result = &session->jobs[number]->result();
+  });
+}
+
+void dlm_session_cancel(dlm_session* session, size_t number) {
+  if (session == nullptr) return;
+  const std::lock_guard<std::mutex> lock(session->jobs_mutex);
+  for (size_t i = 0; i < session->jobs.size(); ++i)
+    if (number == i || number == DLM_ALL_REQUESTS) session->jobs[i]->cancel();
+}
+
+dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count,
+                              const int32_t* rows, size_t row_count, float* logits,
+                              size_t capacity) {
+  return guarded(session, [&] {
+    drop(*session);
+    const dlm::Denoiser& denoiser = session->bundle.manifest.denoiser;
+    const std::vector<int32_t> canvas = make_canvas(denoiser, tokens, count, 0);
+    require(rows, "rows");
+    require(logits, "logits");
+    const auto width = static_cast<size_t>(denoiser.vocab_size);
+    if (row_count == 0 || row_count > count || capacity / width < row_count)
+      dlm::fail(DLM_INVALID_ARGUMENT,
+                "row_count = %zu must be in 1..%zu with a capacity of %zu floats a row", row_count,
+                count, width);
+    for (size_t i = 0; i < row_count; ++i)
+      if (rows[i] < 0 || static_cast<size_t>(rows[i]) >= count)
+        dlm::fail(DLM_INVALID_ARGUMENT, "row %d is outside the canvas (0..%zu)", rows[i],
+                  count - 1);
+    const dlm::Engine& engine = *session->bundle.engine;
+    const auto length = static_cast<int32_t>(count);
+    const auto most = static_cast<size_t>(engine.max_rows(length, 0));
+    if (most == 0)
+      dlm::fail(DLM_INVALID_ARGUMENT,
+                "a pass over the whole canvas has %d tokens, but the engine takes %s: give fewer "
+                "tokens, or build the engine "
+                "again with a larger --canvas",
+                length, engine.limits().c_str());
+    dlm::Buffers& buffers = session->buffers;
+    dlm_pass pass = dlm::prepare_pass({&canvas}, 0, length, buffers);
+    for (size_t first = 0; first < row_count; first += static_cast<size_t>(pass.rows)) {
+      pass.rows = static_cast<int32_t>(std::min(most, row_count - first));
+      const size_t last = first + static_cast<size_t>(pass.rows);
+      buffers.score_rows.assign(rows + first, rows + last);
+      dlm::prepare_scores(denoiser, pass, {}, buffers);
+      pass.logits = logits + first * width;
+      require_before_pass(*session);
+      session->passes.spare_context().run(pass, dlm::CacheUse::none);
+    }
+  });
+}
+
+dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t tokens,
+                                   int32_t cached, int32_t rows, double* seconds, size_t repeats) {
+  return guarded(session, [&] {
+    drop(*session);
+    if (repeats > 0) require(seconds, "seconds");
+    dlm::time_passes(session->bundle.manifest.denoiser, *session->bundle.engine,
+                     session->passes.spare_context(), session->buffers, batch, tokens, cached, rows,
+                     seconds, repeats, [&] { require_before_pass(*session); });
+  });
+}

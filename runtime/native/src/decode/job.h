@@ -1,0 +1,83 @@
+// A request that was submitted to a runner: its options, its result and statistics, its error.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "decode/pass_maker.h"
+#include "decode/request.h"
+#include "decode/text_writer.h"
+
+namespace dlm {
+
+using Clock = std::chrono::steady_clock;
+
+// When a request ends before everything is decided, and who is told of its steps.
+struct JobOptions {
+  int32_t max_steps = 0;  // passes; 0: any number
+  std::optional<Clock::time_point> deadline;
+  std::unique_ptr<TextWriter> writer;  // NULL: no text is made
+  dlm_step_fn on_step = nullptr;
+  void* user = nullptr;
+};
+
+// What the threads that wait for jobs share with the one that runs them. It outlives both.
+struct Board {
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+
+class Job {
+ public:
+  Job(std::shared_ptr<Board> board, Request request, JobOptions options)
+      : board_(std::move(board)), options_(std::move(options)), request_(std::move(request)) {
+    stats_.struct_size = sizeof stats_;
+  }
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  // Ends it within one pass with what it has. From any thread.
+  void cancel() { is_cancelled_ = true; }
+
+  // Whether it has ended, after waiting for that; no time: without limit.
+  bool wait(std::optional<Clock::duration> time) const {
+    std::unique_lock<std::mutex> lock(board_->mutex);
+    const auto is_done = [&] { return is_done_; };
+    if (time) return board_->changed.wait_for(lock, *time, is_done);
+    board_->changed.wait(lock, is_done);
+    return true;
+  }
+
+  // Of a job that has ended. Its pointers live as long as the job.
+  const dlm_result& result() const { return result_; }
+
+  // After its last step, for the thread that runs it.
+  const dlm_step& step() const { return step_; }
+  const Request& request() const { return request_; }
+
+ private:
+  friend class Runner;
+
+  const std::shared_ptr<Board> board_;
+  JobOptions options_;
+  Request request_;
+  std::unique_ptr<Member> member_;  // while it runs
+  double usual_ms_ = 0;             // that it is expected to add to a pass
+  uint64_t served_ = 0;             // the pass that it took part in last
+  dlm_step step_{};
+  bool was_told_done_ = false;  // its last step was told
+  std::atomic<bool> is_cancelled_{false};
+  bool is_done_ = false;  // under the board's mutex
+  dlm_status status_ = DLM_OK;
+  std::string message_;
+  dlm_stats stats_{};
+  dlm_result result_{};
+};
+
+}  // namespace dlm

@@ -1,0 +1,172 @@
+#include "decode/lockstep_passes.h"
+
+#include <algorithm>
+
+namespace dlm {
+
+class LockstepPasses::LaneMember final : public Member {
+ public:
+  LaneMember(Request& request, LockstepPasses& passes, std::list<Lane>::iterator lane)
+      : Member(request), passes_(passes), lane(lane) {}
+  ~LaneMember() override { passes_.leave(*this); }
+
+ private:
+  LockstepPasses& passes_;
+
+ public:
+  const std::list<Lane>::iterator lane;
+};
+
+struct LockstepPasses::Lane {
+  // A row of the lane's passes, of one canvas of a member.
+  struct Row {
+    LaneMember* member;  // NULL: it has left
+    size_t canvas;
+  };
+
+  std::unique_ptr<Context> context;
+  std::vector<LaneMember*> members;
+  std::vector<Row> rows;  // of the last pass
+  bool has_begun = false;
+  Range kept{0, 0};  // outside of which the cache's rows were kept, and no row was stored since;
+                     // or of no tokens
+
+  const LaneMember& slowest() const {
+    return **std::min_element(members.begin(), members.end(), [](const auto* a, const auto* b) {
+      return a->request.stage_number() < b->request.stage_number();
+    });
+  }
+
+  // Members that have left keep their rows in the cache until a pass reads none of it.
+  void lay_out_rows() {
+    if (!rows.empty() && slowest().request.stage().cached > 0) return;
+    rows.clear();
+    for (LaneMember* const member : members)
+      for (size_t canvas = 0; canvas < member->request.canvases(); ++canvas)
+        rows.push_back({member, canvas});
+  }
+};
+
+LockstepPasses::LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes)
+    : denoiser_(denoiser), engine_(engine), rows_(rows), most_lanes_(lanes) {}
+
+LockstepPasses::~LockstepPasses() = default;
+
+Context& LockstepPasses::spare_context() {
+  if (spare_.empty()) spare_.push_back(engine_.open_context(denoiser_.max_canvas_length));
+  return *spare_.back();
+}
+
+const LockstepPasses::Lane* LockstepPasses::find_lane(const Request& request) const {
+  const auto takes = [&](const Lane& lane) {
+    return !lane.has_begun && lane.members.size() < together_ &&
+           lane.members.front()->request.fits(request);
+  };
+  const auto found = std::find_if(lanes_.begin(), lanes_.end(), takes);
+  return found == lanes_.end() ? nullptr : &*found;
+}
+
+bool LockstepPasses::has_room(const Request& request) const {
+  if (rows_taken_ + rows_of(request) > rows_) return false;
+  return lanes_.size() < most_lanes_ || find_lane(request) != nullptr;
+}
+
+std::unique_ptr<Member> LockstepPasses::start(Request& request) {
+  const Lane* const found = find_lane(request);
+  auto lane =
+      std::find_if(lanes_.begin(), lanes_.end(), [&](const Lane& each) { return &each == found; });
+  std::list<Lane> made;
+  if (found == nullptr) {
+    spare_context();
+    spare_.reserve(spare_.size() + lanes_.size() + 1);  // leave() puts back, and must not allocate
+    lane = made.emplace(made.end());
+  }
+  lane->members.reserve(lane->members.size() + 1);
+  // Before the member exists, as its destructor takes all of this back.
+  auto member = std::make_unique<LaneMember>(request, *this, lane);
+  if (found == nullptr) {
+    lane->context = std::move(spare_.back());
+    spare_.pop_back();
+    lanes_.splice(lanes_.end(), made);
+  }
+  lane->members.push_back(member.get());
+  rows_taken_ += rows_of(request);
+  return member;
+}
+
+void LockstepPasses::leave(LaneMember& member) noexcept {
+  Lane& lane = *member.lane;
+  rows_taken_ -= rows_of(member.request);
+  lane.members.erase(std::find(lane.members.begin(), lane.members.end(), &member));
+  for (Lane::Row& row : lane.rows)
+    if (row.member == &member) row.member = nullptr;
+  if (!lane.members.empty()) return;
+  spare_.push_back(std::move(lane.context));
+  lanes_.erase(member.lane);
+}
+
+std::vector<size_t> LockstepPasses::choose(const std::vector<Member*>& members, const PassLimits&) {
+  const auto lane = static_cast<const LaneMember*>(members.front())->lane;
+  const size_t stage = lane->slowest().request.stage_number();
+  std::vector<size_t> chosen;
+  for (size_t number = 0; number < members.size(); ++number) {
+    const auto& member = static_cast<const LaneMember&>(*members[number]);
+    const bool waits = member.request.has_cache() && member.request.stage_number() != stage;
+    if (member.lane == lane && !waits) chosen.push_back(number);
+  }
+  return chosen;
+}
+
+dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffers,
+                             PassSeconds& seconds) {
+  Lane& lane = *static_cast<const LaneMember*>(members.front())->lane;
+  lane.has_begun = true;
+  lane.lay_out_rows();
+  const Stage stage = members.front()->request.stage();
+  const Range rows = stage.rows;
+  std::vector<const std::vector<int32_t>*> canvases;
+  for (const Lane::Row& row : lane.rows)
+    canvases.push_back(row.member == nullptr ? &members.front()->request.canvas()
+                                             : &row.member->request.canvas(row.canvas));
+  dlm_pass pass = prepare_pass(canvases, rows.first, rows.last, buffers);
+  pass.cached = stage.cached;
+  size_t most = 1;  // a pass scores one row at least, whether or not a request looks at it
+  for (const Member* const member : members)
+    most = std::max(most, member->request.positions().size());
+  // Canvases with fewer positions score row 0, which exists.
+  buffers.score_rows.assign(lane.rows.size() * most, 0);
+  for (size_t row = 0; row < lane.rows.size(); ++row) {
+    LaneMember* const member = lane.rows[row].member;
+    if (std::find(members.begin(), members.end(), member) == members.end()) continue;
+    if (lane.rows[row].canvas == 0) member->first_row = row * most, member->apart = most;
+    int64_t* to = buffers.score_rows.data() + row * most;
+    for (const int32_t position : member->request.positions())
+      *to++ = std::max(position - denoiser_.shift, 0) - rows.first;
+  }
+  prepare_scores(denoiser_, pass, needs_of(members), buffers);
+  if (pass.cached > 0 && !(lane.kept == rows)) {
+    const Stopwatch timer(seconds.cache);
+    lane.context->keep_outside(rows.first, rows.last);
+    lane.kept = rows;
+  }
+  {
+    const Stopwatch timer(seconds.engine);
+    lane.context->run(pass, stage.use);
+  }
+  if (keeps_rows(stage.use)) lane.kept = {0, 0};
+  // Before a request's first row is stored, the context may still hold those of another.
+  for (Member* const member : members)
+    if (keeps_rows(stage.use) || member->cache_bytes > 0)
+      member->cache_bytes =
+          lane.context->cache_bytes() / lane.rows.size() * member->request.canvases();
+  return pass;
+}
+
+uint64_t LockstepPasses::cache_bytes() const {
+  uint64_t bytes = 0;
+  for (const Lane& lane : lanes_)
+    for (const LaneMember* const member : lane.members) bytes += member->cache_bytes;
+  return bytes;
+}
+
+}  // namespace dlm

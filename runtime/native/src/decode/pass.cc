@@ -1,0 +1,117 @@
+#include "decode/pass.h"
+
+#include "base/error.h"
+
+namespace dlm {
+
+dlm_pass prepare_pass(const std::vector<const std::vector<int32_t>*>& canvases, int32_t first,
+                      int32_t last, Buffers& buffers) {
+  buffers.input_ids.clear();
+  buffers.position_ids.clear();
+  for (const std::vector<int32_t>* const canvas : canvases) {
+    buffers.input_ids.insert(buffers.input_ids.end(), canvas->begin() + first,
+                             canvas->begin() + last);
+    for (int32_t i = first; i < last; ++i) buffers.position_ids.push_back(i);
+  }
+  dlm_pass pass{};
+  pass.struct_size = sizeof pass;
+  pass.batch = static_cast<int32_t>(canvases.size());
+  pass.tokens = last - first;
+  pass.input_ids = buffers.input_ids.data();
+  pass.position_ids = buffers.position_ids.data();
+  return pass;
+}
+
+void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs,
+                    Buffers& buffers) {
+  const size_t scored = buffers.score_rows.size(),
+               candidates = scored * static_cast<size_t>(denoiser.top_k);
+  buffers.top_tokens.resize(candidates);
+  buffers.top_probs.resize(candidates);
+  pass.rows = static_cast<int32_t>(scored / static_cast<size_t>(pass.batch));
+  pass.score_rows = buffers.score_rows.data();
+  pass.top_tokens = buffers.top_tokens.data();
+  pass.top_probs = buffers.top_probs.data();
+  if (needs.entropy) buffers.entropy.resize(scored), pass.entropy = buffers.entropy.data();
+  if (!needs.logits) return;
+  buffers.logits.resize(scored * static_cast<size_t>(denoiser.vocab_size));
+  pass.logits = buffers.logits.data();
+}
+
+Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
+                           size_t first, size_t apart, Buffers& buffers) {
+  const size_t candidate = first * static_cast<size_t>(denoiser.top_k);
+  const auto width = static_cast<size_t>(denoiser.vocab_size);
+  const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate,
+                          pass.entropy == nullptr ? nullptr : pass.entropy + first,
+                          pass.logits == nullptr ? nullptr : pass.logits + first * width};
+  if (request.guidance() == 0 || request.positions().empty()) return found;
+  return buffers.guided.guide(denoiser, request.guidance(), found, found.logits + apart * width,
+                              request.positions().size());
+}
+
+void check_batch(const Engine& engine, int32_t batch) {
+  if (batch <= engine.max_batch()) return;
+  fail(DLM_UNSUPPORTED,
+       "a pass of %d requests, but the engine takes %d at a time: give max_batch = %d, or open the "
+       "bundle with engine "
+       "\"onnxruntime\", which takes any number",
+       batch, engine.max_batch(), engine.max_batch());
+}
+
+void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
+                 int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
+                 size_t repeats, const std::function<void()>& before_pass) {
+  const int32_t longest = denoiser.max_canvas_length;
+  if (batch < 1 || batch > kMostRequests)
+    fail(DLM_INVALID_ARGUMENT, "a pass of %d requests: a batch has 1..%d", batch, kMostRequests);
+  if (tokens < 1 || cached < 0 || rows < 1 || rows > tokens || tokens > longest ||
+      cached > longest - tokens)
+    fail(DLM_INVALID_ARGUMENT,
+         "a pass of %d tokens over %d cached ones that scores %d rows: tokens must be 1 or more, "
+         "with the cached ones at most %d, "
+         "and rows in 1..tokens",
+         tokens, cached, rows, longest);
+  if (cached > 0 && !denoiser.has_cache)
+    fail(DLM_UNSUPPORTED, "this denoiser keeps no keys and values: cached must be 0");
+  check_batch(engine, batch);
+  const int32_t length = cached + tokens;
+  if (rows > engine.max_rows(tokens, cached) || (cached > 0 && engine.max_rows(length, 0) < 1))
+    fail(DLM_INVALID_ARGUMENT,
+         "a pass of %d tokens over %d cached ones that scores %d rows, after a full pass of %d "
+         "tokens, but the engine takes %s",
+         tokens, cached, rows, length, engine.limits().c_str());
+  if (repeats == 0) return;
+  std::vector<std::vector<int32_t>> made_up;
+  for (int32_t request = 0; request < batch; ++request) {
+    std::vector<int32_t>& canvas = made_up.emplace_back(static_cast<size_t>(length));
+    for (int32_t i = 0; i < length; ++i)
+      canvas[static_cast<size_t>(i)] = i >= cached && i < cached + rows
+                                           ? denoiser.mask_token_id
+                                           : (i + request) % denoiser.vocab_size;
+  }
+  std::vector<const std::vector<int32_t>*> canvases;
+  for (const std::vector<int32_t>& canvas : made_up) canvases.push_back(&canvas);
+  if (cached > 0) {
+    dlm_pass full = prepare_pass(canvases, 0, length, buffers);
+    buffers.score_rows.assign(canvases.size(), 0);
+    prepare_scores(denoiser, full, {}, buffers);
+    before_pass();
+    context.run(full, CacheUse::write);
+    context.keep_outside(cached, length);
+  }
+  dlm_pass pass = prepare_pass(canvases, cached, length, buffers);
+  pass.cached = cached;
+  buffers.score_rows.clear();
+  for (int32_t request = 0; request < batch; ++request)
+    for (int32_t row = 0; row < rows; ++row) buffers.score_rows.push_back(row);
+  prepare_scores(denoiser, pass, {}, buffers);
+  for (size_t i = 0; i < repeats; ++i) {
+    before_pass();
+    seconds[i] = 0;
+    const Stopwatch timer(seconds[i]);
+    context.run(pass, cached > 0 ? CacheUse::read : CacheUse::none);
+  }
+}
+
+}  // namespace dlm

@@ -1,0 +1,68 @@
+// The inputs and outputs of one pass, and what it says to each request.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "decode/guidance.h"
+#include "decode/request.h"
+#include "engines/engine.h"
+
+namespace dlm {
+
+// Inputs and outputs of passes. They outlive a pass, so that the next one of the same size
+// allocates nothing.
+struct Buffers {
+  std::vector<int64_t> input_ids, position_ids, score_rows;
+  std::vector<int32_t> top_tokens;
+  std::vector<float> top_probs, entropy, logits;
+  Proposals proposals;
+  Guided guided;
+};
+
+// The most canvases of a pass: sizes of its arrays stay far from overflow.
+constexpr int32_t kMostRequests = 4096;
+
+// Adds the time that it lives to `seconds`.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
+  ~Stopwatch() {
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  double& seconds_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// A pass over positions [first, last) of the canvases, with its inputs set. Scored rows and outputs
+// are left unset.
+dlm_pass prepare_pass(const std::vector<const std::vector<int32_t>*>& canvases, int32_t first,
+                      int32_t last, Buffers& buffers);
+
+// Makes the pass score the rows in buffers.score_rows, [B, R], and gives it room for their
+// candidates and for what is needed beside them.
+void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
+
+// What the pass says to a request whose scored rows start at row `first`; those of its second
+// canvas, for guidance, are `apart` rows later.
+Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
+                           size_t first, size_t apart, Buffers& buffers);
+
+// Throws Error(DLM_UNSUPPORTED) if the engine takes no passes of so many requests.
+void check_batch(const Engine& engine, int32_t batch);
+
+// The seconds of each of `repeats` passes of B = `batch` requests, `tokens` over `cached` ones that
+// score `rows`, on made-up tokens; a full pass fills the cache before them. before_pass is called
+// before each, untimed. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), and what the context
+// and before_pass throw.
+void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
+                 int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
+                 size_t repeats, const std::function<void()>& before_pass);
+
+}  // namespace dlm

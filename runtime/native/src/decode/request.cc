@@ -1,0 +1,368 @@
+#include "decode/request.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "base/error.h"
+
+namespace dlm {
+namespace {
+
+// ln of the best token's probability minus ln of another one's. A probability that underflows
+// counts as the smallest double, so that the loss is finite: at most 745 nats.
+double log_prob_loss(double best, double prob) {
+  constexpr double least = std::numeric_limits<double>::denorm_min();
+  return std::max(0.0, std::log(std::max(best, least)) - std::log(std::max(prob, least)));
+}
+
+}  // namespace
+
+Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
+                 std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
+                 std::unique_ptr<Proposer> proposer)
+    : denoiser_(denoiser),
+      policy_(suit_policy(policy, denoiser.visible_block, denoiser.shift)),
+      canvas_(std::move(canvas)),
+      undecided_(std::move(undecided)),
+      is_constrained_(proposer != nullptr),
+      proposer_(is_constrained_ ? std::move(proposer) : make_proposer(denoiser, policy_)) {
+  if (policy_.cache != Cache::none && !denoiser_.has_cache)
+    fail(DLM_UNSUPPORTED, "policy: this denoiser keeps no keys and values: use cache = \"none\"");
+  for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
+  if (guidance() > 0) {
+    if (engine.max_batch() < 2)
+      fail(DLM_UNSUPPORTED,
+           "policy: cfg_scale = %.10g takes two canvases a pass, one without the prompt, and the "
+           "engine takes one: use cfg_scale = "
+           "0, or open the bundle with engine \"onnxruntime\"",
+           guidance());
+    unconditional_ = canvas_;
+    for (size_t at = 0; at < canvas_.size(); ++at)
+      if (is_given_[at]) unconditional_[at] = denoiser_.mask_token_id;
+  }
+  plan_ = plan_passes(undecided_, policy_, denoiser_.visible_block, denoiser_.shift, steps, engine);
+  check_limits(engine);
+  guess_.assign(canvas_.size(), -1);
+  score_.assign(canvas_.size(), 0.0f);
+  log_probs_.assign(canvas_.size(), std::numeric_limits<float>::quiet_NaN());
+  if (is_constrained_) losses_.assign(canvas_.size(), 0);
+  scaffold({0, static_cast<int32_t>(canvas_.size())});
+  if (!plan_.empty()) masked_ = count_undecided(plan_.front().decided);
+  settle();
+}
+
+int32_t Request::count_undecided(Range range) const {
+  return static_cast<int32_t>(
+      std::count(undecided_.begin() + range.first, undecided_.begin() + range.last, 1));
+}
+
+void Request::check_limits(const Engine& engine) const {
+  const auto length = static_cast<int32_t>(canvas_.size());
+  const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
+  for (const Stage& stage : plan_) {
+    const int32_t tokens = stage.rows.tokens();
+    const bool is_opening = is_full && !stage.is_repeated;
+    int32_t rows = count_undecided(stage.decided);
+    if (is_full && stage.is_repeated) --rows;  // its opening pass decides one at least
+    if (is_full && rows == 0) continue;
+    if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
+    if (std::max(1, rows) <= engine.max_rows(tokens, stage.cached)) continue;
+    const char* const advice =
+        policy_.cache == Cache::block || policy_.cache == Cache::block_dual
+            ? "choose a smaller block_length, if this is no least one"
+        : policy_.cache == Cache::none || (is_opening && tokens == length)
+            ? "choose a shorter canvas or a smaller block_length"
+        : is_opening ? (is_prefix ? "choose cache = \"dual\", or refresh = 0"
+                                  : "choose a smaller refresh or block_length, or refresh = 0")
+        : is_prefix  ? "choose cache = \"dual\""
+                     : "choose a smaller block_length";
+    fail(DLM_INVALID_ARGUMENT,
+         "this request needs a pass of %d tokens over %d cached ones that scores %d rows, but the "
+         "engine takes %s: %s, or build "
+         "the engine again with a larger --canvas or --block",
+         tokens, stage.cached, rows, engine.limits().c_str(), advice);
+  }
+}
+
+bool Request::fits(const Request& other) const {
+  const auto same = [](const Stage& one, const Stage& two) {
+    return one.rows == two.rows && one.use == two.use && one.block == two.block;
+  };
+  if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
+  if (!has_cache()) return true;
+  // A pass more, for a slower request, would store other rows than the last one that this one's
+  // block took.
+  if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
+  return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
+}
+
+size_t Request::find_positions() {
+  const Range range = is_editing_ ? stage().block : stage().decided;
+  positions_.clear();
+  for (int32_t i = range.first; i < range.last; ++i)
+    if (is_editing_ ? !is_given_[static_cast<size_t>(i)] : undecided_[static_cast<size_t>(i)] != 0)
+      positions_.push_back(i);
+  return positions_.size();
+}
+
+PassLoad Request::load_of(const Stage& stage, size_t rows) const {
+  const double canvases = static_cast<double>(this->canvases()),
+               tokens = canvases * stage.rows.tokens();
+  return {tokens, canvases * static_cast<double>(rows),
+          tokens * (stage.rows.tokens() + stage.cached)};
+}
+
+PassLoad Request::usual_load(const PassCost& cost) const {
+  PassLoad most;
+  for (size_t number = stage_; number < plan_.size(); ++number) {
+    if (!plan_[number].is_repeated) continue;
+    const PassLoad load =
+        load_of(plan_[number], static_cast<size_t>(plan_[number].decided.tokens()));
+    if (cost.share(load) > cost.share(most)) most = load;
+  }
+  return most;
+}
+
+Needs Request::needs() const {
+  if (positions_.empty()) return {};
+  return guidance() > 0 ? Needs{false, true} : proposer_->needs(turn());
+}
+
+void Request::step(const Predictions& predictions, Proposals& proposals) {
+  committed_ = 0;
+  std::fill(guess_.begin(), guess_.end(), -1);
+  std::fill(score_.begin(), score_.end(), 0.0f);
+  if (!positions_.empty()) {
+    propose(predictions, proposals);
+    is_editing_ ? edit(proposals) : commit(proposals);
+  }
+  ++nfe_;
+  is_made_ = true;
+  ++(is_editing_ ? edits_ : step_);
+  view_start_ = stage().block.first;
+  view_end_ = stage().block.last;
+  settle(&predictions);
+}
+
+void Request::propose(const Predictions& predictions, Proposals& proposals) {
+  const auto check = [&](size_t row, int32_t token, double prob, double score) {
+    if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
+      fail(DLM_ENGINE_FAILED, "the denoiser predicted token %d at position %d, outside what it may",
+           token, positions_[row]);
+    if (!std::isfinite(prob) || !std::isfinite(score))
+      fail(DLM_ENGINE_FAILED,
+           "the denoiser's prediction at position %d is not finite: weights are damaged, or "
+           "overflow at this precision",
+           positions_[row]);
+  };
+  for (size_t row = 0; row < positions_.size(); ++row) {  // before anybody looks up a token's logit
+    const size_t best = row * static_cast<size_t>(denoiser_.top_k);
+    check(row, predictions.tokens[best], predictions.probs[best], 0);
+  }
+  proposals.resize(positions_.size());
+  proposer_->propose(turn(), predictions, proposals);
+  for (size_t row = 0; row < positions_.size(); ++row)
+    check(row, proposals.tokens[row], proposals.probs[row], proposals.scores[row]);
+  for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
+    proposals.losses[row] = log_prob_loss(
+        predictions.probs[row * static_cast<size_t>(denoiser_.top_k)], proposals.probs[row]);
+  // Of a block's passes, over a cache of full attention and a shifted denoiser, only the opening
+  // one has the row before the block, which predicts its first position: that position is taken as
+  // sure there, so that it commits.
+  const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
+  if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
+    // Never below another, whatever the graph calls a probability: left undecided, it would be
+    // scored by row -1.
+    const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
+    proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
+  }
+}
+
+void Request::commit(const Proposals& proposals) {
+  const int32_t steps = stage().steps;
+  const int32_t planned = policy_.commit == Commit::timestep
+                              ? timestep_count(static_cast<int32_t>(positions_.size()), step_,
+                                               steps, policy_.timestep_eps)
+                              : even_count(masked_, step_, steps);
+  order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned, order_)));
+  limit(proposals, order_);
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    guess_[static_cast<size_t>(positions_[row])] = proposals.tokens[row];
+    score_[static_cast<size_t>(positions_[row])] = static_cast<float>(proposals.scores[row]);
+  }
+  take(proposals, order_);
+}
+
+// LLaDA2.1: what is decided changes where another token is surely better.
+void Request::edit(const Proposals& proposals) {
+  order_.clear();
+  for (size_t row = 0; row < positions_.size(); ++row)
+    if (proposals.tokens[row] != canvas_[static_cast<size_t>(positions_[row])] &&
+        proposals.scores[row] > policy_.edit_threshold)
+      order_.push_back(static_cast<int32_t>(row));
+  std::stable_sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
+    return proposals.scores[static_cast<size_t>(a)] > proposals.scores[static_cast<size_t>(b)];
+  });
+  limit(proposals, order_);
+  take(proposals, order_);
+}
+
+void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) const {
+  const size_t before = chosen.size();
+  proposer_->limit(turn(), proposals, chosen);
+  if (chosen.size() > before || (chosen.empty() && !is_editing_))
+    fail(DLM_INTERNAL, "a proposer left %zu of %zu positions to commit", chosen.size(), before);
+}
+
+void Request::take(const Proposals& proposals, const std::vector<int32_t>& chosen) {
+  // A constraint may force a token whose probability rounds to 0. Its logarithm stays finite: sums
+  // of it do, and JSON has no infinity.
+  constexpr double least = std::numeric_limits<double>::denorm_min();
+  for (const int32_t number : chosen) {
+    const auto row = static_cast<size_t>(number);
+    take(positions_[row], proposals.tokens[row], std::log(std::max(proposals.probs[row], least)),
+         proposals.losses[row]);
+  }
+  committed_ = static_cast<int32_t>(chosen.size());
+}
+
+void Request::take(int32_t position, int32_t token, double log_prob, double loss) {
+  const auto at = static_cast<size_t>(position);
+  canvas_[at] = token;
+  if (guidance() > 0) unconditional_[at] = token;
+  undecided_[at] = 0;
+  log_probs_[at] = static_cast<float>(log_prob);
+  if (is_constrained_) losses_[at] = loss;
+  guess_[at] = -1;
+  score_[at] = 0;
+  proposer_->note(position, token);
+}
+
+void Request::end(Finish why) {
+  if (done()) return;
+  std::vector<int32_t> guess = guess_;
+  proposer_->complete(canvas_, undecided_, guess);
+  for (size_t at = 0; at < canvas_.size(); ++at) {
+    if (undecided_[at] == 0) continue;
+    if (guess[at] >= 0)
+      canvas_[at] = guess[at];
+    else if (!denoiser_.eos_token_ids.empty())
+      canvas_[at] = denoiser_.eos_token_ids.front();
+  }
+  finish_ = why;
+  stage_ = plan_.size();
+}
+
+void Request::drop() noexcept {
+  if (done()) return;
+  finish_ = Finish::cancelled;
+  stage_ = plan_.size();
+}
+
+dlm_result Request::result() const {
+  dlm_result found{};
+  found.tokens = canvas_.data();
+  found.log_probs = log_probs_.data();
+  found.undecided = undecided_.data();
+  found.length = canvas_.size();
+  found.constraint_log_prob_loss = std::accumulate(losses_.begin(), losses_.end(), 0.0);
+  bool is_ended = false;
+  for (size_t at = 0; at < canvas_.size(); ++at) {
+    is_ended = is_ended || (!is_given_[at] && denoiser_.is_end(canvas_[at]));
+    found.prompt_tokens += is_given_[at];
+    found.completion_tokens += !is_given_[at] && !is_ended;
+  }
+  const Finish finish = finish_ != Finish::none ? finish_
+                        : is_ended              ? Finish::stop
+                        : proposer_->is_whole() ? Finish::constraint
+                                                : Finish::length;
+  found.finish = static_cast<int32_t>(finish);
+  return found;
+}
+
+void Request::scaffold(Range range, const Predictions* predictions) {
+  certain_.clear();
+  proposer_->scaffold(canvas_, undecided_, range, certain_);
+  for (const Certain& certain : certain_)
+    take(certain.position, certain.token, 0, loss_of(certain, predictions));
+  committed_ += static_cast<int32_t>(certain_.size());
+}
+
+// The loss of a token that needs no pass, by the last pass's predictions; 0 if that pass did not
+// score its position.
+double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
+  const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
+  if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
+  if (found == positions_.end() || *found != certain.position) return 0;
+  const auto row = static_cast<size_t>(found - positions_.begin()),
+             best = row * static_cast<size_t>(denoiser_.top_k);
+  const float* const logits = predictions->logits + row * static_cast<size_t>(denoiser_.vocab_size);
+  const float prob = predictions->probs[best];
+  return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
+}
+
+// Goes on to the stage that has a pass to make. predictions: of the pass that was made just now, if
+// one was.
+void Request::settle(const Predictions* predictions) {
+  while (!done()) {
+    const Stage& now = stage();
+    scaffold(now.block, predictions);
+    const bool is_stored = keeps_rows(now.use);
+    const bool is_undecided = count_undecided(now.decided) > 0;
+    // A pass that opens a block or a sub-block is for that alone, unless the next one's reaches
+    // back no farther than to it.
+    const bool is_idle =
+        !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
+    if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided))
+      return;
+    if (now.is_last) {
+      is_editing_ = policy_.remask == Remask::edit && edits_ < policy_.edit_passes &&
+                    (edits_ == 0 || committed_ > 0);
+      if (is_editing_ || end_early(now.block)) return;
+      edits_ = 0;
+    }
+    ++stage_;
+    is_made_ = false;
+    if (done() || stage().decided == now.decided) continue;
+    step_ = 0;
+    masked_ = count_undecided(stage().decided);
+  }
+}
+
+// Whether the block ended the request, as it holds an end token.
+bool Request::end_early(Range block) {
+  if (policy_.stop != Stop::eos) return false;
+  for (int32_t i = block.first; i < block.last; ++i) {
+    const auto at = static_cast<size_t>(i);
+    if (is_given_[at] || !denoiser_.is_end(canvas_[at])) continue;
+    for (size_t later = 0; later < canvas_.size(); ++later)
+      if (undecided_[later] != 0)
+        take(static_cast<int32_t>(later), denoiser_.eos_token_ids.front(),
+             std::numeric_limits<double>::quiet_NaN());
+    stage_ = plan_.size();
+    return true;
+  }
+  return false;
+}
+
+dlm_step Request::view() const {
+  dlm_step step{};
+  step.struct_size = sizeof step;
+  step.canvas = canvas_.data();
+  step.guess = guess_.data();
+  step.score = score_.data();
+  step.undecided = undecided_.data();
+  step.length = static_cast<int32_t>(canvas_.size());
+  step.block_start = view_start_;
+  step.block_end = view_end_;
+  step.nfe = nfe_;
+  step.committed = committed_;
+  step.done = done() ? 1 : 0;
+  step.text = "";
+  return step;
+}
+
+}  // namespace dlm

@@ -1,0 +1,123 @@
+// One request: its canvas, the stages of its plan, and what a pass commits.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "decode/cost.h"
+#include "decode/plan.h"
+#include "decode/policy.h"
+#include "decode/proposer.h"
+#include "engines/engine.h"
+
+namespace dlm {
+
+// Why a request ended, as dlm_result has it.
+enum class Finish : int32_t {
+  none = DLM_FINISH_NONE,
+  stop = DLM_FINISH_STOP,
+  length = DLM_FINISH_LENGTH,
+  steps = DLM_FINISH_STEPS,
+  deadline = DLM_FINISH_DEADLINE,
+  cancelled = DLM_FINISH_CANCELLED,
+  constraint = DLM_FINISH_CONSTRAINT
+};
+
+// A request's canvas: which of its positions passes score, and what commits of what its proposer
+// makes of them. It makes no passes itself.
+class Request {
+ public:
+  // undecided says for each position of the canvas whether a token is wanted there, whatever token
+  // passes shall see until then; ids and lengths are checked already. steps > 0 plans that many
+  // passes for the whole generation. proposer: NULL for the policy's own. Throws
+  // Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), also if it may need a pass that the engine does
+  // not take.
+  Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
+          std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
+          std::unique_ptr<Proposer> proposer = nullptr);
+
+  // Whether both can go in lockstep: over a cache, their passes run over the same rows.
+  bool fits(const Request& other) const;
+  bool has_cache() const { return policy_.cache != Cache::none; }
+  double guidance() const { return policy_.cfg_scale; }       // 0: none
+  size_t canvases() const { return guidance() > 0 ? 2 : 1; }  // that a pass takes of it
+
+  bool done() const { return stage_ == plan_.size(); }
+  size_t stage_number() const { return stage_; }
+  const Stage& stage() const { return plan_[stage_]; }
+  const std::vector<int32_t>& canvas() const { return canvas_; }
+  // For guidance: canvas 1 is the one whose given tokens are masked.
+  const std::vector<int32_t>& canvas(size_t number) const {
+    return number == 0 ? canvas_ : unconditional_;
+  }
+  const std::vector<uint8_t>& undecided() const { return undecided_; }  // by position, 1 or 0
+  bool is_given(size_t position) const { return is_given_[position]; }
+  bool edits() const { return policy_.remask == Remask::edit; }  // decided tokens may change
+  int32_t nfe() const { return nfe_; }
+  dlm_step view() const;
+
+  // What the next pass computes for it, once find_positions has found what it scores.
+  PassLoad load() const { return load_of(stage(), positions_.size()); }
+  // What the passes ahead compute of which a stage may take several, the costliest of them.
+  PassLoad usual_load(const PassCost& cost) const;
+
+  // Finds the positions that the next pass scores; returns how many they are. None where it only
+  // stores.
+  size_t find_positions();
+  const std::vector<int32_t>& positions() const { return positions_; }  // ascending
+  Needs needs() const;  // of that pass; nothing where it scores none
+
+  // Commits after a pass that scored what find_positions found. Throws Error(DLM_ENGINE_FAILED) for
+  // impossible predictions.
+  void step(const Predictions& predictions, Proposals& proposals);
+
+  // Ends a request before all is decided; nothing once it is done. What is undecided takes what the
+  // last pass proposed there, and where that scored nothing what its proposer completes it by, or
+  // an end token; it stays undecided.
+  void end(Finish why);
+  void drop() noexcept;  // like end, but leaves the canvas as it is: needs no memory
+
+  // Of a request that is done: the fields of dlm_result that it knows. Pointers are its own.
+  dlm_result result() const;
+
+ private:
+  PassLoad load_of(const Stage& stage, size_t rows) const;
+  Turn turn() const { return {canvas_, undecided_, positions_, stage().block, nfe_, is_editing_}; }
+  int32_t count_undecided(Range range) const;
+  void check_limits(const Engine& engine) const;
+  void propose(const Predictions& predictions, Proposals& proposals);
+  void commit(const Proposals& proposals);
+  void edit(const Proposals& proposals);
+  void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
+  void take(const Proposals& proposals, const std::vector<int32_t>& chosen);
+  void take(int32_t position, int32_t token, double log_prob, double loss = 0);
+  double loss_of(const Certain& certain, const Predictions* predictions) const;
+  void scaffold(Range range, const Predictions* predictions = nullptr);
+  void settle(const Predictions* predictions = nullptr);
+  bool end_early(Range block);
+
+  const Denoiser& denoiser_;
+  Policy policy_;
+  std::vector<int32_t> canvas_, unconditional_;
+  std::vector<uint8_t> undecided_;
+  std::vector<bool> is_given_;
+  std::vector<Stage> plan_;
+  size_t stage_ = 0;
+  bool is_made_ = false, is_editing_ = false;  // of the stage: a pass was made; its block is full
+  int32_t step_ = 0,
+          masked_ = 0;  // of its positions: passes made, and how many were undecided before
+  int32_t edits_ = 0;   // passes over its full block
+  int32_t nfe_ = 0;
+  std::vector<int32_t> positions_;  // what find_positions found
+  bool is_constrained_;
+  std::unique_ptr<Proposer> proposer_;
+  std::vector<int32_t> order_, guess_;
+  std::vector<float> score_, log_probs_;
+  std::vector<double> losses_;    // by position, see Proposals::losses; empty without a constraint
+  Finish finish_ = Finish::none;  // of a request that was ended
+  std::vector<Certain> certain_;
+  int32_t committed_ = 0, view_start_ = 0, view_end_ = 0;
+};
+
+}  // namespace dlm

@@ -1,0 +1,112 @@
+// Runs requests: admits those that have room, plans one pass of them, makes it, commits, and tells
+// who asked, until all have ended.
+//
+// A session runs until its requests have ended, on the caller's thread. A scheduler is the same
+// with a thread of its own: any thread submits, one thread is in run().
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "decode/job.h"
+#include "decode/pass_maker.h"
+
+namespace dlm {
+
+class Runner {
+ public:
+  struct Options {
+    int32_t most_running = 1, most_waiting = INT32_MAX;  // requests
+    int32_t most_tokens = INT32_MAX;                     // of a pass that several share
+    double most_ms = 0;  // that such a pass is expected to take; 0: any time
+    PassCost cost{};     // by this
+  };
+
+  // denoiser and pass_maker must outlive it.
+  Runner(const Denoiser& denoiser, PassMaker& pass_maker, const Options& options)
+      : denoiser_(denoiser), pass_maker_(pass_maker), options_(options) {}
+  // Must not be called while a thread is in run(). Cancels the jobs that have not ended, without
+  // telling of another step.
+  ~Runner() { drop_all(); }
+
+  // Between runs, while no job is left.
+  void set_most_running(int32_t requests) { options_.most_running = requests; }
+
+  // From any thread. Throws Error(DLM_BUSY) if most_waiting requests wait,
+  // Error(DLM_INVALID_ARGUMENT) if there can never be room for the request, and the error that
+  // ended the last run().
+  std::shared_ptr<Job> submit(Request request, JobOptions options);
+
+  enum class Until { stopped, idle, pass };
+
+  // Makes passes until stop() is called, or no job is left, or one pass was made. before_pass is
+  // called before each pass. If it returns false, this throws Error(DLM_CANCELLED), and the jobs
+  // stay as they are for the next call.
+  //
+  // An error of one job ends that job alone. Any other error ends every job with its status and
+  // message, and is thrown; until the next call, submit() throws it too. Throws
+  // Error(DLM_INVALID_ARGUMENT) if another thread is in this call.
+  void run(Until until, const std::function<bool()>& before_pass);
+  // Ends the current call of run() after its pass; without one, the next call returns at once.
+  void stop();
+
+  // Ends all jobs as cancelled, without telling of another step, and forgets the last error.
+  void drop_all() noexcept;
+
+  dlm_scheduler_stats stats() const;
+
+ private:
+  using Jobs = std::list<std::shared_ptr<Job>>;
+
+  // A status and its sentence.
+  struct Failure {
+    dlm_status status;
+    std::string message;
+  };
+
+  // How much of the cost's time a pass may be planned for.
+  double most_ms() const { return options_.most_ms / pace_; }
+  void note_pace(double times);
+
+  bool make_passes(Until until, const std::function<bool()>& before_pass,
+                   std::unique_lock<std::mutex>& lock);
+  void settle();
+  void end_if_due(Job& job, Clock::time_point now);
+  bool has_room(const Job& job) const;
+  void admit();
+  void finish_done();
+  std::vector<std::shared_ptr<Job>> choose();
+  void pass(const std::vector<std::shared_ptr<Job>>& chosen);
+  void commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_pass& made,
+              const PassSeconds& seconds);
+  void tell(Job& job);
+
+  // The error boundary of a job: what `body` throws ends that job alone.
+  template <class Body>
+  static void guard(Job& job, Body body);
+  static Failure thrown() noexcept;
+  static void end(Job& job, Finish why) noexcept;
+  static void fail_job(Job& job, const Failure& failure) noexcept;
+  void fail_all_with_thrown() noexcept;
+  void finish(Job& job) noexcept;
+
+  const Denoiser& denoiser_;
+  PassMaker& pass_maker_;
+  Options options_;
+  const std::shared_ptr<Board> board_ = std::make_shared<Board>();
+  Buffers buffers_;
+  Jobs waiting_, running_;  // in the order of submission
+  bool is_running_ = false, is_stopping_ = false;
+  std::optional<Failure> failure_;  // that ended the last run; under the board's mutex
+  uint64_t passes_ = 0;
+  double pace_ = 1;  // how many times as long as the cost says passes take here, 1 at least
+  dlm_scheduler_stats stats_{};  // under the board's mutex
+};
+
+}  // namespace dlm

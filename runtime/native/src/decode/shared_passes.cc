@@ -1,0 +1,146 @@
+// A pass that requests of all kinds share: each canvas is a segment of one row of tokens, and has a
+// place in an arena.
+#include <algorithm>
+
+#include "cache/arena.h"
+#include "decode/pass_maker.h"
+
+namespace dlm {
+namespace {
+
+// Bytes of logits in one pass, where several requests could go one after the other.
+constexpr double kMostLogits = 256 << 20;
+
+std::vector<int32_t> rows_by_canvas(const Request& request) {
+  const size_t rows = request.has_cache() ? request.canvas().size() : 0;
+  return std::vector<int32_t>(request.canvases(), static_cast<int32_t>(rows));
+}
+
+class SharingMember final : public Member {
+ public:
+  SharingMember(Request& request, Arena& arena) : Member(request), arena_(arena) {
+    places.reserve(request.canvases());
+  }
+  ~SharingMember() override {
+    for (const Arena::Handle place : places) arena_.give_back(place);
+  }
+
+  // Apart from the constructor, so that the destructor gives back what was taken if this throws.
+  void take_places() {
+    for (const int32_t rows : rows_by_canvas(request)) places.push_back(arena_.take(rows));
+  }
+
+  std::vector<Arena::Handle> places;  // of its canvases
+  Range kept{0, 0};  // outside of which the cache's rows were kept, and no row was stored since;
+                     // or of no tokens
+
+ private:
+  Arena& arena_;
+};
+
+class SharedPasses final : public PassMaker {
+ public:
+  SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, int64_t rows)
+      : denoiser_(denoiser), arena_(std::move(arena)), rows_(rows) {}
+
+  int64_t rows() const override { return rows_; }
+
+  bool has_room(const Request& request) const override {
+    return arena_->has_room(rows_by_canvas(request));
+  }
+
+  std::unique_ptr<Member> start(Request& request) override {
+    auto member = std::make_unique<SharingMember>(request, *arena_);
+    member->take_places();
+    return member;
+  }
+
+  std::vector<size_t> choose(const std::vector<Member*>& members,
+                             const PassLimits& limits) override {
+    std::vector<size_t> chosen;
+    PassLoad load;
+    bool has_logits = false;
+    for (size_t number = 0; number < members.size(); ++number) {
+      PassLoad more = load;
+      more += members[number]->request.load();
+      const bool wants_logits = has_logits || members[number]->needs.logits;
+      const double logits = wants_logits ? more.rows * denoiser_.vocab_size * sizeof(float) : 0;
+      const bool is_long = more.tokens > limits.most_tokens ||
+                           (limits.most_ms > 0 && limits.cost.of(more) > limits.most_ms);
+      if (!chosen.empty() && (is_long || logits > kMostLogits)) continue;
+      chosen.push_back(number);
+      load = more;
+      has_logits = wants_logits;
+    }
+    return chosen;
+  }
+
+  dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
+               PassSeconds& seconds) override {
+    buffers.input_ids.clear(), buffers.position_ids.clear(), buffers.score_rows.clear();
+    std::vector<Arena::Part> parts;
+    for (Member* const each : members) {
+      auto& member = static_cast<SharingMember&>(*each);
+      const Request& request = member.request;
+      const Stage& stage = request.stage();
+      member.first_row = buffers.score_rows.size();
+      member.apart = request.positions().size();
+      for (size_t number = 0; number < request.canvases(); ++number) {
+        const std::vector<int32_t>& canvas = request.canvas(number);
+        const auto first = static_cast<int64_t>(buffers.input_ids.size());
+        buffers.input_ids.insert(buffers.input_ids.end(), canvas.begin() + stage.rows.first,
+                                 canvas.begin() + stage.rows.last);
+        for (int32_t i = stage.rows.first; i < stage.rows.last; ++i)
+          buffers.position_ids.push_back(i);
+        for (const int32_t position : request.positions())
+          buffers.score_rows.push_back(first + std::max(position - denoiser_.shift, 0) -
+                                       stage.rows.first);
+        parts.push_back({member.places[number], stage.rows.first, stage.rows.tokens(), stage.cached,
+                         stage.use});
+      }
+      if (stage.cached == 0 || member.kept == stage.rows) continue;
+      const Stopwatch timer(seconds.cache);
+      for (const Arena::Handle place : member.places)
+        arena_->keep_outside(place, stage.rows.first, stage.rows.last);
+      member.kept = stage.rows;
+    }
+    // A pass scores one row at least, whether or not a request looks at it.
+    if (buffers.score_rows.empty()) buffers.score_rows.push_back(0);
+    dlm_pass pass{};
+    pass.struct_size = sizeof pass;
+    pass.batch = 1;
+    pass.tokens = static_cast<int32_t>(buffers.input_ids.size());
+    pass.input_ids = buffers.input_ids.data();
+    pass.position_ids = buffers.position_ids.data();
+    prepare_scores(denoiser_, pass, needs_of(members), buffers);
+    {
+      const Stopwatch timer(seconds.engine);
+      arena_->run(pass, parts);
+    }
+    for (Member* const each : members) {
+      auto& member = static_cast<SharingMember&>(*each);
+      if (keeps_rows(member.request.stage().use)) member.kept = {0, 0};
+      member.cache_bytes = 0;
+      for (const Arena::Handle place : member.places) member.cache_bytes += arena_->bytes_of(place);
+    }
+    return pass;
+  }
+
+  uint64_t cache_bytes() const override { return arena_->cache_bytes(); }
+
+ private:
+  const Denoiser& denoiser_;
+  const std::unique_ptr<Arena> arena_;
+  const int64_t rows_;
+};
+
+}  // namespace
+
+std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
+                                              int64_t rows) {
+  std::unique_ptr<Arena> arena = engine.open_arena(rows);
+  if (arena == nullptr) return nullptr;
+  return std::make_unique<SharedPasses>(denoiser, std::move(arena), rows);
+}
+
+}  // namespace dlm

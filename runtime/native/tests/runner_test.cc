@@ -1,0 +1,759 @@
+// Requests that share passes, and those that take turns, come to what each comes to alone: over a
+// made-up denoiser whose predictions depend on every row that is seen, and on nothing else. Random
+// requests join, leave, are cancelled and fail, from several threads.
+//
+// Compiled together with the core's sources, as its classes are hidden in the library. Prints "N
+// passed, N failed".
+#include "decode/runner.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "cache/arena.h"
+#include "constraints/constrained.h"
+#include "decode/lockstep_passes.h"
+#include "decode/proposer.h"
+#include "summing_engine.h"
+
+namespace {
+
+int passed = 0, failed = 0;
+
+void note(bool holds, int line, const std::string& what) {
+  ++(holds ? passed : failed);
+  if (!holds) std::printf("runner_test.cc:%d: failed: %s\n", line, what.c_str());
+}
+#define CHECK(condition) note((condition), __LINE__, #condition)
+
+// Where a request fails.
+enum class Fault { none, needs, propose, end, end_foreign, end_memory, step };
+
+struct NotAnException {};
+
+// The policy's own proposer. One of its calls throws.
+class Faulty final : public dlm::Proposer {
+ public:
+  Faulty(const dlm::Denoiser& of, const dlm::Policy& policy, Fault fault)
+      : own_(dlm::make_proposer(of, policy)), fault_(fault) {}
+
+  dlm::Needs needs(const dlm::Turn& turn) const override {
+    throw_at(Fault::needs);
+    return own_->needs(turn);
+  }
+  void propose(const dlm::Turn& turn, const dlm::Predictions& predictions,
+               dlm::Proposals& proposals) override {
+    throw_at(Fault::propose);
+    own_->propose(turn, predictions, proposals);
+  }
+  void limit(const dlm::Turn& turn, const dlm::Proposals& proposals,
+             std::vector<int32_t>& chosen) const override {
+    own_->limit(turn, proposals, chosen);
+  }
+  void scaffold(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
+                dlm::Range range, std::vector<dlm::Certain>& certain) override {
+    own_->scaffold(canvas, undecided, range, certain);
+  }
+  void complete(const std::vector<int32_t>&, const std::vector<uint8_t>&,
+                std::vector<int32_t>&) override {
+    if (fault_ == Fault::end_foreign) throw NotAnException{};
+    if (fault_ == Fault::end_memory) throw std::bad_alloc();
+    throw_at(Fault::end);
+  }
+  void note(int32_t position, int32_t token) override { own_->note(position, token); }
+
+ private:
+  void throw_at(Fault where) const {
+    if (fault_ == where) dlm::fail(DLM_BAD_BUNDLE, "made to fail");
+  }
+
+  const std::unique_ptr<dlm::Proposer> own_;
+  const Fault fault_;
+};
+
+// The options of a job, to be made as often as they are wanted.
+struct Limits {
+  int32_t max_steps = 0;
+  std::optional<dlm::Clock::time_point> deadline;
+  dlm_step_fn on_step = nullptr;
+  void* user = nullptr;
+
+  dlm::JobOptions make() const {
+    dlm::JobOptions options;
+    options.max_steps = max_steps;
+    options.deadline = deadline;
+    options.on_step = on_step;
+    options.user = user;
+    return options;
+  }
+};
+
+// A scheduler over whatever makes the passes of the engine's requests.
+class Scheduler {
+ public:
+  Scheduler(const dlm::Denoiser& of, dlm::Engine& engine, const dlm::Runner::Options& options,
+            int64_t rows)
+      : passes_(dlm::make_shared_passes(of, engine, rows)) {
+    if (passes_ == nullptr)
+      passes_ = std::make_unique<dlm::LockstepPasses>(of, engine, rows,
+                                                      static_cast<size_t>(options.most_running));
+    runner_.emplace(of, *passes_, options);
+  }
+  std::shared_ptr<dlm::Job> submit(dlm::Request request, const Limits& limits) {
+    return runner_->submit(std::move(request), limits.make());
+  }
+  void run(bool until_idle, const std::function<bool()>& before_pass) {
+    runner_->run(until_idle ? dlm::Runner::Until::idle : dlm::Runner::Until::stopped, before_pass);
+  }
+  void stop() { runner_->stop(); }
+  dlm_scheduler_stats told() const { return runner_->stats(); }
+
+ private:
+  std::unique_ptr<dlm::PassMaker> passes_;
+  std::optional<dlm::Runner> runner_;
+};
+
+dlm::Finish finish_of(const dlm::Job& job) { return static_cast<dlm::Finish>(job.result().finish); }
+
+std::vector<int32_t> canvas_of(const dlm::Job& job) {
+  return {job.result().tokens, job.result().tokens + job.result().length};
+}
+
+// A request, to be made as often as it is wanted.
+struct Wish {
+  dlm::Policy policy;
+  std::vector<int32_t> canvas;
+  Limits limits;
+
+  dlm::Request make(const dlm::Denoiser& of, const dlm::Engine& engine,
+                    Fault fault = Fault::none) const {
+    std::vector<uint8_t> undecided;
+    for (const int32_t token : canvas) undecided.push_back(token == kMask);
+    auto proposer = fault == Fault::none ? nullptr : std::make_unique<Faulty>(of, policy, fault);
+    return dlm::Request(of, engine, policy, canvas, undecided, 0, std::move(proposer));
+  }
+};
+
+template <class Of>
+auto any_of(std::mt19937& random, const std::vector<Of>& values) {
+  return values[random() % values.size()];
+}
+
+Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
+  dlm_policy policy = dlm::default_policy();
+  policy.commit =
+      any_of<const char*>(random, {"static", "threshold", "dynamic", "factor", "sequential"});
+  policy.score = any_of<const char*>(random, {"confidence", "margin", "random"});
+  policy.threshold = any_of<double>(random, {0.3, 0.6, 0.9});
+  policy.seed = random();
+  if (visible_block > 0) {
+    policy.cache = any_of<const char*>(random, {"none", "block", "block", "block-dual"});
+    policy.block_length = 0;
+    policy.sub_block_length = any_of<int32_t>(random, {0, visible_block / 2});
+    if (shift == 0 && std::string(policy.cache) == "block" && random() % 3 == 0)
+      policy.remask = "edit";
+    if (shift == 0 && std::string(policy.cache) == "block")
+      policy.store = any_of<const char*>(random, {"pass", "open", "reuse"});
+  } else {
+    policy.cache = any_of<const char*>(random, {"none", "prefix", "dual", "dual"});
+    policy.block_length = any_of<int32_t>(random, {0, 4, 7});
+    if (std::string(policy.cache) != "none") policy.refresh = any_of<int32_t>(random, {0, 0, 5});
+  }
+  if (random() % 4 == 0) policy.select = "sample", policy.temperature = 0.8;
+  if (random() % 4 == 0) policy.cfg_scale = 0.7;
+  Wish wish{dlm::check_policy(policy), {}, {}};
+  const size_t given = 1 + random() % 30, wanted = 1 + random() % 40;
+  for (size_t i = 0; i < given + wanted; ++i)
+    wish.canvas.push_back(i < given && random() % 12 != 0
+                              ? static_cast<int32_t>(2 + random() % (kVocabulary - 2))
+                              : kMask);
+  if (random() % 5 == 0) wish.limits.max_steps = static_cast<int32_t>(1 + random() % 6);
+  return wish;
+}
+
+// What the request comes to by itself, as a session runs it.
+std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
+  dlm::LockstepPasses passes(of, engine, INT64_MAX, 1);
+  dlm::Runner runner(of, passes, {});
+  const auto job = runner.submit(wish.make(of, engine), wish.limits.make());
+  runner.run(dlm::Runner::Until::idle, [] { return true; });
+  return job;
+}
+
+// Equal canvases, finishes and statistics, but for times.
+bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
+  const dlm_result &one = job.result(), &other = alone->result();
+  const auto equal = [](float a, float b) {
+    return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
+  };
+  const dlm_stats &counts = *one.stats, &counted = *other.stats;
+  return one.status == DLM_OK && canvas_of(job) == canvas_of(*alone) &&
+         one.finish == other.finish && one.completion_tokens == other.completion_tokens &&
+         std::equal(one.undecided, one.undecided + one.length, other.undecided) &&
+         std::equal(one.log_probs, one.log_probs + one.length, other.log_probs, equal) &&
+         counts.nfe == counted.nfe && counts.prefill_passes == counted.prefill_passes &&
+         counts.denoise_passes == counted.denoise_passes &&
+         counts.store_passes == counted.store_passes && counts.cache_bytes == counted.cache_bytes;
+}
+
+const std::function<bool()> kNothing = [] { return true; };
+
+void test_random_requests(uint32_t seed, bool shares) {
+  std::mt19937 random(seed);
+  const int32_t visible_block = any_of<int32_t>(random, {0, 4, 8}),
+                shift = static_cast<int32_t>(random() % 2);
+  const dlm::Denoiser of = denoiser(visible_block, shift);
+  Summing engine(shape(), visible_block, shares), other(shape(), visible_block, false);
+  const int64_t rows = 150 + static_cast<int64_t>(random() % 300);
+  Scheduler scheduler(
+      of, engine,
+      {static_cast<int32_t>(1 + random() % 9), 100, static_cast<int32_t>(8 + random() % 200)},
+      rows);
+  std::vector<Wish> wishes;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  const auto submit = [&] {
+    wishes.push_back(make_wish(random, visible_block, shift));
+    jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
+  };
+  for (int i = 0; i < 4; ++i) submit();
+  scheduler.run(true, [&] {
+    if (jobs.size() < 16 && random() % 3 == 0) submit();  // joins while others run
+    return true;
+  });
+  for (size_t i = 0; i < jobs.size(); ++i)
+    CHECK(jobs[i]->wait(dlm::Clock::duration{}) && same(*jobs[i], run_alone(of, other, wishes[i])));
+  const dlm_scheduler_stats stats = scheduler.told();
+  CHECK(stats.waiting == 0 && stats.running == 0 &&
+        stats.finished == static_cast<int64_t>(jobs.size()) && stats.refused == 0);
+  CHECK(stats.shares >= stats.passes && (shares || stats.shares == stats.passes));
+}
+
+void test_passes_are_shared() {
+  const dlm::Denoiser of = denoiser(0, 0);
+  Summing engine(shape(), 0, true);
+  Scheduler scheduler(of, engine, {8, 100, 1 << 20}, 2000);
+  dlm_policy policy = dlm::default_policy();
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  for (size_t i = 0; i < 8; ++i) {
+    Wish wish{dlm::check_policy(policy), std::vector<int32_t>(5 + i, 2), {}};
+    wish.canvas.resize(wish.canvas.size() + 8, kMask);
+    jobs.push_back(scheduler.submit(wish.make(of, engine), {}));
+  }
+  scheduler.run(true, kNothing);
+  CHECK(engine.most_requests() == 8);
+  CHECK(scheduler.told().passes == 8);  // one token each of eight, all in the same passes
+}
+
+// Passes that requests share are expected to stay within a time, by what they cost; those that
+// cannot wait for a pass of their own.
+void test_costs(uint32_t seed) {
+  std::mt19937 random(seed);
+  const int32_t visible_block = any_of<int32_t>(random, {0, 4}),
+                shift = static_cast<int32_t>(random() % 2);
+  const dlm::Denoiser of = denoiser(visible_block, shift);
+  Summing engine(shape(), visible_block, true), other(shape(), visible_block, false);
+  const auto figure = [&](double most) { return most * static_cast<double>(random() % 100) / 100; };
+  const dlm::PassCost cost{figure(4), 0.01 + figure(1), figure(0.5), figure(0.05)};
+  engine.count_by(cost);
+  const double most_ms = 1 + figure(60);
+  Scheduler scheduler(of, engine, {9, 100, 1 << 20, most_ms, cost}, 1000);
+  std::vector<Wish> wishes;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  for (int i = 0; i < 12; ++i) {
+    wishes.push_back(make_wish(random, visible_block, shift));
+    wishes.back().policy.cfg_scale = 0;  // so that a request is one segment
+    jobs.push_back(scheduler.submit(wishes.back().make(of, engine), wishes.back().limits));
+  }
+  scheduler.run(true, kNothing);
+  CHECK(engine.costliest_shared() <= most_ms);
+  for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
+  // A pass that only stores scores a row all the same, which no request counts.
+  const double expected = 1000 * scheduler.told().expected_s;
+  CHECK(expected <= engine.cost() * (1 + 1e-9));
+  CHECK(expected >= engine.cost() - cost.row * static_cast<double>(scheduler.told().passes) - 1e-6);
+}
+
+// No more requests begin than a pass within the time has room for, and one does whatever it takes.
+void test_admission_by_cost() {
+  const dlm::Denoiser of = denoiser(0, 0);
+  Summing engine(shape(), 0, true);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "dual";
+  policy.block_length = 4;
+  const Wish wish{dlm::check_policy(policy), std::vector<int32_t>(8, kMask), {}};
+  int64_t passes = 0;
+  const auto most_running = [&](double most_ms, double token_ms = 1) {
+    Scheduler scheduler(of, engine, {8, 100, 1 << 20, most_ms, {token_ms, token_ms, 0, 0}}, 2000);
+    for (int i = 0; i < 8; ++i) scheduler.submit(wish.make(of, engine), {});
+    int32_t most = 0;
+    scheduler.run(true, [&] {
+      most = std::max(most, scheduler.told().running);
+      return true;
+    });
+    CHECK(scheduler.told().finished == 8);
+    passes = scheduler.told().passes;
+    return most;
+  };
+  CHECK(most_running(0) == 8);
+  CHECK(most_running(13) == 3);  // four tokens of a block each, and one millisecond
+  CHECK(most_running(12.9) == 2);
+  CHECK(most_running(0.1) == 1);
+  // Passes that take several times as long as their cost says are of fewer requests before long.
+  CHECK(most_running(130, 10) == 3);
+  const int64_t before = passes;
+  engine.take(std::chrono::milliseconds(4));
+  CHECK(most_running(1.3, 0.1) == 3);
+  CHECK(passes > before);
+}
+
+// A pass that fails fails those that took part in it, with its sentence, and nobody else.
+void test_failures_stay_with_their_requests(bool shares) {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, shares), other(shape(), 4, false);
+  std::mt19937 random(5);
+  Scheduler scheduler(of, engine, {2, 100, 1 << 20}, 1000);
+  std::vector<Wish> wishes;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  for (int i = 0; i < 6; ++i) {
+    wishes.push_back(make_wish(random, 4, 0));
+    wishes.back().limits = {};
+    jobs.push_back(scheduler.submit(wishes.back().make(of, engine), {}));
+  }
+  engine.fail_after(3);
+  scheduler.run(true, kNothing);
+  int failures = 0;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    if (jobs[i]->result().status == DLM_OK) {
+      CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
+      continue;
+    }
+    ++failures;
+    CHECK(jobs[i]->result().status == DLM_ENGINE_FAILED &&
+          std::string(jobs[i]->result().message) == "made to fail");
+  }
+  CHECK(failures >= 1 && failures <= 2);
+}
+
+// A request that fails as it ends, or anywhere else, fails alone: every wait ends, and the other
+// results do not change.
+void test_faults_stay_with_their_requests(bool shares, Fault fault) {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, shares), other(shape(), 4, false);
+  std::mt19937 random(7);
+  std::shared_ptr<dlm::Job> faulty[3];
+  std::vector<Wish> wishes;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  const auto throws = [](void*, const dlm_step*) -> int32_t { throw NotAnException{}; };
+  {
+    Scheduler scheduler(of, engine, {4, 100, 1 << 20}, 1000);
+    const auto submit_faulty = [&](Limits limits) {
+      if (fault == Fault::step) limits.on_step = throws;
+      Wish wish = make_wish(random, 4, 0);
+      wish.policy.cfg_scale = 0;  // guidance asks its proposer for no needs
+      wish.canvas = std::vector<int32_t>(20, kMask);
+      return scheduler.submit(wish.make(of, engine, fault), limits);
+    };
+    faulty[0] = submit_faulty({});  // cancelled before it runs
+    faulty[0]->cancel();
+    faulty[1] = submit_faulty({0, dlm::Clock::now(), nullptr, nullptr});
+    for (int i = 0; i < 6; ++i) {
+      wishes.push_back(make_wish(random, 4, 0));
+      wishes.back().limits = {};
+      jobs.push_back(scheduler.submit(wishes.back().make(of, engine), {}));
+      if (i == 2) faulty[2] = submit_faulty({1, {}, nullptr, nullptr});  // ended while it runs
+    }
+    scheduler.run(true, kNothing);
+    CHECK(scheduler.told().running == 0 && scheduler.told().waiting == 0 &&
+          scheduler.told().finished == 9);
+  }
+  const bool fails_in_end =
+      fault == Fault::end || fault == Fault::end_foreign || fault == Fault::end_memory;
+  const dlm_status wanted = fault == Fault::end_memory ? DLM_OUT_OF_MEMORY
+                            : fault == Fault::end_foreign || fault == Fault::step ? DLM_INTERNAL
+                                                                                  : DLM_BAD_BUNDLE;
+  for (size_t i = 0; i < 3; ++i) {
+    const dlm::Job& job = *faulty[i];
+    CHECK(job.wait(dlm::Clock::duration{}));
+    if (i < 2 && !fails_in_end && fault != Fault::step)
+      CHECK(job.result().status == DLM_OK &&
+            finish_of(job) == (i == 0 ? dlm::Finish::cancelled : dlm::Finish::deadline));
+    else
+      CHECK(job.result().status == wanted && job.result().message[0] != '\0');
+    CHECK(job.result().length == 20);
+  }
+  for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
+}
+
+// One that is not done as its scheduler goes, and fails as it ends then.
+void test_faults_as_a_scheduler_is_destroyed() {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, true);
+  std::mt19937 random(8);
+  std::shared_ptr<dlm::Job> job;
+  {
+    Scheduler scheduler(of, engine, {4, 100, 1 << 20}, 1000);
+    Wish wish = make_wish(random, 4, 0);
+    job = scheduler.submit(wish.make(of, engine, Fault::end), {});
+  }
+  CHECK(job->wait({}) && job->result().status == DLM_BAD_BUNDLE &&
+        std::string(job->result().message) == "made to fail");
+}
+
+// When making passes itself fails, all that run and wait end with the cause; then submit() throws
+// it, until the next run.
+void test_an_error_of_nobody_ends_all(bool shares) {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, shares), other(shape(), 4, false);
+  std::mt19937 random(9);
+  Scheduler scheduler(of, engine, {2, 100, 1 << 20}, 1000);
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  for (int i = 0; i < 6; ++i) {
+    Wish wish = make_wish(random, 4, 0);
+    wish.canvas.resize(40, kMask);
+    jobs.push_back(
+        scheduler.submit(wish.make(of, engine, i % 2 == 0 ? Fault::none : Fault::end), {}));
+  }
+  std::atomic<int> woken{0};
+  std::vector<std::thread> threads;
+  for (const auto& job : jobs) threads.emplace_back([&woken, job] { job->wait({}), ++woken; });
+  int calls = 0;
+  dlm_status status = DLM_OK;
+  try {
+    scheduler.run(true, [&]() -> bool {
+      return ++calls < 2 ? true : throw dlm::Error(DLM_ENGINE_FAILED, "no engine any more");
+    });
+  } catch (const dlm::Error& error) {
+    status = error.status();
+  }
+  CHECK(status == DLM_ENGINE_FAILED);
+  for (std::thread& thread : threads) thread.join();
+  CHECK(woken == 6);
+  for (const auto& job : jobs)
+    CHECK(job->result().status == DLM_ENGINE_FAILED &&
+          std::string(job->result().message) == "no engine any more");
+  CHECK(scheduler.told().running == 0 && scheduler.told().waiting == 0 &&
+        scheduler.told().finished == 6);
+  const Wish wish = make_wish(random, 4, 0);
+  try {
+    scheduler.submit(wish.make(of, engine), wish.limits);
+    CHECK(false);
+  } catch (const dlm::Error& error) {
+    CHECK(error.status() == DLM_ENGINE_FAILED &&
+          std::string(error.what()).find("no engine any more") != std::string::npos);
+  }
+  scheduler.run(true, kNothing);
+  const auto job = scheduler.submit(wish.make(of, engine), wish.limits);
+  scheduler.run(true, kNothing);
+  CHECK(same(*job, run_alone(of, other, wish)));
+}
+
+void test_limits() {
+  const dlm::Denoiser of = denoiser(0, 0);
+  Summing engine(shape(), 0, true);
+  Scheduler scheduler(of, engine, {1, 2, 64}, 30);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "dual";
+  policy.block_length = 4;
+  const auto wish = [&](size_t length, Limits limits) {
+    return Wish{dlm::check_policy(policy), std::vector<int32_t>(length, kMask), limits};
+  };
+  const auto submit = [&](const Wish& one) {
+    return scheduler.submit(one.make(of, engine), one.limits);
+  };
+  const auto status_of = [&](const Wish& one) -> dlm_status {
+    try {
+      submit(one);
+      return DLM_OK;
+    } catch (const dlm::Error& error) {
+      return error.status();
+    }
+  };
+  CHECK(status_of(wish(31, {})) == DLM_INVALID_ARGUMENT);  // more rows than there are
+  const auto first = submit(wish(30, {})),
+             second = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
+  CHECK(status_of(wish(8, {})) == DLM_BUSY);
+  CHECK(scheduler.told().refused == 1 && scheduler.told().waiting == 2);
+  CHECK(!first->wait(std::chrono::milliseconds(1)));
+  second->cancel();
+  scheduler.run(true, kNothing);
+  CHECK(finish_of(*first) == dlm::Finish::length || finish_of(*first) == dlm::Finish::stop);
+  CHECK(finish_of(*second) == dlm::Finish::cancelled && second->result().stats->nfe == 0);
+  CHECK(canvas_of(*second) == std::vector<int32_t>(8, kEnd));
+  const auto late = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
+  scheduler.run(true, kNothing);
+  CHECK(finish_of(*late) == dlm::Finish::deadline && late->result().stats->nfe == 0);
+  // A step callback that stops, and one that sees every step.
+  int steps = 0;
+  const auto count = [](void* user, const dlm_step* step) {
+    return ++*static_cast<int*>(user) == 3 || step->nfe < 0 ? 1 : 0;
+  };
+  const auto stopped = submit(wish(20, {0, {}, count, &steps}));
+  scheduler.run(true, kNothing);
+  CHECK(stopped->result().status == DLM_CANCELLED && steps == 3);
+  // When before_pass asks to stop, requests stay as they are, and the next run goes on.
+  const auto kept = submit(wish(12, {}));
+  int calls = 0;
+  try {
+    scheduler.run(true, [&] { return ++calls != 2; });
+    CHECK(false);
+  } catch (const dlm::Error& error) {
+    CHECK(error.status() == DLM_CANCELLED);
+  }
+  CHECK(!kept->wait(dlm::Clock::duration{}));
+  scheduler.run(true, kNothing);
+  CHECK(kept->result().status == DLM_OK && kept->wait(dlm::Clock::duration{}));
+  // One that is abandoned with its scheduler ends cancelled.
+  std::shared_ptr<dlm::Job> abandoned;
+  {
+    Scheduler short_lived(of, engine, {1, 2, 64}, 30);
+    abandoned = short_lived.submit(wish(8, {}).make(of, engine), {});
+  }
+  CHECK(abandoned->wait({}) && finish_of(*abandoned) == dlm::Finish::cancelled);
+}
+
+// Many threads hand in and cancel, one runs; what was neither cancelled nor stopped is what it is
+// alone.
+void test_threads(bool shares, int requests_a_thread) {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, shares);
+  Scheduler scheduler(of, engine, {6, 1000, 128}, 400);
+  std::thread runner([&] { scheduler.run(false, kNothing); });
+  std::atomic<int> wrong{0}, ended{0};
+  std::vector<std::thread> threads;
+  for (uint32_t number = 0; number < 4; ++number)
+    threads.emplace_back([&, number] {
+      std::mt19937 random(number);
+      Summing other(shape(), 4, false);
+      for (int i = 0; i < requests_a_thread; ++i) {
+        Wish wish = make_wish(random, 4, 0);
+        const bool is_late = random() % 6 == 0, is_cancelled = random() % 4 == 0;
+        Limits limits = wish.limits;
+        if (is_late)
+          limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
+        const auto job = scheduler.submit(wish.make(of, engine), limits);
+        if (is_cancelled) job->cancel();
+        job->wait({});
+        ++ended;
+        const auto finish = finish_of(*job);
+        const bool is_cut = finish == dlm::Finish::cancelled || finish == dlm::Finish::deadline;
+        if (is_cut ? !(is_cancelled || is_late) : !same(*job, run_alone(of, other, wish))) ++wrong;
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  scheduler.stop();
+  runner.join();
+  CHECK(wrong == 0 && ended == 4 * requests_a_thread);
+  CHECK(scheduler.told().finished == 4 * requests_a_thread);
+}
+
+// Four threads hand in requests of every kind, some of which fail wherever one can, while the
+// thread that makes passes is stopped and started again and then destroyed with requests in it.
+// Every wait ends, and the results of the other requests do not change.
+void test_mixed_requests(bool shares, int requests_a_thread) {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, shares);
+  std::optional<Scheduler> scheduler(std::in_place, of, engine, dlm::Runner::Options{6, 1000, 128},
+                                     400);
+  std::atomic<bool> is_closed{false};
+  std::atomic<int> wrong{0}, ended{0}, failed_jobs{0};
+  std::thread runner([&] {
+    for (int runs = 0; !is_closed; ++runs) {  // stop() may come before, while and after it runs
+      try {
+        scheduler->run(false, [&] { return runs % 3 != 2; });
+      } catch (const dlm::Error&) {
+      }
+    }
+  });
+  std::thread closer([&] {
+    while (!is_closed) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      scheduler->stop();
+    }
+  });
+  const auto throws = [](void*, const dlm_step* step) -> int32_t {
+    return step->nfe < 2 ? 0 : throw NotAnException{};
+  };
+  std::vector<std::shared_ptr<dlm::Job>> left;
+  std::mutex mutex;
+  std::vector<std::thread> threads;
+  for (uint32_t number = 0; number < 4; ++number)
+    threads.emplace_back([&, number] {
+      std::mt19937 random(100 + number);
+      Summing other(shape(), 4, false);
+      for (int i = 0; i < requests_a_thread; ++i) {
+        Wish wish = make_wish(random, 4, 0);
+        const auto fault = random() % 2 == 0 ? Fault::none : static_cast<Fault>(random() % 7);
+        const bool is_late = random() % 6 == 0, is_cancelled = random() % 4 == 0,
+                   is_left = random() % 10 == 0;
+        Limits limits = wish.limits;
+        if (is_late)
+          limits.deadline = dlm::Clock::now() + std::chrono::microseconds(random() % 2000);
+        if (fault == Fault::step) limits.on_step = throws;
+        const auto job = scheduler->submit(wish.make(of, engine, fault), limits);
+        if (is_cancelled) job->cancel();
+        if (is_left) {
+          const std::lock_guard<std::mutex> lock(mutex);
+          left.push_back(job);
+          continue;
+        }
+        job->wait({});
+        ++ended;
+        if (job->result().status != DLM_OK) {
+          ++failed_jobs;
+          if (fault == Fault::none) ++wrong;
+          continue;
+        }
+        const auto finish = finish_of(*job);
+        const bool is_cut = finish == dlm::Finish::cancelled || finish == dlm::Finish::deadline;
+        if (is_cut ? !(is_cancelled || is_late)
+                   : fault == Fault::none && !same(*job, run_alone(of, other, wish)))
+          ++wrong;
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  is_closed = true;
+  scheduler->stop();
+  closer.join();
+  scheduler->stop();
+  runner.join();
+  scheduler.reset();
+  for (const auto& job : left) CHECK(job->wait(dlm::Clock::duration{}));
+  CHECK(wrong == 0 && failed_jobs > 0);
+  CHECK(ended + static_cast<int>(left.size()) == 4 * requests_a_thread);
+}
+
+// An automaton of texts of tokens from kBarred on alone, 4 or more.
+std::shared_ptr<const dlm::Automaton> barred_alone() {
+  auto made = std::make_shared<dlm::Automaton>();
+  constexpr int32_t kStates = 5;
+  made->vocab_size = kVocabulary, made->states = kStates, made->classes = 2, made->groups = 2;
+  made->token_class.assign(kVocabulary, -1);
+  made->token_class[kBarred] = made->token_class[kBarred + 1] = 0, made->token_class[kEnd] = 1;
+  made->group_starts = {0, 1, 2}, made->group_classes = {0, 1};
+  made->edge_starts = {0};
+  for (int32_t state = 0; state < kStates; ++state) {
+    made->edge_states.push_back(std::min(state + 1, kStates - 1));
+    made->edge_groups.push_back(0);
+    if (state == kStates - 1) made->edge_states.push_back(state), made->edge_groups.push_back(1);
+    made->edge_starts.push_back(static_cast<int32_t>(made->edge_states.size()));
+    made->distances.push_back(kStates - 1 - state);
+  }
+  made->class_starts = {0, 2, 3}, made->class_tokens = {kBarred, kBarred + 1, kEnd};
+  return made;
+}
+
+// One job in fifty throws in its last step, one fails as it ends, one is cancelled, the proposer of
+// one finds no token, and the denoiser rules out every token that the constraint of one allows:
+// those fail or end by themselves, and all others are what they are alone.
+void test_ten_thousand_jobs(bool shares, int count) {
+  enum Fate { throws, fails_at_end, is_cancelled, finds_no_token, is_ruled_out, fates };
+  const dlm::Denoiser of = denoiser(0, 0);
+  Summing engine(shape(), 0, shares), other(shape(), 0, false);
+  Scheduler scheduler(of, engine, {16, count}, 2000);
+  const auto automaton = barred_alone();
+  const auto throw_when_done = [](void*, const dlm_step* step) -> int32_t {
+    return step->done == 0 ? 0 : throw NotAnException{};
+  };
+  std::mt19937 random(11);
+  std::vector<Wish> wishes;
+  for (int i = 0; i < 40; ++i) wishes.push_back(make_wish(random, 0, 0));
+  std::vector<std::shared_ptr<dlm::Job>> alone, jobs;
+  for (const Wish& wish : wishes) alone.push_back(run_alone(of, other, wish));
+  const auto submit = [&] {
+    const auto i = static_cast<int>(jobs.size());
+    const Wish& wish = wishes[static_cast<size_t>(i) % wishes.size()];
+    const int fate = i % 50;
+    if (fate == throws) {
+      Limits limits = wish.limits;
+      limits.on_step = throw_when_done;
+      jobs.push_back(scheduler.submit(wish.make(of, engine), limits));
+    } else if (fate == fails_at_end) {
+      jobs.push_back(
+          scheduler.submit(wish.make(of, engine, Fault::end), {1, {}, nullptr, nullptr}));
+    } else if (fate == finds_no_token) {
+      jobs.push_back(scheduler.submit(wish.make(of, engine, Fault::propose), wish.limits));
+    } else if (fate == is_ruled_out) {
+      const dlm::Policy policy = dlm::check_policy(dlm::default_policy());
+      std::vector<int32_t> canvas(9, kMask);
+      canvas[0] = kMarked;
+      std::vector<uint8_t> undecided(9, 1);
+      undecided[0] = 0;
+      auto proposer =
+          std::make_unique<dlm::Constrained>(of, policy, automaton, 0, canvas, undecided);
+      jobs.push_back(scheduler.submit(
+          dlm::Request(of, engine, policy, canvas, undecided, 0, std::move(proposer)), {}));
+    } else {
+      jobs.push_back(scheduler.submit(wish.make(of, engine), wish.limits));
+      if (fate == is_cancelled) jobs.back()->cancel();
+    }
+  };
+  submit();
+  scheduler.run(true, [&] {  // so that few wait at a time
+    while (static_cast<int>(jobs.size()) < count && scheduler.told().waiting < 32) submit();
+    return true;
+  });
+  int wrong = 0, waiting = 0, failures[fates] = {};
+  for (int i = 0; i < count; ++i) {
+    const dlm::Job& job = *jobs[static_cast<size_t>(i)];
+    const int fate = i % 50;
+    waiting += job.wait(dlm::Clock::duration{}) ? 0 : 1;
+    const dlm_status status = job.result().status;
+    if (fate == is_cancelled)
+      failures[fate] += finish_of(job) == dlm::Finish::cancelled;
+    else if (fate == is_ruled_out)
+      failures[fate] += status == DLM_OK && (finish_of(job) == dlm::Finish::constraint ||
+                                             finish_of(job) == dlm::Finish::stop);
+    else if (fate < fates)
+      failures[fate] += status != DLM_OK && *job.result().message != '\0';
+    else
+      wrong += !same(job, alone[static_cast<size_t>(i) % wishes.size()]);
+  }
+  CHECK(wrong == 0 && waiting == 0);
+  const int each = count / 50;
+  // Of those that are to fail at their end, some are done after their only pass, and do not end
+  // early.
+  CHECK(failures[throws] == each && failures[is_cancelled] == each);
+  CHECK(failures[finds_no_token] == each && failures[is_ruled_out] == each);
+  CHECK(failures[fails_at_end] > each / 2);
+  CHECK(scheduler.told().finished == count && scheduler.told().running == 0);
+}
+
+}  // namespace
+
+// The argument is the number of jobs of the largest test.
+int main(int argc, char** argv) {
+  const int jobs = argc > 1 ? std::atoi(argv[1]) : 10000;
+  for (const bool shares : {true, false}) test_ten_thousand_jobs(shares, jobs);
+  for (uint32_t seed = 0; seed < 60; ++seed) test_random_requests(seed, true);
+  for (uint32_t seed = 0; seed < 20; ++seed) test_random_requests(seed, false);
+  for (uint32_t seed = 0; seed < 40; ++seed) test_costs(seed);
+  test_passes_are_shared();
+  test_admission_by_cost();
+  for (const bool shares : {true, false}) {
+    test_failures_stay_with_their_requests(shares);
+    test_threads(shares, 250);
+    for (const Fault fault : {Fault::needs, Fault::propose, Fault::end, Fault::end_foreign,
+                              Fault::end_memory, Fault::step})
+      test_faults_stay_with_their_requests(shares, fault);
+    test_an_error_of_nobody_ends_all(shares);
+    test_mixed_requests(shares, 125);
+  }
+  test_faults_as_a_scheduler_is_destroyed();
+  test_limits();
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed == 0 ? 0 : 1;
+}

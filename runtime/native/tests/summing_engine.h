@@ -1,0 +1,175 @@
+// A made-up denoiser whose predictions follow from every row that a pass sees, and from nothing
+// else: a token that is out of place, or a row of another request, changes the canvas.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "decode/cost.h"
+#include "engines/engine.h"
+
+namespace {
+
+constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1;
+// A canvas that starts with kMarked never gets tokens from kBarred on, where a pass runs all of it.
+constexpr int32_t kMarked = 3, kBarred = 11;
+
+uint64_t mix(uint64_t x) {  // SplitMix64
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// A row of every head of every layer is a token and its position. A prediction follows from the sum
+// over all rows that are seen.
+class Summing final : public dlm::HostEngine {
+ public:
+  Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments)
+      : HostEngine(std::move(cache)),
+        visible_block_(visible_block),
+        takes_segments_(takes_segments) {}
+
+  bool takes_segments() const override { return takes_segments_; }
+  std::string description() const override { return "made up"; }
+  void fail_after(int passes) { fails_after_ = passes; }
+  int64_t most_requests() const { return most_requests_; }
+  // What its passes cost by this: together, and the costliest one that several requests shared.
+  void count_by(const dlm::PassCost& cost) { cost_ = cost; }
+  double cost() const { return spent_; }
+  void take(std::chrono::microseconds time) { time_ = time; }  // a pass, at least
+  double costliest_shared() const { return costliest_shared_; }
+
+  void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
+    if (fails_after_ >= 0 && fails_after_-- == 0) dlm::fail(DLM_ENGINE_FAILED, "made to fail");
+    std::vector<dlm::Segment> parts = segments;
+    if (parts.empty())
+      for (int64_t b = 0; b < pass.batch; ++b) parts.push_back({0, pass.cached, 0, pass.tokens});
+    most_requests_ = std::max<int64_t>(most_requests_, static_cast<int64_t>(parts.size()));
+    count(pass, parts);
+    std::this_thread::sleep_for(time_);
+    for (size_t number = 0; number < parts.size(); ++number) {
+      const int64_t b = segments.empty() ? static_cast<int64_t>(number) : 0;
+      keep(pass, b, parts[number]);
+      score(pass, b, parts[number]);
+    }
+  }
+
+ private:
+  void count(const dlm_pass& pass, const std::vector<dlm::Segment>& parts) {
+    dlm::PassLoad load{0, static_cast<double>(pass.rows), 0};
+    for (const dlm::Segment& part : parts) {
+      load.tokens += static_cast<double>(part.tokens);
+      load.pairs += static_cast<double>(part.tokens * (part.tokens + part.cached));
+    }
+    const double cost = cost_.of(load);
+    spent_ += cost;
+    if (parts.size() > 1) costliest_shared_ = std::max(costliest_shared_, cost);
+  }
+
+  static uint64_t value_of(int64_t token, int64_t position) {
+    return mix(static_cast<uint64_t>(token) * 100003 + static_cast<uint64_t>(position));
+  }
+
+  void keep(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
+    if (pass.present_keys == nullptr) return;
+    for (size_t layer = 0; layer < cache().size(); ++layer)
+      for (int32_t head = 0; head < cache()[layer].kv_heads; ++head)
+        for (int64_t t = part.first; t < part.first + part.tokens; ++t) {
+          const float row[2] = {static_cast<float>(pass.input_ids[b * pass.tokens + t]),
+                                static_cast<float>(pass.position_ids[b * pass.tokens + t])};
+          const int64_t at = ((b * cache()[layer].kv_heads + head) * pass.tokens + t) * 2;
+          std::memcpy(static_cast<float*>(pass.present_keys[layer]) + at, row, sizeof row);
+          std::memcpy(static_cast<float*>(pass.present_values[layer]) + at, row, sizeof row);
+        }
+  }
+
+  // What is cached, by each head of each layer; they have to agree.
+  uint64_t cached_sum(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
+    uint64_t found = 0;
+    if (part.cached == 0) return found;
+    for (size_t layer = 0; layer < cache().size(); ++layer)
+      for (const void* const* const tensors : {pass.past_keys, pass.past_values})
+        for (int32_t head = 0; head < cache()[layer].kv_heads; ++head) {
+          uint64_t sum = 0;
+          const auto* const rows =
+              static_cast<const float*>(tensors[layer]) +
+              ((b * cache()[layer].kv_heads + head) * pass.cached + part.start) * 2;
+          for (int64_t i = 0; i < part.cached; ++i)
+            sum +=
+                value_of(static_cast<int64_t>(rows[2 * i]), static_cast<int64_t>(rows[2 * i + 1]));
+          if (found != 0 && found != sum) dlm::fail(DLM_INTERNAL, "heads that see other rows");
+          found = sum;
+        }
+    return found;
+  }
+
+  void score(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
+    const int64_t* const ids = pass.input_ids + b * pass.tokens;
+    const int64_t* const positions = pass.position_ids + b * pass.tokens;
+    const uint64_t cached = cached_sum(pass, b, part);
+    for (int64_t r = 0; r < pass.rows; ++r) {
+      const int64_t row = b * pass.rows + r, query = pass.score_rows[row];
+      if (query < part.first || query >= part.first + part.tokens) continue;
+      uint64_t sum = cached;
+      for (int64_t t = part.first; t < part.first + part.tokens; ++t)
+        if (visible_block_ == 0 ||
+            positions[t] / visible_block_ <= positions[query] / visible_block_)
+          sum += value_of(ids[t], positions[t]);
+      const bool is_marked = positions[part.first] == 0 && ids[part.first] == kMarked;
+      predict(pass, row, mix(sum ^ static_cast<uint64_t>(positions[query])), is_marked);
+    }
+  }
+
+  static void predict(const dlm_pass& pass, int64_t row, uint64_t seed, bool is_marked) {
+    double logits[kVocabulary], total = 0;
+    int32_t order[kVocabulary];
+    for (int32_t v = 0; v < kVocabulary; ++v) {
+      // An end token is rare, so that requests go on for a while.
+      logits[v] = static_cast<double>(mix(seed + static_cast<uint64_t>(v)) % 9000) / 1000 -
+                  (v == kEnd ? 4 : 0);
+      order[v] = v;
+      if (v >= kBarred && is_marked) logits[v] = -std::numeric_limits<double>::infinity();
+      if (pass.logits != nullptr)
+        pass.logits[row * kVocabulary + v] = static_cast<float>(logits[v]);
+    }
+    for (int32_t v = 1; v < kVocabulary; ++v) total += std::exp(logits[v]);
+    std::stable_sort(order, order + kVocabulary, [&](int32_t one, int32_t other) {
+      return (one == kMask ? -1e9 : logits[one]) > (other == kMask ? -1e9 : logits[other]);
+    });
+    double entropy = 0;
+    for (int32_t v = 1; v < kVocabulary; ++v)
+      if (std::isfinite(logits[v]))
+        entropy += std::exp(logits[v]) / total * (logits[v] - std::log(total));
+    for (int k = 0; k < 2; ++k) {
+      pass.top_tokens[2 * row + k] = order[k];
+      pass.top_probs[2 * row + k] = static_cast<float>(std::exp(logits[order[k]]) / total);
+    }
+    if (pass.entropy != nullptr) pass.entropy[row] = static_cast<float>(entropy);
+  }
+
+  const int64_t visible_block_;
+  const bool takes_segments_;
+  int fails_after_ = -1;
+  int64_t most_requests_ = 0;
+  dlm::PassCost cost_{};
+  double spent_ = 0, costliest_shared_ = 0;
+  std::chrono::microseconds time_{0};
+};
+
+dlm::CacheShape shape() { return {{2, 2, 4}, {1, 2, 4}}; }
+
+dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
+  return {kVocabulary, kMask, 96, 2, shift, true, shape(), {kEnd}, visible_block};
+}
+
+}  // namespace
