@@ -114,7 +114,7 @@ def test_threads_race_for_nothing() -> None:
     setarch = tool("setarch")  # ThreadSanitizer wants its addresses where newer kernels put others
     for name, *arguments in (
         ("threads_test", "2000"),
-        ("runner_test",),
+        ("runner_test", "10000"),
         ("native_test",),
         ("constraint_test",),
     ):

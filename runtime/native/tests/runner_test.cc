@@ -736,7 +736,7 @@ void test_ten_thousand_jobs(bool shares, int count) {
 
 // The argument is the number of jobs of the largest test.
 int main(int argc, char** argv) {
-  const int jobs = argc > 1 ? std::atoi(argv[1]) : 10000;
+  const int jobs = argc > 1 ? std::atoi(argv[1]) : 1000;
   for (const bool shares : {true, false}) test_ten_thousand_jobs(shares, jobs);
   for (uint32_t seed = 0; seed < 60; ++seed) test_random_requests(seed, true);
   for (uint32_t seed = 0; seed < 20; ++seed) test_random_requests(seed, false);
