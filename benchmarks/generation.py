@@ -41,7 +41,7 @@ from shapes import DEMO, ROOT, bundle_of, checkpoint, machine
 from tables import markdown, ratio
 from timing import interleave, spread
 
-from dlm_runtime.policy import PRESETS
+from dlm_runtime.presets import PRESETS
 
 BLOCK = 32
 STATIC = (

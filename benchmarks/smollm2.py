@@ -21,7 +21,7 @@ from dlm_calibration.pieces import Index
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 from dlm_export.sources import Source
-from dlm_runtime.policy import PRESETS
+from dlm_runtime.presets import PRESETS
 
 # a causal model has none: one that no text holds, and that is never predicted here
 MASK_TOKEN = "<reponame>"

@@ -22,7 +22,7 @@ from dlm_export.network.passes import Span, plan
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import Canvas, start_canvas
 from dlm_runtime import CallbackPass, DenoiserInfo, Policy, RequestError, from_callback
-from dlm_runtime.policy import PRESETS, presets_for
+from dlm_runtime.presets import PRESETS, presets_for
 
 BLOCK_CAUSAL = ("sdar", "llada2", "llada2.1", "fast-dllm-v2")
 

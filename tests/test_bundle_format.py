@@ -41,7 +41,7 @@ from dlm_export.tensorrt import bundled
 from dlm_runtime import BundleError, DlmError, EngineError, Policy, RequestError
 from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.manifest import check_manifest, schema, validator
-from dlm_runtime.policy import presets_for
+from dlm_runtime.presets import presets_for
 from dlm_runtime.tools import FORMATS as CALL_FORMATS
 
 SCHEMA = schema()

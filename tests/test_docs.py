@@ -29,7 +29,8 @@ from dlm_export import targets
 from dlm_export.cli import main, options
 from dlm_export.families import FAMILIES
 from dlm_runtime.manifest import schema
-from dlm_runtime.policy import PRESETS, Policy
+from dlm_runtime.policy import Policy
+from dlm_runtime.presets import PRESETS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -26,7 +26,7 @@ from dlm_export.graph.write import write_graph
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec, Rope
 from dlm_export.sources import open_source
-from dlm_runtime.policy import presets_for
+from dlm_runtime.presets import presets_for
 
 LENGTH = 12
 KINDS = ("key", "value")

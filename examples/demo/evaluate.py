@@ -27,7 +27,7 @@ from dlm_export.cli.values import policy_changes
 from dlm_export.judging.tuning.effort_levels import LEVELS
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
-from dlm_runtime.policy import PRESETS
+from dlm_runtime.presets import PRESETS
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99)
 LOSS_RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0)

@@ -30,7 +30,8 @@ from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_text
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest, text_files
-from dlm_runtime.policy import Policy, presets_for
+from dlm_runtime.policy import Policy
+from dlm_runtime.presets import presets_for
 from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES
 from dlm_runtime.tools import FORMATS
 

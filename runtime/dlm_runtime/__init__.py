@@ -26,7 +26,8 @@ from dlm_runtime.errors import (
 from dlm_runtime.generation.infill import Infill
 from dlm_runtime.generation.results import Event, Generation
 from dlm_runtime.generation.scheduler import Job, PassCost, Scheduler
-from dlm_runtime.policy import PRESETS, Policy
+from dlm_runtime.policy import Policy
+from dlm_runtime.presets import PRESETS
 from dlm_runtime.tools import CallFormat, ToolCall
 
 __all__ = [

@@ -5,26 +5,8 @@ The command line prints such an error as one line; any other exception is a defe
 """
 
 import reprlib
-from enum import IntEnum
 
-
-class ExitCode(IntEnum):
-    """How the command line ends, but for 0, done, and 128 + n, ended by signal n.
-
-    It says what has to change before the same command works. docs/troubleshooting.md has the table
-    for users.
-    """
-
-    COULD_NOT = 1
-    """The machine: a package, engine, device, memory, room on disk or a right is missing, another
-    process is at it, or it was interrupted. Nothing is wrong with what was given.
-    """
-    WRONG_INPUT = 2
-    """What was given: an option, a path, or what lies there, missing, damaged, not fitting, not to
-    be replaced.
-    """
-    MISSED = 3
-    """It ran, and parity, an accuracy budget or an engine's audit failed."""
+from dlm_runtime.exit_codes import ExitCode as ExitCode
 
 
 class DlmError(Exception):

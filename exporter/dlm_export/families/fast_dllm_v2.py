@@ -12,7 +12,7 @@ from dlm_export.families.base import Family, Overrides
 from dlm_export.families.reading import block_length
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
-from dlm_runtime.policy import PRESETS
+from dlm_runtime.presets import PRESETS
 
 MASK = "|<MASK>|"
 

@@ -21,7 +21,7 @@ from dlm_export.network.spec import (
 )
 from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError, ExitCode
-from dlm_runtime.policy import presets_for
+from dlm_runtime.presets import presets_for
 
 # LLaDA-8B (arXiv:2502.09992): 32 layers, 32 heads of 128, d 4096, MLP 12288, vocabulary 126464,
 # untied head.

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from dlm_export.checkpoints.tokenizer import QWEN2_SPLIT  # noqa: E402
 from dlm_export.text.compiled import compile_text  # noqa: E402
-from dlm_runtime.policy import PRESETS  # noqa: E402
+from dlm_runtime.presets import PRESETS  # noqa: E402
 from dlm_runtime.text.tokenizer import Tokenizer  # noqa: E402
 
 CHAT = (
