@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 import dlm_runtime
-from dlm_export.bundle import read_manifest
+from dlm_export.bundle.manifest import read_manifest
 from dlm_runtime import BundleError, RequestError
 
 LARGE = "large.bin"
