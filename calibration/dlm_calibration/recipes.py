@@ -74,6 +74,13 @@ class LayerFormat:
         """
         return self.weights == "int4" and self.is_dynamic
 
+    @property
+    def has_signed_scales(self) -> bool:
+        """Whether a scale may be negative. Only our own kernels and functions compute this format;
+        other engines expect positive scales.
+        """
+        return self.weights == "int4" and self.is_dynamic
+
     def weight_bytes(self, inputs: int, outputs: int) -> int:
         """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision
         counts as fp32.

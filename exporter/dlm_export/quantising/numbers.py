@@ -231,9 +231,13 @@ class Quantisation:
     ) -> QuantisedWeight:
         """A matrix rounded to nearest in a layer format; ``amax``: see ``quantise_weight``."""
         assert chosen.weights is not None
-        scale_dtype = self._scales_in(chosen)
         return quantise_weight(
-            w, chosen.weights, group_size=chosen.group_size, amax=amax, scale_dtype=scale_dtype
+            w,
+            chosen.weights,
+            group_size=chosen.group_size,
+            amax=amax,
+            scale_dtype=self._scales_in(chosen),
+            is_signed=chosen.has_signed_scales,
         )
 
     def _scales_in(self, chosen: LayerFormat) -> ScaleType:
@@ -249,6 +253,7 @@ class Quantisation:
             "format": chosen.weights,
             "group_size": chosen.group_size,
             "scale_dtype": self._scales_in(chosen),
+            "is_signed": chosen.has_signed_scales,
         }
         if expert is None:
             self.solved[layer] = gptq.gptq(self.matrix(layer), factor, **options)
