@@ -241,8 +241,8 @@ def int4_scales(
     """fp32 scales ``[G, N]`` of finite fp32 groups ``[G, size, N]`` whose largest absolute values
     are ``amax`` ``[G, N]``.
 
-    Of six, from amax / 7 to amax / 9.5, the one that leaves the least weighted squared error; the
-    largest of equals. A value's error counts by its square, as in llama.cpp's IQ4_NL, times
+    Chooses among six, from amax / 7 to amax / 9.5, by the least weighted squared error; the largest
+    of equals. A value's error counts by its square, as in llama.cpp's IQ4_NL, times
     ``weights`` ``[G, size, N]`` or what broadcasts to it: clipping large weights costs a network
     more than the plain error says (figures in BENCHMARKS.md). With ``is_signed`` the scale is
     negative where the largest value is positive, so that this value gets a negative code: there are
