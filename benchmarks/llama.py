@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 
 # llama.h, enum llama_ftype
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K_M": 15, "Q5_K_M": 17}
+FILE_TYPES = {
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q4_K_S": 14,
+    "Q4_K_M": 15,
+    "Q5_K_M": 17,
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+}
 _callback: Any = None  # llama.cpp keeps the pointer, so the callback has to live
 
 

@@ -9,6 +9,7 @@ weights have. Tensor names and the order of query and key rows are those of llam
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,20 @@ def gguf_path() -> Path:
 class GgufParameters:
     """A Llama's GGUF under the denoiser's parameter names, dequantised once: 0.5 GB that stays."""
 
-    def __init__(self, reader: gguf.GGUFReader, network: NetworkSpec) -> None:
+    def __init__(
+        self, reader: gguf.GGUFReader, network: NetworkSpec, *, fill_steps: bool = False
+    ) -> None:
         tensors = {tensor.name: tensor for tensor in reader.tensors}
+        read = _filled(np.random.default_rng(0)) if fill_steps else _dequantised
         self._values = {}
         for parameter in network.parameters():
             module = parameter.removesuffix(".weight")
             if module in OUTSIDE:
-                self._values[parameter] = _dequantised(tensors[f"{OUTSIDE[module]}.weight"])
+                self._values[parameter] = read(tensors[f"{OUTSIDE[module]}.weight"])
                 continue
             _, i, inner = module.split(".", 2)  # blocks.I.INNER
             attention = network.layers[int(i)].attention
-            value = _dequantised(tensors[f"blk.{i}.{TENSORS[inner]}.weight"])
+            value = read(tensors[f"blk.{i}.{TENSORS[inner]}.weight"])
             if inner in ("attention.q", "attention.k"):
                 value = _halves(
                     value, attention.heads if inner == "attention.q" else attention.kv_heads
@@ -75,6 +79,27 @@ def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
     return found
 
 
+def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarray]:
+    """Reads Q4_1 and Q8_0 as weights that were not rounded may have been: each is moved by chance by
+    up to half a step.
+    """
+
+    def read(tensor: gguf.ReaderTensor) -> np.ndarray:
+        value = _dequantised(tensor)
+        if value.ndim == 1:
+            return value
+        elements, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+        assert tensor.tensor_type.name in ("Q4_1", "Q8_0"), tensor.tensor_type
+        # A group of either begins with its step in fp16.
+        groups = np.ascontiguousarray(tensor.data).reshape(-1, size)
+        steps = groups[:, :2].copy().view(np.float16).astype(np.float32)
+        moved = rng.uniform(-0.5, 0.5, (len(groups), elements)).astype(np.float32) * steps
+        found: np.ndarray = value + moved.reshape(value.shape)
+        return found
+
+    return read
+
+
 def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows ``[heads * D, in]`` in the order for RoPE over pairs D / 2 apart; llama.cpp's turns
     neighbours.
@@ -86,8 +111,11 @@ def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
     return ordered
 
 
-def open_smollm2() -> Source:
-    """The network, its weights and its tokenizer, all from the GGUF."""
+def open_smollm2(*, fill_steps: bool = False) -> Source:
+    """The network, its weights and its tokenizer, all from the GGUF.
+
+    ``fill_steps``: matrices are read with noise of half a step, so that they lie on no grid.
+    """
     path = gguf_path()
     reader = gguf.GGUFReader(path)
 
@@ -125,7 +153,13 @@ def open_smollm2() -> Source:
         {},
     )
     return Source(
-        path.parent, network, GgufParameters(reader, network), text, dict(PRESETS), "dream", "fp32"
+        path.parent,
+        network,
+        GgufParameters(reader, network, fill_steps=fill_steps),
+        text,
+        dict(PRESETS),
+        "dream",
+        "fp32",
     )
 
 

@@ -342,21 +342,30 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
     assert (error <= np.maximum(allowed, tiny) * (1 + 1e-5)).all()
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-30, 0.02, 1e30]), st.booleans())
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1e-30, 0.02, 1e30]),
+    st.booleans(),
+    st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
 def test_int4_scales_leave_the_least_error_of_their_choices(
-    seed: int, largest: float, is_counted: bool
+    seed: int, largest: float, is_counted: bool, is_signed: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     w = (rng.standard_t(3, (2, 16, 5)) * largest).astype(np.float32)
     counts = rng.uniform(0.1, 9, (16, 1)) if is_counted else np.ones((16, 1))
     amax = np.abs(w).max(1)
-    chosen = int4_scales(w, amax, weights=counts.astype(np.float32) if is_counted else None)
-    levels = np.array([7, 7.5, 8, 8.5, 9])
-    scales = amax[..., None].astype(np.float64) / levels  # [G, N, choices]
+    weights = counts.astype(np.float32) if is_counted else None
+    chosen = int4_scales(w, amax, weights=weights, is_signed=is_signed)
+    levels = np.array([7, 7.5, 8, 8.5, 9, 9.5])
+    range_of = np.where(is_signed & (w.max(1) == amax), -amax, amax)
+    scales = range_of[..., None].astype(np.float64) / levels  # [G, N, choices]
     codes = np.clip(np.rint(w[..., None] / scales[:, None]), -8, 7)
     error = (
-        counts[..., None] * (codes * scales[:, None] / largest - w[..., None] / largest) ** 2
+        counts[..., None]
+        * (w[..., None] / largest) ** 2
+        * (codes * scales[:, None] / largest - w[..., None] / largest) ** 2
     ).sum(1)
     found = np.abs(scales - chosen[..., None]).argmin(-1)
     assert np.allclose(

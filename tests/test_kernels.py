@@ -675,7 +675,7 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
 ) -> None:
     rng = np.random.default_rng(seed)
     w = rng.normal(size=(8 * pairs, columns)).astype(np.float32)
-    weight = quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16)
+    weight = quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16, is_signed=True)
     weight.codes[...] = rng.integers(
         -8, 8, weight.codes.shape
     )  # those that no weight rounds to as well

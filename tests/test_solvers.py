@@ -145,12 +145,14 @@ def test_awq_on_inputs_of_zeros_changes_nothing() -> None:
 
 
 def _gptq_by_elimination(
-    w: np.ndarray, hessian: np.ndarray, group_size: int, format: str
+    w: np.ndarray, hessian: np.ndarray, group_size: int, format: str, *, is_signed: bool
 ) -> np.ndarray:
     """OBQ's own recurrence, rows in order: an inverse that shrinks by one row at a time, in
     float64, no batches.
     """
-    low, high, levels = (-8, 7, (7, 7.5, 8, 8.5, 9)) if format == "int4" else (-127, 127, (127,))
+    low, high, levels = (
+        (-8, 7, (7, 7.5, 8, 8.5, 9, 9.5)) if format == "int4" else (-127, 127, (127,))
+    )
     inverses = [np.linalg.inv(hessian)]
     for _ in range(len(w) - 1):
         inverse = inverses[-1]
@@ -162,10 +164,14 @@ def _gptq_by_elimination(
     for i, inverse in enumerate(inverses):
         if i % group_size == 0:
             group = left[i : i + group_size]
-            choices = [np.abs(group).max(axis=0) / level for level in levels]
+            largest = np.abs(group).max(axis=0)
+            if is_signed:
+                largest = np.where(group.max(axis=0) == largest, -largest, largest)
+            choices = [largest / level for level in levels]
             errors = [
                 (
                     counts[i : i + group_size]
+                    * group**2
                     * (np.clip(np.rint(group / c), low, high) * c - group) ** 2
                 )
                 for c in choices
@@ -177,17 +183,23 @@ def _gptq_by_elimination(
 
 
 @pytest.mark.parametrize(
-    ("format", "rows", "group_size"),
-    [("int4", 96, 32), ("int4", 300, 64), ("int4", 150, 40), ("int8", 300, None)],
+    ("format", "rows", "group_size", "is_signed"),
+    [
+        ("int4", 96, 32, False),
+        ("int4", 96, 32, True),
+        ("int4", 300, 64, False),
+        ("int4", 150, 40, True),
+        ("int8", 300, None, False),
+    ],
 )
 def test_gptq_equals_the_recurrence_it_reorders(
-    format: str, rows: int, group_size: int | None
+    format: str, rows: int, group_size: int | None, is_signed: bool
 ) -> None:
     x, w = _correlated(2 * rows, rows), _weight(rows, 6)
     gram = x.T @ x
-    ours = gptq(w, gram, format=format, group_size=group_size).dequantise()
+    ours = gptq(w, gram, format=format, group_size=group_size, is_signed=is_signed).dequantise()
     damped = gram.astype(np.float64) + 0.01 * np.mean(np.diag(gram)) * np.eye(rows)
-    expected = _gptq_by_elimination(w, damped, group_size or rows, format)
+    expected = _gptq_by_elimination(w, damped, group_size or rows, format, is_signed=is_signed)
     # A value half way between two codes may fall either way in fp32, and takes the rows behind it
     # along in its column.
     assert (np.abs(ours - expected).max(axis=0) < 1e-4).mean() >= 0.8

@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,16 +18,19 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from checkpoints import a2d_qwen3_config, sdar_config, write_checkpoint
+from checkpoints import a2d_qwen3_config, fast_dllm_v2_config, sdar_config, write_checkpoint
 from click.testing import CliRunner
 from engine_bundles import SMALL, gpu_bundle, read_manifest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from test_kernels import choices
 
 import dlm_runtime
+from dlm_calibration import metrics
 from dlm_calibration.formats import FP16, QuantisedWeight, quantise_weight
 from dlm_calibration.recipes import RecipeError
+from dlm_export import families
 from dlm_export.build import BuildOptions
 from dlm_export.build import build as build_bundle
 from dlm_export.cli import main
@@ -34,6 +39,9 @@ from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS
 from dlm_export.judging.accuracy.verdict import Budgets
 from dlm_export.judging.precision_search.search import AutoOptions
+from dlm_export.judging.sides.bundle import BundlePredictor
+from dlm_export.judging.sides.side import finite_logits
+from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.sources import open_source
 from dlm_runtime.abi import native as _native
 
@@ -45,7 +53,7 @@ def table_of(group_size: int, seed: int) -> QuantisedWeight:
     w = np.random.default_rng(seed).normal(size=(HIDDEN, VOCABULARY)).astype(np.float32)
     if group_size == 0:
         return quantise_weight(w, "int8")
-    return quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16)
+    return quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16, is_signed=True)
 
 
 def lookup_model(weight: QuantisedWeight) -> bytes:
@@ -467,3 +475,74 @@ def test_onnxruntime_on_a_gpu_multiplies_by_the_table_as_it_is_stored(
     )
     # The CPU's Gemm adds up in fp16 what its MatMul adds up in fp32.
     np.testing.assert_allclose(device, judged, atol=0.01 * np.abs(judged).max())
+
+
+def untied_twin(tied: Path, folder: Path) -> Path:
+    """The same denoiser with the table stored twice: once to look tokens up in, once as the head."""
+    config = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": False}
+    tensors = load_file(tied / "model.safetensors")
+    (table,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    head = {"lm_head.weight": tensors[table].clone()}
+    save_file(tensors | head, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
+    """How much the loss grows by quantising, in nats a masked position.
+
+    The loss is that on text drawn from the denoiser in full precision: its mean increase is the
+    divergence between the two, which needs no drawing.
+    """
+    options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
+    build_bundle(checkpoint, folder, options)
+    source = open_source(checkpoint)
+    reference = TorchPredictor(families.load(source.parameters, source.network), "reference")
+    rng, mask, found = np.random.default_rng(5), source.network.mask_token_id, []
+    with dlm_runtime.open(folder, threads=1) as bundle:
+        for share in (0.3, 0.6, 0.9):
+            canvas = rng.integers(0, 100, 64)
+            positions = np.flatnonzero(rng.random(64) < share)
+            canvas[positions] = mask
+            sides = (reference, BundlePredictor(bundle, "bundle"))
+            rows = [finite_logits(side, canvas, positions) for side in sides]
+            found.append(
+                metrics.divergence(*(metrics.log_probabilities(row, mask) for row in rows))
+            )
+    return float(np.concatenate(found).mean())
+
+
+# Formats in which the table is quantised, and such as leave it alone.
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        *((sdar_config, precision) for precision in ("fp32", "int8", "int4", "int4-rtn", "fp8")),
+        (sdar_config, "head in int4"),
+        (a2d_qwen3_config, "int8"),
+        (a2d_qwen3_config, "head in int4"),
+        (fast_dllm_v2_config, "int8"),
+        (fast_dllm_v2_config, "head in int4"),
+    ],
+)
+def test_sharing_a_table_costs_as_much_as_rounding_its_rows_once(
+    family: Callable[..., dict[str, Any]], precision: str, tmp_path: Path
+) -> None:
+    """A tied table rounds what is looked up as well, where an untied one looks up exact rows.
+
+    The looked-up rows are one more operand with an error of the same relative size. They enter
+    everything that follows, so here they cost up to 0.9 times as much as all other roundings
+    together. A loss grows with the square of an error: rows that were twice as coarse as the head's
+    format would cost four times as much, and exceed the limit of 1.5 times.
+    """
+    recipe = precision
+    if precision == "head in int4":
+        recipe = str(tmp_path / "mine.toml")
+        Path(recipe).write_text('[layers]\n"*" = "int4-g32-dynamic"\n')
+    config = family(tie_word_embeddings=True, mask_token_id=150)
+    tied = write_checkpoint(tmp_path / "tied", config)
+    untied = untied_twin(tied, tmp_path / "untied")
+    shared = judged_increase(tied, tmp_path / "tied.bundle", recipe)
+    apart = judged_increase(untied, tmp_path / "untied.bundle", recipe)
+    print(f"{precision}: {shared:.3g} nats shared, {apart:.3g} apart")
+    assert shared <= 2.5 * apart + 1e-6

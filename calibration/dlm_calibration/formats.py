@@ -42,9 +42,9 @@ _SMALLEST_E4M3 = np.float32(2**-9)
 # zero on some devices. NVFP4 multiplies its tensor scale by group scales down to 2**-9, and the
 # product has to stay a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
-_INT4_RANGES = tuple(np.float32(7 / level) for level in (7, 7.5, 8, 8.5, 9))
-"""Ranges that int4's scales are chosen from, in shares of a group's largest value: it falls on 7 or
--7, on -8, or beyond.
+_INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
+"""Codes, in magnitude, that int4's scales may put a group's largest value on. Beyond the last code it
+saturates, which costs less than steps that are coarser for the whole group.
 """
 SMALLEST_FP16_SCALE = np.float32(
     2.0**-20
@@ -69,7 +69,8 @@ class QuantisedWeight:
 
     | format | ``codes`` | ``scales`` |
     | int8 | int8 [K, N] | fp32 [N] |
-    | int4 | ml_dtypes.int4 [K, N] | fp32 [ceil(K / group_size), N]; the last group may be short |
+    | int4 | ml_dtypes.int4 [K, N] | fp32 [ceil(K / group_size), N], of either sign; the last group may
+    be short |
     | fp8 | ml_dtypes.float8_e4m3fn [K, N] | fp32 [N] |
     | nvfp4 | uint8 0..15 [N, K], E2M1 | ml_dtypes.float8_e4m3fn [N, K / 16] |
 
@@ -137,6 +138,7 @@ def quantise_weight(
     group_size: int | None = None,
     amax: np.ndarray | float | None = None,
     scale_dtype: ScaleType = FP32,
+    is_signed: bool = False,
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` (any float dtype; rounded from its fp32 value), half to even.
 
@@ -147,6 +149,7 @@ def quantise_weight(
     broadcasts to the scales' shape (nvfp4: a scalar), which int4 divides by 7. Values beyond it
     saturate. Where the range is zero the scale is 1 and the codes are 0. ``scale_dtype`` is what
     the graph holds scales in: they are rounded to it before codes are chosen, and stay fp32 here.
+    ``is_signed``: int4's scales may be negative; other formats do not use it.
 
     Raises QuantisationError for an unknown format, a group size or K that the format does not take,
     and values or ranges that are not finite.
@@ -173,7 +176,9 @@ def quantise_weight(
             _by_group(block, size), _by_group(done, size), strict=True
         ):
             if format == "int4" and given is None:
-                found[groups] = int4_scales(values, ranges[groups], scale_dtype)
+                found[groups] = int4_scales(
+                    values, ranges[groups], scale_dtype, is_signed=is_signed
+                )
             into[...] = encode(values, found[groups, None], format)
         scales.reshape(-1, columns)[:, at] = found
         _put(codes[:, at], done)
@@ -220,25 +225,36 @@ def int4_scales(
     amax: np.ndarray,
     scale_dtype: ScaleType = FP32,
     weights: np.ndarray | None = None,
+    *,
+    is_signed: bool = False,
 ) -> np.ndarray:
     """fp32 scales ``[G, N]`` of finite fp32 groups ``[G, size, N]`` whose largest absolute values
     are ``amax`` ``[G, N]``.
 
-    Of five, from amax / 7 to amax / 9, the one that leaves the least squared error, each row's
-    counting ``weights`` ``[G, size, N]`` or what broadcasts to it; the largest of equals.
+    Chooses among six, from amax / 7 to amax / 9.5, by the least weighted squared error; the largest
+    of equals. A value's error counts by its square, as in llama.cpp's IQ4_NL, times
+    ``weights`` ``[G, size, N]`` or what broadcasts to it: clipping large weights costs a network
+    more than the plain error says (figures in BENCHMARKS.md). With ``is_signed`` the scale is
+    negative where the largest value is positive, so that this value gets a negative code: there are
+    eight of these, and seven positive ones.
     """
-    widest = best = scales_of(amax, "int4", scale_dtype)
-    least = np.full_like(best, np.inf)
-    for share in _INT4_RANGES:
-        scales = scales_of(amax * share, "int4", scale_dtype)
+    widest = scales_of(amax, "int4", scale_dtype)
+    sign = np.float32(1)
+    if is_signed:
+        sign = np.where(values.max(1) > -values.min(1), np.float32(-1), np.float32(1))
+    best, least = widest * sign, np.full_like(widest, np.inf)
+    counted = np.square(values / widest[:, None])
+    if weights is not None:
+        counted *= weights
+    for level in _INT4_LEVELS:
+        scales = scales_of(amax * np.float32(7 / level), "int4", scale_dtype) * sign
         exact = values / scales[:, None]
         error = np.rint(exact)
         np.clip(error, *_CODE_LIMITS["int4"], out=error)
         error -= exact
         # in steps, which are of about one size: no magnitude of weights leaves fp32's range
         error *= error
-        if weights is not None:
-            error *= weights
+        error *= counted
         with np.errstate(
             over="ignore", invalid="ignore"
         ):  # a range below the smallest scale's, whose scale is 1, never wins

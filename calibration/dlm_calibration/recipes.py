@@ -117,7 +117,8 @@ def _int4(group_size: int) -> dict[str, str]:
     return {"*": "int8-dynamic", "blocks.*": f"int4-g{group_size}-dynamic"}
 
 
-_BY_ROWS = "activations per row in each pass; the head in INT8"
+_BY_ROWS = "activations per row in each pass"
+_HEAD = "; the head in INT8"
 _MIXED = {"blocks.*.mlp.*": "nvfp4", "blocks.*.attention.*": "fp8"}
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -139,23 +140,31 @@ RECIPES: dict[str, Recipe] = {
             solver="gptq",
         ),
         _recipe(
-            "int4", f"INT4 weights in groups of 32, GPTQ, {_BY_ROWS}", _int4(32), solver="gptq"
+            "int4",
+            f"INT4 weights in groups of 32, the head too, GPTQ, {_BY_ROWS}",
+            {"*": "int4-g32-dynamic"},
+            solver="gptq",
         ),
         _recipe(
-            "int4-rtn", f"INT4 weights in groups of 32, round to nearest, {_BY_ROWS}", _int4(32)
+            "int4-rtn",
+            f"INT4 weights in groups of 32, round to nearest, {_BY_ROWS}{_HEAD}",
+            _int4(32),
         ),
         _recipe(
-            "int4-awq", f"INT4 weights in groups of 32, AWQ, {_BY_ROWS}", _int4(32), solver="awq"
+            "int4-awq",
+            f"INT4 weights in groups of 32, AWQ, {_BY_ROWS}{_HEAD}",
+            _int4(32),
+            solver="awq",
         ),
         _recipe(
             "int4-g64-dynamic",
-            f"INT4 weights in groups of 64, GPTQ, {_BY_ROWS}",
+            f"INT4 weights in groups of 64, GPTQ, {_BY_ROWS}{_HEAD}",
             _int4(64),
             solver="gptq",
         ),
         _recipe(
             "int4-g128-dynamic",
-            f"INT4 weights in groups of 128, GPTQ, {_BY_ROWS}",
+            f"INT4 weights in groups of 128, GPTQ, {_BY_ROWS}{_HEAD}",
             _int4(128),
             solver="gptq",
         ),

@@ -96,6 +96,13 @@ class LayerFormat:
         return self.weights == "int4" and self.is_dynamic
 
     @property
+    def has_signed_scales(self) -> bool:
+        """Whether a scale may be negative. Only our own kernels and functions compute this format;
+        other engines expect positive scales.
+        """
+        return self.weights == "int4" and self.is_dynamic
+
+    @property
     def suits_table(self) -> bool:
         """Whether a CPU can look rows up in this format, as the table of a tied head needs."""
         return self.weights in (None, "fp8") or self.is_dynamic

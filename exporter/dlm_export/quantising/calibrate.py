@@ -205,15 +205,14 @@ def _sweep(
                 )
             carried.through(i, block, keep=keep)
         elif here:
-            masked = [np.flatnonzero(is_masked) for is_masked in seen.is_masked]
-            for number, features in enumerate(carried.features(masked)):
+            for number, features in enumerate(carried.features(seen.predicted)):
                 seen.look(
                     observers["head"],
                     grams.get("head"),
                     False,
                     features[None],
                     (number,),
-                    rows=masked[number],
+                    rows=seen.predicted[number],
                 )
         observers.check(here)
         return entered
@@ -296,6 +295,12 @@ class _Seen:
     def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
         self.states = states
         self.is_masked = [state.canvas == mask_token_id for state in states]
+        self.predicted = [np.flatnonzero(is_masked) for is_masked in self.is_masked]
+        """Positions that the head reads: those with a mask token, or all if there are none in any
+        state, as in clean text.
+        """
+        if not any(map(len, self.predicted)):
+            self.predicted = [np.arange(len(is_masked)) for is_masked in self.is_masked]
         self.device = device
 
     def look(

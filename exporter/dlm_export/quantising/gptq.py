@@ -120,13 +120,15 @@ def gptq(
     group_size: int | None = None,
     amax: np.ndarray | float | None = None,
     scale_dtype: ScaleType = FP32,
+    is_signed: bool = False,
 ) -> QuantisedWeight:
     """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least for the inputs behind ``factor``
     (``inverse_factor``).
 
     int4 (groups of ``group_size`` rows, 128 unless given) and nvfp4 (of 16): a group is scaled when
     it begins, from the weights as corrected so far; int8 and fp8: one scale a column. ``amax``
-    replaces the ranges found of a column, or of nvfp4's tensor. Layers that share an input share a
+    replaces the ranges found of a column, or of nvfp4's tensor. ``is_signed``: int4's scales may be
+    negative. Layers that share an input share a
     factor. Raises QuantisationError for unknown formats, shapes that do not match, and weights that
     are not finite. Time: K^2 N multiply-adds.
     """
@@ -167,7 +169,11 @@ def gptq(
                             local.diagonal()[i : i + size, None] ** -2.0
                         )  # what is left of a row's error in the end
                         scales[group] = int4_scales(
-                            now[None, i : i + size], largest[None], scale_dtype, counts
+                            now[None, i : i + size],
+                            largest[None],
+                            scale_dtype,
+                            counts,
+                            is_signed=is_signed,
                         )[0]
                     else:
                         scales[group] = nvfp4_group_scales(largest, global_scale)

@@ -22,7 +22,7 @@ from dlm_calibration.formats import (
     with_scales,
 )
 from dlm_calibration.observers import Observers
-from dlm_calibration.pieces import Index, Lazy
+from dlm_calibration.pieces import Index, Lazy, slices
 from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat, Recipe
 from dlm_export import families
 from dlm_export.families.base import Parameters, later
@@ -30,6 +30,8 @@ from dlm_export.network.spec import EMBEDDING, HEAD, LinearSpec, NetworkSpec
 from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Reached, member
 from dlm_export.quantising.solved import Solved
+
+_HEAD_COLUMNS = 1 << 14  # of a head that are solved at a time
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
@@ -231,9 +233,13 @@ class Quantisation:
     ) -> QuantisedWeight:
         """A matrix rounded to nearest in a layer format; ``amax``: see ``quantise_weight``."""
         assert chosen.weights is not None
-        scale_dtype = self._scales_in(chosen)
         return quantise_weight(
-            w, chosen.weights, group_size=chosen.group_size, amax=amax, scale_dtype=scale_dtype
+            w,
+            chosen.weights,
+            group_size=chosen.group_size,
+            amax=amax,
+            scale_dtype=self._scales_in(chosen),
+            is_signed=chosen.has_signed_scales,
         )
 
     def _scales_in(self, chosen: LayerFormat) -> ScaleType:
@@ -249,7 +255,21 @@ class Quantisation:
             "format": chosen.weights,
             "group_size": chosen.group_size,
             "scale_dtype": self._scales_in(chosen),
+            "is_signed": chosen.has_signed_scales,
         }
+        if layer == HEAD and chosen.weights != "nvfp4":
+            # Columns do not depend on each other, and all of them in fp32 would be gigabytes.
+            stored = self._stored(layer)
+            pieces = [
+                gptq.gptq(np.ascontiguousarray(stored[:, at], FP32), factor, **options)
+                for at in slices(stored.shape[1], _HEAD_COLUMNS)
+            ]
+            self.solved[layer] = replace(
+                pieces[0],
+                codes=np.concatenate([piece.codes for piece in pieces], 1),
+                scales=np.concatenate([piece.scales for piece in pieces], -1),
+            )
+            return
         if expert is None:
             self.solved[layer] = gptq.gptq(self.matrix(layer), factor, **options)
             return

@@ -1,0 +1,210 @@
+"""Trained networks whose weights are replaced by rounded ones and judged in torch, in fp32.
+
+Only the weights' format differs: activations, norms and an untied embedding table stay as they
+are. The demos are judged by the loss at masked positions of held-out commands, each masked at seven
+ratios. SmolLM2 is autoregressive, and judged by the loss of the next token on text of the Jargon
+File.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from real_weights import FOLDER, TEXT, WINDOW, passages, spread
+from shapes import ROOT
+from smollm2 import open_smollm2
+from torch.utils.hooks import RemovableHandle
+
+from dlm_calibration import metrics
+from dlm_calibration.recipes import Recipe
+from dlm_calibration.states import State
+from dlm_export import families
+from dlm_export.building.writing import write_text
+from dlm_export.judging.masked import MaskedCanvas, masked_canvases
+from dlm_export.judging.predictors import finite_logits
+from dlm_export.judging.torch_predictor import TorchPredictor
+from dlm_export.network.spec import LinearSpec
+from dlm_export.quantising import calibrate, samples
+from dlm_export.quantising.numbers import Quantisation
+from dlm_export.quantising.samples import JUDGED_EVERY, CalibrationOptions
+from dlm_export.sources import Source, open_source
+from dlm_runtime.tokenizer import Tokenizer
+
+SEED = 0
+Weights = Callable[[LinearSpec], np.ndarray]
+
+
+class Subject(ABC):
+    """A network, what judges it, and the states that solvers calibrate on."""
+
+    def __init__(self, name: str, source: Source, options: CalibrationOptions) -> None:
+        self.name, self.source, self.options = name, source, options
+        self.layers = source.network.quantisable()
+        self.denoiser = families.load(source.parameters, source.network)
+        self.table = self.denoiser.embed.weight.clone() if source.network.tied_head else None
+        self.reference = self.logits()
+        self._states: list[State] | None = None
+        self._solved: dict[tuple[str, str, str], Quantisation] = {}
+
+    @abstractmethod
+    def logits(self) -> list[np.ndarray]:
+        """Logits of everything that is judged, a part for each of ``truth``."""
+
+    truth: list[np.ndarray]
+    whose: np.ndarray
+    """Of each prediction, the sample that it belongs to."""
+
+    def matrix(self, layer: LinearSpec) -> np.ndarray:
+        """A layer's weight fp32 ``[K, N]``."""
+        w = self.source.parameters.read(layer.weight, np.dtype(np.float32))
+        return w.T if layer.is_tied else w
+
+    def loss(self) -> float:
+        """The network's own, a mean over predictions."""
+        mask = self.source.network.mask_token_id
+        own = zip(self.reference, self.truth, strict=True)
+        losses = [
+            -np.take_along_axis(metrics.log_probabilities(logits, mask), truth[:, None], 1)
+            for logits, truth in own
+        ]
+        return float(np.concatenate(losses).mean())
+
+    def judge(self, weights: Weights, *, is_untied: bool = False) -> dict[str, Any]:
+        """Loss and agreement with these weights in place of the network's own.
+
+        ``is_untied``: a tied network looks tokens up in its own table, and only the head has the
+        weight that is given.
+        """
+        with torch.no_grad():
+            for layer in self.layers.values():
+                w = weights(layer)
+                self.denoiser.get_parameter(layer.weight).copy_(
+                    torch.from_numpy(np.ascontiguousarray(w.T if layer.is_tied else w))
+                )
+        exact = self._look_up_exactly() if is_untied else None
+        found = self.logits()
+        if exact is not None:
+            exact.remove()
+        mask = self.source.network.mask_token_id
+        parts = [
+            metrics.compare_rows(*compared, mask)
+            for compared in zip(self.reference, found, self.truth, strict=True)
+        ]
+        count = int(self.whose.max()) + 1
+        return metrics.summarise(metrics.Rows.join(parts), self.whose, count, SEED)
+
+    def _look_up_exactly(self) -> RemovableHandle:
+        """Read rows of the tied table as they were; the head goes on with the rounded ones."""
+        table = self.table
+        assert table is not None
+        return self.denoiser.embed.register_forward_hook(
+            lambda _, inputs, __: torch.nn.functional.embedding(inputs[0], table)
+        )
+
+    def tokenizer(self) -> Tokenizer | None:
+        with tempfile.TemporaryDirectory() as folder:
+            return write_text(self.source.text, Path(folder)).tokenizer
+
+    def ours(self, solver: str, name: str, layers: str) -> Quantisation:
+        """The layers of a pattern in one of ``FORMATS``, rounded by a solver, kept for the next
+        call.
+        """
+        key = solver, name, layers
+        if key not in self._solved:
+            recipe = Recipe(name, ((layers, name),), solver=solver)
+            formats = recipe.formats(list(self.layers))
+            states = self.states() if recipe.needs_states(formats) else []
+            self._solved[key] = calibrate.calibrate(
+                self.source.parameters,
+                self.source.network,
+                recipe,
+                formats,
+                states,
+                lambda: None,
+            )
+        return self._solved[key]
+
+    def states(self) -> list[State]:
+        """Calibration states, made once."""
+        if self._states is None:
+            source, options = self.source, self.options
+            data = samples.load_data(source.network, source.path, self.tokenizer(), options)
+            layered = families.layered(source.parameters, source.network)
+            self._states = list(
+                samples.calibration_states(source, layered, data, options, lambda: None)
+            )
+        return self._states
+
+
+class Demo(Subject):
+    """A demo denoiser on ``count`` held-out commands."""
+
+    def __init__(self, folder: str, data: str, count: int) -> None:
+        source = open_source(ROOT / "examples" / folder)
+        path = ROOT / "examples" / "demo" / data
+        with tempfile.TemporaryDirectory() as texts:
+            tokenizer = write_text(source.text, Path(texts)).tokenizer
+        options = CalibrationOptions(path)
+        found = samples.load_data(
+            source.network, source.path, tokenizer, options, is_calibrating=False
+        )
+        side = TorchPredictor(families.load(source.parameters, source.network), folder)
+        policy = source.presets[source.default_preset]
+        self.canvases: list[MaskedCanvas] = [
+            canvas
+            for number, sample in enumerate(found.judging[:count])
+            for canvas in masked_canvases(
+                sample,
+                number,
+                side,
+                block_length=policy.block_length or 32,
+                limit=source.network.max_canvas_length,
+                seed=SEED,
+            )
+        ]
+        self.truth = [canvas.truth for canvas in self.canvases]
+        counts = [len(canvas.positions) for canvas in self.canvases]
+        self.whose = np.repeat([canvas.sample for canvas in self.canvases], counts)
+        super().__init__(folder, source, CalibrationOptions())
+
+    def logits(self) -> list[np.ndarray]:
+        side = TorchPredictor(self.denoiser, self.name)
+        return [finite_logits(side, canvas.canvas, canvas.positions) for canvas in self.canvases]
+
+
+class SmolLM2(Subject):
+    """SmolLM2 on ``count`` passages. With ``fill_steps`` the weights are first moved by chance
+    within the steps of the four-bit format that they come in, so that no format finds its own grid.
+    """
+
+    def __init__(self, count: int, *, fill_steps: bool) -> None:
+        source = open_smollm2(fill_steps=fill_steps)
+        assert source.text.tokenizer is not None
+        tokenizer = tokenizers.Tokenizer.from_str(source.text.tokenizer)
+        found = list(passages(gzip.decompress(TEXT.read_bytes()).decode(), tokenizer))
+        half = len(found) // 2
+        self.windows = np.array(
+            [tokenizer.encode(text).ids[:WINDOW] for text in spread(found[half:], count)]
+        )
+        self.truth = [window[1:] for window in self.windows]
+        self.whose = np.repeat(np.arange(count), WINDOW - 1)
+        data = FOLDER / "smollm2-calibration.jsonl"
+        calibrating = spread(found[:half], -(-16 * JUDGED_EVERY // (JUDGED_EVERY - 1)))
+        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
+        name = "SmolLM2, steps filled" if fill_steps else "SmolLM2"
+        super().__init__(name, source, CalibrationOptions(data, 16, source="text"))
+
+    @torch.no_grad()
+    def logits(self) -> list[np.ndarray]:
+        return [
+            self.denoiser(torch.from_numpy(window)[None])[0, :-1].numpy() for window in self.windows
+        ]
