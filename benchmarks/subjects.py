@@ -29,9 +29,9 @@ from dlm_calibration.recipes import Recipe
 from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.building.writing import write_text
-from dlm_export.judging.masked import MaskedCanvas, masked_canvases
-from dlm_export.judging.predictors import finite_logits
-from dlm_export.judging.torch_predictor import TorchPredictor
+from dlm_export.judging.accuracy.masked import MaskedCanvas, masked_canvases
+from dlm_export.judging.sides.side import finite_logits
+from dlm_export.judging.sides.torch import TorchPredictor
 from dlm_export.network.spec import LinearSpec
 from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.numbers import Quantisation
