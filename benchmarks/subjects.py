@@ -37,7 +37,7 @@ from dlm_export.quantising import calibrate, samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.quantising.samples import JUDGED_EVERY, CalibrationOptions
 from dlm_export.sources import Source, open_source
-from dlm_runtime.tokenizer import Tokenizer
+from dlm_runtime.text.tokenizer import Tokenizer
 
 SEED = 0
 Weights = Callable[[LinearSpec], np.ndarray]
