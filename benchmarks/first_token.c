@@ -38,6 +38,7 @@ int main(int argc, char** argv) {
   dlm_open_options open_options;
   dlm_open_options_init(&open_options, sizeof open_options);
   open_options.check_hashes = atoi(argv[2]);
+  open_options.threads = atoi(argv[5]);
   dlm_request request;
   dlm_request_init(&request, sizeof request);
   request.max_new_tokens = atoi(argv[4]);
@@ -67,7 +68,7 @@ int main(int argc, char** argv) {
   printf(
       "{\"main\": %.3f, \"open\": %.3f, \"first_pass\": %.3f, \"first_token\": %.3f, "
       "\"passes\": %" PRId32 ", \"anonymous_kib\": %ld, \"file_kib\": %ld}\n",
-      began, opened, first_pass, first_token, step.nfe, status_kib("RssAnon:"),
+      began, opened, first_pass, first_token, step->nfe, status_kib("RssAnon:"),
       status_kib("RssFile:"));
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
