@@ -252,7 +252,8 @@ def int4_scales(
     sign = np.float32(1)
     if is_signed:
         sign = np.where(values.max(1) > -values.min(1), np.float32(-1), np.float32(1))
-    best, least = widest * sign, np.full_like(widest, np.inf)
+    best: np.ndarray = widest * sign
+    least = np.full_like(widest, np.inf)
     counted = np.square(values / widest[:, None])
     if weights is not None:
         counted *= weights
