@@ -84,11 +84,11 @@ class Native(Contestant):
         nfe = max(one.nfe for one in done)
         return {
             "seconds": time.perf_counter() - began,
-            "selection_s": done[0].timings["selection"],
+            "selection_s": sum(one.timings["selection"] for one in done),
             "canvases": [one.tokens for one in done],
             "nfe": nfe,
             "timed_passes": nfe,
-            "cache_bytes": done[0].cache_bytes,
+            "cache_bytes": sum(one.cache_bytes for one in done),
         }
 
     def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:

@@ -11,7 +11,7 @@ int main(int argc, char** argv) {
     char message[2048] = "";
     dlm_bundle* bundle = NULL;
     dlm_open_options options;
-    dlm_open_options_init(&options);
+    dlm_open_options_init(&options, sizeof options);
     options.engine = argv[i];
     options.threads = 1;
     alarm(60); /* a hang ends the program; on a busy machine too, nothing takes as long */

@@ -650,7 +650,7 @@ def test_patterns_of_an_enum_stay_within_the_limits() -> None:
     }
     with pytest.raises(
         RequestError,
-        match=r"^schema: #/anyOf/0: pattern .*: regex: .*(memory_bytes|seconds|states)",
+        match=r"^schema: #/anyOf/0: pattern .*: regex: .*(memory_bytes|processor time|states)",
     ):
         schema.expression(found, limits=CompileLimits(seconds=1, memory_bytes=200 << 20))
 

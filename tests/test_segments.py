@@ -119,10 +119,15 @@ def test_a_batch_of_any_lengths_shares_its_passes(
             changes: dict[str, Any] = {"preset": preset, "max_new_tokens": 24, "stop": "none"}
             alone = [opened.generate(tokens=tokens, **changes) for tokens in given]
             together = opened.generate_batch(tokens=given, max_batch=4, **changes)
-            assert [(out.tokens, out.nfe) for out in together] == [
-                (out.tokens, out.nfe) for out in alone
-            ]
-            made, sum_of_all = sum(together[0].passes.values()), sum(out.nfe for out in alone)
-            # By the definitions every request's scores would be over the rows of all: there they go
-            # in lockstep, if at all.
-            assert made < sum_of_all if not kernels else made == sum_of_all
+            with opened.scheduler(max_running=4) as scheduler:
+                jobs = [scheduler.submit(tokens=tokens, **changes) for tokens in given]
+                scheduled = [job.result(60) for job in jobs]
+                stats = scheduler.stats
+            for outs in (together, scheduled):
+                assert [(out.tokens, out.nfe, out.passes) for out in outs] == [
+                    (out.tokens, out.nfe, out.passes) for out in alone
+                ]
+            assert stats.shares == sum(out.nfe for out in alone)
+            # By the definitions every request's scores would be over the rows of all: there they
+            # take turns.
+            assert stats.passes < stats.shares if not kernels else stats.passes == stats.shares

@@ -455,7 +455,9 @@ def test_a_file_of_another_version_is_refused() -> None:
 
 def _text(bundle: Bundle) -> C.c_void_p:
     text, message = C.c_void_p(), C.create_string_buffer(_native.MESSAGE_BYTES)
-    status = _native.library().dlm_bundle_text(bundle._handle, message, len(message), C.byref(text))
+    status = _native.library().dlm_bundle_text(
+        bundle._handle.pointer, message, len(message), C.byref(text)
+    )
     if status:
         raise _native.error(status, message.value)
     return text

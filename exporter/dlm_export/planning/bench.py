@@ -213,30 +213,44 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
     return {"ms": median, "quartiles_ms": [low, high]}
 
 
+def _seconds(results: Sequence[Generation]) -> float:
+    """That requests took together: what they share is divided among them."""
+    return sum(result.timings["total"] for result in results)
+
+
 @dataclass(frozen=True)
 class _Generation:
     prompt_tokens: int
     new_tokens: int
     preset: str
     changes: Mapping[str, Any]  # of the preset's policy
-    batch: int
-    result: Generation  # the round of median length, one of its requests
+    results: Sequence[Generation]  # of the round of median length, one of each request
+
+    @property
+    def seconds(self) -> float:
+        return _seconds(self.results)
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(result.cache_bytes for result in self.results)
 
     @property
     def tokens_per_s(self) -> float:
-        return self.batch * self.new_tokens / self.result.timings["total"]
+        return len(self.results) * self.new_tokens / self.seconds
 
     def as_batch(self, alone: _Generation) -> dict[str, Any]:
         return {
-            "batch": self.batch,
-            "seconds": self.result.timings["total"],
+            "batch": len(self.results),
+            "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
             "speedup": self.tokens_per_s / alone.tokens_per_s,
-            "cache_bytes": self.result.cache_bytes,
+            "cache_bytes": self.cache_bytes,
         }
 
     def as_dict(self) -> dict[str, Any]:
-        timings = self.result.timings
+        """Of a generation of one request."""
+        (result,) = self.results
+        timings = result.timings
         parts = {
             "engine": timings["prefill"] + timings["passes"],
             "selection": timings["selection"],
@@ -247,8 +261,8 @@ class _Generation:
             "new_tokens": self.new_tokens,
             "preset": self.preset,
             "changes": dict(self.changes),
-            "nfe": self.result.nfe,
-            "ms_per_pass": timings["total"] * 1e3 / max(1, self.result.nfe),
+            "nfe": result.nfe,
+            "ms_per_pass": timings["total"] * 1e3 / max(1, result.nfe),
             "tokens_per_s": self.tokens_per_s,
             "seconds": timings["total"],
             "parts": parts | {"other": timings["total"] - sum(parts.values())},
@@ -258,11 +272,11 @@ class _Generation:
 def _generate(
     bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress
 ) -> _Generation:
-    """Rounds of one request."""
+    """Rounds of ``batch`` requests."""
     request = _request(bundle, options, preset, batch)
     results = []
     for _ in range(rounds):
-        results.append(bundle.generate_batch(**request)[0])
+        results.append(bundle.generate_batch(**request))
         progress.advance()
     return _median(request, options, preset, results)
 
@@ -351,12 +365,14 @@ def _time_requests(
 
 
 def _median(
-    request: Mapping[str, Any], options: BenchOptions, preset: str, results: Sequence[Generation]
+    request: Mapping[str, Any],
+    options: BenchOptions,
+    preset: str,
+    rounds: Sequence[Sequence[Generation]],
 ) -> _Generation:
-    prompts = request["tokens"]
-    median = sorted(results, key=lambda result: result.timings["total"])[len(results) // 2]
+    median = sorted(rounds, key=_seconds)[len(rounds) // 2]
     return _Generation(
-        len(prompts[0]), request["max_new_tokens"], preset, options.policy, len(prompts), median
+        len(request["tokens"][0]), request["max_new_tokens"], preset, options.policy, median
     )
 
 
@@ -375,16 +391,16 @@ def side_by_side(
         opened = [stack.enter_context(options.opening.open(path)) for path in paths]
         preset = options.preset or opened[0].manifest["loop"]["default_preset"]
         requests = [_request(bundle, options, preset, 1) for bundle in opened]
-        results: list[list[Generation]] = [[] for _ in opened]
+        results: list[list[list[Generation]]] = [[] for _ in opened]
         progress.start("generate", (1 + options.rounds) * len(opened))
         for _ in range(1 + options.rounds):
             for bundle, request, found in zip(opened, requests, results, strict=True):
-                found.append(bundle.generate_batch(**request)[0])
+                found.append(bundle.generate_batch(**request))
                 progress.advance()
         told = []
         for bundle, request, (_, *found) in zip(opened, requests, results, strict=True):
             milliseconds = _milliseconds(
-                [result.timings["total"] / max(1, result.nfe) for result in found]
+                [result.timings["total"] / max(1, result.nfe) for (result,) in found]
             )
             passes = {
                 "ms_per_pass": milliseconds["ms"],
@@ -408,7 +424,7 @@ def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) 
         for name, entry in manifest["files"].items()
         if name in (graph, f"{graph}.data")
     )
-    peak, cache = peak_rss_bytes(), generation.result.cache_bytes
+    peak, cache = peak_rss_bytes(), generation.cache_bytes
     return {
         "peak_rss_bytes": peak,
         "weights_bytes": weights,

@@ -1,5 +1,4 @@
 // dlm_request as a checked request of the core: tokens, policy, constraint, limits, text.
-#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -40,26 +39,20 @@ void check_options(const dlm_request& request) {
          "text = %d is not one of DLM_TEXT_NONE, DLM_TEXT_RESULT and DLM_TEXT_STEPS", request.text);
 }
 
-// The given tokens, encoded if they are text.
-std::vector<int32_t> given_tokens(dlm_bundle& bundle, const dlm_request& request) {
+// The given prompt or chat, encoded; empty if the request gives tokens, or nothing.
+std::vector<int32_t> encode_given(dlm_bundle& bundle, const dlm_request& request) {
   const bool has_tokens = request.tokens != nullptr || request.token_count > 0,
              has_prompt = request.prompt != nullptr || request.prompt_size > 0,
              has_chat = request.messages != nullptr || request.message_count > 0;
   if (has_tokens + has_prompt + has_chat > 1)
     fail(DLM_INVALID_ARGUMENT, "the request has several of tokens, prompt and messages: give one");
   std::vector<int32_t> given;
-  if (has_tokens && request.token_count > 0) {
-    require(request.tokens, "tokens");
-    // More than any canvas holds is refused with the canvas, and not copied.
-    const auto most = static_cast<size_t>(bundle.manifest.denoiser.max_canvas_length) + 1;
-    given.assign(request.tokens, request.tokens + std::min(request.token_count, most));
-  } else if (has_prompt) {
+  if (has_prompt)
     text_of(bundle).text->encode(view_of(request.prompt, request.prompt_size, "prompt"),
                                  {true, request.special_tokens != 0}, given);
-  } else if (has_chat) {
+  else if (has_chat)
     given = encode_chat(text_of(bundle), request.messages, request.message_count,
                         request.special_tokens != 0);
-  }
   return given;
 }
 
@@ -146,11 +139,12 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
         Clock::now() + std::chrono::duration_cast<Clock::duration>(
                            std::chrono::duration<double, std::milli>(wanted.deadline_ms));
   const Policy policy = choose_policy(bundle, wanted.policy);
-  const std::vector<int32_t> tokens = given_tokens(bundle, wanted);
-  std::vector<int32_t> canvas = make_canvas(
-      denoiser, tokens.data(), wanted.tokens == nullptr ? tokens.size() : wanted.token_count,
-      wanted.max_new_tokens);
-  options.writer = writer_of(bundle, wanted, tokens.size(), canvas.size());
+  const std::vector<int32_t> encoded = encode_given(bundle, wanted);
+  const bool has_tokens = wanted.token_count > 0;
+  const size_t given_count = has_tokens ? wanted.token_count : encoded.size();
+  std::vector<int32_t> canvas = make_canvas(denoiser, has_tokens ? wanted.tokens : encoded.data(),
+                                            given_count, wanted.max_new_tokens);
+  options.writer = writer_of(bundle, wanted, given_count, canvas.size());
   std::vector<uint8_t> undecided;
   for (const int32_t token : canvas) undecided.push_back(token == denoiser.mask_token_id ? 1 : 0);
   std::unique_ptr<Proposer> proposer;
