@@ -1,1 +1,1 @@
-"""A request and what comes of it: the open bundle and its sessions, requests, results, schedulers, infilling."""
+"""A request and what comes of it: the open bundle and its sessions, requests, their constraints, results, schedulers, infilling."""
