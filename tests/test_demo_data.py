@@ -16,7 +16,11 @@ sys.path.insert(0, str(EXAMPLES / "demo"))
 
 import data  # noqa: E402
 import tokenizer as demo_tokenizer  # noqa: E402
+from functions import FUNCTIONS  # noqa: E402
+from paraphrases import PARAPHRASES  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
+from values import _spoken_words, is_held_out  # noqa: E402
+from words import number_words  # noqa: E402
 
 FREE_TEXT = (
     "text",
@@ -31,7 +35,7 @@ FREE_TEXT = (
     "stops",
     "points",
 )
-ARGUMENTS = {function.name: function.arguments for function in data.FUNCTIONS}
+ARGUMENTS = {function.name: function.arguments for function in FUNCTIONS}
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +64,15 @@ def test_the_seed_decides_every_command(
 def test_there_are_at_least_fourteen_functions_and_all_are_drawn(
     training: list[data.Example],
 ) -> None:
-    assert len(data.FUNCTIONS) >= 14
+    assert len(FUNCTIONS) >= 14
     assert {example.function for example in training} == set(ARGUMENTS)
 
 
 def test_held_out_templates_are_never_trained_on(
     training: list[data.Example], held_out: list[tuple[str, data.Example]]
 ) -> None:
-    for function in data.FUNCTIONS:
-        assert not {*function.training, *data.PARAPHRASES[function.name]} & set(function.held_out)
+    for function in FUNCTIONS:
+        assert not {*function.training, *PARAPHRASES[function.name]} & set(function.held_out)
         assert 0.1 <= len(function.held_out) / len(function.training + function.held_out) <= 0.25
     trained = {example.template for example in training}
     assert not trained & {example.template for unseen, example in held_out if unseen != "value"}
@@ -76,11 +80,9 @@ def test_held_out_templates_are_never_trained_on(
 
 def test_words_that_only_commands_have_begin_values_too(training: list[data.Example]) -> None:
     words = {word for example in training for value in example.values for word in value.split()}
-    begun = [
-        spoken for spoken in data._spoken_words() if any(word.startswith(spoken) for word in words)
-    ]
+    begun = [spoken for spoken in _spoken_words() if any(word.startswith(spoken) for word in words)]
     assert "play" in begun  # of the unseen playground
-    assert len(begun) > 0.95 * len(data._spoken_words())
+    assert len(begun) > 0.95 * len(_spoken_words())
 
 
 def test_held_out_values_are_never_trained_on(
@@ -92,7 +94,7 @@ def test_held_out_values_are_never_trained_on(
     }
     assert len(unseen_values) > 500
     assert not trained & unseen_values
-    assert not any(map(data.is_held_out, trained))
+    assert not any(map(is_held_out, trained))
 
 
 def test_held_out_commands_are_not_training_commands(
@@ -104,7 +106,7 @@ def test_held_out_commands_are_not_training_commands(
 
 
 def test_held_out_slots_are_all_trained_on() -> None:
-    for function in data.FUNCTIONS:
+    for function in FUNCTIONS:
         trained = {slot for template in function.training for slot in data.slots(template)}
         assert trained >= {
             slot for template in function.held_out for slot in data.slots(template)
@@ -139,7 +141,7 @@ def test_free_text_is_copied_from_the_command(
     [("zero", 0), ("nineteen", 19), ("forty five", 45), ("three hundred sixty", 360)],
 )
 def test_numbers_are_said_in_words(spoken: str, number: int) -> None:
-    assert data.words.number_words(number) == spoken
+    assert number_words(number) == spoken
 
 
 def test_the_tokenizer_gives_back_any_text(

@@ -16,7 +16,9 @@ sys.path.insert(0, str(EXAMPLES / "demo"))
 
 import data  # noqa: E402
 import several  # noqa: E402
+from functions import FUNCTIONS  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
+from values import Side, is_held_out  # noqa: E402
 
 ARGUMENTS = {function.name: function.arguments for function in several.EVERY_FUNCTION}
 TIME = re.compile(r"([01]\d|2[0-3]):[0-5]\d")
@@ -79,7 +81,7 @@ def test_held_out_templates_are_never_trained_on(
     trained = {template for request in training for template in request.templates}
     for unseen, request in held_out:
         assert (unseen == "value") or not trained & {*request.templates}
-    for functions in (data.FUNCTIONS, several.MORE_FUNCTIONS):
+    for functions in (FUNCTIONS, several.MORE_FUNCTIONS):
         assert all(not {*function.training} & {*function.held_out} for function in functions)
     for name, (known, unknown) in several.REFERENCES.items():
         assert not {*known} & {*unknown}, name
@@ -100,7 +102,7 @@ def test_held_out_values_are_never_trained_on(
     }
     assert len(unseen_values) > 300
     assert not trained & unseen_values
-    assert not any(map(data.is_held_out, trained))
+    assert not any(map(is_held_out, trained))
 
 
 def test_held_out_commands_take_turns_and_differ(
@@ -161,7 +163,7 @@ def test_a_later_time_counts_minutes_from_the_call_that_is_meant(
 
 
 def test_a_reference_means_the_latest_call_that_has_such_a_thing() -> None:
-    speaker = several.Speaker(random.Random(5), data.Side.TRAINING, is_template_unseen=False)
+    speaker = several.Speaker(random.Random(5), Side.TRAINING, is_template_unseen=False)
     for number in range(400):
         speaker.say(is_referring=number % 2 == 1)
     latest: dict[str, object] = {}

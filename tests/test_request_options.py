@@ -478,7 +478,7 @@ def test_the_log_probability_that_a_constraint_loses_is_that_of_its_tokens(
         with bundle.scheduler() as scheduler:
             outs.append(scheduler.submit(tokens=[1, 2], constraint=constraint, **request).result())
         free = bundle.generate(tokens=[1, 2], **request)
-        tokens = bundle._constrained[1]
+        tokens = bundle._constraints.tokens
     assert [each.category for each in told] == [dlm_runtime.ConstraintWarning], "once per bundle"
     assert re.match(
         r"the constraint lost \d+\.\d nats of log probability over \d+ tokens: ",

@@ -1,7 +1,7 @@
 """Several requests in one breath, and the ordered list of calls that they ask for.
 
 A command is one to six *clauses* joined by ``, then``, ``and`` and the like. A clause is a template
-of ``data.py``, of one of four functions more, or one that refers to an earlier clause: ``ten
+of ``functions.py``, of one of four functions more, or one that refers to an earlier clause: ``ten
 minutes later``, ``there``, ``her``, ``it``. What is held out of training is held out as there,
 templates that refer included; an unseen template is unseen in every clause.
 
@@ -26,21 +26,10 @@ from typing import Any
 
 import click
 import words
-from data import (
-    FUNCTIONS,
-    KINDS,
-    OPEN_KINDS,
-    Function,
-    Side,
-    call_of,
-    compact,
-    fill,
-    slots,
-    with_carrier,
-    with_manners,
-    write_lines,
-)
+from data import call_of, compact, fill, slots, with_carrier, with_manners, write_lines
+from functions import FUNCTIONS, Function
 from paraphrases import PARAPHRASES
+from values import KINDS, OPEN_KINDS, Side
 
 MOST_CALLS = 6
 

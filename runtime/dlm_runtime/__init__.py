@@ -8,7 +8,7 @@ Everything goes through the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Imp
 torch nor onnx.
 """
 
-from dlm_runtime.bundle import Bundle, open
+from dlm_runtime.bundle import Bundle
 from dlm_runtime.callback import CallbackPass, DenoiserInfo, from_callback
 from dlm_runtime.constraints.layout import LAYOUTS, Layout
 from dlm_runtime.errors import (
@@ -26,6 +26,7 @@ from dlm_runtime.errors import (
 from dlm_runtime.generation.infill import Infill
 from dlm_runtime.generation.results import Event, Generation
 from dlm_runtime.generation.scheduler import Job, PassCost, Scheduler
+from dlm_runtime.opening import open
 from dlm_runtime.policy import Policy
 from dlm_runtime.presets import PRESETS
 from dlm_runtime.tools import CallFormat, ToolCall

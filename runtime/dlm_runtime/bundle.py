@@ -1,28 +1,22 @@
-"""Open a bundle and generate from it, over the C ABI.
-
-A ``Bundle`` may be shared by threads.
-"""
+"""Generate from an open bundle, over the C ABI. A ``Bundle`` may be shared by threads."""
 
 from __future__ import annotations
 
 import ctypes as C
 import functools
 import inspect
-import json
-import os
 import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dlm_runtime import providers
 from dlm_runtime.abi import native as _native
-from dlm_runtime.constraints.layout import LAYOUTS, Layout
-from dlm_runtime.errors import ConstraintWarning, DlmWarning, RequestError, shown
+from dlm_runtime.constraints.layout import Layout
+from dlm_runtime.errors import RequestError, shown
+from dlm_runtime.generation.constraining import Constraints
 from dlm_runtime.generation.handle import Handle
 from dlm_runtime.generation.infill import Infill, infill
 from dlm_runtime.generation.request import (
@@ -33,14 +27,11 @@ from dlm_runtime.generation.request import (
     RequestOptions,
     cancel_of,
     count_of,
-    layout_of,
-    text_of,
-    texts_of,
     token_ids,
 )
 from dlm_runtime.generation.results import Event, Generation
 from dlm_runtime.generation.scheduler import PassCost, Scheduler
-from dlm_runtime.manifest import check_text_options, text_files
+from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
 from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import CallFormat, Tools
@@ -51,28 +42,28 @@ if TYPE_CHECKING:
     from dlm_runtime.constraints.byte_automaton import CompileLimits
     from dlm_runtime.constraints.compiled import Constraint
 
-KEPT_CONSTRAINTS = 64  # compiled ones that a bundle holds
-UNLIKELY_NATS = 1.0
-"""Nats per token that a bundle's constraints may lose on average without a warning. Over 100
-commands the second demo loses 0.013 with its own layout (1.35 in the worst command), 2.5 with
-"compact" and 3.6 with "spaced".
-"""
-
 
 class Bundle:
     """An opened bundle. Made by ``dlm_runtime.open``; usable as a context manager."""
 
-    def __init__(self, handle: Handle, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        folder: Path | None = None,
+        *,
+        checks_hashes: bool = True,
+        provider: str = "cpu",
+    ) -> None:
+        """``folder`` has the tokenizer's files; None: there are none. ``checks_hashes`` says whether
+        they are compared with the manifest's hashes. ``provider`` runs the graph in ONNX Runtime.
+        """
         self._handle = handle
         self._library = _native.library()
-        self._lock = threading.Lock()
-        self._tokenizer = tokenizer
-        self._constraints: dict[tuple[Any, ...], Constraint] = {}
-        self._constrained = [0.0, 0.0]  # nats that constraints lost, and tokens of their texts
-        self._has_warned = False  # of that loss
-        self._checks_hashes = True
-        self._folder: Path | None = None  # where files that the manifest names lie
-        self.provider = "cpu"  # that runs the graph in ONNX Runtime
+        self._tokenizer: Tokenizer | None = None
+        self._constraints = Constraints(handle)
+        self._folder = folder
+        self._checks_hashes = checks_hashes
+        self.provider = provider
         self.manifest = handle.manifest
         self.vocab_size = handle.vocab_size
         self.mask_token_id = handle.mask_token_id
@@ -135,7 +126,7 @@ class Bundle:
         """Name of the layout of JSON text that the denoiser was trained on, one of ``LAYOUTS``; the
         default is "compact".
         """
-        return str(self.manifest.get("json_layout", "compact"))
+        return self._constraints.json_layout
 
     @property
     def call_format(self) -> str | None:
@@ -181,60 +172,24 @@ class Bundle:
         Raises RequestError if something is not supported, matches nothing or exceeds a limit,
         naming it; DlmError without outlines-core.
         """
-        from dlm_runtime.constraints import compiled
-        from dlm_runtime.constraints.byte_automaton import CompileLimits
-        from dlm_runtime.constraints.vocabulary import read_vocabulary
-
         self._handle.origin.check()
-        if not isinstance(json_object, bool):
-            raise RequestError(f"json_object = {shown(json_object)}: give True or False")
-        options = {
+        asked = {
             "schema": schema,
             "regex": regex,
             "enum": enum,
-            "json_object": json_object or None,
+            "json_object": json_object,
             "tools": tools,
         }
-        given = [kind for kind, value in options.items() if value is not None]
-        if len(given) != 1:
-            raise RequestError("give one of schema, regex, enum, json_object and tools")
-        if self.tokenizer is None:
-            raise RequestError("constraints are of text, and this bundle has no tokenizer")
-        kind, tokenizer = given[0], self.tokenizer
-        is_json = kind in ("schema", "json_object", "tools")
-        if json_layout is not None and not is_json:
-            raise RequestError(
-                f"json_layout is of schema, json_object and tools, not of {kind}: leave it out"
-            )
-        content = _content(kind, options[kind])
-        depth = None if max_depth is None else count_of("max_depth", max_depth)
-        layout = layout_of(self.json_layout if json_layout is None else json_layout)
-        around = (text_of("before", before), text_of("behind", behind))
-        if limits is not None and not isinstance(limits, CompileLimits):
-            raise RequestError(f"limits = {shown(limits)}: give CompileLimits, or None")
-        chosen = limits or CompileLimits()
-        folder = compiled.default_folder() if cache_dir == "" else _folder(cache_dir)
-        key = (kind, content, depth, layout if is_json else None, around, chosen)
-        with self._lock:
-            made = self._constraints.get(key)
-        if made is None:
-            made = compiled.compile_constraint(
-                _expression(kind, content, depth, layout, chosen, tools),
-                kind != "regex",
-                lambda: read_vocabulary(tokenizer),
-                tokenizer.sha256,
-                self.vocab_size,
-                self.eos_token_ids,
-                chosen,
-                folder,
-                around,
-                _layout_hint(layout) if is_json else "",
-            )
-            with self._lock:
-                if len(self._constraints) >= KEPT_CONSTRAINTS:
-                    self._constraints.pop(next(iter(self._constraints)))
-                self._constraints[key] = made
-        return made
+        return self._constraints.compile(
+            self.tokenizer,
+            asked,
+            max_depth=max_depth,
+            before=before,
+            behind=behind,
+            json_layout=json_layout,
+            limits=limits,
+            cache_dir=cache_dir,
+        )
 
     def tools(
         self,
@@ -257,49 +212,8 @@ class Bundle:
         assert found is not None
         return found
 
-    def _constraint(self, options: Options, tools: Tools | None) -> Constraint | None:
-        """The compiled constraint of a request; None if its text is free."""
-        asked = options.constrained_by
-        if options.constraint is not None and asked:
-            raise RequestError(f"give constraint or {next(iter(asked))}, not both")
-        if options.constraint is None and tools is not None and tools.is_forced:
-            asked["tools"] = tools
-        if asked:
-            layout = options.json_layout
-            return self.constraint(before=options.prefix, json_layout=layout, **asked)
-        if options.constraint is not None:
-            from dlm_runtime.constraints.compiled import Constraint
-
-            if not isinstance(options.constraint, Constraint):
-                raise RequestError(
-                    f"constraint = {shown(options.constraint)} is none: Bundle.constraint makes one"
-                )
-        return options.constraint
-
     def _tools(self, options: Options) -> Tools | None:
         return options.tools_for(self.tokenizer, self.call_format)
-
-    def _warn_if_unlikely(self, made: Generation) -> None:
-        """Warn, once per bundle, if constraints make texts far less likely than the denoiser's own
-        choices.
-
-        The mean over all constrained requests of the bundle counts, as a single hard request may
-        lose much.
-        """
-        with self._lock:
-            self._constrained[0] += made.constraint_log_prob_loss
-            self._constrained[1] += max(1, made.completion_tokens)
-            loss, tokens = self._constrained
-            is_news = not self._has_warned and loss / tokens > UNLIKELY_NATS
-            self._has_warned |= is_news
-        if is_news:
-            warnings.warn(
-                f"the constraint lost {loss:.1f} nats of log probability over {tokens:.0f} tokens: the denoiser would have "
-                f"written something else. For JSON, check the layout that it was trained on: the bundle says "
-                f"{self.json_layout!r}. Give another json_layout, or build the bundle with --json-layout and --call-format",
-                ConstraintWarning,
-                stacklevel=2,
-            )
 
     def __enter__(self) -> Bundle:
         return self
@@ -412,7 +326,7 @@ class Bundle:
             cancel_of("cancel", event)
         asked, kept = Options.of(options), []
         fields, tools = self._policy_for("generate_batch", asked), self._tools(asked)
-        constraint = self._constraint(asked, tools)
+        constraint = self._constraints.of_request(self.tokenizer, asked, tools)
         for number, (value, changes) in enumerate(zip(entries, each, strict=True)):
             one = tuple(value if name == chosen[0][0] else None for name in given)
             try:
@@ -459,7 +373,13 @@ class Bundle:
 
     def _request(self, method: str, given: tuple[Any, ...], options: Options) -> Request:
         policy, tools = self._policy_for(method, options), self._tools(options)
-        return self._made(given, options, policy, tools, self._constraint(options, tools))
+        return self._made(
+            given,
+            options,
+            policy,
+            tools,
+            self._constraints.of_request(self.tokenizer, options, tools),
+        )
 
     def _made(
         self,
@@ -477,7 +397,7 @@ class Bundle:
             policy,
             tools,
             constraint,
-            self._warn_if_unlikely,
+            self._constraints.count_loss,
         )
 
     def infill(
@@ -611,89 +531,6 @@ class Bundle:
         )
 
 
-def _content(kind: str, value: Any) -> str:
-    """A constraint's argument as text that is equal for equal content. The order of properties
-    counts. Raises RequestError.
-    """
-    if kind == "regex":
-        return text_of("regex", value)
-    if kind == "enum":
-        value = texts_of("enum", value)
-    elif kind == "tools":
-        if not isinstance(value, Tools):
-            raise RequestError(
-                f"tools = {shown(value)}: Bundle.tools makes them of a list of functions"
-            )
-        value = [value.listed, value.choice, asdict(value.written), value.is_parallel]
-    elif kind == "schema" and callable(make := getattr(value, "model_json_schema", None)):
-        try:
-            value = make()
-        except Exception as err:  # whatever the class raises
-            raise RequestError(
-                f"schema: {shown(value)}.model_json_schema() failed ({err})"[:300]
-            ) from err
-    try:
-        return json.dumps(value, allow_nan=False, default=_plain)
-    except (TypeError, ValueError, RecursionError) as err:
-        raise RequestError(f"{kind}: not JSON ({err})"[:300]) from err
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
-
-
-def _expression(
-    kind: str,
-    content: str,
-    max_depth: int | None,
-    layout: Layout,
-    limits: CompileLimits,
-    tools: Tools | None,
-) -> str:
-    """The expression of a constraint's texts, from what ``_content`` made of its argument. Raises
-    RequestError.
-    """
-    from dlm_runtime.constraints import schema as schemas
-
-    if kind == "regex":
-        return content
-    if kind == "tools":
-        assert tools is not None
-        return tools.expression(max_depth, layout, limits)
-    if kind == "json_object":
-        return schemas.any_object(max_depth, layout)
-    value = json.loads(content)
-    return (
-        schemas.choices(value)
-        if kind == "enum"
-        else schemas.expression(value, max_depth, layout, limits=limits)
-    )
-
-
-def _layout_hint(layout: Layout) -> str:
-    """The end of the message about a given text that no constrained text starts with: the layout in
-    force.
-    """
-    name = next((name for name, known in LAYOUTS.items() if known == layout), None)
-    shape = layout.dumps([{"a": 1, "b": 2}, {}])
-    said = "one of your own" if name is None else repr(name)
-    return f": the JSON layout is {said}, which writes {shape!r}, and properties are in the schema's order"
-
-
-def _folder(cache_dir: str | Path | None) -> Path | None:
-    """The folder where the caller wants compiled constraints. Raises RequestError."""
-    if cache_dir is None:
-        return None
-    try:
-        if b"\0" not in os.fsencode(cache_dir):
-            return Path(os.fsdecode(cache_dir))
-    except (TypeError, ValueError):
-        pass
-    raise RequestError(f"cache_dir = {shown(cache_dir)} is not the path of a folder")
-
-
 def _entries(name: str, values: Any) -> Sequence[Any]:
     """An argument with an entry for each request. Raises RequestError."""
     if (
@@ -711,103 +548,3 @@ def _arguments(method: str) -> tuple[str, ...]:
     """What a method of ``Bundle`` takes by name, beside a policy's fields."""
     parameters = inspect.signature(getattr(Bundle, method)).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
-
-
-def open(
-    path: str | Path,
-    *,
-    engine: str = "auto",
-    provider: str = "cpu",
-    allow_fallback: bool = False,
-    threads: int = 0,
-    library: str | Path | None = None,
-    check_hashes: bool = True,
-) -> Bundle:
-    """Open the bundle in the folder ``path``.
-
-    ``engine`` is "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"),
-    "onnxruntime", "tensorrt", or "none" (the bundle is checked and makes no passes). ``library`` is
-    the path of the engine's library; None looks at $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed
-    packages and the system, in that order. ``threads`` are those of ONNX Runtime: 0 takes all
-    cores, and more than the cores of this process gives as many as these and a DlmWarning. ONNX
-    Runtime gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none":
-    its own).
-
-    All files are compared with the manifest's hashes. A file of more than 16 MiB is not hashed again
-    if its hash was right before and it has not changed since, unless ``engine`` is "none" or
-    $DLM_HASH_FILES is "always". ``check_hashes=False`` compares files by size only.
-
-    ``provider`` of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx", with
-    the GPU's number behind it where that is not 0 ("cuda:1"); engine "auto" is then "onnxruntime".
-    What such a provider does not run is refused by name, or with ``allow_fallback`` left to the
-    CPU, and named in ``Bundle.engine``.
-
-    Raises BundleError for a missing or damaged bundle, EngineError for a missing or failing engine,
-    RequestError for an engine or provider that is not known, or that this bundle or device does not
-    have.
-    """
-    name, device = providers.parse(provider)
-    if name != "cpu":
-        engine = "onnxruntime" if engine == "auto" else engine
-        if library is None and not os.environ.get("DLM_ONNXRUNTIME"):
-            providers.check_wheels()
-            providers.load_libraries()
-    if engine == "auto":
-        # The library has to be found before the engine is opened, so which one it will be is asked
-        # first.
-        with _open(path, "none", library=None, check_hashes=False) as looked_at:
-            engine = (
-                "tensorrt"
-                if "device_file" in looked_at.manifest["loop"]["graph"]
-                else "onnxruntime"
-            )
-    if library is None and engine == "onnxruntime" and not os.environ.get("DLM_ONNXRUNTIME"):
-        library = _native.onnxruntime_library()
-    if library is None and engine == "tensorrt" and not os.environ.get("DLM_TENSORRT"):
-        library = _native.tensorrt_library()
-    bundle = _open(
-        path,
-        engine,
-        library=library,
-        check_hashes=check_hashes,
-        provider=name.encode(),
-        device=device,
-        allow_fallback=int(allow_fallback),
-        threads=threads,
-    )
-    cores = len(os.sched_getaffinity(0))  # as the native library counts them
-    if threads > cores:
-        said = f"threads = {threads} is more than the {cores} cores that this process may use: {cores} threads run"
-        warnings.warn(said, DlmWarning, stacklevel=2)
-    bundle.provider = name
-    bundle._folder, bundle._checks_hashes = Path(path), check_hashes
-    check_text_options(bundle.manifest, bundle._folder)
-    if engine != "none":
-        _ = bundle.tokenizer  # a damaged one is noticed here
-    return bundle
-
-
-def _open(
-    path: str | Path,
-    engine: str,
-    *,
-    library: str | Path | None,
-    check_hashes: bool,
-    **others: bytes | int,
-) -> Bundle:
-    """``others``: fields of the C struct as they are."""
-    native = _native.library()
-    options = _native.initialised(_native.OpenOptions)
-    options.engine = engine.encode() if isinstance(engine, str) else None
-    options.engine_library = None if library is None else os.fsencode(library)
-    options.check_hashes = int(check_hashes)
-    for field, value in others.items():
-        setattr(options, field, value)
-    handle = C.c_void_p()
-    message = C.create_string_buffer(_native.MESSAGE_BYTES)
-    status = native.dlm_bundle_open(
-        os.fsencode(path), C.byref(options), message, len(message), C.byref(handle)
-    )
-    if status:
-        raise _native.error(status, message.value)
-    return Bundle(Handle(handle))

@@ -2,6 +2,5 @@
 
 ``schema`` writes a JSON Schema as a regular expression, with ``document``, ``conjunction``,
 ``validity``, ``layout`` and ``patterns``. ``byte_automaton`` compiles an expression, ``automaton``
-extends it to the tokens of a ``vocabulary``, and ``compiled`` caches the result. These modules are
-imported only when a request has a constraint.
+extends it to the tokens of a ``vocabulary``, and ``compiled`` caches the result.
 """

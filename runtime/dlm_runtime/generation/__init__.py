@@ -1,1 +1,3 @@
-"""A request and what comes of it: the open bundle and its sessions, requests, results, schedulers, infilling."""
+"""Requests and their results: the open bundle's handle, sessions, constraints, schedulers and
+infilling.
+"""
