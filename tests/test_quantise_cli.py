@@ -237,12 +237,12 @@ def test_a_budget_that_is_missed_leaves_no_bundle(llada_checkpoint: Path, out: P
 
 
 def test_auto_keeps_its_budget_and_prints_its_curve(llada_checkpoint: Path, out: Path) -> None:
-    options = ("--precision", "auto", *SMALL, "--max-ce-increase", "0.002", "--json")
+    options = ("--precision", "auto", *SMALL, "--max-ce-increase", "0.005", "--json")
     result = _run("build", llada_checkpoint, *options, "-o", out)
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     chosen = next(point for point in printed["curve"] if point["chosen"])
-    assert chosen["ce_increase"] <= 0.002
+    assert chosen["ce_increase"] <= 0.005
     sizes = [point["weight_bytes"] for point in printed["curve"]]
     assert sizes == sorted(sizes, reverse=True)
     assert set(json.loads((out / "manifest.json").read_text())["precision"]["layers"].values()) <= {
