@@ -89,16 +89,11 @@ class LayerFormat:
         return self.untried
 
     @property
-    def has_half_scales(self) -> bool:
-        """Whether its scales are fp16 in every graph: those of INT4 in panels are a tenth of its
-        bytes.
-        """
-        return self.weights == "int4" and self.is_dynamic
+    def is_int4_in_panels(self) -> bool:
+        """Whether only our own kernels and functions compute this format.
 
-    @property
-    def has_signed_scales(self) -> bool:
-        """Whether a scale may be negative. Only our own kernels and functions compute this format;
-        other engines expect positive scales.
+        Then scales are fp16 in every graph, as they are a tenth of the bytes, and may be negative;
+        other engines expect positive ones.
         """
         return self.weights == "int4" and self.is_dynamic
 
@@ -120,7 +115,7 @@ class LayerFormat:
         groups = outputs * -(-inputs // self.group_size)
         if self.weights == "nvfp4":
             return codes + groups + 4
-        return codes + (2 if self.has_half_scales else 4) * groups
+        return codes + (2 if self.is_int4_in_panels else 4) * groups
 
 
 _ROWS = ("int8-dynamic", "int8-weight")

@@ -239,11 +239,11 @@ class Quantisation:
             group_size=chosen.group_size,
             amax=amax,
             scale_dtype=self._scales_in(chosen),
-            is_signed=chosen.has_signed_scales,
+            is_signed=chosen.is_int4_in_panels,
         )
 
     def _scales_in(self, chosen: LayerFormat) -> ScaleType:
-        return FP16 if chosen.has_half_scales else self.scale_dtype
+        return FP16 if chosen.is_int4_in_panels else self.scale_dtype
 
     def solve(self, layer: str, factor: Tensor, expert: int | None = None) -> None:
         """Round a layer's weight, or one expert's, by GPTQ; ``factor`` is of its input
@@ -255,7 +255,7 @@ class Quantisation:
             "format": chosen.weights,
             "group_size": chosen.group_size,
             "scale_dtype": self._scales_in(chosen),
-            "is_signed": chosen.has_signed_scales,
+            "is_signed": chosen.is_int4_in_panels,
         }
         if layer == HEAD and chosen.weights != "nvfp4":
             # Columns do not depend on each other, and all of them in fp32 would be gigabytes.
