@@ -138,7 +138,7 @@ class Softmax {
       // is fetched for each d. Rows come from memory, as weights have passed through the caches.
       const float* const next[] = {rows[0] + kBlock * head_size_, values + from * head_size_};
       for (int64_t d = 0; d < head_size_; ++d) {
-        simd::prefetch(next[d % 2] + d * kBlock);
+        fetch_ahead(next[d % 2], static_cast<uintptr_t>(d) * kBlock * sizeof(float));
         F queries[kVectors];
         unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
           queries[v] = simd::load(queries_ + d * kQueries + v * kLanes);

@@ -79,6 +79,13 @@ struct Tiles {
   int64_t rows(int64_t tile) const { return small + (tile < larger ? 1 : 0); }
 };
 
+// Fetches a line at a distance. It may lie after the end of the data, where fetching is
+// harmless.
+template <class Stored>
+[[gnu::always_inline]] inline void fetch_ahead(const Stored* at, uintptr_t bytes) {
+  simd::prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
+}
+
 constexpr int64_t kTilesTogether =
     20;  // whose codes stay in the second-level cache while panels go by
 

@@ -40,13 +40,6 @@ constexpr uintptr_t kFetchedAhead = 4096;
 // other one, and the hardware fetches its neighbour.
 constexpr int kRowsAtMemorySpeed = 8;
 
-// Fetches a line at a distance. It may lie after the end of the weights, where fetching is
-// harmless.
-template <class Stored>
-[[gnu::always_inline]] inline void fetch_ahead(const Stored* at, uintptr_t bytes) {
-  simd::prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
-}
-
 template <class Codes>
 struct Panel {
   const uint8_t* codes;
