@@ -214,6 +214,29 @@ def test_an_onnxruntime_that_is_too_old_is_named_before_it_is_used(
         dlm_runtime.open(demo_bundle, library=fake)
 
 
+def test_threads_of_a_new_process_open_bundles_at_once(demo_bundle: Path) -> None:
+    """The first session of a process registers our operators, and only one thread may do that."""
+    script = (
+        "import sys, threading, dlm_runtime\n"
+        "barrier, opened = threading.Barrier(8), []\n"
+        "def work():\n"
+        "    barrier.wait()\n"
+        "    opened.append(dlm_runtime.open(sys.argv[1], threads=1))\n"
+        "threads = [threading.Thread(target=work) for _ in range(8)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "print(len(opened))"
+    )
+    done = subprocess.run(
+        [PYTHON, "-c", script, str(demo_bundle)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "8\n", done.stderr
+
+
 def test_without_proc_the_error_says_what_to_mount(demo_bundle: Path) -> None:
     unshare = shutil.which("unshare")
     hide = [unshare or "", "-m", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]

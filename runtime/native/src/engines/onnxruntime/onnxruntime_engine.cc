@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <iterator>
 #include <mutex>
@@ -322,8 +323,19 @@ class OnnxRuntime final : public HostEngine {
     }
   }
 
+  // ONNX Runtime adds the domain of our operators to a table of the process when the first session
+  // opens. It looks the domain up and adds it without holding a lock in between, so of two first
+  // sessions that open at once one fails. Sessions therefore open one at a time until one has
+  // succeeded in this library.
   OrtStatus* try_session(const SessionOptions& options) {
-    return api().call<ort::CreateSession>(env_.get(), path_.c_str(), options.get(), session_.out());
+    static std::mutex first;
+    static std::atomic<const void*> has_domain{nullptr};
+    std::unique_lock<std::mutex> lock(first, std::defer_lock);
+    if (has_domain != api().table()) lock.lock();
+    OrtStatus* const reported =
+        api().call<ort::CreateSession>(env_.get(), path_.c_str(), options.get(), session_.out());
+    if (reported == nullptr && custom_ops_) has_domain = api().table();
+    return reported;
   }
 
   void check_session(OrtStatus* reported) {

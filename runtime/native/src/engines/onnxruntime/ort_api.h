@@ -200,6 +200,9 @@ class Api {
     return function(arguments...);
   }
 
+  // The library's table of functions. Two libraries never share one.
+  const void* table() const { return table_; }
+
  private:
   const char* table_ = nullptr;
 };
