@@ -228,9 +228,10 @@ def test_patterns_cut_text_where_the_librarys_expressions_do(
         (r"[a&&b]", "a class of that kind at character 2"),
         (r"\p{Nonsense}", r"names \p{Nonsense}, which is none"),
         (r"a)", "an unmatched )"),
-        (r"(?:a?b*)+c", "an endless repeat of what may have no length"),
+        (r"(?:a?b*)+c", "a repeat of what may have no length"),
+        (r"(?:a|\s?|\S){2}\s", "a repeat of what may have no length"),
         (r"a{99}", "such counts"),
-        (r"(?:a?){60}(?:a?){60}(?:[ab]{60}){60}", "more than 2048 places"),
+        (r"(?:[ab]{60}){60}", "more than 2048 places"),
         (r"(?:a|b)+a(?:a|b){12}", "more than 1024 states"),
     ],
 )

@@ -242,11 +242,15 @@ class _Parser:
 
     def _repeated(self, part: _Make, fewest: int, most: int | None) -> _Make:
         def make(to: int) -> int:
+            if most == 1:  # x?
+                return self._new(_Choose((part(to), to)))
+            # The tokenizers library ends a repeat at the first iteration that takes no character,
+            # and other engines go on, so such a repeat cuts text in more than one way.
+            again = self._new(_Choose(()))
+            first = part(again)
+            if self._is_empty(first, again):
+                raise self._refused("a repeat of what may have no length")
             if most is None:
-                again = self._new(_Choose(()))
-                first = part(again)
-                if self._is_empty(first, again):
-                    raise self._refused("an endless repeat of what may have no length")
                 self._places[again] = _Choose((first, to))
                 to = again
             else:
