@@ -1,11 +1,11 @@
-"""This checkout beside another one, taking turns: the passes of passes.py, the generation of
-generation.py, the first tokens.
+"""Compare this checkout's speed with that of another commit.
 
     python benchmarks/before_after.py OTHER [--size 134M] [--rounds 15] [--json FILE]
 
-OTHER is a checkout of another commit with a .venv of its own (`make .venv/.installed`). Each side
-runs its own runtime over the bundle that it built itself; one waits while the other is measured.
-Prints medians with quartiles, and this side's over the other's.
+OTHER is a checkout of another commit with its own .venv (`make .venv/.installed`). Each side builds
+its bundle and runs it with its own runtime. The two sides take turns on the passes of passes.py,
+the generation of generation.py, and the first tokens of a process. Prints medians with quartiles,
+and this side's time over the other's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 class Side:
-    """A checkout's runtime in a process of its own, and its C program."""
+    """A checkout: a process that runs its runtime, and its C program."""
 
     def __init__(self, root: Path, size: str) -> None:
         python = root / ".venv" / "bin" / "python"
@@ -84,7 +84,9 @@ class Side:
         return [second * 1e3 for second in answer]
 
     def first_tokens(self) -> list[float]:
-        """Milliseconds from the start of a process to its first committed tokens, hashes checked."""
+        """Milliseconds from the start of a process to its first committed tokens, with hashes
+        checked.
+        """
         environment = os.environ | {"DLM_ONNXRUNTIME": _native.onnxruntime_library() or ""}
         command = [
             self.program,

@@ -1,12 +1,11 @@
-"""The exact cache of a block-causal denoiser: what a block costs far behind the text, and beside no
-cache.
+"""Measure the exact cache of a block-causal denoiser.
 
     python benchmarks/blocks.py [--precisions fp32,int8] [--depths 0,512,2048,8192] [--rounds 9] [--json FILE]
 
-A random denoiser in SDAR's layout, blocks of 32 tokens. A pass over a block is timed behind so many
-stored tokens; what it takes more than behind none is attention, which grows with them. Then
-generations with `cache=block` and `cache=none`, four passes a block, in turn, of which canvases
-must be equal.
+The denoiser has random weights in SDAR's layout and blocks of 32 tokens. A pass over a block is
+timed after each number of stored tokens; only the time of attention grows with it. Then generations
+with `cache=block` and `cache=none` take turns, with four passes a block. Their canvases must be
+equal.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def bundle_of(precision: str) -> Path:
 
 
 def generate(bundle: dlm_runtime.Bundle, cache: str, canvases: dict[str, tuple[int, ...]]) -> float:
-    """The seconds of one generation; its canvas goes into ``canvases``."""
+    """Return the seconds of one generation and store its canvas in ``canvases``."""
     given = [(i * 7919) % (VOCABULARY - 2) for i in range(GIVEN)]
     fields = {
         "cache": cache,

@@ -1,11 +1,11 @@
-"""What a cache in fp32, fp16 and int8 takes, how fast it is read, and what rounding costs.
+"""Measure the memory, speed and loss of caches in fp32, fp16 and INT8.
 
     python benchmarks/caches.py [--lengths 4096,16384] [--passes 32,4096,32;4,4096,4] [--rounds 7] [--json FILE]
 
-Memory and passes: random denoisers of two layers with int8 weights and heads of 128, four and
-sixteen of them. Memory: one block of two passes over a canvas of each length, in a process of its
-own; a token takes 2 * layers * kv_heads * bytes of a row. Passes take turns in one process. Loss:
-builds of the demo, which judge rounding by itself.
+Memory and passes use random denoisers of two layers with int8 weights and heads of 128: four heads
+for memory, sixteen for passes. Memory is that of a new process after one block of two passes over a
+canvas of each length; a token takes 2 * layers * kv_heads * bytes of a row. Passes take turns in
+one process. The loss is that of builds of the demo, which judge rounding of the cache alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def bundle_of(purpose: str, cache: str) -> Path:
 
 
 def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
-    """Bytes of the cache, by formula and as the runtime counts them, and the peak of the process."""
+    """Bytes of the cache, by formula and as the runtime counts them, and the process's peak memory."""
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of
     from dlm_export.graph import CACHE_DTYPES
@@ -73,8 +73,8 @@ def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
 
 
 def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, dict[str, float]]:
-    """A pass over each cache, in turn; the best of ten each time, as filling the cache goes before
-    them.
+    """Time a pass over each cache, in turn. Takes the best of ten each time, because filling the
+    cache comes first.
     """
     import dlm_runtime
 
@@ -90,7 +90,7 @@ def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, d
 
 
 def lost() -> dict[str, Any]:
-    """What rounding costs the demo: ``cache`` of accuracy.json."""
+    """Loss of the demo by rounding: ``cache`` of accuracy.json."""
     found = {}
     for cache in CACHES[1:]:
         arguments = ("--precision", "fp32", "--cache-dtype", cache, "--judged", "64")
@@ -104,17 +104,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--lengths", default="4096,16384", help="of canvases, with commas; empty: none"
+        "--lengths", default="4096,16384", help="lengths of canvases, with commas; empty: none"
     )
     parser.add_argument(
-        "--passes", default="32,4096,32;4,4096,4", help="T,S,R of passes, with semicolons"
+        "--passes", default="32,4096,32;4,4096,4", help="passes as T,S,R, with semicolons"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--one", nargs=3, help=argparse.SUPPRESS
-    )  # BUNDLE CACHE LENGTH: in the process of a run
+    )  # BUNDLE CACHE LENGTH: runs in a new process
     arguments = parser.parse_args()
     if arguments.one:
         folder, cache, length = arguments.one
@@ -141,7 +141,7 @@ def main() -> None:
                 str(bundle_of("memory", cache)),
                 cache,
                 str(length),
-            ]  # nothing is imported there that builds
+            ]  # a process that imports no exporter
             command = [sys.executable, __file__, "--threads", str(arguments.threads), *one]
             row = json.loads(
                 subprocess.run(command, check=True, capture_output=True, text=True).stdout

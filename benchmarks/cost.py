@@ -1,14 +1,14 @@
-"""What a quantised build costs by stage: against layers and calibration states, and beside another
-version of dlm-export.
+"""Measure the time and memory of a quantised build by stage.
 
     python benchmarks/cost.py [--layers 4,8,16] [--states 64,256] [--precision nvfp4] [--json FILE]
     python benchmarks/cost.py --size 1B --layers 16 --samples 128 --states-per-sample 8 --beside OTHER/bin/dlm-export \
         --beside-samples 2 [--json FILE]
 
-Random checkpoints in LLaDA's layout; weights are rounded by GPTQ (--solver). ``--beside`` builds
-the same checkpoint with an installation of another version, in turn, on fewer samples where it
-would take hours: what is compared is seconds a state. Memory: the largest resident set, and of it
-what belongs to the process alone, mapped files left out.
+Builds random checkpoints in LLaDA's layout with different numbers of layers and calibration states.
+Weights are rounded by GPTQ (--solver). ``--beside`` builds the same checkpoint with another
+installed version of dlm-export, in turn. --beside-samples gives it fewer samples if all of them
+would take hours, so compare the seconds a state. Memory is the largest resident set, and the part
+of it that is not mapped files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from watching import finished
 def build(
     program: list[str], source: Path, arguments: argparse.Namespace, samples: int, extra: list[str]
 ) -> dict[str, Any]:
-    """Build once with one program; seconds a stage, peaks in bytes."""
+    """Build once with one program. Returns seconds by stage and peaks in bytes."""
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
         output = Path(folder) / "bundle"
         command = [
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--states-per-sample", type=int, default=8)
     parser.add_argument("--precision", default="nvfp4")
     parser.add_argument("--solver", default="gptq")
-    parser.add_argument("--judge", default="none", help="none: the build alone.")
+    parser.add_argument("--judge", default="none", help="How to judge; none only builds.")
     parser.add_argument("--beside", type=Path, help="dlm-export of another installation.")
     parser.add_argument("--beside-samples", type=int, default=4)
     parser.add_argument("--json", type=Path)

@@ -9,11 +9,9 @@ in its own process, and all take turns.
 - "prompt of T": this runtime computes T tokens over an empty cache and scores the last one, which
   is what llama.cpp does for a prompt.
 - "llama.cpp token": one token after 256 others, decoded autoregressively.
+- "plain read": as many threads read the mapped file of the weights once.
 
-- "plain read": the file of the weights, mapped, is read once by as many threads.
-
- Needs benchmarks/requirements.txt; without llama.cpp, only this runtime is
-measured.
+Needs benchmarks/requirements.txt. Without llama.cpp, only this runtime is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ THEIRS = {"int4": "Q4_0", "int8": "Q8_0"}
 
 
 class Ours:
-    """A bundle; ``time`` is the seconds of a pass that scores so many of its tokens."""
+    """A bundle. ``time`` returns the seconds of a pass that scores ``rows`` of its tokens."""
 
     def __init__(self, size: str, precision: str, threads: int) -> None:
         import dlm_runtime
@@ -172,7 +170,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", default="0.6B,1.7B", help=f"of {', '.join(TIED)}")
+    parser.add_argument(
+        "--sizes", default="0.6B,1.7B", help=f"sizes, with commas: {', '.join(TIED)}"
+    )
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -1,13 +1,13 @@
-"""TensorRT-RTX engines built without a GPU: seconds, peak memory, sizes, and what the audit found.
+"""Build TensorRT-RTX engines without a GPU: seconds, peak memory, sizes, and the audit's findings.
 
     python benchmarks/engines.py [--sizes demo,134M] [--precisions fp16,bf16,int8,int4,fp8,nvfp4,mixed]
                                  [--targets rtx4090,rtx5090,gb10] [--json FILE]
 
-The bundle is built once a precision, without engines; each engine then by `dlm-export engine` in a
-process of its own. Peak memory is that process's largest resident set, mapped files included, over
-the size of the bundle's weights. The demo's bundles are calibrated on its own data and judged on
-the 64 commands kept from it, by ONNX Runtime on the graph that the entry names. Random denoisers
-are calibrated on few random ids and not judged: there, what is measured is the builder.
+The bundle is built once a precision, without engines. Then `dlm-export engine` builds each engine
+in its own process. Peak memory is that process's largest resident set with mapped files, and is
+also shown relative to the bundle's weights. The demo's bundles are calibrated on its own data and
+judged on the 64 commands kept from it, by ONNX Runtime on the graph that the entry names. Random
+denoisers are calibrated on a few random ids and not judged: they only measure the builder.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Export time and peak memory: `dlm-export build` of random checkpoints, each in a process of its
-own.
+"""Measure the time and peak memory of `dlm-export build` on random checkpoints.
 
     python benchmarks/export.py [--sizes 134M,1B] [--precisions fp32,fp16,fp32+parity,int8,nvfp4] [--json FILE]
 
-Peak memory is the process's largest resident set, mapped files included, over the size of the
-written weights and over that of the parameters in fp16. Quantised bundles that need states are
-calibrated on few random ids: what is measured is the exporter.
+Each build runs in a new process. Peak memory is the process's largest resident set with mapped
+files, relative to the written weights and to the parameters in fp16. Quantised bundles that need
+states are calibrated on a few random ids: only the exporter is measured.
 """
 
 from __future__ import annotations

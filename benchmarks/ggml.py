@@ -1,8 +1,8 @@
 """llama.cpp's number formats on single matrices.
 
-llama.cpp's own quantiser rounds (without an importance matrix), the ``gguf`` package reads what it
-wrote. ``types_of`` says which format llama.cpp gives each matrix of a network in a file of some
-type: it is asked, by quantising a small random model with as many layers.
+llama.cpp's own quantiser rounds, without an importance matrix, and the ``gguf`` package reads the
+result. ``types_of`` finds the format that llama.cpp chooses for each matrix by quantising a small
+random model with as many layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llama import FILE_TYPES, quantise, quiet_llama
 
 from dlm_export.network.spec import HEAD, NetworkSpec
 
-WIDTH = 256  # of the small model: the inputs that all formats take, K-quants included
+WIDTH = 256  # of the small model; a multiple of the groups of all formats
 
 
 @functools.cache
@@ -44,10 +44,10 @@ def bits(name: str) -> float:
 
 
 def rounded(w: np.ndarray, name: str) -> np.ndarray:
-    """A matrix fp32 ``[K, N]`` as a format holds it, groups along K.
+    """Round a matrix fp32 ``[K, N]`` to a format, with groups along K.
 
-    K-quants and IQ4_XS take 256 weights together: where they do not divide K, zeros are added and
-    cut off again, which costs the rest of the matrix nothing.
+    K-quants and IQ4_XS group 256 weights. If K is no multiple of 256, zeros are added and cut off
+    again, which does not change how the rest is rounded.
     """
     kind = gguf.GGMLQuantizationType[name]
     elements, size = gguf.GGML_QUANT_SIZES[kind]
@@ -70,7 +70,7 @@ def rounded(w: np.ndarray, name: str) -> np.ndarray:
 def types_of(network: NetworkSpec, file_type: str) -> dict[str, str]:
     """Layer -> the format that llama.cpp chooses for it in a file of one of ``FILE_TYPES``."""
     attention = network.layers[0].attention
-    heads = attention.heads // attention.kv_heads  # llama.cpp looks at this ratio only
+    heads = attention.heads // attention.kv_heads  # llama.cpp only looks at this ratio
     shapes = {
         "attention.q": (heads * WIDTH, WIDTH),
         "attention.k": (WIDTH, WIDTH),

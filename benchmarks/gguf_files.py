@@ -1,9 +1,9 @@
 """The benchmarks' checkpoints as GGUF files of llama.cpp's LLaDA or Qwen3 architecture, written
 once under build/.
 
-The file format is that of the ``gguf`` package. Keys and tensor names are those that llama.cpp's
-own converter writes for LLaDA (conversion/llada.py there) and Qwen3. The benchmarks use token ids,
-so the files hold only the size of the vocabulary.
+The ``gguf`` package defines the file format. Keys and tensor names are those that llama.cpp's own
+converter writes for LLaDA (its conversion/llada.py) and Qwen3. The benchmarks use token ids, so the
+files hold only the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LAYER_TENSORS = {
 
 
 def gguf_of(size: str, file_type: str) -> Path:
-    """The GGUF of a size of ``shapes``, in one of llama.cpp's ``FILE_TYPES``; those but F16 as
-    llama.cpp itself quantises.
+    """The GGUF of a size of ``shapes``, in one of llama.cpp's ``FILE_TYPES``. llama.cpp itself
+    quantises all types except F16.
     """
     path = ROOT / "build" / "benchmarks" / f"{size}-{file_type}.gguf"
     if not path.is_file():
@@ -41,8 +41,8 @@ def gguf_of(size: str, file_type: str) -> Path:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key matrix ``[heads * D, in]`` in the order for RoPE over neighbours; ours
-    turns pairs D / 2 apart.
+    """Reorder the rows of a query or key matrix ``[heads * D, in]`` for RoPE over neighbours; ours
+    rotates pairs D / 2 apart.
     """
     rows, inputs = weight.shape
     ordered: np.ndarray = (

@@ -1,12 +1,12 @@
-"""Ways to run a block-causal denoiser's cache over one list of requests, in turn: NFE, ms a
-request, tokens/s.
+"""Compare ways to run a block-causal denoiser's cache: NFE, ms a request, tokens/s.
 
     python benchmarks/lists.py BUNDLE --data FILE.jsonl [--count 40] [--rounds 5] [--set threshold=0.85] [--json FILE]
     python benchmarks/lists.py BUNDLE --data FILE.jsonl --effort
 
-Each line of the file has a `prompt`. Told are medians and quartiles over the rounds, and how many
-canvases are not the first way's. With `--effort` ways are the bundle's levels, and the quicker
-levels' loops with blocks stored by passes of their own.
+Each line of the file has a `prompt`, and the ways take turns over the same list of requests. Prints
+medians and quartiles over the rounds, and how many canvases differ from the first way's. With
+`--effort` the ways are the bundle's effort levels, and the loops of the faster levels with separate
+passes to store blocks.
 """
 
 from __future__ import annotations

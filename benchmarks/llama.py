@@ -23,12 +23,12 @@ FILE_TYPES = {
     "IQ4_NL": 25,
     "IQ4_XS": 30,
 }
-_callback: Any = None  # llama.cpp keeps the pointer, so the callback has to live
+_callback: Any = None  # llama.cpp keeps the pointer, so the callback must stay alive
 
 
 @functools.cache
 def quiet_llama() -> Any:
-    """The module of llama-cpp-python, telling only errors, on stderr."""
+    """Import llama-cpp-python; it then prints only errors, on stderr."""
     import llama_cpp
 
     def tell(level: int, text: bytes, _: object) -> None:
@@ -51,7 +51,7 @@ def quantise(source: Path, path: Path, file_type: str) -> None:
 
 
 def facts() -> dict[str, str]:
-    """Versions, and what llama.cpp was compiled for."""
+    """Versions, and the instructions that llama.cpp was compiled for."""
     llama = quiet_llama()
     return {
         "llama-cpp-python": llama.__version__,
@@ -61,8 +61,8 @@ def facts() -> dict[str, str]:
 
 
 class Llama:
-    """A GGUF on the CPU; the context is made anew when the number of tokens changes. Keys and
-    values are held in fp32.
+    """A GGUF on the CPU. A new context is made when the number of tokens changes. Keys and values
+    are held in fp32.
     """
 
     def __init__(self, path: Path, threads: int, *, is_causal: bool) -> None:
@@ -128,14 +128,12 @@ class Llama:
             self.batch.seq_id[i][0] = i // L
 
     def logits(self, canvases: np.ndarray) -> np.ndarray:
-        """Logits ``[B, L, V]`` of a pass over canvases ``[B, L]``, in the engine's own memory until
-        the next pass.
+        """Logits ``[B, L, V]`` of a pass over canvases ``[B, L]``. They are in the engine's memory
+        and valid until the next pass.
         """
         B, L = canvases.shape
         self.prepare(B, L)
-        if (
-            self.is_causal
-        ):  # forget the sequences before; those without causal attention have no such memory
+        if self.is_causal:  # forget earlier sequences; models without causal attention keep none
             self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
         np.ctypeslib.as_array(self.batch.token, shape=(B * L,))[:] = canvases.ravel()
         if self.llama.llama_decode(self.context, self.batch):

@@ -1,8 +1,8 @@
 """llama.cpp's LLaDA through llama-cpp-python, and the denoising loop over its logits.
 
-llama.cpp keeps no keys and values for LLaDA (llama-model.cpp creates no memory for it, so that
-llama_decode runs its encoder), and its encoder scores every row, whatever the batch asks for: each
-pass is one over the whole canvas, head included.
+llama.cpp keeps no keys and values for LLaDA: llama-model.cpp creates no memory for it, so
+llama_decode runs its encoder. The encoder scores every row, whatever the batch asks for. Each pass
+therefore computes the whole canvas, head included.
 """
 
 from __future__ import annotations

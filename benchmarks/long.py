@@ -1,11 +1,10 @@
-"""What a block costs far behind the text: canvases of 4k, 16k and 32k tokens, each block opened by
-a full pass or a refresh.
+"""Measure what a block costs on canvases of 4k, 16k and 32k tokens.
 
     python benchmarks/long.py [--lengths 4096,16384,32768] [--precisions fp32,int8] [--refresh 0,32,64] [--json FILE]
 
-A small random denoiser fills the last 128 tokens in blocks of 32, four passes a block, dual cache.
-Each run is a process of its own, so that its largest resident set is its own; one that asks for
-more memory than --memory is reported as such.
+Each block opens with a full pass or a refresh. A small random denoiser fills the last 128 tokens in
+blocks of 32, with four passes a block and the dual cache. Each run is a new process, which measures
+its largest resident set. A run that needs more memory than --memory is reported as such.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def bundle_of(precision: str) -> Path:
 
 
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
-    """One generation, each step timed: seconds of the first pass, ms of later blocks' openings and
-    other passes; bytes held.
+    """Run one generation and time each step: seconds of the first pass, ms of the opening passes of
+    later blocks and of other passes, and bytes held.
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of
@@ -92,7 +91,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--one", nargs=3, help=argparse.SUPPRESS
-    )  # BUNDLE LENGTH REFRESH: in the process of a run
+    )  # BUNDLE LENGTH REFRESH: runs in a new process
     arguments = parser.parse_args()
     if arguments.one:
         resource.setrlimit(resource.RLIMIT_DATA, (int(arguments.memory * 2**30),) * 2)

@@ -1,12 +1,13 @@
-"""A mixture of experts beside what it could be instead: a dense denoiser of its active size, and
-all experts computed.
+"""Compare a mixture of experts with a dense denoiser of its active size, and with computing all
+experts.
 
     python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 
 About a billion random parameters in LLaDA-MoE's layout, 8 of 64 experts a token. Passes of the
-three take turns in one process; limits are the roofline's, by what ``dlm-export bench`` measures of
-this machine. Memory is that of a process of its own for each, behind passes of 1, 4, 32 and 256
-tokens, and behind one of one token alone: experts that no token chose are not read.
+three take turns in one process. Limits are the roofline's, from the rates of this machine that
+``dlm-export bench`` measures. Memory is measured in a new process for each: after passes of 1, 4,
+32 and 256 tokens, and after a single pass of one token, which does not read the experts that no
+token chose.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))  # (T, S, R)
 
 
 def bundle_of(kind: str, layers: int, precision: str) -> Path:
-    """Build a bundle once; all kinds with experts hold the same."""
+    """Build a bundle once. All kinds with experts have the same weights."""
     from checkpoints import llada_moe_config
 
     active, has_experts = KINDS[kind]
@@ -68,8 +69,8 @@ def bundle_of(kind: str, layers: int, precision: str) -> Path:
 
 
 def memory(path: Path) -> dict[str, int]:
-    """Bytes that this process holds behind passes: its own, and of mapped files, also where few
-    tokens were routed.
+    """Bytes that this process holds after passes: anonymous memory and mapped files, also after a
+    pass that uses few experts.
     """
     with dlm_runtime.open(path, check_hashes=False) as bundle:
         bundle.time_passes(1, 0, 1, 1)
@@ -81,7 +82,7 @@ def memory(path: Path) -> dict[str, int]:
 
 
 def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tuple[float, int]]:
-    """Of each pass the least seconds, and the bytes of weights that it touches."""
+    """For each pass, the least seconds by the roofline and the bytes of weights that it reads."""
     manifest = json.loads((path / "manifest.json").read_text())
     network, layers = network_of(manifest), manifest["precision"].get("layers", {})
     work = {size: roofline.work_of(network, layers, *size) for size in PASSES}
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)  # runs in a new process
     arguments = parser.parse_args()
     if arguments.memory_of:
         print(json.dumps(memory(arguments.memory_of)))

@@ -1,10 +1,10 @@
-"""Milliseconds a pass, fp32 to INT4: the native runtime, its graph in plain ONNX Runtime, and eager
-torch in fp32 and bf16.
+"""Time a pass of the native runtime, of its graph in plain ONNX Runtime, and of eager torch.
 
     python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
 
-One interleaved run in one process. Plain ONNX Runtime computes the functions of the graph for which
-the native runtime has operators of its own. Whole generations, and llama.cpp, are in generation.py.
+Precisions from fp32 to INT4, and torch in fp32 and bf16, in one interleaved run in one process.
+Plain ONNX Runtime computes the bodies of the functions that the native runtime replaces with
+operators. generation.py compares whole generations, and llama.cpp.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PRECISIONS = ("fp32", "fp16", "int8", "int8-static", "int4-rtn")
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
-    """The graph with the options that the native runtime sets."""
+    """The graph, opened with the options that the native runtime sets."""
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
@@ -51,7 +51,7 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 def onnx_pass(
     engine: onnxruntime.InferenceSession, B: int, T: int, S: int, R: int
 ) -> Callable[[], Any]:
-    """A pass of the graph that fetches what the loop fetches: the best tokens and their
+    """A pass of the graph that fetches the same results as the loop: the best tokens and their
     probabilities.
     """
     rng = np.random.default_rng(0)

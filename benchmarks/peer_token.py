@@ -1,9 +1,9 @@
-"""Milliseconds that llama.cpp takes for one token of an autoregressive model: the median, on stdout.
+"""Measure the milliseconds that llama.cpp takes for one token of an autoregressive model.
 
     dlm-export bench BUNDLE --data FILE --peer-token-ms $(python benchmarks/peer_token.py MODEL.gguf)
 
-The token is decoded after 256 others (--cached), on the CPU. Quartiles go to stderr. Needs
-benchmarks/requirements.txt.
+Prints the median on stdout, and the quartiles on stderr. The token is decoded after 256 others
+(--cached), on the CPU. Needs benchmarks/requirements.txt.
 """
 
 from __future__ import annotations

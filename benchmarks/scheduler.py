@@ -1,17 +1,21 @@
-"""Requests that arrive at random: one at a time, in batches, and sharing passes in a scheduler.
+"""Compare ways to serve requests that arrive at random: one at a time, batches, a scheduler.
 
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl [--requests 64] [--loads 0.8,1.5,inf] [--rounds 5] [--json FILE]
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl --cost BENCH.json --pass-ms 10,20
 
-Each line of the file has a `prompt`. Requests arrive at a rate that is given as a share of what one
-at a time gets through ("inf": all at once), at the same moments for all: `alone` runs one after the
-other, `batches` lets all that wait begin together, eight at most, and the next when all are done,
-`scheduler` lets one begin whenever there is room. Latency counts from the arrival. Told are medians
-over the rounds, which run in turn, and how many canvases are not what their request comes to alone.
-With `--cost`, what `dlm-export bench BUNDLE --cost --json` printed, schedulers whose passes are
-expected to take so many milliseconds at most run too; of schedulers that know the cost, told are
-also a pass's mean milliseconds and requests, and how much of what they were expected to take passes
-took.
+Each line of the file has a `prompt`. A load is the rate of arrival, relative to the rate that one
+request at a time can serve; "inf" lets all requests arrive at once. Requests arrive at the same
+moments for all ways:
+
+- `alone` runs one request after the other.
+- `batches` starts the waiting requests together, at most eight, and the next ones when all are done.
+- `scheduler` starts a request whenever there is room.
+
+Latency counts from the arrival. Prints medians over interleaved rounds, and how many canvases
+differ from those of single runs. `--cost` takes the JSON of `dlm-export bench BUNDLE --cost
+--json`. Schedulers that know the cost then run as well, and `--pass-ms` limits the expected
+milliseconds of their passes. For these, also prints the mean milliseconds and requests of a pass,
+and the time of passes over the expected time.
 """
 
 from __future__ import annotations
@@ -34,11 +38,11 @@ import dlm_runtime
 from dlm_runtime import Bundle, Generation, PassCost
 
 Done = dict[int, tuple[float, Generation]]
-"""By request: seconds since the start when it was done, and what it came to."""
+"""By request: the seconds from the start until it was done, and its result."""
 
 
 def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> threading.Thread:
-    """Hands requests in, by number, each at its moment."""
+    """Submit requests, by number, each at its moment."""
 
     def run() -> None:
         began = time.perf_counter()
@@ -54,7 +58,7 @@ def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> thread
 def in_batches(
     bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float], most: int
 ) -> Done:
-    """Up to ``most`` that wait, together; then the next."""
+    """Start up to ``most`` waiting requests together, and the next ones when all are done."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: Done = {}
     began = time.perf_counter()
@@ -77,12 +81,12 @@ def in_batches(
 
 
 class Scheduled:
-    """One begins whenever there is room."""
+    """Starts a request whenever there is room."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.told: list[dict[str, float]] = []
-        """Of each round, what the scheduler said of its passes, where it knows the cost."""
+        """Figures of the passes of each round, if the scheduler knows the cost."""
 
     def __call__(
         self, bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float]
@@ -122,7 +126,7 @@ Way = Callable[[Bundle, list[dict[str, Any]], Sequence[float]], Done]
 
 
 def ways(cost: PassCost | None, pass_ms: Sequence[float]) -> dict[str, Way]:
-    """What is compared, by name."""
+    """The ways that are compared, by name."""
     found: dict[str, Way] = {
         "alone": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 1),
         "batches": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 8),
@@ -135,7 +139,7 @@ def ways(cost: PassCost | None, pass_ms: Sequence[float]) -> dict[str, Way]:
 
 
 def judged(done: Done, moments: Sequence[float], alone: list[Generation]) -> dict[str, float]:
-    """What a round says of itself."""
+    """The figures of one round."""
     latencies = sorted(done[number][0] - moment for number, moment in enumerate(moments))
     return {
         "tokens_per_s": sum(out.completion_tokens for _, out in done.values())

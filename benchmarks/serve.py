@@ -1,20 +1,17 @@
-"""The HTTP service of examples/embed/serve under load on loopback: how much it gets through, what
-it holds, what it loses.
+"""Measure the HTTP service of examples/embed/serve under load on loopback.
 
     python benchmarks/serve.py SERVER BUNDLE --data FILE.jsonl [--seconds 30] [--soak 600] [--rounds 3] [--json FILE]
 
-SERVER is the program that examples/embed/README.md builds; each line of the file has a `prompt`.
-wrk, which has to be installed, keeps so many connections busy, each with the next request when its
-last is answered. The stages:
+SERVER is the program that examples/embed/README.md builds. Each line of the file has a `prompt`.
+wrk must be installed; it keeps a number of connections busy, each with the next request as soon as
+its last one is answered. The stages:
 
 - load: requests a second and latencies over 1, 4 and 16 connections, with requests that share
-  passes (16) and one at a time, in
-  turn; medians of the rounds.
+  passes (16) and one at a time, in turn. Medians of the rounds.
 - soak: 16 connections, and the server's resident memory every ten seconds.
-- overload: 64 clients on a server that takes 4 + 8 requests; who gets 429 waits as long as
-  Retry-After says. All that was sent
-  is counted against all that was answered.
-- stop: 16 clients, SIGTERM between them; what was taken is counted against what was answered.
+- overload: 64 clients on a server that takes 4 + 8 requests. A client that gets 429 waits for the
+  time of Retry-After. Requests sent are compared with those answered.
+- stop: 16 clients, and SIGTERM in the middle. Accepted requests are compared with answered ones.
 """
 
 from __future__ import annotations
@@ -83,7 +80,9 @@ class Server:
         return int(re.findall(r"VmRSS:\s*(\d+)", status)[0])
 
     def stop(self) -> dict[str, int]:
-        """Stops it; what it said that it answered, by status, with ``taken`` and ``gone``."""
+        """Stop the service. Returns its own counts of answers by status, with ``taken`` and
+        ``gone``.
+        """
         self.process.send_signal(signal.SIGTERM)
         said = self.process.communicate(timeout=60)[1]
         if self.process.returncode:
@@ -94,7 +93,7 @@ class Server:
 
 
 def wrk(server: Server, folder: Path, connections: int, seconds: float) -> dict[str, float]:
-    """One run of it; ``requests`` were answered, ``refused`` of them with another status than 2xx."""
+    """Run wrk once. ``requests`` were answered, ``refused`` of them with a status other than 2xx."""
     command = [
         "wrk",
         "-t1",
@@ -170,7 +169,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Clients:
-    """Threads that ask one after the other on a connection each, and count."""
+    """Threads that send one request after the other, each on its own connection, and count."""
 
     def __init__(self, server: Server, folder: Path, count: int) -> None:
         self.server, self.bodies = server, (folder / "bodies").read_text().splitlines()

@@ -1,5 +1,6 @@
-"""The models of the benchmarks: the demo, and random checkpoints of LLaDA and SDAR in bf16, written
-once under build/.
+"""The models of the benchmarks: the demo, and random checkpoints of LLaDA and SDAR in bf16.
+
+They are written once, under build/.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ TIED: dict[str, dict[str, Any]] = {
 
 
 QUICKLY = ("--no-verify", "--calib-samples", "4", "--calib-states", "4")
-"""Options of a build from random weights, whose ranges do not change what a pass costs."""
+"""Options of a build from random weights. Their ranges do not change the time of a pass."""
 
 
 def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Path:
-    """The folder of a random checkpoint in bf16, written once; ``config`` is one of
+    """The folder of a random checkpoint in bf16, written once. ``config`` comes from
     tests/checkpoints.py.
     """
     path = FOLDER / f"checkpoint-{name}"
@@ -96,8 +97,8 @@ def built(source: Path, name: str, *arguments: str) -> Path:
 
 
 def checkpoint(name: str, layers: int | None = None) -> Path:
-    """The folder of a random checkpoint of a shape of ``SHAPES``, with so many layers, or of the
-    trained one: ``demo``.
+    """The folder of the demo, or of a random checkpoint of a shape of ``SHAPES`` with that many
+    layers.
     """
     if name == "demo":
         return DEMO
@@ -133,7 +134,7 @@ def bundle_of(size: str, precision: str) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure was measured on."""
+    """The hardware and the versions that a figure was measured with."""
     import platform
     from importlib import metadata
 

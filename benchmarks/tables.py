@@ -1,4 +1,4 @@
-"""What ``generation.py`` measured, as Markdown tables."""
+"""Markdown tables of the results of ``generation.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def ratio(row: dict[str, Any]) -> str:
-    """How many times native-int8's median a row's is, if that is known."""
+    """A row's median over native-int8's, if it is known."""
     return "" if row["ratio"] is None else f"**{row['ratio']:.2f} x**"
 
 
@@ -102,8 +102,8 @@ def _processes(size: dict[str, Any]) -> str:
 
 
 def _settings(size: dict[str, Any]) -> str:
-    """By what settings of threads and of OMP_WAIT_POLICY each contestant was run, and what a pass
-    took by others.
+    """The settings of threads and OMP_WAIT_POLICY of each contestant, and the time of a pass with
+    the others.
     """
 
     def shown(ms: float | None) -> str:
@@ -141,8 +141,8 @@ def _demo(rows: Rows) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Every table under what it was measured on: medians (quartiles), ratios of medians to
-    native-int8's.
+    """All tables, after the facts of the measurement. Times are medians (quartiles), and ratios are
+    of medians to native-int8's.
     """
     machine = result["machine"]
     facts = {name: machine[name] for name in ("python", "torch", "onnxruntime")}

