@@ -1,5 +1,6 @@
-"""The demos on disk, in the layouts of a released LLaDA and SDAR: ``config.json``,
-``generation_config.json`` and ``model.safetensors`` (bf16).
+"""Read and write the demos in the layouts of a released LLaDA and SDAR.
+
+The files are ``config.json``, ``generation_config.json`` and ``model.safetensors`` (bf16).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dlm_export.network.spec import NetworkSpec
 
 
 def llada_config(c: NetworkSpec) -> dict[str, object]:
-    """What a released LLaDA's ``config.json`` says."""
+    """The ``config.json`` of a released LLaDA."""
     layer = c.layers[0]
     assert layer.attention.rope is not None
     return {
@@ -50,7 +51,7 @@ def llada_config(c: NetworkSpec) -> dict[str, object]:
 
 
 def sdar_config(c: NetworkSpec) -> dict[str, object]:
-    """What a released SDAR's ``config.json`` says."""
+    """The ``config.json`` of a released SDAR."""
     layer = c.layers[0]
     assert layer.attention.rope is not None
     return {
@@ -89,7 +90,7 @@ LAYOUTS = {
 
 
 def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
-    """Write the files in the family's layout; each appears whole or not at all."""
+    """Write the files in the family's layout. Each file appears complete or not at all."""
     layout, config_of, generation = LAYOUTS[network.family]
     config = {"architectures": [network.architecture], "model_type": network.family} | config_of(
         network
@@ -113,7 +114,7 @@ def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Te
 
 
 def load_checkpoint(folder: Path) -> Denoiser:
-    """The denoiser in ``folder``, its bf16 weights held in fp32."""
+    """Load the denoiser in ``folder``, with its bf16 weights widened to fp32."""
     checkpoint = Checkpoint(folder)
     network = families.read_network(checkpoint, Overrides())
     return families.load(families.open_weights(checkpoint, network), network)

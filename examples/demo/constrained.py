@@ -1,12 +1,11 @@
-"""A demo's held-out commands, free and constrained to the union of its calls' schemas: valid,
-exact, and passes.
+"""Run a demo's held-out commands, free and constrained to the union of its calls' schemas.
 
-python examples/demo/constrained.py build/demo python examples/demo/constrained.py build/several
---data examples/demo/heldout-several.jsonl --new-tokens 192 python examples/demo/constrained.py
-build/several --data examples/demo/heldout-several.jsonl --count 100 --defaults
+    python examples/demo/constrained.py build/demo
+    python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl --new-tokens 192
+    python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl --count 100 --defaults
 
-The second demo writes one call per line. Its bundle says so (json_layout), and the constraint
-follows it.
+Prints how many answers are valid and exact, and their passes. The second demo writes one call per
+line. Its bundle records this (json_layout), and the constraint follows it.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def call_schema(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A JSON Schema of calls: those of each name have the arguments that its examples have, in
-    their order.
+    """A JSON Schema of calls. The calls of each name have the arguments of its examples, in their
+    order.
     """
     by_name = defaultdict[str, list[dict[str, Any]]](list)
     for call in calls:
@@ -59,7 +58,7 @@ def call_schema(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _branch(name: str, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    # No call need have all of its arguments.
+    # Every argument is optional.
     sorter = TopologicalSorter[str]()
     for arguments in examples:
         for argument in arguments:
@@ -106,7 +105,7 @@ def _type(values: Sequence[Any]) -> dict[str, Any]:
 @click.option(
     "--defaults",
     is_flag=True,
-    help="Give schema= or tools= and no other option, by the bundle's default preset.",
+    help="Use schema= or tools= and no other option, with the bundle's default preset.",
 )
 def main(bundle: Path, data: Path, count: int | None, new_tokens: int, defaults: bool) -> None:
     """Compare free and constrained runs of held-out commands."""
@@ -125,11 +124,11 @@ def main(bundle: Path, data: Path, count: int | None, new_tokens: int, defaults:
 def compare(
     bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any], new_tokens: int
 ) -> Iterator[str]:
-    """What each loop of the bundle makes of the commands, a line each."""
+    """Run the commands with each loop of the bundle. Prints one line for each."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
-    # A registry that retrieves nothing: by default, jsonschema opens the URLs that a schema refers
+    # This registry retrieves nothing. By default, jsonschema opens the URLs that a schema refers
     # to.
     validator, constraint = (
         Draft202012Validator(schema, registry=Registry()),
@@ -154,7 +153,7 @@ def compare(
 def by_default(
     bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any]
 ) -> Iterator[str]:
-    """The commands answered right with a constraint and no other option, one line for each kind."""
+    """Count the right answers with a constraint and no other option. Prints one line for each kind."""
     tools = tools_of(schema)
     kinds: dict[str, dict[str, Any]] = {
         "free": {},

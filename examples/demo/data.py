@@ -1,6 +1,6 @@
-"""Seeded generator of spoken-style commands and the JSON calls they ask for.
+"""Generate spoken-style commands and the JSON calls that they ask for, from a seed.
 
-A command is drawn from a template of ``functions.py``, and its slots are filled by the samplers of
+A command starts as a template of ``functions.py``, whose slots are filled by the samplers of
 ``values.py``. Two things are held out of training:
 
 - templates: each function lists some in ``held_out``, and training commands never use them;
@@ -60,14 +60,14 @@ CARRIER_SHARE = 0.2  # of the training commands that begin with a verb: "i need 
 
 
 def has_carrier_held_out(function: Function) -> bool:
-    """Whether a held-out template asks with ``i need to ...``: such a function is never trained on
-    with these words.
+    """Return True if a held-out template asks with ``i need to ...``. Such a function is never
+    trained on with these words.
     """
     return any(re.match(r"i \(.*?\) to ", template) for template in function.held_out)
 
 
 def _resolve(template: str, rng: random.Random) -> str:
-    """Decide every optional part (kept half the time) and alternative, innermost first."""
+    """Choose every alternative, and keep every optional part half the time, innermost first."""
 
     def decide(match: re.Match[str]) -> str:
         if match[1] is not None:
@@ -80,7 +80,7 @@ def _resolve(template: str, rng: random.Random) -> str:
 
 
 def _say(literal: str, rng: random.Random) -> str:
-    """Now and then put a filler before a word of a template's own text."""
+    """Sometimes put a filler before a word of a template's own text."""
     return re.sub(
         r"(?<= )(?=\w)",
         lambda _: f"{rng.choice(words.FILLERS)} " if rng.random() < 0.015 else "",
@@ -91,10 +91,10 @@ def _say(literal: str, rng: random.Random) -> str:
 def fill(
     template: str, rng: random.Random, sample: Callable[[str], tuple[str, Any]]
 ) -> tuple[str, dict[str, Any], list[str]]:
-    """Decide a template's parts and fill its slots by ``sample``, which gets a slot's kind.
+    """Choose a template's parts and fill its slots with ``sample``, which gets a slot's kind.
 
-    Returns the words, the value of every argument, and the open values among them, lists taken
-    apart.
+    Returns the words, the value of every argument, and the open values among them; lists count item
+    by item.
     """
     text, arguments, values = "", {}, []
     resolved, end = _resolve(template, rng), 0
@@ -110,8 +110,8 @@ def fill(
 
 
 def with_carrier(text: str, function: Function, rng: random.Random) -> str:
-    """Now and then ``i need to`` before a training command that begins with a verb, where no
-    held-out template says so.
+    """Sometimes put ``i need to`` before a training command that begins with a verb, unless a
+    held-out template uses it.
     """
     if (
         not has_carrier_held_out(function)
@@ -123,7 +123,7 @@ def with_carrier(text: str, function: Function, rng: random.Random) -> str:
 
 
 def with_manners(text: str, rng: random.Random) -> str:
-    """Sometimes an opening before a command, sometimes a closing behind it."""
+    """Sometimes add an opening before a command, sometimes a closing after it."""
     if rng.random() < 0.35:
         text = f"{rng.choice(words.OPENINGS)}{rng.choice((',', '', ''))} {text}"
     if rng.random() < 0.2:
@@ -132,7 +132,7 @@ def with_manners(text: str, rng: random.Random) -> str:
 
 
 def call_of(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The call of a function, its arguments in the order that it declares."""
+    """The call of a function, with its arguments in the declared order."""
     return {
         "name": function.name,
         "arguments": {key: arguments[key] for key in function.arguments if key in arguments},
@@ -145,7 +145,7 @@ def compact(value: Any) -> str:
 
 
 def make_example(function: Function, template: str, rng: random.Random, side: Side) -> Example:
-    """Fill one template; ``side`` says where open values come from."""
+    """Fill one template. ``side`` decides where open values come from."""
     text, arguments, values = fill(template, rng, lambda kind: KINDS[kind](rng, side))
     if side is Side.TRAINING:
         text = with_carrier(text, function, rng)
@@ -156,7 +156,7 @@ def make_example(function: Function, template: str, rng: random.Random, side: Si
 
 
 def training_examples(seed: int) -> Iterator[Example]:
-    """An endless stream of training commands: training templates and training values only."""
+    """An endless stream of training commands with training templates and training values only."""
     rng = random.Random(seed)
     while True:
         function = rng.choice(FUNCTIONS)
@@ -165,8 +165,8 @@ def training_examples(seed: int) -> Iterator[Example]:
 
 
 def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
-    """``count`` different held-out commands with what is unseen in each: ``template``, ``value`` or
-    ``both``.
+    """Generate ``count`` different held-out commands, labelled by their unseen part: ``template``,
+    ``value`` or ``both``.
 
     The three kinds take turns. A command counts as ``value`` or ``both`` only if it says an open
     value.
@@ -188,7 +188,7 @@ def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
 
 
 def write_lines(path: Path, drawn: Iterable[tuple[str, str, str]]) -> None:
-    """Write commands, what they ask for and what is unseen in them, one JSON object a line."""
+    """Write commands, their answers and their unseen parts, one JSON object a line."""
     keys = ("prompt", "completion", "unseen")
     path.write_text(
         "".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in drawn)
@@ -201,7 +201,7 @@ def write_lines(path: Path, drawn: Iterable[tuple[str, str, str]]) -> None:
     "--split",
     type=click.Choice(["training", "heldout"]),
     required=True,
-    help="Which side to draw from.",
+    help="Training or held-out commands.",
 )
 @click.option(
     "--count", type=click.IntRange(1), default=500, show_default=True, help="Commands to write."

@@ -1,5 +1,6 @@
-"""Exact match of a demo's calls on held-out commands, in the native runtime or in torch; NFE,
-tokens, thresholds and loss.
+"""Measure a demo's calls on held-out commands: exact match, NFE, tokens, thresholds and loss.
+
+The demo runs in the native runtime or in torch.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def loss_at(
     ratio: float,
     seed: int = 0,
 ) -> float:
-    """Mean cross-entropy in nats of the hidden tokens of calls, ``ratio`` of the first block hidden
-    at random.
+    """Mean cross-entropy in nats of the hidden tokens of calls, with ``ratio`` of the first block
+    hidden at random.
 
-    ``pairs`` are commands and calls. The canvas has two blocks and the second is wholly hidden and
-    not counted, so ratio 1 is where decoding starts.
+    ``pairs`` are commands and calls. The canvas has two blocks. The second is wholly hidden and not
+    counted, so ratio 1 is the state in which decoding starts.
     """
     c, eos = denoiser.network, denoiser.network.eos_token_ids[0]
     generator = torch.Generator().manual_seed(seed)
@@ -67,8 +68,8 @@ def loss_at(
 
 
 def same_call(first: str | None, second: str) -> bool:
-    """Whether both texts parse as JSON to equal values: a list's calls in the same order, ``true``
-    no number.
+    """Return True if both texts parse as JSON to equal values. Calls of a list must be in the same
+    order, and ``true`` is not a number.
     """
     try:
         one, other = (
@@ -88,8 +89,8 @@ class Answer:
 
 
 class TorchBundle:
-    """A checkpoint that answers as a bundle does, by the reference loop in torch: nothing is built,
-    and it takes its time.
+    """A checkpoint that answers like a bundle, with the reference loop in torch. It needs no build,
+    and is slow.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -102,7 +103,7 @@ class TorchBundle:
         ]
 
     def generate(self, *, prompt: str, max_new_tokens: int, preset: str, **policy: Any) -> Answer:
-        """As ``Bundle.generate``; the preset is taken by its name."""
+        """Like ``Bundle.generate``, with the preset given by its name."""
         tokens = self.tokenizer.encode(prompt)
         fields = PRESETS[preset].with_fields(policy)
         out = reference.generate(self.denoiser, tokens, fields, max_new_tokens)
@@ -117,11 +118,11 @@ def evaluate(
     max_new_tokens: int | None = None,
     **policy: Any,
 ) -> dict[str, Any]:
-    """Answer every command, with at most ``max_new_tokens`` tokens (None: the number that the
-    bundle or checkpoint names).
+    """Answer every command with at most ``max_new_tokens`` tokens (None: the number that the bundle
+    or checkpoint names).
 
-    Returns what is right by split, and by function or by number of calls; NFE, tokens and seconds a
-    command; failures.
+    Returns the right answers by split and by function or number of calls; NFE, tokens and seconds a
+    command; and the failures.
     """
     max_new_tokens = bundle.max_new_tokens if max_new_tokens is None else max_new_tokens
     right: defaultdict[str, list[bool]] = defaultdict(list)
@@ -138,7 +139,7 @@ def evaluate(
         nfe.append(out.nfe)
         tokens.append(
             len(bundle.tokenizer.encode(line["completion"])) - 2 + 1
-        )  # without the two prompt marks, with eos
+        )  # without the two prompt tokens, with eos
         if not is_right:
             failures.append((line["prompt"], line["completion"], out.text))
     return {
@@ -193,17 +194,17 @@ def efforts(
     help="Held-out .jsonl of data.py or several.py.",
 )
 @click.option(
-    "--count", type=click.IntRange(1), help="Take so many of its commands.  [default: all]"
+    "--count", type=click.IntRange(1), help="Number of its commands to use.  [default: all]"
 )
 @click.option("--preset", default="fast-dllm", show_default=True, help="Loop of the bundle.")
 @set_option
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(1),
-    help="Most tokens of an answer.  [default: the bundle's own number]",
+    help="Maximum tokens of an answer.  [default: the bundle's number]",
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder of the denoiser.")
-@click.option("--loss", is_flag=True, help="Measure the first demo's loss as well.")
+@click.option("--loss", is_flag=True, help="Also measure the first demo's loss.")
 @click.option(
     "--thresholds", is_flag=True, help="Measure exact match and NFE at thresholds from 0.5 to 0.99."
 )

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Function:
-    """A call the demo knows: its arguments in the order they are written, and its templates."""
+    """A call that the demo knows: its arguments in the order in which they are written, and its
+    templates.
+    """
 
     name: str
     arguments: tuple[str, ...]

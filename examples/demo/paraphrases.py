@@ -1,7 +1,7 @@
 """More ways to say the demo's commands, for training only.
 
-Held-out commands are drawn without these, so that adding to them changes no test: a held-out
-template stays one that no training command was made from.
+Held-out commands do not use these, so adding to them changes no test: no training command is made
+from a held-out template.
 """
 
 from __future__ import annotations

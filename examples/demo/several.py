@@ -1,17 +1,19 @@
-"""Several requests in one breath, and the ordered list of calls that they ask for.
+"""Generate commands with several requests, and the ordered list of calls that they ask for.
 
 A command is one to six *clauses* joined by ``, then``, ``and`` and the like. A clause is a template
-of ``functions.py``, of one of four functions more, or one that refers to an earlier clause: ``ten
-minutes later``, ``there``, ``her``, ``it``. What is held out of training is held out as there,
-templates that refer included; an unseen template is unseen in every clause.
+of ``functions.py``, of one of four more functions, or one that refers to an earlier clause: ``ten
+minutes later``, ``there``, ``her``, ``it``. Templates and values are held out of training as in
+``data.py``, including templates that refer. A command of an unseen template uses one in every
+clause.
 
-Label rules, beside those of ``data.py``, so that every command has exactly one right list:
+These label rules are added to those of ``data.py``, so that every command has exactly one right
+list:
 
 - a reference means the latest call that has such a thing; rooms, contacts, objects, lists and
   destinations are written again;
-- a time that an earlier call has is ``$n``, ``n`` counted from 1, with the minutes after or before
-  it: ``$2+10``, ``$2-90``;
-- so is the result of an earlier call, which nobody knows yet: ``$n``;
+- the time of an earlier call is ``$n``, ``n`` counted from 1, with the minutes after or before it:
+  ``$2+10``, ``$2-90``;
+- the result of an earlier call, which is not known yet, is also ``$n``;
 - an ``and`` alone, or a comma alone, never follows a clause that ends in free text or a list.
 """
 
@@ -312,7 +314,7 @@ class Request:
 
 
 def _later(call: str, rng: random.Random) -> tuple[str, str]:
-    """A spoken distance from the time of ``call``, a ``$n``, and how it is written."""
+    """A spoken distance from the time ``$n`` of ``call``, and its written form."""
     if rng.random() < 0.35:
         minutes, spoken = rng.choice(OFFSETS)
     else:
@@ -332,7 +334,7 @@ def _refer(kind: str, meant: Any, rng: random.Random) -> tuple[str, Any]:
 
 
 class Speaker:
-    """Says one clause after the other, and knows what earlier ones can be referred to for."""
+    """Says one clause after the other, and knows which earlier things a clause can refer to."""
 
     def __init__(self, rng: random.Random, side: Side, is_template_unseen: bool) -> None:
         self.rng, self.side, self.is_template_unseen = rng, side, is_template_unseen
@@ -344,7 +346,7 @@ class Speaker:
         self._joints = JOINTS
 
     def say(self, is_referring: bool) -> None:
-        """One clause more; one that refers to an earlier call, if that is wished and possible."""
+        """Add a clause. It refers to an earlier call if ``is_referring`` and if that is possible."""
         choices = self._references() if is_referring else {}
         if not choices:
             choices = {function: self._plain(function) for function in EVERY_FUNCTION}
@@ -386,7 +388,7 @@ class Speaker:
         )
 
     def _references(self) -> dict[Function, Sequence[str]]:
-        """Templates whose every reference means something by now."""
+        """Templates whose references all have a meaning by now."""
         found = {}
         for name, (training, held_out) in REFERENCES.items():
             templates = held_out if self.is_template_unseen else training
@@ -416,7 +418,7 @@ REFERENCE_SHARE = 0.5
 
 
 def make_request(rng: random.Random, side: Side, is_template_unseen: bool, calls: int) -> Request:
-    """A command for so many calls; ``side`` says where open values come from."""
+    """A command for the given number of calls. ``side`` decides where open values come from."""
     speaker = Speaker(rng, side, is_template_unseen)
     for _ in range(calls):
         speaker.say(is_referring=rng.random() < REFERENCE_SHARE)
@@ -435,8 +437,8 @@ EVENLY = (1.0,) * MOST_CALLS
 def training_requests(
     seed: int, weights: Callable[[], Sequence[float]] = lambda: EVENLY
 ) -> Iterator[Request]:
-    """An endless stream of training commands; ``weights``: how often, by now, one call is asked
-    for, two, and so on.
+    """An endless stream of training commands. ``weights`` returns how often one call is asked for
+    now, two calls, and so on.
     """
     rng = random.Random(seed)
     while True:
@@ -445,8 +447,8 @@ def training_requests(
 
 
 def held_out_requests(seed: int, count: int, fewest: int = 3) -> list[tuple[str, Request]]:
-    """``count`` different held-out commands with what is unseen in each: ``template``, ``value`` or
-    ``both``.
+    """Generate ``count`` different held-out commands, labelled by their unseen part: ``template``,
+    ``value`` or ``both``.
 
     The three kinds take turns, and so do the numbers of calls from ``fewest`` to six. A command
     counts as ``value`` or ``both`` only if it says an open value.

@@ -1,4 +1,4 @@
-"""What `make demo` prints: commands through the demo bundle, what it did, and where the files lie."""
+"""The output of `make demo`: commands through the demo bundle, the calls, and where the files are."""
 
 from __future__ import annotations
 

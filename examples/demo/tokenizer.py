@@ -1,10 +1,10 @@
 """The demo's byte-level BPE: a word has the same pieces inside a command and inside JSON quotes.
 
 In a command a word follows a space, in JSON it follows a quote. Ordinary byte-level BPE would cut
-the two forms differently and make copying a spelling lesson. Here BPE is learned on words without
-their space, and only then the most common word-initial pieces get one last merge with the space
-before them. Merges apply in order, so `` garage`` and ``garage`` are cut alike and differ only in
-their first piece.
+the two forms differently, and the denoiser would have to learn spelling to copy a word. Here BPE is
+learned on words without their space. Then the most common word-initial pieces get one last merge
+with the space before them. Merges apply in order, so `` garage`` and ``garage`` are cut alike and
+differ only in their first piece.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SPLIT = r"""\{"name":"|","arguments":\{"| ?[A-Za-z_']+|[0-9]|[{}\[\]":,]+|[^\sA
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -> Tokenizer:
-    """A tokenizer of exactly ``vocab_size`` ids, ``spaced_pieces`` of them a word-initial piece
-    with its space.
+    """Train a tokenizer of exactly ``vocab_size`` ids. ``spaced_pieces`` of them are a word-initial
+    piece with its space.
 
     Raises ValueError if ``texts`` have too few different pieces for that.
     """
@@ -77,7 +77,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -
 
 
 def tokenizer_config() -> dict[str, object]:
-    """What ``tokenizer_config.json`` says beside the tokenizer itself."""
+    """The content of ``tokenizer_config.json``."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS,

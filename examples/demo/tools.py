@@ -1,7 +1,8 @@
-"""The demo's functions as tools: what `dlm-export run --tools` takes, their parameters as calls of
-the data have them.
+"""Write the demo's functions as tools for `dlm-export run --tools`.
 
-python examples/demo/tools.py --out build/tools.json
+    python examples/demo/tools.py --out build/tools.json
+
+Their parameters are those of the calls in the data.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import click
 from constrained import call_schema
 from data import training_examples
 
-DRAWN = 20_000  # commands, until every function has been met with every argument
+DRAWN = 20_000  # commands; enough to see every function with every argument
 
 
 def tools() -> list[dict[str, Any]]:

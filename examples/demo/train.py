@@ -1,17 +1,16 @@
-"""Train the demo's tokenizer and denoiser from nothing, on commands drawn while training.
+"""Train the demo's tokenizer and denoiser from nothing, on commands that are generated while
+training.
 
 The objective is LLaDA's (arXiv:2502.09992): hide response tokens, eos padding included, and predict
-them from the rest. What differs, and why:
+them from the rest. The differences, and their reasons:
 
-- Every scored position counts the same. LLaDA weights a row by 1/t, which bounds the likelihood but
-  lets rows with
-  few hidden tokens dominate the gradient's variance.
-- Most rows are noised a block at a time: earlier blocks clean, later blocks hidden. Block-wise
-  decoding meets no
-  other state.
+- Every scored position counts the same. LLaDA weights a row by 1/t, which bounds the likelihood,
+  but then rows with few hidden tokens dominate the gradient's variance.
+- In most rows one block at a time is noised: earlier blocks are clean and later blocks hidden.
+  Block-wise decoding only sees such states.
 - In half of the rows JSON syntax and eos are hidden less often than values, because decoding
   commits them first.
-- The weights start with a copying circuit in place (``initialise``).
+- A copying circuit is written into the initial weights (``initialise``).
 """
 
 from __future__ import annotations
@@ -78,14 +77,14 @@ NEIGHBOURS = (
 
 
 def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
-    """Random weights with a copying circuit planted in them; training refines it instead of having
-    to find it.
+    """Random weights with a copying circuit planted in them, which training refines instead of
+    having to find it.
 
     Layer 0 writes part of the names of the pieces one and two places to either side. Layer 1
     attends to positions with the same left or the same right neighbours and copies the name found
-    there. The head starts as the embedding turned over. This is the induction circuit of
-    arXiv:2209.11895, for both directions; left to itself it had not formed after 600 steps. Every
-    other matrix that writes to the residual stream starts at zero.
+    there. The head starts as the transposed embedding. This is the induction circuit of
+    arXiv:2209.11895, for both directions. Without planting, it had not formed after 600 steps.
+    Every other matrix that writes to the residual stream starts at zero.
     """
     c = denoiser.network
     with torch.no_grad():
@@ -104,12 +103,11 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
             if bare is not None and bare != index:
                 embedding[index, :CODE] = embedding[bare, :CODE]
                 embedding[index, SPACED:CONSTANT] = space
-        # The mask token names nothing, so a hidden position that finds itself copies nothing from
-        # itself.
+        # The mask token has no name, so a hidden position that attends to itself copies nothing.
         embedding[c.mask_token_id, :CODE] = 0.0
         embedding[c.mask_token_id, SPACED:CONSTANT] = torch.randn(CONSTANT - SPACED)
-        # Rows of one length, so that after the norm the constant feature is equal and positions are
-        # told by it alone.
+        # All rows have the same length, so the constant feature is equal after the norm and tells
+        # positions apart.
         embedding.mul_(CODE**0.5 / embedding.norm(dim=1, keepdim=True))
         assert denoiser.head is not None
         denoiser.head.weight.copy_(embedding.T * 0.1)
@@ -121,8 +119,8 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
 
 
 def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
-    """Heads that attend to one fixed offset each, told by the quick rotations alone, and write the
-    name found there.
+    """Heads that each attend to one fixed offset, by the fast rotations alone, and write the name
+    found there.
     """
     size = attention.spec.head_size
     half, quick = size // 2, torch.arange(STEADY)
@@ -143,8 +141,7 @@ def _plant_copying(attention: Attention) -> None:
     """Three heads a side that attend to positions with the same two neighbours there, and copy a
     third of the name.
 
-    The match uses slow rotations, which hardly turn within a canvas, so that distance does not
-    matter.
+    The match uses slow rotations. They hardly turn within a canvas, so distance does not matter.
     """
     size = attention.spec.head_size
     half, third = size // 2, torch.arange(size)
@@ -153,8 +150,8 @@ def _plant_copying(attention: Attention) -> None:
         at, side, part = head * size, head // 3, head % 3
         for projection in (attention.q, attention.k, attention.v):
             projection.weight[:, at : at + size] = 0.0
-        # Both names together have 24 features for 20 steady places: the far neighbour loses its
-        # last four.
+        # Both names together have 24 features and there are 20 steady places, so the far neighbour
+        # loses its last four.
         features = CODE + side * size + torch.arange(len(steady))
         attention.q.weight[features, at + steady] = 1.6
         attention.k.weight[features, at + steady] = 1.6
@@ -165,7 +162,7 @@ def _plant_copying(attention: Attention) -> None:
 def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches: prompts ``[B, P]`` of one length, responses ``[B, R]`` padded with eos.
 
-    ``R`` is 32 or 64, as at inference, or in one batch of ten anything up to 96. Nothing is padded
+    ``R`` is 32 or 64, as at inference; in one batch of ten it is any number up to 96. No padding is
     on the left.
     """
     eos = tokenizer.token_to_id(EOS)
@@ -231,7 +228,7 @@ def hide(
 
 
 def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
-    """Which tokens are eos or hold a quote, and so JSON syntax: bool ``[V]``."""
+    """Mask ``[V]`` of the tokens that are eos or contain a quote, which marks JSON syntax."""
     eos = network.eos_token_ids[0]
     return torch.tensor(
         [index == eos or '"' in tokenizer.id_to_token(index) for index in range(network.vocab_size)]
@@ -246,7 +243,9 @@ def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
     help="Folder for tokenizer, config and weights.",
 )
 @click.option(
-    "--init", type=click.Path(path_type=Path), help="Go on from this checkpoint and its tokenizer."
+    "--init",
+    type=click.Path(path_type=Path),
+    help="Continue from this checkpoint and its tokenizer.",
 )
 @click.option(
     "--steps", type=click.IntRange(1), default=8000, show_default=True, help="Optimiser steps."

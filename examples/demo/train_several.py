@@ -1,14 +1,13 @@
-"""Train the second demo: block diffusion in SDAR's layout, on several requests in one breath.
+"""Train the second demo: block diffusion in SDAR's layout, on commands with several requests.
 
-The objective is block diffusion's (BD3-LM, arXiv:2503.09573): a row holds the clean canvas and a
-noised copy of the blocks that hold the answer; a noised block sees itself and the clean blocks
-before it, so that one pass trains every block. What differs from the first demo's training, where
-not by that:
+The objective is block diffusion's (BD3-LM, arXiv:2503.09573). A row holds the clean canvas and a
+noised copy of the blocks of the answer. A noised block sees itself and the clean blocks before it,
+so one pass trains every block. Other differences from the first demo's training:
 
 - It starts from the first demo's weights, which know most functions and how to copy. Query and key
-  norms start at the sizes
-  that the first demo's heads have; two layers are put between, which start as the identity.
-- Every block draws its own noise, of the kinds that decoding meets (``hide``).
+  norms start at the sizes of the first demo's heads. Two layers that start as the identity are
+  added in the middle.
+- Every block draws its own noise, of the kinds that decoding produces (``hide``).
 - Commands of few calls come first.
 """
 
@@ -40,7 +39,7 @@ NEW_LAYERS = (3, 6)
 
 
 def describe(first: NetworkSpec) -> NetworkSpec:
-    """The second demo's shape: the first one's with q/k norms, block-causal, and two layers more."""
+    """The second demo's shape: the first one's with q/k norms, block-causal, with two more layers."""
     layer = first.layers[0]
     attention = replace(
         layer.attention, qk_norm=True, visibility="block", block_length=BLOCK_LENGTH
@@ -51,7 +50,9 @@ def describe(first: NetworkSpec) -> NetworkSpec:
 
 @torch.no_grad()
 def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
-    """Weights from the first demo; ``canvases`` ``[B, L]`` say how long its queries and keys are."""
+    """Weights from the first demo. ``canvases`` ``[B, L]`` are used to measure the lengths of its
+    queries and keys.
+    """
     old = iter(range(len(first.blocks)))
     origin = {new: None if new in NEW_LAYERS else next(old) for new in range(len(denoiser.blocks))}
     given = dict(first.named_parameters())
@@ -68,7 +69,7 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
             parameter.zero_()
         else:
             parameter.normal_(std=parameter.shape[0] ** -0.5)
-    # A norm forgets how long a query is; its weight says so again, for all heads of a layer
+    # A norm removes the length of a query. Its weight restores it, for all heads of a layer
     # together.
     hooks = []
     for new, source in origin.items():
@@ -90,8 +91,8 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Canvases ``[B, L]`` of whole blocks, prompt, answer and eos to the end; ``starts`` ``[B]``:
-    tokens of the prompts.
+    """Canvases ``[B, L]`` of whole blocks: prompt, answer, and eos to the end. ``starts`` ``[B]``
+    are the numbers of prompt tokens.
 
     All prompts end in the same block.
     """
@@ -101,12 +102,12 @@ class Batch:
 
     @property
     def first(self) -> int:
-        """Where the block begins in which the prompts end."""
+        """The start of the block in which the prompts end."""
         return int(self.starts[0]) // BLOCK_LENGTH * BLOCK_LENGTH
 
 
 def canvas_of(request: Request, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """A request's canvas, filled to a whole block with eos, and the tokens of its prompt."""
+    """A request's canvas, filled to a whole block with eos, and the number of its prompt tokens."""
     prompt = tokenizer.encode(request.prompt).ids
     eos = tokenizer.token_to_id("<|eos|>")
     canvas = [*prompt, *tokenizer.encode(request.completion, add_special_tokens=False).ids, eos]
@@ -114,7 +115,7 @@ def canvas_of(request: Request, tokenizer: Tokenizer) -> tuple[list[int], int]:
 
 
 def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> Iterator[Batch]:
-    """Endless batches of about ``tokens`` tokens, both copies counted."""
+    """Endless batches of about ``tokens`` tokens, counting both copies."""
     waiting: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
     for request in requests:
         canvas, start = canvas_of(request, tokenizer)
@@ -130,12 +131,18 @@ def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> I
 
 
 def hide(batch: Batch, is_easy: Tensor) -> Tensor:
-    """Which positions of the noised copies are hidden and scored, bool ``[B, L - first]``.
+    """Choose the positions of the noised copies that are hidden and scored, bool ``[B, L -
+    first]``.
 
-    Every block is hidden by itself: one in three wholly, as decoding finds it; one in three here
-    and there, in half of these JSON syntax and eos less often than values, because decoding commits
-    them first; one in three from some place on, as decoding leaves it where only the next tokens
-    are sure, and there wholly or in part. ``is_easy`` ``[V]`` marks the syntax.
+    Every block is hidden separately, in one of three equally likely ways:
+
+    - wholly, as decoding finds it;
+    - in scattered places. In half of these blocks JSON syntax and eos are hidden less often than
+      values, because decoding commits them first;
+    - from some place on, as decoding leaves it when only the next tokens are sure. From there it is
+      hidden wholly or in part.
+
+    ``is_easy`` ``[V]`` marks the syntax.
     """
     answers = batch.canvases[:, batch.first :]
     rows, length = answers.shape
@@ -157,7 +164,7 @@ def hide(batch: Batch, is_easy: Tensor) -> Tensor:
 
 
 def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
-    """Which tokens of a row see which, bool ``[T, T]``: block diffusion's training mask."""
+    """Which tokens of a row see which others, bool ``[T, T]``: block diffusion's training mask."""
     block = positions // BLOCK_LENGTH
     query, key = block[:, None], block[None, :]
     sees_clean = ~is_noised[None, :] & torch.where(is_noised[:, None], key < query, key <= query)
@@ -193,8 +200,8 @@ def loss_of(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
 def one_pass(
     denoiser: Denoiser, requests: Sequence[Request], tokenizer: Tokenizer
 ) -> tuple[float, float]:
-    """Shares of blocks, and of whole lists, that are right when every block takes one pass:
-    decoding at its fastest.
+    """Shares of blocks, and of whole lists, that are right if every block takes one pass, the
+    fastest decoding.
     """
     blocks, lists = [], []
     for request in requests:
@@ -217,7 +224,9 @@ EASY_STEPS = 600
 
 
 def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]:
-    """Training commands, of more and more calls in the first ``easy_steps`` steps of ``training``."""
+    """Training commands. The number of calls grows over the first ``easy_steps`` steps of
+    ``training``.
+    """
 
     def weights() -> list[float]:
         share = min(1.0, training.step / easy_steps) if easy_steps else 1.0
@@ -231,7 +240,9 @@ def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]
     "--first", type=click.Path(path_type=Path), required=True, help="Folder of the first demo."
 )
 @click.option(
-    "--init", type=click.Path(path_type=Path), help="Go on from these weights of the second demo."
+    "--init",
+    type=click.Path(path_type=Path),
+    help="Continue from these weights of the second demo.",
 )
 @click.option(
     "--out",
@@ -246,7 +257,11 @@ def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]
     help="File to save the run in, and to resume it from.",
 )
 @click.option(
-    "--minutes", type=float, default=150.0, show_default=True, help="Processor time in all."
+    "--minutes",
+    type=float,
+    default=150.0,
+    show_default=True,
+    help="Total minutes of processor time.",
 )
 @click.option(
     "--rate",
@@ -260,7 +275,7 @@ def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]
     type=click.IntRange(1),
     default=2560,
     show_default=True,
-    help="Tokens a step, both copies counted.",
+    help="Tokens a step, counting both copies.",
 )
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of data, noise and new weights."
@@ -283,8 +298,8 @@ def main(
     save_minutes: float,
     threads: int,
 ) -> None:
-    """Train the second demo from the first; stop it whenever you like, and resume it with the same
-    command.
+    """Train the second demo from the first. The run can be stopped at any time; the same command
+    resumes it.
 
     Example: python train_several.py --first ../demo-denoiser --out ../demo-several --state
     several.pt
@@ -310,7 +325,7 @@ def main(
     held_out = [request for _, request in held_out_requests(seed + 2, 48)]
 
     def losses() -> Iterator[Callable[[], Tensor]]:
-        # A resumed run draws other commands than those before it.
+        # A resumed run draws new commands.
         for batch in batches(
             lessons(training, seed + 1000 * training.step, easy_steps), tokenizer, tokens
         ):

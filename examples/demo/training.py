@@ -1,9 +1,8 @@
-"""What both demos are trained with: optimisers, the rate over a run, averaged weights, and a state
-that a run resumes from.
+"""Training code of both demos: optimisers, the rate over a run, averaged weights, and saved state.
 
 Muon (Keller Jordan's, with the constants of torch.optim.Muon) trains the layers' matrices and AdamW
-the rest. torch's own Muon always orthogonalises in bf16, which processors without bf16 kernels
-compute fifty times slower than fp32.
+the rest. torch's own Muon always orthogonalises in bf16. Processors without bf16 kernels compute
+this fifty times slower than fp32.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ from dlm_export.network.linear import has_bf16_kernels
 
 MOMENTUM, DECAY = 0.95, 0.02
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-AVERAGED_STEPS = 200  # of the moving average, about
+AVERAGED_STEPS = 200  # approximate length of the moving average
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest matrix whose singular values are all equal, by five Newton-Schulz steps."""
+    """Approximately the nearest matrix whose singular values are all equal, by five Newton-Schulz
+    steps.
+    """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -43,14 +44,14 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose steps are orthogonalised, with decoupled weight decay; for matrices."""
+    """Momentum with orthogonalised steps and decoupled weight decay, for matrices."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Move every matrix by its own orthogonalised momentum."""
+        """Update every matrix by its orthogonalised momentum."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -64,15 +65,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def learning_rate(progress: float, step: int) -> float:
-    """Share of the peak rate: 50 steps up, level until ``progress`` 0.4, then a straight line down
-    to zero at 1.
+    """Share of the peak rate: 50 steps up, constant until ``progress`` 0.4, then linear to zero at
+    1.
     """
     return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
 
 
 @dataclass
 class Training:
-    """A denoiser between two steps of its training."""
+    """The state of a training run between two steps."""
 
     denoiser: Denoiser
     rate: float
@@ -98,7 +99,7 @@ class Training:
         ]
 
     def learn(self, loss: Tensor, progress: float) -> None:
-        """One step down the gradient of ``loss``; ``progress`` from 0 to 1 sets the rate."""
+        """Take one step down the gradient of ``loss``. ``progress`` from 0 to 1 sets the rate."""
         loss.backward()  # type: ignore[no-untyped-call]
         for optimiser, peak in self.optimisers:
             for group in optimiser.param_groups:
@@ -113,7 +114,7 @@ class Training:
         self.step += 1
 
     def save(self, path: Path) -> None:
-        """Write everything that ``resume`` needs; the file appears whole or not at all."""
+        """Write the state for ``resume``. The file appears complete or not at all."""
         state = {
             "step": self.step,
             "minutes": self.minutes,
@@ -127,7 +128,7 @@ class Training:
         partial.replace(path)
 
     def resume(self, path: Path) -> None:
-        """Go on where ``save`` was called."""
+        """Continue from the state that ``save`` wrote."""
         state = torch.load(path, weights_only=True)
         self.step, self.minutes, self.averaged = state["step"], state["minutes"], state["averaged"]
         self.denoiser.load_state_dict(state["parameters"])
@@ -143,7 +144,7 @@ class Training:
         save_minutes: float,
         on_save: Callable[[], None],
     ) -> None:
-        """Learn until ``steps`` or ``minutes`` of processor time are spent, or SIGTERM comes.
+        """Train until ``steps`` or ``minutes`` of processor time are spent, or until SIGTERM.
 
         ``on_save`` is called every ``save_minutes`` and at the end. Each of ``losses`` computes the
         loss of one step.

@@ -1,6 +1,7 @@
 """Values of the slots in templates: a sampler for each kind, and which values are held out.
 
-A sampler returns what a command says and what the call has. The label rules are in ``data.py``.
+A sampler returns the spoken form for the command and the value for the call. The label rules are in
+``data.py``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from functions import FUNCTIONS
 
 
 class Side(enum.Enum):
-    """Where open values come from: training with unrelated phrases among them, training as said, or
-    held out.
+    """Source of open values: training values with unrelated phrases mixed in, training values
+    alone, or held-out values.
     """
 
     TRAINING = enum.auto()
@@ -33,7 +34,7 @@ Sampler = Callable[[random.Random, Side], tuple[str, Any]]
 
 
 def is_held_out(value: str) -> bool:
-    """Whether an open value is kept out of training: one in eight, by its CRC-32."""
+    """Return True for open values kept out of training: one in eight, by CRC-32."""
     return zlib.crc32(value.encode()) % 8 == 0
 
 
@@ -43,15 +44,17 @@ ANY_WORDS = tuple(
         {*itertools.chain(*WORD_POOLS, words.PLACES, words.POINTS, words.SURFACES, words.GENRES)}
     )
 )
-ANY_PHRASE_SHARE = 0.35  # of the open values trained on
+ANY_PHRASE_SHARE = 0.35  # share of the open values in training
 
 
 def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Sampler:
-    """A sampler of open values; with probability ``article`` a spoken ``the`` that the value drops."""
+    """A sampler of open values. With probability ``article`` it says ``the`` first, which the value
+    drops.
+    """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, str]:
-        # A word that no training value starts with would never be predicted there, so any word may
-        # start one.
+        # A word that begins no training value would never be predicted there, so any word can begin
+        # one.
         source = (
             _any_phrase if side is Side.TRAINING and rng.random() < ANY_PHRASE_SHARE else compose
         )
@@ -70,9 +73,7 @@ def _closed(*pairs: tuple[str, Any] | str) -> Sampler:
 
 
 def _number(low: int, high: int, step: int = 1, digits: float = 0.4) -> Sampler:
-    """A sampler of whole numbers, spoken as digits with probability ``digits`` and in words
-    otherwise.
-    """
+    """A sampler of whole numbers: spoken as digits with probability ``digits``, otherwise in words."""
 
     def sample(rng: random.Random, side: Side) -> tuple[str, int]:
         number = rng.randrange(low, high + 1, step)
@@ -106,15 +107,13 @@ def _word(rng: random.Random, choices: tuple[str, ...], made_up: float = 0.03) -
 
 
 def _any_words(rng: random.Random, most: int) -> str:
-    """One to ``most`` unrelated words: nothing but copying predicts them."""
+    """One to ``most`` unrelated words, which only copying can predict."""
     return " ".join(_word(rng, rng.choice(WORD_POOLS)) for _ in range(rng.randint(1, most)))
 
 
 @functools.cache
 def _spoken_words() -> tuple[str, ...]:
-    """Words that training templates have, and no value: a value that began with one would be the
-    first to.
-    """
+    """Words that appear in training templates but begin no value."""
     templates = (
         re.sub(r"\{.*?\}", " ", template)
         for function in FUNCTIONS
@@ -129,8 +128,8 @@ def _spoken_words() -> tuple[str, ...]:
 
 
 def _any_word(rng: random.Random) -> str:
-    """One in four a compound such as ``playfence``, of a word that only commands have and any
-    other; some others made up.
+    """A random word: one in four is a compound such as ``playfence``, of a word from commands and
+    any other word; some others are made up.
     """
     if rng.random() < 0.25:
         return rng.choice(_spoken_words()) + rng.choice(ANY_WORDS)
@@ -138,7 +137,7 @@ def _any_word(rng: random.Random) -> str:
 
 
 def _any_phrase(rng: random.Random) -> str:
-    """One to three unrelated words, every word of the lists as likely as any other."""
+    """One to three unrelated words; every listed word is equally likely."""
     return " ".join(_any_word(rng) for _ in range(rng.choice((1, 2, 2, 3))))
 
 

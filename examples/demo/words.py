@@ -1,7 +1,7 @@
 """Word lists of the demo commands, and a source of made-up words.
 
-Everything here was written for this demo. The made-up words matter most: a denoiser that has to
-write ``velkamo`` into a call can only have copied it, so they are what makes copying general.
+Everything here was written for this demo. The made-up words make copying general: a denoiser that
+writes ``velkamo`` into a call can only have copied it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ TENS = _words(",,twenty,thirty,forty,fifty,sixty,seventy,eighty,ninety")
 
 
 def made_up_word(rng: random.Random) -> str:
-    """A pronounceable word of four letters or more, such as ``velkamo``; shorter ones could be
+    """A pronounceable word of at least four letters, such as ``velkamo``. Shorter ones could be
     ``the`` or ``to``.
     """
     word = ""

@@ -1,6 +1,7 @@
-/* Generates until all is decided, a time is over, or Ctrl-C is pressed: cancel BUNDLE NEW_TOKENS
- * SECONDS PROMPT A second thread ends the request; what it came to until then is printed, and why
- * it ended. README.md says how it is built. */
+/* Generates until the text is complete, a time is over, or Ctrl-C is pressed:
+ *   cancel BUNDLE NEW_TOKENS SECONDS PROMPT
+ * A second thread ends the request. Prints the text so far and why the request ended. README.md
+ * says how to build it. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
 #include <pthread.h>
@@ -12,14 +13,14 @@
 
 #include "dlm_runtime.h"
 
-#define SIG_OVER SIGUSR1 /* the main thread says so that the request is over */
+#define SIG_OVER SIGUSR1 /* the main thread signals that the request is over */
 
 struct watch {
   dlm_session* session;
   double seconds;
 };
 
-/* Waits for one of two signals, and returns its number; 0: it did not come in time. */
+/* Waits for one of two signals and returns its number, or 0 if none came in time. */
 static int wait_for(int one, int other, double seconds) {
   sigset_t signals;
   sigemptyset(&signals);
@@ -39,7 +40,7 @@ static int wait_for(int one, int other, double seconds) {
 static void* watch(void* user) {
   const struct watch* const watched = user;
   int is_over = wait_for(SIG_OVER, SIGINT, watched->seconds) == SIG_OVER;
-  while (!is_over) { /* again: a cancel that comes before the request began finds nothing to end */
+  while (!is_over) { /* repeat: a cancel before the request has begun has no effect */
     dlm_session_cancel(watched->session, 0);
     is_over = wait_for(SIG_OVER, SIG_OVER, 0.01) == SIG_OVER;
   }
@@ -57,7 +58,7 @@ static int report(dlm_status status, const char* sentence) {
   return 1;
 }
 
-/* Generates, watched by a second thread. Returns the exit code. */
+/* Generates while a second thread watches. Returns the exit code. */
 static int generate(dlm_session* session, int32_t new_tokens, double seconds, const char* prompt) {
   struct watch watched;
   watched.session = session;
@@ -74,7 +75,7 @@ static int generate(dlm_session* session, int32_t new_tokens, double seconds, co
   const dlm_result* result = NULL;
   const dlm_status status = dlm_session_generate(session, &request, &result);
   pthread_kill(thread, SIG_OVER);
-  pthread_join(thread, NULL); /* before the session goes: the thread cancels it */
+  pthread_join(thread, NULL); /* before the session is destroyed: the thread cancels it */
   if (status != DLM_OK) return report(status, dlm_session_last_error(session));
   int undecided = 0;
   for (size_t i = 0; i < result->length; ++i) undecided += result->undecided[i] != 0;
@@ -94,7 +95,7 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: cancel BUNDLE NEW_TOKENS SECONDS PROMPT\n");
     return 2;
   }
-  sigset_t signals; /* before the library starts threads, which inherit what is blocked */
+  sigset_t signals; /* before the library starts threads, which inherit the mask */
   sigemptyset(&signals);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIG_OVER);

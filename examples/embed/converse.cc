@@ -1,6 +1,7 @@
-// A chat in C++, over the header dlm_runtime.hpp: converse BUNDLE NEW_TOKENS [MESSAGE...]
-// Each message, or line of stdin, is answered as text is decided; then all are handed to a
-// scheduler at once, and what they come to is compared. README.md says how it is built.
+// A chat in C++ with dlm_runtime.hpp: converse BUNDLE NEW_TOKENS [MESSAGE...]
+// Answers each message, or each line of stdin, and prints the text while it is generated. Then it
+// submits all of them to a scheduler at once and compares the answers. README.md says how to build
+// it.
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
@@ -30,7 +31,7 @@ dlm::Request request_of(const std::string& line, std::int32_t max_new_tokens) {
   return request;
 }
 
-// Answers one after the other, each printed as it is decided.
+// Answers one after the other, and prints each while it is generated.
 Lines answers(const dlm::Bundle& bundle, const Lines& lines, std::int32_t max_new_tokens) {
   dlm::Session session(bundle);
   Lines out;
@@ -47,7 +48,7 @@ Lines answers(const dlm::Bundle& bundle, const Lines& lines, std::int32_t max_ne
   return out;
 }
 
-// All at once, in passes that they share. Returns how many are not as before.
+// Answers all at once, in shared passes. Returns how many answers differ from before.
 int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& before,
                 std::int32_t max_new_tokens) {
   dlm::Scheduler scheduler(bundle);

@@ -1,5 +1,6 @@
 /* Generates text from a bundle in C: generate BUNDLE NEW_TOKENS PROMPT
- * Prints what follows the prompt to stdout as it is decided, passes and seconds to stderr.
+ * Prints the text after the prompt to stdout while it is generated, and passes and seconds to
+ * stderr.
  * README.md says how to build it. */
 #include <errno.h>
 #include <stdio.h>
@@ -21,14 +22,14 @@ static void report(dlm_status status, const char* sentence) {
   fprintf(stderr, "generate: %s: %s\n", dlm_status_name(status), sentence);
 }
 
-/* Prints what a step adds, which are whole characters; anything but 0 would end the request. */
+/* Prints the whole characters that a step adds. A return value other than 0 ends the request. */
 static int32_t on_step(void* user, const dlm_step* step) {
   FILE* out = user;
   return fwrite(step->text, 1, step->text_size, out) != step->text_size || fflush(out) != 0;
 }
 
 int main(int argc, char** argv) {
-  dlm_request request; /* of the bundle's default preset; request.policy chooses another */
+  dlm_request request; /* uses the default preset; request.policy chooses another */
   dlm_request_init(&request, sizeof request);
   if (argc != 4 || !read_int32(argv[2], &request.max_new_tokens) || request.max_new_tokens < 0) {
     fprintf(stderr, "usage: generate BUNDLE NEW_TOKENS PROMPT\n");

@@ -1,7 +1,7 @@
 /* Requests from several threads: threads BUNDLE NEW_TOKENS THREADS PROMPT...
- * Each thread has a session of its own over one bundle, whose weights they share; then the same
- * requests share the passes of a scheduler. Both have to come to what one session comes to alone.
- * Prints seconds and memory. README.md says how it is built. */
+ * Each thread has its own session over one bundle, so all share the weights. Then the same requests
+ * share the passes of a scheduler. Both must give the results of a single session. Prints seconds
+ * and memory. README.md says how to build it. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <stdint.h>
@@ -14,7 +14,7 @@
 
 enum { MOST_THREADS = 1024 };
 
-/* What all threads read. */
+/* Read by all threads. */
 struct work {
   dlm_bundle* bundle;
   dlm_scheduler* scheduler;
@@ -22,7 +22,7 @@ struct work {
   char** prompts;
 };
 
-/* A request of one thread, and what came of it. */
+/* A request of one thread, and its result. */
 struct task {
   const struct work* work;
   const char* prompt;
@@ -59,7 +59,7 @@ static dlm_status keep(struct task* task, const dlm_result* result) {
   return task->answer != NULL ? DLM_OK : fail(task, DLM_OUT_OF_MEMORY, "no memory for the answer");
 }
 
-/* By a session of its own. */
+/* Runs a task in its own session. */
 static dlm_status answer_alone(struct task* task) {
   dlm_session* session = NULL;
   dlm_status status =
@@ -74,7 +74,7 @@ static dlm_status answer_alone(struct task* task) {
   return status;
 }
 
-/* By the scheduler. */
+/* Runs a task in the scheduler. */
 static dlm_status answer_scheduled(struct task* task) {
   const dlm_request request = request_of(task);
   const dlm_result* result = NULL;
@@ -112,8 +112,8 @@ static double now(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* MiB that the process held at most so far. getrusage's ru_maxrss would count what the program that
- * started this one held. */
+/* The process's peak memory in MiB. getrusage's ru_maxrss would include the program that started
+ * this one. */
 static double held(void) {
   long kib = 0;
   char line[256];
@@ -125,7 +125,7 @@ static double held(void) {
   return (double)kib / 1024;
 }
 
-/* Runs every task in a thread of its own; returns how many did not come to what is wanted. */
+/* Runs each task in its own thread. Returns how many did not give the expected result. */
 static int run_all(const char* name, void* (*run)(void*), struct task* tasks, int count,
                    const struct task* wanted, int kinds) {
   static pthread_t threads[MOST_THREADS];
@@ -150,7 +150,7 @@ static int run_all(const char* name, void* (*run)(void*), struct task* tasks, in
   return failures + count - started;
 }
 
-/* All that needs the bundle. Returns the exit code. */
+/* Does all that needs the bundle. Returns the exit code. */
 static int run_work(struct work* work, int count, int kinds) {
   static struct task wanted[MOST_THREADS], tasks[MOST_THREADS];
   char message[512];

@@ -6,7 +6,7 @@ import "C"
 
 import "runtime/cgo"
 
-// listener holds the caller's function, and what it panicked with.
+// listener holds the caller's function, and the value of its panic.
 type listener struct {
 	onText   func(delta string) bool
 	panicked any

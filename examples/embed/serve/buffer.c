@@ -1,4 +1,4 @@
-/* Bytes that grow. */
+/* A growing array of bytes. */
 #include <stdlib.h>
 #include <string.h>
 

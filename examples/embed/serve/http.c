@@ -1,5 +1,4 @@
-/* The service's HTTP: what it answers to whom, by libmicrohttpd with a thread for each connection.
- */
+/* The HTTP side of the service: libmicrohttpd with a thread for each connection. */
 #define _GNU_SOURCE /* POLLRDHUP */
 #include <arpa/inet.h>
 #include <microhttpd.h>
@@ -12,18 +11,18 @@
 #include "serve.h"
 
 enum {
-  POLL_MS = 100,    /* how often a client is looked for */
-  MOST_DROPPED = 16 /* times the limit of a body: what is read of one, and dropped */
+  POLL_MS = 100,    /* interval of checks that the client is still there */
+  MOST_DROPPED = 16 /* largest body that is read and dropped, over the limit of a body */
 };
 
-/* A request of HTTP and its answer. */
+/* An HTTP request and its answer. */
 typedef struct exchange {
   service* service;
   uint64_t number;
-  int is_refused_early; /* the service stops */
-  unsigned status;      /* of the answer; 0: none yet */
+  int is_refused_early; /* the service is stopping */
+  unsigned status;      /* of the answer; 0 before there is one */
   int socket;
-  uint64_t received; /* bytes of the body, what was dropped included */
+  uint64_t received; /* bytes of the body, dropped ones included */
   buffer body;
   completion* completion;
   buffer events; /* of a stream, not yet sent */
@@ -31,13 +30,13 @@ typedef struct exchange {
   int is_last;
 } exchange;
 
-/* Whether the client closed its side: then nobody waits for the answer. */
+/* Returns 1 if the client closed its side and no longer waits for the answer. */
 static int is_gone(const exchange* of) {
   struct pollfd one = {of->socket, POLLRDHUP, 0};
   return poll(&one, 1, 0) > 0 && (one.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
 }
 
-/* Until there is something to tell; 0: the client is gone, and its request with it. */
+/* Waits until there is something to send. Returns 0 if the client is gone. */
 static int wait_for(exchange* of) {
   while (!completion_wait(of->completion, POLL_MS)) {
     if (is_gone(of)) return 0;
@@ -92,7 +91,7 @@ static enum MHD_Result refuse(struct MHD_Connection* connection, exchange* of, u
   return send_refusal(connection, of, &why);
 }
 
-/* The next bytes of a stream's events; waits for them. */
+/* Waits for the next bytes of a stream's events. */
 static ssize_t read_events(void* user, uint64_t position, char* to, size_t room) {
   exchange* const of = user;
   (void)position;
@@ -125,7 +124,7 @@ static enum MHD_Result complete(struct MHD_Connection* connection, exchange* of,
                       : send_text(connection, of, 200, "application/json", text);
 }
 
-/* Counts, as Prometheus reads them. */
+/* Counts in the format of Prometheus. */
 static enum MHD_Result tell_metrics(struct MHD_Connection* connection, exchange* of) {
   service* const service = of->service;
   dlm_scheduler_stats stats;
@@ -151,7 +150,7 @@ static enum MHD_Result tell_metrics(struct MHD_Connection* connection, exchange*
       gone, (long long)stats.submitted, (int)stats.waiting, (int)stats.running,
       (long long)stats.passes, (long long)stats.shares, stats.busy_s,
       (unsigned long long)stats.cache_bytes);
-  is_made = is_made && buffer_append(&text, line, (size_t)size + 1); /* with its NUL */
+  is_made = is_made && buffer_append(&text, line, (size_t)size + 1); /* with the NUL */
   if (!is_made) buffer_free(&text);
   return send_text(connection, of, 200, "text/plain; version=0.0.4", text.data);
 }
@@ -206,12 +205,12 @@ static enum MHD_Result handle(void* user, struct MHD_Connection* connection, con
       !buffer_append(&of->body, upload, *upload_size))
     return MHD_NO;
   *upload_size = 0;
-  /* What is too much is read and dropped, so that the client comes to read the answer, up to a
-   * limit of its own. */
+  /* The rest of a body that is too large is read and dropped, so that the client reads the answer.
+   * A limit bounds this too. */
   return of->received / MOST_DROPPED > most ? MHD_NO : MHD_YES;
 }
 
-/* After the answer is sent, or cannot be. */
+/* Called after the answer was sent or could not be sent. */
 static void end(void* user, struct MHD_Connection* connection, void** state,
                 enum MHD_RequestTerminationCode why) {
   exchange* const of = *state;
@@ -239,7 +238,7 @@ struct MHD_Daemon* http_start(service* of, const char* address, uint16_t port) {
   place.sin_family = AF_INET;
   place.sin_port = htons(port);
   if (inet_pton(AF_INET, address, &place.sin_addr) != 1) return NULL;
-  /* Longer than a request may take: a thread that waits for one is not idle. */
+  /* Longer than a request can take: a thread that waits for one is not idle. */
   const unsigned idle_s = (unsigned)(of->limits.deadline_ms / 1000) + 30;
   const unsigned flags =
       MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_ITC;

@@ -1,6 +1,6 @@
-/* A service of completions over HTTP: serve BUNDLE [--port N] ...; README.md says how it is built
- * and asked. Requests share the passes of one scheduler. SIGTERM or SIGINT: nothing new is taken,
- * what is under way is finished, exit 0. */
+/* An HTTP service of completions: serve BUNDLE [--port N] ... README.md says how to build and use
+ * it. Requests share the passes of one scheduler. After SIGTERM or SIGINT the service takes no new
+ * requests, finishes the others, and exits with 0. */
 #define _POSIX_C_SOURCE 200809L
 #include <microhttpd.h>
 #include <signal.h>
@@ -12,9 +12,9 @@
 
 #include "serve.h"
 
-enum { ANSWER_MS = 5000 }; /* that the last answers have to be sent in, behind --drain-ms */
+enum { ANSWER_MS = 5000 }; /* time to send the last answers, after --drain-ms */
 
-/* What the command line says; numbers have a range. */
+/* The command line's options; numbers have a range. */
 struct settings {
   double port, threads, max_running, max_waiting, max_tokens, body_bytes, deadline_ms, drain_ms;
   const char *bundle, *address, *preset, *model;
@@ -43,7 +43,7 @@ static int wrong(const char* what, const char* why) {
   return 0;
 }
 
-/* Reads the command line; 0: it is wrong, and was said to be. */
+/* Reads the command line. Returns 0 after an error message. */
 static int read_settings(int argc, char** argv, struct settings* to) {
   const struct {
     const char* name;
@@ -92,7 +92,7 @@ static int report(dlm_status status, const char* sentence) {
   return 1;
 }
 
-/* Opens all that requests need; what was opened before a failure is the caller's to close. */
+/* Opens everything that requests need. After a failure the caller closes what was opened. */
 static dlm_status open_service(service* to, const struct settings* settings, char* message,
                                size_t capacity) {
   dlm_open_options options;
@@ -102,7 +102,7 @@ static dlm_status open_service(service* to, const struct settings* settings, cha
   if (status != DLM_OK) return status;
   dlm_policy_init(&to->policy, sizeof to->policy);
   status = dlm_bundle_policy(to->bundle, settings->preset, NULL, message, capacity, &to->policy);
-  const dlm_text* text = NULL; /* a bundle without text cannot be served */
+  const dlm_text* text = NULL; /* a bundle without a tokenizer cannot be served */
   if (status == DLM_OK) status = dlm_bundle_text(to->bundle, message, capacity, &text);
   if (status != DLM_OK) return status;
   dlm_scheduler_options scheduling;
@@ -116,12 +116,11 @@ static void* make_passes(void* scheduler) {
   char message[512];
   const dlm_status status = dlm_scheduler_run(scheduler, 0, NULL, NULL, message, sizeof message);
   if (status == DLM_OK) return NULL;
-  report(status,
-         message); /* without passes nobody is served: who started the service starts it again */
+  report(status, message); /* cannot serve without passes; a supervisor restarts the service */
   _exit(1);
 }
 
-/* Until a count is 0, for so many milliseconds; 1: it is. */
+/* Waits at most `ms` until a count is 0. Returns 1 if it is. */
 static int wait_until_none(service* of, const unsigned* count, double ms) {
   const struct timespec while_ms = {0, 10000000};
   for (double waited = 0;; waited += 10) {
@@ -133,7 +132,7 @@ static int wait_until_none(service* of, const unsigned* count, double ms) {
   }
 }
 
-/* Nothing new is taken; what is under way has its time. */
+/* Stops accepting requests, and gives those under way their time. */
 static void stop(service* of, struct MHD_Daemon* daemon) {
   pthread_mutex_lock(&of->mutex);
   of->is_stopping = 1;
@@ -187,12 +186,12 @@ int main(int argc, char** argv) {
   struct settings settings = {8080,  0,     16,   64,          256,  1048576,
                               30000, 10000, NULL, "127.0.0.1", NULL, NULL};
   if (!read_settings(argc, argv, &settings)) return usage();
-  sigset_t signals; /* blocked in all threads, and waited for in this one */
+  sigset_t signals; /* blocked in all threads; this one waits for them */
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, NULL);
-  signal(SIGPIPE, SIG_IGN); /* clients go as they like */
+  signal(SIGPIPE, SIG_IGN); /* clients can disconnect at any time */
   static service of;
   pthread_mutex_init(&of.mutex, NULL);
   const char* const slash = strrchr(settings.bundle, '/');
@@ -204,7 +203,7 @@ int main(int argc, char** argv) {
   of.limits.deadline_ms = settings.deadline_ms;
   of.limits.drain_ms = settings.drain_ms;
   of.limits.connections = (unsigned)(settings.max_running + settings.max_waiting) +
-                          64; /* who is refused needs one too */
+                          64; /* rejected clients need a connection too */
   char message[1024];
   const dlm_status status = open_service(&of, &settings, message, sizeof message);
   const int code = status == DLM_OK ? serve(&of, &settings, &signals) : report(status, message);

@@ -1,4 +1,4 @@
-// generate BUNDLE NEW_TOKENS PROMPT: the text to stdout as it is decided, passes to stderr. Ctrl-C ends it with what it has.
+// generate BUNDLE NEW_TOKENS PROMPT: prints the text to stdout while it is generated, and passes to stderr. Ctrl-C ends it early.
 package main
 
 import (

@@ -321,7 +321,7 @@ pub struct Session {
     _not_sync: PhantomData<Cell<()>>,
 }
 
-/// The caller's function, and what it panicked with.
+/// The caller's function, and the value of its panic.
 struct Listener<'a> {
     on_text: &'a mut dyn FnMut(&str) -> ControlFlow<()>,
     panicked: Option<Box<dyn Any + Send>>,

@@ -1,4 +1,4 @@
-//! generate BUNDLE NEW_TOKENS PROMPT: the text to stdout as it is decided, passes to stderr.
+//! generate BUNDLE NEW_TOKENS PROMPT: prints the text to stdout while it is generated, and passes to stderr.
 
 use std::io::Write;
 use std::ops::ControlFlow;
