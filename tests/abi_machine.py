@@ -1,9 +1,8 @@
-"""Any calls of the C ABI in any order, as Hypothesis draws them, checked against a model of what
-handles there are.
+"""Random calls of the C ABI in any order, checked against a model of the handles.
 
-A program: ``abi_machine.py EXAMPLES STEPS``. It runs in a process of its own, over the library that
-$DLM_RUNTIME_LIBRARY names, so that a crash is a failure and not the end of the tests. Handles are
-NULL, or there: the header defines nothing else.
+Usage: ``abi_machine.py EXAMPLES STEPS``. Hypothesis draws the calls. The program runs in its own
+process, over the library of $DLM_RUNTIME_LIBRARY, so that a crash is a test failure and does not
+end the tests. A handle is either NULL or valid: the header defines no other state.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ lib = _native.library()
 
 
 def usually(right: st.SearchStrategy[Any], wrong: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Most calls have to succeed for what comes behind them to be of interest."""
+    """Draw a right value nine times in ten, because most calls must succeed for later ones to
+    matter.
+    """
     return st.integers(0, 9).flatmap(lambda drawn: wrong if drawn == 9 else right)
 
 
@@ -53,7 +54,7 @@ RARELY = st.integers(0, 9).map(lambda drawn: drawn == 0)
 
 @st.composite
 def policies(draw: st.DrawFn) -> Any:
-    """A policy with a few fields changed, to what they may be or to what nothing may."""
+    """A policy with a few fields set to allowed or forbidden values."""
     policy = _native.initialised(_native.Policy)
     for field in draw(st.lists(st.sampled_from(_native.policy_fields()), max_size=2)):
         name = field.name.decode()
@@ -135,7 +136,7 @@ class Calls(RuleBasedStateMachine):
         return self._noting(self._from_inside)
 
     def _noting(self, work: Callable[[], int]) -> int:
-        """What a callback raises, ctypes would print and forget."""
+        """Record an exception of a callback, which ctypes would only print."""
         try:
             return work()
         except BaseException as err:
@@ -155,7 +156,7 @@ class Calls(RuleBasedStateMachine):
         return status
 
     def _said(self, status: int) -> int:
-        """Of a call that was given the message's buffer."""
+        """Check the status and message of a call that got the message's buffer."""
         assert (self.message.value == b"") == (status == OK), (status, self.message.value)
         return self._is_known(status)
 

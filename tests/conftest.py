@@ -1,4 +1,4 @@
-"""Checkpoints and bundles that many tests share, each built once a session."""
+"""Checkpoints and bundles that many tests share. Each is built once a session."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dlm_export.graph import trace
 # Tiny denoisers: a second thread costs more than it computes, and much more beside other work.
 torch.set_num_threads(1)
 
-# Files that share what takes long to make (engines, the demo) run on one worker; every other file
-# is a group of its own. The native build is one folder for all workers.
+# Files that share slow fixtures (engines, the demo) run on one worker. Every other file is a separate
+# group. All workers share the folder of the native build.
 GROUPS = {
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
     "engines": (

@@ -1,4 +1,4 @@
-"""Torch denoisers under the native loop, through its callback engine."""
+"""Run torch denoisers under the native loop, through its callback engine."""
 
 from __future__ import annotations
 

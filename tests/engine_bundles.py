@@ -1,5 +1,6 @@
-"""Bundles for GPUs that the tests of engines share, each built once a session, and what the tests
-do to copies of them.
+"""Bundles for GPUs that the tests of engines share, and changes that tests make to copies of them.
+
+Each is built once a session.
 """
 
 from __future__ import annotations

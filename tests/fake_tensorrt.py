@@ -1,9 +1,9 @@
-"""A ``tensorrt`` that behaves as TensorRT 10 on a device, without one.
+"""A fake ``tensorrt`` module that behaves like TensorRT 10 on a device.
 
-Its classes, methods, arguments and enumerations are those of tests/golden/tensorrt_api.json, taken
-from real bindings: a name that is not there raises AttributeError, a call with other arguments
-TypeError. Every call is kept in ``module.calls``. What standard TensorRT has otherwise than
-TensorRT-RTX, of which the bindings are, is in ``RTX_ONLY`` and ``FLAGS``.
+Its classes, methods, arguments and enumerations come from tests/golden/tensorrt_api.json, which
+describes real bindings. An unknown name raises AttributeError, and a call with other arguments
+raises TypeError. Every call is recorded in ``module.calls``. The bindings are those of
+TensorRT-RTX; ``RTX_ONLY`` and ``FLAGS`` list where standard TensorRT differs.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Number(enum.Enum):
 
 @dataclass
 class Device:
-    """What the fake does: the network that its parser finds, the engine's size, what it logs and
-    what its inspector tells.
+    """The fake's behaviour: the parsed network, the engine's size, its log and its inspector's
+    output.
 
-    ``network`` is of ``describe``, None has it called; ``engine_bytes`` None is as many as the
-    weights. ``logs`` are severity and text, said while parsing; ``shown_as`` types by layer, in
-    place of the network's. ``is_old``: TensorRT 10.3.
+    ``network`` comes from ``describe``; with None the fake calls it. ``engine_bytes`` of None takes
+    the size of the weights. ``logs`` are severity and text of messages while parsing. ``shown_as``
+    has types by layer that replace the network's. ``is_old``: TensorRT 10.3.
     """
 
     network: dict[str, Any] | None = None
@@ -174,7 +174,7 @@ def _class(trt: Any, name: str, absent: set[str], behaviour: _Behaviour) -> type
     def set_attribute(self: Any, key: str, value: Any) -> None:
         if settable.get(key):
             trt.calls.append((f"{name}.{key}", {"value": value}))
-        elif type(self) is made:  # a subclass in Python has what it likes
+        elif type(self) is made:  # a Python subclass can have any attribute
             raise AttributeError(f"{name} has no attribute {key!r} that can be set")
         object.__setattr__(self, f"_{key}" if key in settable else key, value)
 
@@ -251,7 +251,7 @@ def _is(trt: Any, text: str, value: Any) -> bool:
 
 
 class _Behaviour:
-    """What the methods and properties do that do anything, called ``<class>_<method>`` and
+    """The methods and properties that do something, named ``<class>_<method>`` and
     ``<class>_get_<property>``.
     """
 

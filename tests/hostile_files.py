@@ -1,4 +1,4 @@
-"""Hostile files, by kind: each is refused as it is read, or asks for what no limit allows as it is
+"""Hostile files of every kind. Each must be rejected when it is read, or exceed a limit when it is
 used.
 """
 
@@ -417,7 +417,7 @@ def recipes() -> dict[str, bytes]:
 
 
 def measurements(measured: dict[str, Any]) -> dict[str, bytes]:
-    """What ``bench --json`` never printed, made from what it did."""
+    """Damaged variants of the JSON of ``bench --json``."""
 
     def changed(*path: Any, value: Any) -> bytes:
         made: Any = json.loads(json.dumps(measured))

@@ -1,8 +1,8 @@
-"""Builds that are ended by a signal at a chosen file operation, in processes forked from one that
-has imported everything.
+"""Builds that a signal ends at a chosen file operation.
 
-As a script: ``interrupted.py KIND FOLDER [CHECKPOINT]`` ends builds in FOLDER and prints what it
-found as JSON lines.
+The builds run in processes forked from one that has imported everything. As a script,
+``interrupted.py KIND FOLDER [CHECKPOINT]`` ends builds in FOLDER and prints its findings as JSON
+lines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEIGHBOURS = ("notes.txt", ".bundle.old", ".bundle.dlm-export.txt")
 
 
 def fake_build(out: Path, name: str, force: bool) -> None:
-    """What a build does to the disk, in a millisecond; ``name`` tells whose bundle it is."""
+    """Write to the disk as a build does, in a millisecond. ``name`` marks the bundle."""
     with staged(out, force=force, needed_bytes=0) as folder:
         (folder / "denoiser.onnx").write_text(f"graph of {name}")
         (folder / "engines").mkdir()
@@ -55,7 +55,7 @@ def fake_build(out: Path, name: str, force: bool) -> None:
 
 
 def fake_name(out: Path) -> str:
-    """Whose bundle stands there, whole; raises AssertionError for anything less."""
+    """The name in the complete bundle at this path. Raises AssertionError for any other state."""
     manifest = json.loads((out / "manifest.json").read_text())
     found = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
     del found["manifest.json"]
@@ -66,8 +66,8 @@ def fake_name(out: Path) -> str:
 
 
 def in_child(work: Callable[[], None]) -> tuple[int, str]:
-    """Run in a forked process, as the command line would; its exit status (negative: a signal) and
-    what it said.
+    """Run in a forked process, like the command line. Returns the exit status (negative: a signal)
+    and the output.
     """
     read, write = os.pipe()
     process = os.fork()
@@ -172,10 +172,10 @@ def end_at(
 
 
 def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Signals, bool, bool]]:
-    """Operation, signal, whether an old bundle stands there, whether a second build comes.
+    """The operation, the signal, whether an old bundle exists, and whether a second build follows.
 
-    ``total`` has the operations of a build without and with an old bundle. All of a fake build,
-    each with SIGKILL and with one of the others; 50 of a real one.
+    ``total`` has the number of operations of a build without and with an old bundle. Covers every
+    operation of a fake build, with SIGKILL and with one other signal each, and 50 of a real build.
     """
     if kind == "fake":
         for force in (False, True):
@@ -190,8 +190,8 @@ def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Si
 
 
 def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -> None:
-    """End builds in every way of ``cases`` and say what stands there then, and after the next
-    build.
+    """End builds in every way of ``cases``. Reports the bundle that is left, and the one after the
+    next build.
     """
     out = folder / "out" / "bundle"
     old, parent = folder / "old", out.parent

@@ -1,4 +1,4 @@
-"""Two sides judged on samples that are all known beforehand, both loops run freely."""
+"""Two sides judged on samples that are known beforehand. Both loops run freely."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Made-up results of a quantised bundle, in the form in which report.py takes them: every section
-is there.
-"""
+"""Made-up results of a quantised bundle with every section, in the form that report.py takes."""
 
 from __future__ import annotations
 

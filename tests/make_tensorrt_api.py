@@ -1,11 +1,11 @@
-"""Writes tests/golden/tensorrt_api.json: what engines are built with of TensorRT's Python API, as
-real bindings have it.
+"""Write tests/golden/tensorrt_api.json: the part of TensorRT's Python API that builds engines.
 
 Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs. The
-bindings bring no stubs; pybind11 writes each signature into the docstring. A class is ``{"methods":
-{name: [signature, ...]}, "properties": {name: whether it can be set}}``, a signature a list of
-``[argument, type, whether it has a default]`` without self, or null for a method that engines are
-built without; an enumeration is its members and their numbers.
+bindings have no stubs, but pybind11 writes each signature into the docstring.
+
+A class is ``{"methods": {name: [signature, ...]}, "properties": {name: whether it can be set}}``. A
+signature is a list of ``[argument, type, whether it has a default]`` without self, or null for a
+method that is not used to build engines. An enumeration maps its members to their numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""transformers' own mixtures of experts on the weights of a checkpoint: what families of that layer
-are compared with.
+"""transformers' own mixtures of experts on the weights of a checkpoint, as an oracle for our
+families.
 
-transformers 5 holds experts in stacks, gate and up one behind the other: its own loading puts
+transformers 5 holds experts in stacks, with gate and up concatenated. Its own loading code puts
 released tensors into them.
 """
 

@@ -1,5 +1,4 @@
-"""A2D conversions of Qwen3: per-head q/k norms, and heads wider than the hidden size over their
-number.
+"""A2D conversions of Qwen3: per-head q/k norms, and heads that are wider than hidden size / heads.
 
 ``test_capture`` compares the same checkpoints with transformers' own Qwen3.
 """
@@ -56,7 +55,7 @@ def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[B, L, V]``, written from Qwen3's published layer with nothing of the exporter's."""
+    """Logits ``[B, L, V]``, written from Qwen3's published layer without the exporter's code."""
     eps, D = config["rms_norm_eps"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     x = w["model.embed_tokens.weight"][ids]

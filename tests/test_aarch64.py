@@ -1,8 +1,8 @@
-"""The native library on 64-bit Arm: cross-compiled, its tests and the demo run in an emulator,
-beside this processor.
+"""The native library on 64-bit Arm: cross-compiled and run in an emulator.
 
-Needs g++-aarch64-linux-gnu and qemu-user, and for the demo ONNX Runtime's library for aarch64,
-which `make aarch64` fetches; $DLM_AARCH64_ONNXRUNTIME leads to another one.
+Runs its tests, and compares the demo's results with those of this processor. Needs
+g++-aarch64-linux-gnu and qemu-user. The demo also needs ONNX Runtime's library for aarch64, which
+`make aarch64` downloads; $DLM_AARCH64_ONNXRUNTIME names another one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ PROMPTS, PRESET = (
 # a median of 0.011, of logits up to 22.
 TOLERANCE, MEDIAN = {"fp32": 1e-4, "int8": 1.0}, {"fp32": 1e-5, "int8": 0.05}
 AGREEING = {"fp32": 1.0, "int8": 0.95}  # of answers, passes included
-# As Linux shows a Neoverse N1. ONNX Runtime reads it as it is loaded, and crashes on an x86-64's,
-# which qemu would hand on.
+# Linux's text for a Neoverse N1. ONNX Runtime reads this file when it is loaded. It crashes on the
+# text of an x86-64, which qemu would pass on.
 CPUINFO = """processor\t: {}
 BogoMIPS\t: 50.00
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs

@@ -1,5 +1,5 @@
-"""Structs of programs with another header than the library's, and the fields of a policy wherever
-they are said.
+"""Programs compiled against another header than the library's, and every place that lists policy
+fields.
 """
 
 from __future__ import annotations

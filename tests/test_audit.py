@@ -1,6 +1,4 @@
-"""The audit fails closed: a device graph that lost a quantisation names the layer, and no engine is
-written.
-"""
+"""The audit finds a device graph that lost a quantisation: it names the layer and writes no engine."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def _initializer(model: onnx.ModelProto, name: str, dtype: int, array: np.ndarra
 
 
 def _dequantiser(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
-    """What dequantises a layer's codes; NVFP4 transposes them afterwards."""
+    """The node that dequantises a layer's codes. NVFP4 transposes them afterwards."""
     node = _producer(model, _matmul(model, layer).input[1])
     return node if node.op_type == "DequantizeLinear" else _producer(model, node.input[0])
 
@@ -76,7 +74,7 @@ def drop_activation_pair(model: onnx.ModelProto, layer: str) -> None:
 
 
 def fp8_activations(model: onnx.ModelProto, layer: str) -> None:
-    """The input in FP8 instead of what it was."""
+    """Change the input to FP8."""
     drop_activation_pair(model, layer)
     node = _matmul(model, layer)
     scale = _initializer(model, f"{layer}.other_scale", BF16, np.full((), 0.02, ml_dtypes.bfloat16))

@@ -1,5 +1,6 @@
-"""What a user can get wrong, at the command line: one sentence that names it, the right exit code,
-nothing left behind.
+"""Wrong input at the command line gives one sentence that names it and the right exit code.
+
+No files are left over.
 """
 
 from __future__ import annotations
@@ -870,7 +871,7 @@ def test_a_request_that_the_bundle_does_not_take_is_wrong_usage(
     _fails("run", llada_bundle, "--threads", 1, *options, code=2, says=says)
 
 
-# Values that pass the command line and reach a conversion that has an opinion of its own.
+# Values that pass the command line, but that a later conversion can reject.
 ODD_REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "number beyond doubles": (("--set", "threshold=" + "9" * 400), "threshold"),
     "score is a list": (("--set", "score=[1]"), "score"),

@@ -1,5 +1,7 @@
-"""``dlm-export bench``: what it measures is what it says, and the work of a pass is counted right.
-No time is asserted.
+"""``dlm-export bench``: its figures have the right meaning, and the work of a pass is counted
+right.
+
+The tests check no times.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def invoke(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def told(llada_bundle: Path) -> dict[str, Any]:
-    """A run of the command with nothing left out, the machine's rates included."""
+    """A full run of the command, with the machine's rates."""
     result = invoke(llada_bundle, *SMALL, "--preset", "fast-dllm", "--batch", "1,3", "--json")
     assert result.exit_code == 0, result.output
     loaded: dict[str, Any] = json.loads(result.stdout)
@@ -351,8 +353,8 @@ def test_a_cost_is_the_nearest_to_what_was_measured_and_never_negative(
     of_planted = (cost.loads(TELLING) @ np.array(planted) + 1e-3) / np.array(
         [one["ms"] for one in measured]
     ) - 1
-    # The planted figures but for the constant, which belongs to what a pass takes: none is nearer
-    # than what was found.
+    # The planted figures, with the constant counted as the cost of a pass, must not fit better than
+    # the figures found.
     assert np.square(errors).sum() <= np.square(of_planted).sum() * (1 + 1e-6) + 1e-9
 
 

@@ -1,5 +1,5 @@
-"""Block-causal decoding: the plan of its passes, the exact cache, editing, and the native loop
-against the reference.
+"""Block-causal decoding: the plan of passes, the exact cache, editing, and equality with the
+reference.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def network_of(block: int, shift: int = 0, layers: int = 2) -> NetworkSpec:
 
 
 def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
-    """A published loop on a network of this block, at thresholds that random denoisers reach; None:
-    it does not take it.
+    """A published loop on a network of this block, with thresholds that random denoisers reach.
+    None if the network does not support it.
     """
     size = (
         {"sub_block_length": next(part for part in (3, 2, 1) if block % part == 0)}
@@ -229,8 +229,8 @@ def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
         with under_native_loop(denoiser) as bundle:
             out = bundle.generate(tokens=tokens, max_new_tokens=3 * block + 1, **policy.as_dict())
         assert out.tokens == plain.tokens
-        # A denoiser that predicts the next position takes a pass at the end of what is finished in
-        # either case.
+        # A denoiser that predicts the next position makes a pass at the end of the finished part in
+        # both cases.
         is_shared = shift and prompt_length % block == 0
         only_store = (0 if is_shared else out.passes["prefill"]) + (
             0 if shift else out.passes["store"]
@@ -261,8 +261,7 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
                 **request | {"tokens": [request["tokens"]] * 2, "store": "open"}
             )
         assert opened.tokens == stored.tokens
-        # Where the first part of a block is given, there is nothing to open: it is stored by
-        # itself.
+        # If the first part of a block is given, no pass can open it, so a separate pass stores it.
         is_whole = not policy.sub_block_length or prompt_length % block < policy.sub_block_length
         saved = sum(stored.passes[kind] for kind in ("prefill", "store"))
         assert opened.nfe == stored.nfe - saved + (0 if is_whole or prompt_length < block else 1)
@@ -280,7 +279,7 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
 def test_draws_and_guidance_over_the_block_cache_are_the_references(
     name: str, shift: int, changes: dict[str, Any]
 ) -> None:
-    """An edit takes the best token, and the canvas without what is given has a cache of its own."""
+    """Edits take the best token. The canvas without the prompt has a separate cache."""
     policy = preset(name, 4, shift, **changes)
     if policy is None:
         pytest.skip("a denoiser that predicts the next position is not edited")
@@ -296,7 +295,7 @@ def test_draws_and_guidance_over_the_block_cache_are_the_references(
 
 
 def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
-    """Within 1e-4 of what a pass over the whole canvas says, for each row that a pass scores."""
+    """Each scored row is within 1e-4 of a pass over the whole canvas."""
     worst = 0.0
     for block, shift, prompt_length in [(4, 0, 8), (4, 0, 6), (6, 1, 6), (3, 1, 7)]:
         network = network_of(block, shift)

@@ -1,8 +1,9 @@
-"""The bundle's format: manifest.schema.json and the native reader agree, and no damage gets past
-them or crashes.
+"""The bundle's format: manifest.schema.json and the native reader agree, and every damage is
+rejected.
 
-The native reader checks ``loop`` and ``files``; what describes a bundle is checked by the schema,
-where it is read. The native library runs in this process, so a crash of it ends the test run.
+The native reader checks ``loop`` and ``files``. The schema checks the fields that describe a
+bundle, in the code that reads them. The native library runs in this process, so a crash of it ends
+the test run.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _relist(bundle: Path, name: str) -> None:
 
 
 def _seal(entry: dict[str, Any]) -> None:
-    """What a writer of an engine's entry does last."""
+    """Seal an engine's entry, as a writer does in its last step."""
     bare = {key: value for key, value in entry.items() if key != "seal"}
     entry["seal"] = hashlib.sha256(
         json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
@@ -120,8 +121,8 @@ def _seal(entry: dict[str, Any]) -> None:
 
 
 def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, Any]:
-    """Give a manifest an engine that is none, but described without fault; the caller writes its
-    file. Returns the entry.
+    """Add a valid entry of a fake engine to a manifest. The caller writes its file. Returns the
+    entry.
     """
     name, content = f"engines/{target}.engine", b"engine"
     files = manifest["files"]
@@ -180,7 +181,7 @@ def _write_with_engine(
 
 
 def _opens(bundle: Path, check_hashes: bool = False, engine: str = "auto") -> bool:
-    """Whether the bundle opens; anything but a DlmError is a defect and goes through."""
+    """Return True if the bundle opens. Any error other than DlmError is a defect and propagates."""
     try:
         dlm_runtime.open(bundle, engine=engine, threads=1, check_hashes=check_hashes).close()
     except DlmError as err:
@@ -540,7 +541,7 @@ def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     damaged = _damage(data, _read(llada_bundle))
     _write(shared_bundle, damaged)
     opened = _opens(shared_bundle)
-    # The native reader may refuse more (see the schema's description), of what it reads never less.
+    # The native reader can reject more than the schema (see its description), but never less.
     faults = [
         f"{error.json_path}: {error.message}" for error in NATIVE_VALIDATOR.iter_errors(damaged)
     ]
@@ -765,7 +766,7 @@ def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> N
 def test_a_bundle_of_another_schema_is_refused_with_the_command_that_builds_it_again(
     bundle: Path, version: int
 ) -> None:
-    # Its members are others: the version is what the user must hear of.
+    # Its fields differ too, but the error must name the version.
     _write(
         bundle,
         {
@@ -1218,7 +1219,7 @@ def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_th
     _write_with_engine(bundle)
     with pytest.raises(
         DlmError, match=r"TensorRT|CUDA"
-    ):  # this library has none, or this machine has no device
+    ):  # the library lacks the engine, or the machine the device
         dlm_runtime.open(bundle)
 
 
@@ -1426,7 +1427,7 @@ def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
 def test_a_graph_that_is_no_onnx_is_refused(bundle: Path, content: bytes) -> None:
     (bundle / "denoiser.onnx").write_bytes(content)
     _relist(bundle, "denoiser.onnx")
-    # ONNX Runtime calls some of these a failure of its own, so the class says only that the user
+    # ONNX Runtime reports some of these as internal failures, so the class only says that the user
     # can act on it.
     assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
 

@@ -1,7 +1,7 @@
-"""Keys and values stored in fp16 and INT8: the encoding, the kernels, whole loops beside torch, and
-what is refused.
+"""Keys and values in fp16 and INT8: the encoding, the kernels, whole loops beside torch, and
+errors.
 
-The kernels alone, against plain loops, are tested natively: runtime/native/tests/kernels_test.cc.
+runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
             out[at][-1] = 127
             continue
         wanted = np.float32(max(np.abs(row).max(), 1e-30)) / np.float32(127)
-        # Of mantissas from 128 on: a smaller one is the same scale as a larger one with a lower
+        # Mantissas start at 128: a smaller one gives the same scale as a larger one with a lower
         # exponent.
         enough = np.where((scales >= wanted) & (m >= 0), scales, np.inf)
         best = np.unravel_index(enough.argmin(), enough.shape)
@@ -401,7 +401,7 @@ def test_both_loops_write_the_same_over_a_rounded_cache(
 def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """What rounding does to logits is seen, and torch's rounding does the same."""
+    """Rounding changes the logits, and torch's rounding changes them in the same way."""
     denoiser, cache_dtype = load(checkpoints[name]), graph.CACHE_DTYPES[cache]
     ids = np.random.default_rng(5).integers(0, 150, 60)
     feeds = {
@@ -492,7 +492,7 @@ def test_inspect_and_plan_tell_what_a_token_takes(
     assert "int8 cache, 288 B a token" in told("inspect", str(built["llada", "int8"]))
 
 
-# ---- What is refused ----
+# ---- Errors ----
 
 
 @pytest.mark.parametrize(
@@ -587,7 +587,7 @@ def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any
 
 @pytest.fixture(scope="module")
 def demo_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """``cache`` of accuracy.json of the demo, by what it is stored in."""
+    """``cache`` of the demo's accuracy.json, by the type of the cache."""
     folder, found = tmp_path_factory.mktemp("demo"), {}
     for cache in ("fp16", "int8"):
         report = build(DEMO_CHECKPOINT, folder / cache, BuildOptions(cache_dtype=cache))

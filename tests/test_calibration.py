@@ -1,4 +1,4 @@
-"""Calibration data, the states made of it, and what observers learn from a layer's inputs."""
+"""Calibration data, the states made from it, and what observers learn from a layer's inputs."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The demo's, which puts user and assistant tokens around a prompt, with a chat template that
-    does so for all turns.
+    """The demo's tokenizer, which puts user and assistant tokens around a prompt, and a chat
+    template that does so for every turn.
     """
     loaded = (DEMO_CHECKPOINT / "tokenizer.json").read_bytes()
     config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))

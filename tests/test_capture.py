@@ -1,8 +1,7 @@
-"""Evidence from outside: transformers' classes and code that a checkpoint brings along, against our
-reading of its config.
+"""Compare our reading of a config with transformers' classes and with code that a checkpoint ships.
 
-Both sides of a build's own parity read config.json through the same adapter. Here nothing of ours
-stands on the other side.
+In a build's own parity, both sides read config.json through the same adapter. Here the other side
+uses none of our code.
 """
 
 from __future__ import annotations
@@ -249,7 +248,7 @@ def test_a_trunk_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_class_of_transformers_runs_as_it_is(
     captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No family of today has one: our own class of the same name stands in."""
+    """No current family has such a class, so our own class of the same name replaces it."""
     from released_code.modeling_llada import LLaDAModelLM
 
     monkeypatch.setattr("transformers.LLaDAModelLM", LLaDAModelLM, raising=False)

@@ -1,4 +1,4 @@
-"""``dlm-export chat``: in a terminal, where Ctrl-C ends an answer and no more, and through pipes."""
+"""``dlm-export chat`` through pipes and in a terminal, where Ctrl-C ends only the answer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _command(bundle: Path, *arguments: str) -> list[str]:
 
 
 class Terminal:
-    """A process behind a pseudo-terminal, and what it wrote."""
+    """A process with a pseudo-terminal, and its output."""
 
     def __init__(self, command: list[str]) -> None:
         self.process, self.master = pty.fork()
@@ -55,7 +55,7 @@ class Terminal:
         self.told, self.taken = "", 0
 
     def until(self, wanted: str) -> str:
-        """What it writes up to something that it has to write."""
+        """Read the output up to a text that must come."""
         deadline = time.monotonic() + 60
         while (at := self.told.find(wanted, self.taken)) < 0:
             assert time.monotonic() < deadline, f"{wanted!r} is not in {self.told[self.taken :]!r}"
@@ -132,7 +132,7 @@ def test_an_end_of_input_ends_a_conversation_in_a_terminal(demo_bundle: Path) ->
 
 
 def _said(bundle: Path, lines: str, *arguments: str) -> Result:
-    """What comes of lines through pipes."""
+    """The output for lines through pipes."""
     return CliRunner().invoke(
         main, ["chat", str(bundle), "--threads", "1", *arguments], input=lines
     )

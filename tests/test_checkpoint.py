@@ -1,8 +1,7 @@
-"""Checkpoints in the released layouts become the denoiser that they were: weights, special ids,
-tokenizer.
+"""Checkpoints in the released layouts become the right denoiser: weights, special ids, tokenizer.
 
-The forward passes here are written from the published model code's equations under the released
-tensor names, and share nothing with ``dlm_export.denoiser``.
+The forward passes here follow the equations of the published model code, under the released tensor
+names. They share no code with ``dlm_export.denoiser``.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _network(path: Path, overrides: Overrides | None = None) -> Any:
 
 
 def _tensors(path: Path) -> TENSORS:
-    """All released tensors in fp32, whatever files they lie in."""
+    """All released tensors in fp32, from all files."""
     merged: TENSORS = {}
     for file in sorted(path.glob("*.safetensors")):
         merged |= {name: tensor.float() for name, tensor in load_file(file).items()}
@@ -575,7 +574,7 @@ def test_more_than_padding_between_tokenizer_and_vocabulary_is_refused(
 
 
 def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:
-    """LLaDA's vocab_size is what the tokenizer has, embedding_size what the matrices have: the
+    """LLaDA's vocab_size is the tokenizer's size, and embedding_size that of the matrices. The
     matrices decide.
     """
     path = write_checkpoint(tmp_path, llada_config(vocab_size=157, embedding_size=160))
@@ -729,8 +728,8 @@ def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """A Dream whose q, k and v are one tensor and whose MLP's gate lies in two: what adapters of
-    other layouts map.
+    """A Dream with q, k and v in one tensor and the MLP's gate in two, as an example of another
+    layout.
     """
 
     path: Path

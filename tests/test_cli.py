@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints, in which form, with which exit code."""
+"""The command line from a user's view: output, its format, and exit codes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
 def test_verify_exits_3_and_names_the_miss(
     llada_checkpoint: Path, llada_bundle: Path, tmp_path: Path
 ) -> None:
-    """A weight changed behind the manifest's back, as a wrong conversion would."""
+    """A weight that changed without the manifest, as after a wrong conversion."""
     import hashlib
 
     broken = tmp_path / "bundle"

@@ -1,5 +1,5 @@
-"""The page that compares bundles of one checkpoint: what may stand side by side, what it says, and
-how it is measured.
+"""The page that compares bundles of one checkpoint: which bundles it accepts, its content, and its
+data.
 """
 
 from __future__ import annotations

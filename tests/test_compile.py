@@ -1,4 +1,4 @@
-"""``dlm-export compile``: the file that it writes constrains a C program as it constrains Python."""
+"""``dlm-export compile`` writes a file that constrains a C program just like Python."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Constrained decoding: the native loop against the reference, and every text against the
-expression by itself.
+"""Constrained decoding: the native loop equals the reference, and every text matches its
+expression.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def policy_of(loop: dict[str, Any]) -> Policy:
 
 
 def fields_of(loop: dict[str, Any]) -> dict[str, Any]:
-    """What a bundle without presets is told."""
+    """The fields for a bundle without presets."""
     return vars(policy_of(loop)) | {"steps": loop.get("steps", 0)}
 
 
@@ -160,7 +160,7 @@ def automata() -> dict[str, Automaton]:
 
 
 def text_of(tokens: list[int]) -> bytes:
-    """The bytes before the first end token; nothing but end tokens may be behind it."""
+    """The bytes before the first end token. Only end tokens can follow it."""
     end = next((i for i, token in enumerate(tokens) if token in ENDS), len(tokens))
     assert set(tokens[end:]) <= set(ENDS)
     return b"".join(WORDS.tokens[token] or b"?" for token in tokens[:end])
@@ -361,7 +361,7 @@ def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
     """The heaviest text's tokens, the lowest of equally heavy ones; ``weights`` float64 ``[N, V]``."""
     lengths = np.array([0 if not text or text[0] == "d" else len(text) for text in spelled])
     by_length = [np.flatnonzero(lengths == length) for length in range(9)]
-    ended = MOST + 1  # the state behind an end token; before it, the letters so far
+    ended = MOST + 1  # the state after an end token; earlier states count letters
     ahead = dict.fromkeys(range(LEAST, ended + 1), 0.0)
     steps = list[
         dict[int, tuple[float, int, int]]
@@ -723,7 +723,7 @@ def test_extreme_logits_come_to_the_same_canvas_as_in_the_reference(
             assert out.tokens == run.tokens.tolist()
 
 
-# ---- Worst cases: networks that know nothing ----
+# ---- Worst cases: random networks ----
 
 UNTAUGHT: tuple[dict[str, Any], ...] = (
     {"commit": "threshold", "threshold": 0.3, "cache": "dual"},
@@ -740,9 +740,7 @@ UNTAUGHT: tuple[dict[str, Any], ...] = (
 
 
 def check_schemas(count: int) -> None:
-    """Random schemas over networks of random weights that see everything, that are shifted, and
-    that see blocks.
-    """
+    """Random schemas over random networks of three kinds: full attention, shifted, and by blocks."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "layers": 2,

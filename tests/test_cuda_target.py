@@ -1,5 +1,5 @@
-"""Bundles for any NVIDIA GPU through ONNX Runtime: what their graphs hold, what the CPU makes of
-them, what is refused.
+"""Bundles for any NVIDIA GPU through ONNX Runtime: their graphs, their results on the CPU, and
+errors.
 """
 
 from __future__ import annotations

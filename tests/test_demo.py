@@ -1,4 +1,4 @@
-"""The trained demo denoiser, as a user meets it: text in, calls out, through the native runtime."""
+"""The trained demo denoiser from a user's view: text in, calls out, through the native runtime."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_make_builds_the_demo_again_when_anything_that_a_build_runs_has_changed(
 
 
 def test_make_demo_fits_effort_levels() -> None:
-    """The examples of --effort work on what it builds."""
+    """The examples of --effort work on the bundle of make demo."""
     made = subprocess.run(
         ["make", "-nB", "demo"], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
     ).stdout

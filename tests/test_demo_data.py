@@ -1,6 +1,4 @@
-"""The demo's data keeps its promises: seeded, disjoint splits, calls that parse and copy. Needs no
-torch.
-"""
+"""The demo's data is seeded, its splits are disjoint, and its calls parse and copy. Needs no torch."""
 
 from __future__ import annotations
 

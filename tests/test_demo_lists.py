@@ -1,6 +1,4 @@
-"""The second demo, block-causal, as a user meets it: several requests in one breath to a list of
-calls.
-"""
+"""The second demo, block-causal, from a user's view: several requests become a list of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second demo's data keeps its promises, and its training sees what decoding will."""
+"""The second demo's data follows its rules, and its training sees the states of decoding."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the demos are trained with: the second one's rows hold what decoding meets, and a run
-resumes where it was saved.
+"""Training of the demos: the second one's rows match decoding, and a run resumes where it was
+saved.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Engines that are built on the device: what a build here leaves to it, and the command there
-against a fake TensorRT.
+"""Engines built on the device: the files that a build prepares, and the command with a fake
+TensorRT.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def test_the_timing_cache_is_read_and_written(
     assert cache.read_bytes() == b"timed timed "
 
 
-# What a device lacks without the export extra, and what the command has no use for besides.
+# Packages that a device lacks without the export extra, and others that the command must not need.
 EXPORT = [
     "matplotlib",
     "ml_dtypes",

@@ -1,9 +1,8 @@
-"""What is built is what was judged: device.onnx, which engines are built from, computes what
-denoiser.onnx computes.
+"""device.onnx, from which engines are built, computes the same as denoiser.onnx, which is judged.
 
-On tiny random denoisers. ONNX Runtime runs both where it has the operators; TensorRT's own operator
-and bf16 go through onnx.reference, with NVFP4 written here from its definition and from nothing of
-ours.
+The denoisers are tiny and random. ONNX Runtime runs both graphs if it has their operators.
+TensorRT's own operator and bf16 run in onnx.reference. NVFP4 is written here from its definition,
+without our code.
 """
 
 from __future__ import annotations
@@ -152,8 +151,8 @@ def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
         ("int8", "bf16", 4 * 2.0**-8),
         ("int4", "bf16", 4 * 2.0**-8),
         # An input that falls on the other side of a rounding boundary takes the neighbouring code,
-        # 1/16 or 1/4 away: with 64 inputs a layer, a handful of these move a logit. What has no
-        # such boundary is exact to a rounding, below.
+        # 1/16 or 1/4 away: with 64 inputs a layer, a handful of these move a logit. Formats without
+        # such a boundary, below, are exact to a rounding.
         ("fp8", "bf16", 0.08),
         ("nvfp4", "fp16", 0.16),
         ("nvfp4", "bf16", 0.16),

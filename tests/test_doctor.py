@@ -1,6 +1,4 @@
-"""The doctor: what it says of machines that are made up, and that no odd file, program or library
-of a real one breaks it.
-"""
+"""``doctor``: its findings on made-up machines. Odd files, programs or libraries do not break it."""
 
 from __future__ import annotations
 
@@ -563,7 +561,7 @@ def test_a_native_library_that_does_not_load_is_a_finding(
 
 
 def test_the_native_library_says_which_tensorrt_it_was_compiled_for() -> None:
-    """What is looked for in the library is what its sources say."""
+    """The marks that doctor looks for in the library are in its sources."""
     assert (
         NO_TENSORRT.decode()
         in (SOURCE / "src" / "engines" / "tensorrt" / "no_tensorrt.cc").read_text()

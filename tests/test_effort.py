@@ -1,6 +1,4 @@
-"""Effort levels: which loops become levels, what they are fitted on, and how a bundle with them is
-run.
-"""
+"""Effort levels: which loops become levels, the data that fits them, and bundles that have them."""
 
 from __future__ import annotations
 
@@ -140,7 +138,7 @@ BLOCKWISE = Policy(commit="threshold", threshold=0.6, block_length=4, cache="blo
 
 
 class Stored(Rushed):
-    """Makes a pass more for each of three blocks where they are stored by passes of their own."""
+    """Makes one more pass for each of three blocks if separate passes store them."""
 
     def _hurry(self, tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
         written, nfe = super()._hurry(tokens, count, policy)

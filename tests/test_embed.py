@@ -1,9 +1,8 @@
-"""Every example of embedding the runtime, built as its page says and run: C and C++ under
-sanitizers, Rust, Go, the service.
+"""Build every example of embedding the runtime as its page says, and run it.
 
-What an example needs beside the library is not everywhere: g++ comes with every compiler that this
-project builds with, cargo, go, libmicrohttpd and jansson do not, and their tests are skipped by
-name.
+C and C++ run under sanitizers; Rust, Go and the service are built as well. g++ is always there,
+because the project needs it. Tests that need cargo, go, libmicrohttpd or jansson are skipped by
+name without them.
 """
 
 from __future__ import annotations

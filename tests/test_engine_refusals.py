@@ -1,6 +1,4 @@
-"""What is refused before an engine is built: the exit code, what to do instead, and that nothing is
-left behind.
-"""
+"""Errors before an engine is built: the exit code, the advice, and no files left over."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Engines that TensorRT-RTX builds here, without a GPU: what they hold, what the bundle says of
-them, what stops a build.
+"""Engines that TensorRT-RTX builds here without a GPU: their content, their entries, and errors.
 
-No test executes an engine: that takes the GPU it was built for.
+No test executes an engine, because that needs the GPU that it was built for.
 """
 
 from __future__ import annotations
@@ -295,7 +294,7 @@ class Interrupting:
 
 
 class Ended(BaseException):
-    """What the handler of whoever builds makes of a signal."""
+    """Raised by the signal handler of the program that builds."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -1,6 +1,4 @@
-"""Mixtures of experts as operators: the definition is the sum it says, and each processor's kernels
-compute the definition.
-"""
+"""Mixtures of experts as operators: the definition is the stated sum, and all kernels compute it."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ SHAPES = [(1, 8, 64, 264, 8), (7, 5, 16, 40, 2), (33, 8, 72, 104, 3), (600, 4, 1
 than one band.
 """
 SIMULATED = ("FP8Experts", "NVFP4Experts", "NVFP4WeightExperts")
-RANGE = 4.0  # of what is rounded by one scale
+RANGE = 4.0  # range of the values that share a scale
 Arrays = dict[str, np.ndarray]
 
 
 def mixture(shape: tuple[int, ...], seed: int = 0) -> Arrays:
-    """Tokens, who goes where, and experts ``[E, K, N]``; the last expert is never chosen."""
+    """Tokens, their routes, and experts ``[E, K, N]``. The last expert is never chosen."""
     tokens, count, inputs, hidden, active = shape
     rng = np.random.default_rng(seed)
     chosen = np.stack([rng.permutation(max(active, count - 1))[:active] for _ in range(tokens)])[

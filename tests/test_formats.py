@@ -1,4 +1,4 @@
-"""Quantised values, codes and packed bytes equal ONNX's own reference, and modelopt's where that is
+"""Quantised values, codes and packed bytes equal ONNX's reference, and modelopt's if it is
 installed.
 """
 

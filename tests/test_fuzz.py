@@ -1,8 +1,8 @@
-"""The native library under inputs that nobody means well: fuzz targets, any order of calls,
-threads, and memory that runs out.
+"""The native library under hostile use: fuzz targets, random calls, threads, and failing
+allocations.
 
-The targets (``runtime/native/fuzz``) run over what they start from and over every input that ever
-made one fail; where clang is, libFuzzer makes others (docs/developing.md).
+The targets (``runtime/native/fuzz``) run over their seeds and over every input that ever made one
+fail. If clang is installed, libFuzzer makes more inputs (docs/developing.md).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def test_new_inputs_find_nothing() -> None:
 
 
 def test_any_order_of_calls_keeps_to_the_header_under_sanitizers(sanitized: Path) -> None:
-    # The C++ library too: AddressSanitizer looks for __cxa_throw when it starts, and Python has
-    # none.
+    # Preload the C++ library too: AddressSanitizer looks for __cxa_throw when it starts, and Python
+    # does not have it.
     preload = [
         succeed(tool("g++"), f"-print-file-name={name}").strip()
         for name in ("libasan.so", "libstdc++.so.6")

@@ -1,6 +1,4 @@
-"""The benchmark of generations, with contestants that answer by heart and end as processes do that
-cannot go on.
-"""
+"""The benchmark of generations, with fake contestants that answer from a list or end early."""
 
 from __future__ import annotations
 

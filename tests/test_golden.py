@@ -1,6 +1,4 @@
-"""Golden files: written whole, read whatever they hold, compared with bundles of the same
-checkpoint, without torch.
-"""
+"""Golden files: written completely, read safely, and compared with bundles, all without torch."""
 
 from __future__ import annotations
 
@@ -434,7 +432,7 @@ def test_verify_asks_for_one_reference(
 
 
 def capture(checkpoint: Path, *arguments: object, code: int = 2) -> str:
-    """What a capture that must fail says."""
+    """Run a capture that must fail, and return its output."""
     output = checkpoint.parent / "out.npz"
     result = CliRunner().invoke(
         main, ["capture", str(checkpoint), "-o", str(output), *map(str, arguments)]

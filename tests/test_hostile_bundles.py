@@ -1,8 +1,7 @@
-"""Hostile bundles (``hostile/bundles.py``) are refused by the native library, Python and the
-commands, each in a sentence.
+"""The native library, Python and the commands reject hostile bundles (``hostile/bundles.py``).
 
-It names the file. They end in bounded time and memory, the native library under sanitizers, and
-write nothing.
+The error is one sentence and names the file. They end in bounded time and memory, the native
+library also under sanitizers, and write no files.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def test_python_refuses_each_with_the_class_that_says_who_has_to_change_what(
             else:
                 dlm_runtime.open(hostile[case.name], engine=case.engine, threads=1).close()
         except DlmError as err:
-            # ONNX Runtime calls some of what it finds in a graph a failure of its own.
+            # ONNX Runtime reports some faults of a graph as internal failures.
             if err.exit_code == ExitCode.WRONG_INPUT or case in bundles.GRAPHS:
                 continue
             wrong.append(f"{case.name}: {err!r}")

@@ -1,8 +1,7 @@
-"""Hostile files of every kind end a command in one line and an exit code, within limits of memory,
-and never in a traceback.
+"""Hostile files of every kind end a command with one line and an exit code, and never a traceback.
 
-The commands run one after the other in a program of its own, which has 512 MiB beside what it has
-when it starts. This file is that program too.
+Memory is limited. The commands run one after the other in a separate program, which can use 512 MiB
+more than at its start. This file is also that program.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[
 
 
 class Cases:
-    """Commands by name, each on a file or folder of its own below ``folder``."""
+    """Commands by name, each with a separate file or folder below ``folder``."""
 
     def __init__(self, folder: Path, bundle: Path, checkpoint: Path) -> None:
         self.folder, self.bundle, self.checkpoint = folder, bundle, checkpoint
@@ -237,7 +236,7 @@ class Ended:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether it is an exit code and a sentence."""
+        """True for an exit code and a sentence."""
         lines = self.said.splitlines()
         if self.said.startswith("Usage: "):
             lines = lines[3:]  # of an option's value: click shows how the command is used first
@@ -251,8 +250,8 @@ class Ended:
 
 
 def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) -> dict[str, Ended]:
-    """How commands end, by name, in a program of their own; the ``harmless`` ones, which load what
-    all want, end well first.
+    """How commands end, by name, in a separate program. The ``harmless`` ones, which load all
+    shared modules, must end well first.
     """
     given = json.dumps([harmless, [*commands.values()]])
     done = subprocess.run(

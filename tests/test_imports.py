@@ -1,4 +1,4 @@
-"""What a base install is: light to import, and enough to run a bundle."""
+"""A base install is light to import, and it is enough to run a bundle."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ else:
     import tomli as tomllib
 
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
-# From the ground up: what a room or a module of the root imports stands in its own line or above
-# it.
+# From the lowest layer up: a package or root module only imports from its own line or the lines
+# above.
 ROOMS = (
     {
         "devices",
@@ -124,7 +124,7 @@ def test_a_missing_constraint_compiler_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
-    # Where it finds itself on a build server it keeps to itself in any case.
+    # On a build server ONNX Runtime never sends telemetry, so unset the variables of one.
     clean = [
         "env",
         *(f"--unset={name}" for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")),

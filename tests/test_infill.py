@@ -1,4 +1,4 @@
-"""Holes in a text: what is given stays, holes end with their padding, and the surest length is
+"""Holes in a text: given text stays, holes end at their padding, and the most likely length is
 taken.
 """
 
@@ -84,7 +84,7 @@ def test_a_hole_ends_with_its_padding_and_the_next_one_does_not() -> None:
     assert (done.text, done.holes) == (
         "xcdeyjkz",
         ["cde", "jk"],
-    )  # the fourth and fifth token pad, what is behind them is cut
+    )  # tokens four and five are padding; the text after them is cut
 
 
 def test_the_length_whose_tokens_are_surest_is_taken() -> None:
@@ -133,7 +133,7 @@ def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longe
 
 
 class Turns(Letters):
-    """Puts a token in front of a prompt and one behind it, as a chat's turns have them."""
+    """Puts a token before a prompt and one after it, like the turns of a chat."""
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [2, *text.encode(), 3]

@@ -1,5 +1,5 @@
-"""A candidate judged against its reference: the same masks for both, the loop's own decisions,
-budgets, thresholds.
+"""A candidate judged against its reference: equal masks, the loop's own decisions, budgets,
+thresholds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def decode(tokens: list[int]) -> str | None:
 
 
 def no_text(tokens: list[int]) -> str | None:
-    """What a bundle without tokenizer gives."""
+    """Decode like a bundle without tokenizer."""
     return None
 
 
@@ -292,8 +292,8 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
     predictors: dict[str, TorchPredictor], family: str, cache: str
 ) -> None:
     predictor = predictors[family]
-    # Noise where tokens are wanted, and mask tokens where they are not: inside a block, and as a
-    # whole block of their own.
+    # The start has noise in place of tokens, and mask tokens that must stay: inside a block, and as a
+    # whole block.
     start = Canvas(np.array(_prompt(predictor, 24)), np.arange(24) >= 9)
     mask = [3, 11, *range(17, 21)]
     start.tokens[mask], start.undecided[mask] = predictor.mask_token_id, False
@@ -818,7 +818,9 @@ def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged
 
 
 def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
-    """Equal and cheap at 0.3 or dear at 0.9: a score of 0 everywhere tells nothing."""
+    """Answers are equal, with few passes at 0.3 and many at 0.9: if every score is 0, this shows
+    nothing.
+    """
     found = fit(
         Scripted(write=writer(2.0)), Scripted(write=writer(2.0, hesitation=3)), [answered()] * 4
     )

@@ -1,5 +1,5 @@
-"""What the default effort judges by: a reference shown the candidate's canvases, rounds that stop,
-thresholds by replay.
+"""How the default effort is judged: shown canvases, rounds that stop early, and replayed
+thresholds.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _in_rounds(
     candidate: Any = None,
     samples: int = 40,
 ) -> tuple[dict[str, Any], list[int]]:
-    """The effort's record, and the samples that had been judged behind each round."""
+    """The effort's record, and the number of samples judged after each round."""
     pool = [text_sample(12)] * min(samples, effort.most)
     evidence = Evidence(
         Scripted(), candidate or Scripted(), pool, policy=POLICY, max_new_tokens=4, decode=no_text

@@ -1,6 +1,4 @@
-"""A denoiser read a layer at a time gives what the whole one gives, in memory or in a file, and
-refuses what has no room.
-"""
+"""A denoiser read layer by layer equals the whole one, in memory or in a file, within its memory."""
 
 from __future__ import annotations
 

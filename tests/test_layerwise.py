@@ -1,6 +1,4 @@
-"""Parity of quantised graphs from equal inputs: honest ones hold, whatever flips on the way, and
-one wrong value is found.
-"""
+"""Layer parity of quantised graphs holds for correct ones and finds a single wrong value."""
 
 from __future__ import annotations
 
@@ -121,7 +119,7 @@ def fp8(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Mad
 
 
 def _negate(folder: Path, initialiser: str) -> tuple[int, bytes]:
-    """Flip the signs of an initialiser's first elements; gives where they are and what they were."""
+    """Flip the signs of an initialiser's first elements. Returns their offset and old bytes."""
     tensor = ir.load(folder / GRAPH_FILE).graph.initializers[initialiser].const_value
     assert isinstance(tensor, ir.ExternalTensor)
     offset, width = tensor.offset or 0, tensor.dtype.itemsize

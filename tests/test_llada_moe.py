@@ -1,6 +1,4 @@
-"""LLaDA-MoE: what its config says, its tensors, and its logits beside transformers' Qwen3-MoE,
-whose layer it has.
-"""
+"""LLaDA-MoE: its config, its tensors, and its logits beside transformers' Qwen3-MoE layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Requests in lockstep, a layer at a time, go the way that each goes alone under the reference
-loop.
-"""
+"""Requests in lockstep, layer by layer, give the results of single runs of the reference loop."""
 
 from __future__ import annotations
 

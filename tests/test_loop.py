@@ -1,4 +1,4 @@
-"""Properties of the native loop and of its commit rules, over denoisers that are pure arithmetic."""
+"""Properties of the native loop and its commit rules, over denoisers that are pure arithmetic."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the machine or a newer library gives in another way than usual: cores, memory, /proc,
-versions, numbers.
-"""
+"""Unusual machines and newer libraries: cores, memory, /proc, versions, numbers."""
 
 from __future__ import annotations
 

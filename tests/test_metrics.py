@@ -1,4 +1,4 @@
-"""What a comparison of two denoisers is computed from: losses, divergences, intervals, answers."""
+"""The parts of a comparison of two denoisers: losses, divergences, intervals, answers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ten mistakes, made with every command that allows them: the same exit code everywhere, and one
-line that says what it was.
+"""Ten mistakes in every command that allows them: equal exit codes, and one line that names them.
 
 ``TABLE`` in docs/troubleshooting.md has the rule; these are its cases.
 """
@@ -22,7 +21,7 @@ from dlm_runtime.errors import ExitCode
 WRONG, COULD_NOT = ExitCode.WRONG_INPUT, ExitCode.COULD_NOT
 COMMANDS = {*main.commands}
 
-# Mistake -> command -> its arguments. Words in capitals stand for paths: see ``places``.
+# Mistake -> command -> its arguments. Words in capitals are paths: see ``places``.
 MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     "a path that is not there": (
         WRONG,
@@ -227,7 +226,7 @@ def places(
     llada_bundle: Path,
     dream_bundle: Path,
 ) -> dict[str, Path]:
-    """What the words in capitals stand for."""
+    """The paths for the words in capitals."""
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "empty").mkdir()
     taken = folder / "taken"
@@ -299,7 +298,7 @@ def test_every_command_is_in_the_table() -> None:
 
 
 def test_every_error_has_one_of_the_exit_codes() -> None:
-    """``exit_code`` is set by name, in every package: no number stands for itself."""
+    """Every package sets ``exit_code`` by name, never by number."""
     root = Path(__file__).parent.parent
     folders = ("exporter/dlm_export", "calibration/dlm_calibration", "runtime/dlm_runtime")
     for path in (path for folder in folders for path in (root / folder).rglob("*.py")):

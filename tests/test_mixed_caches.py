@@ -1,10 +1,9 @@
-"""Layers whose caches differ in heads and in the size of one: every cache gives what no cache
-gives.
+"""Layers with different numbers and sizes of heads in their caches: every cache equals no cache.
 
-The graph is hand-made. A row's keys and values follow from its own token and position alone, so
-cached rows are never out of date, and all numbers are small integers, whose sums are exact in any
-order: canvases must be equal to the last token. What a row predicts depends on every cached number,
-and on which key stands with which value in which head.
+The graph is made by hand. A row's keys and values depend only on its own token and position, so
+cached rows are never out of date. All numbers are small integers, whose sums are exact in any
+order, so canvases must be equal. A row's prediction depends on every cached number, and on the
+value and head of every key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""LLaDA2, RND1 and SDAR-MoE beside transformers' classes of the same layers, on the same weights
-under other names.
+"""LLaDA2, RND1 and SDAR-MoE equal transformers' classes with the same layers and weights.
 
-Glm4Moe has LLaDA2's layer: norms of query and key heads, half of which turn, and DeepSeek-V3's
-router. Qwen3-MoE has that of the others.
+Glm4Moe has LLaDA2's layer: q/k norms, partial rotary embeddings (half of a head), and DeepSeek-V3's
+router. Qwen3-MoE has the layer of the others.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ IDS = torch.randint(0, 140, (2, LENGTH), generator=torch.Generator().manual_seed
 
 
 def by_blocks(block_length: int) -> torch.Tensor:
-    """Which keys queries see, ``[L, L]``."""
+    """Mask ``[L, L]`` of the keys that each query sees."""
     block = torch.arange(LENGTH) // block_length
     return block[None, :] <= block[:, None]
 

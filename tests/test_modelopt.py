@@ -1,7 +1,6 @@
-"""NVIDIA's modelopt as a second opinion: the ranges and scales that it finds are ours, and it
-leaves the denoiser alone.
+"""NVIDIA's modelopt as a second opinion: it finds our ranges and scales, and changes no weight.
 
-What needs the package ``nvidia-modelopt`` is skipped where it is not installed.
+Tests that need the package ``nvidia-modelopt`` are skipped without it.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _layers(denoiser: Denoiser) -> list[str]:
 def _inputs(
     denoiser: Denoiser, layers: Sequence[str], states: Sequence[State]
 ) -> dict[str, np.ndarray]:
-    """What each layer is given, fp32 ``[P, K]``; the head, the masked positions' features."""
+    """The inputs of each layer, fp32 ``[P, K]``. The head gets the features of masked positions."""
     seen: dict[str, list[np.ndarray]] = {layer: [] for layer in layers}
     handles = [
         denoiser.get_submodule(layer).register_forward_pre_hook(

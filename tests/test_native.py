@@ -1,8 +1,8 @@
-"""The native library as C programs meet it: built with sanitizers, installed, linked, and walked
-down every error path.
+"""The native library from the view of C programs: built with sanitizers, installed, and linked.
 
-Builds live in build/native-asan and, for slow tests, build/native-release, so that only the first
-run compiles everything. What is installed is what the package brings.
+Every error path is taken. Builds are in build/native-asan and, for slow tests,
+build/native-release, so only the first run compiles everything. The installed files are those of
+the package.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def tool(name: str) -> str:
 
 
 def _header_folder(distribution: str, name: str) -> Path | None:
-    """Where an installed distribution keeps a C header; None if it is not installed."""
+    """The folder of a C header in an installed distribution, or None if that is not installed."""
     try:
         files = metadata.files(distribution) or []
     except metadata.PackageNotFoundError:
@@ -104,7 +104,7 @@ HAS_TENSORRT = TENSORRT_HEADERS[0].startswith("-D")
 
 
 def build(folder: Path, *options: str) -> Path:
-    # What earlier runs found out about headers is forgotten, as it may be gone.
+    # Unset the header folders that earlier runs found, because they can be gone.
     generator = [
         "-G",
         "Ninja",
@@ -188,7 +188,7 @@ def release() -> Path:
 
 @dataclass(frozen=True)
 class Request:
-    """What the example is asked, and what Python's answer to the same is."""
+    """The example's arguments, and Python's answer to the same request."""
 
     arguments: list[str]
     answer: str
@@ -318,9 +318,7 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
     chosen: str | None,
     seen: str,
 ) -> None:
-    """The library that is loaded here is none, and calls itself by what it finds in the
-    environment.
-    """
+    """The loaded library is a fake. Its version string is the environment variable's value."""
     source = tmp_path / "fake.c"
     source.write_text(
         "#include <stdlib.h>\n"
@@ -347,7 +345,7 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
 def test_onnxruntime_leaves_nothing_in_the_home_folder(
     sanitized_example: Path, request_of_example: Request, tmp_path: Path
 ) -> None:
-    # Where it finds itself on a build server it keeps to itself in any case.
+    # On a build server ONNX Runtime never sends telemetry, so unset the variables of one.
     clean = [
         "env",
         *(

@@ -1,10 +1,9 @@
-"""The TensorRT engine without a GPU: compiled with NVIDIA's headers, run over mocks of CUDA and
-TensorRT, under sanitizers.
+"""The TensorRT engine without a GPU, over mocks of CUDA and TensorRT and under sanitizers.
 
-The mocks (runtime/native/tests) hold "device" memory that the host cannot read, do work on a stream
-no sooner than somebody waits for it, and check every address; the denoiser behind them is
-arithmetic over every byte that a pass sees, so a canvas equals the callback engine's only if all of
-them reached their places. No kernel of TensorRT's is run here.
+It is compiled with NVIDIA's headers. The mocks (runtime/native/tests) hold "device" memory that the
+host cannot read, delay work on a stream until it is waited for, and check every address. Their
+denoiser is arithmetic over every byte that a pass sees. So a canvas equals the callback engine's
+only if all bytes reached their places. The tests run no kernel of TensorRT.
 """
 
 from __future__ import annotations
@@ -74,10 +73,10 @@ def write_bundle(
     names: Callable[[str], str] = str,
     graphs: tuple[str, str] = ("judged", "device"),
 ) -> Path:
-    """A bundle whose graph is never opened, with what the native reader needs and nothing else.
+    """A bundle whose graph is never opened, with only the fields that the native reader needs.
 
-    ``engines``: by target, what differs from a good entry; "plan" is the file. ``names``: what a
-    port is called. ``graphs``: the two graphs' files, which TensorRT opens none of.
+    ``engines`` has, by target, the differences from a good entry; "plan" is the file. ``names``
+    renames ports. ``graphs`` are the two graphs' files, which TensorRT never opens.
     """
     folder.mkdir(exist_ok=True)
     judged, device = (text.encode() for text in graphs)
@@ -175,8 +174,8 @@ Drive = Callable[..., Told]
 @pytest.fixture
 def drive(sanitized: Path) -> Drive:  # noqa: F811
     def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
-        """Run the driver; the mocks may be told to fail. It must exit well, leak nothing, and never
-        touch foreign memory.
+        """Run the driver, whose mocks can be set to fail. It must exit with 0, leak no memory, and
+        never touch foreign memory.
         """
         variable = {
             "DLM_CUDA_LIBRARY": "mock_cuda",
@@ -331,7 +330,7 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
-    # Three blocks; the last one has no rows behind it.
+    # Three blocks; no rows follow the last one.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
@@ -529,7 +528,7 @@ def test_requests_of_a_batch_run_one_by_one_or_are_refused(bundle: Path, drive: 
     assert told.counts[0].get("enqueueV3", 0) == 0
 
 
-# ---- Which engine, which library, which device ----
+# ---- The choice of engine, library and device ----
 
 
 def opening(

@@ -1,8 +1,7 @@
-"""``optimum-cli export dlm`` is ``dlm-export build``: the same options, the same work, the same
-exit codes.
+"""``optimum-cli export dlm`` equals ``dlm-export build``: options, work and exit codes.
 
-The command itself runs where optimum is installed; how its arguments become those of ``build`` is
-tested everywhere.
+The command itself runs only if optimum is installed. The mapping of its arguments is tested
+everywhere.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def _example(option: click.Option) -> list[str]:
 
 @pytest.fixture
 def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the arguments name as input, as it has to be there."""
+    """Create the input files that the arguments name."""
     monkeypatch.chdir(tmp_path)
     for folder in ("c", "-c", "the checkpoint"):
         (tmp_path / folder).mkdir()

@@ -1,4 +1,4 @@
-"""Where output goes: nobody's files are lost, whoever else writes there and whenever a build ends."""
+"""Output paths: no file is lost, whoever else writes there and whenever a build ends."""
 
 from __future__ import annotations
 
@@ -306,8 +306,8 @@ def test_nothing_is_cleared_where_the_file_system_has_no_locks(
 def test_a_kill_between_two_renames_is_mended_by_the_next_build(
     out: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """Where the file system cannot exchange: nothing stands at the path for a moment, and the old
-    bundle lies aside.
+    """If the file system cannot exchange two paths, the path is missing for a moment and the old
+    bundle is moved aside.
     """
     fake_build(out, "old", False)
     monkeypatch.setattr(outputs, "_renameat2", _no_renameat2)

@@ -1,4 +1,4 @@
-"""Parity: ONNX against torch, the native loop against the reference loop, each by itself and both
+"""Parity of ONNX with torch and of the native loop with the reference loop, separately and
 together.
 """
 

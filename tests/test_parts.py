@@ -1,5 +1,5 @@
-"""Parts of a graph, run one after the other, are the graph: equal to the bit, whatever it holds; a
-part names what it lacks.
+"""Parts of a graph that run one after the other equal the graph to the bit, or name what is
+missing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Work in pieces: what comes of it is what comes of the whole, in order, and what goes wrong is
-said.
-"""
+"""Work in pieces gives the results of the whole, in order, and reports errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The graph in elementary operators, for TensorRT before 10.14 (Orin), computes what the one in
-whole operators does.
-"""
+"""The graph in elementary operators, for TensorRT before 10.14 (Orin), equals the normal one."""
 
 from __future__ import annotations
 

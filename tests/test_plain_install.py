@@ -1,8 +1,7 @@
-"""README and the page of the examples, followed in a fresh environment that has only what ``pip
-install .`` installs.
+"""Follow README and the page of the examples in a new environment after a plain ``pip install .``.
 
-The home folder is new, so nothing is cached. Commands that build bundles need the ``export`` extra:
-test_docs.py follows those.
+The home folder is new, so no cache exists. Commands that build bundles need the ``export`` extra:
+test_docs.py runs those.
 """
 
 from __future__ import annotations

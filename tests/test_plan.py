@@ -1,4 +1,4 @@
-"""Plans: predictions follow from the counted work and the table of targets, and nothing is guessed."""
+"""Plans: predictions follow from the counted work and the table of targets, without guesses."""
 
 from __future__ import annotations
 
@@ -409,7 +409,7 @@ TIED_PRECISIONS = ("fp32", "fp16", "int8", "int4-rtn", "int4-g128")
 def test_a_tied_table_counts_once_in_the_format_that_it_has(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    """What is planned of a checkpoint is the size of the file that a build then writes."""
+    """The planned size of a checkpoint is the size of the file that a build then writes."""
     config = a2d_qwen3_config(
         vocab_size=8192, hidden_size=128, intermediate_size=384, max_position_embeddings=128
     )

@@ -1,6 +1,4 @@
-"""Quantised checkpoints of modelopt's unified export load as they are: every code, every scale, and
-nothing that is damaged.
-"""
+"""Quantised checkpoints of modelopt's unified export load exactly, and damaged ones are rejected."""
 
 from __future__ import annotations
 
@@ -55,8 +53,8 @@ def _say(path: Path, **values: Any) -> None:
 
 
 def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
-    """What a stored matrix ``[out, in]`` stands for, element by element from the format's
-    definition, in float64.
+    """The values of a stored matrix ``[out, in]``, element by element by the format's definition,
+    in float64.
     """
     codes = tensors[f"{base}.weight"]
     if codes.dtype == torch.float32:
@@ -88,7 +86,7 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
         )
         array = weights.read(parameter, FLOAT32)
         assert array.flags.c_contiguous
-        # Two fp32 products where the definition has none: 2 units in the last place at most.
+        # Two products are in fp32, unlike in the definition: at most 2 units in the last place.
         np.testing.assert_allclose(array, expected.numpy(), rtol=2.5e-7, atol=0, err_msg=parameter)
 
 
@@ -553,7 +551,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
     theirs = families.load(weights, families.read_network(Checkpoint(path), Overrides()))(
         torch.tensor([ids])
     )[0].numpy()
-    # What is left is the quantised activations' share.
+    # The rest comes from the quantised activations.
     assert np.abs(ours - theirs).max() / (theirs.max() - theirs.min()) < 0.2
 
 

@@ -1,9 +1,8 @@
-"""ONNX Runtime's providers for GPUs without a GPU: over a mock of its library and of CUDA's driver,
-under sanitizers.
+"""ONNX Runtime's GPU providers without a GPU, over mocks of its library and of CUDA's driver.
 
-As for TensorRT, the host cannot read "device" memory, and the denoiser behind the mocks is
-arithmetic over every byte that a pass sees: a canvas equals the callback engine's only if all of
-them reached their places on the device.
+They run under sanitizers. As for TensorRT, the host cannot read "device" memory, and the mocks'
+denoiser is arithmetic over every byte that a pass sees. So a canvas equals the callback engine's
+only if all bytes reached their places on the device.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...
 
 
 def bundle_of(folder: Path, device: str | None = None, **options: Any) -> Path:
-    """A bundle for GPUs without engine files; ``device`` is its graph for them, and the judged one
-    is none.
+    """A bundle for GPUs without engine files. ``device`` is its graph for them, and the judged
+    graph is a placeholder.
     """
     shown = {name: options[name] for name in ("cache", "layers") if name in options}
     return write_bundle(

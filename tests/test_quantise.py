@@ -1,6 +1,4 @@
-"""The quantised graph: what ONNX Runtime computes from it equals torch on the same quantised
-values, format by format.
-"""
+"""ONNX Runtime's results of the quantised graph equal torch on the same values, format by format."""
 
 from __future__ import annotations
 
@@ -278,7 +276,7 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["B", "T", K]))
     w = ir.Value(name="layer.weight", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([K, N]))
     node = ir.node("MatMul", [x, w], metadata_props={graph.LAYER_KEY: "layer"})
-    # What reads a layer is never the graph's output itself.
+    # The reader of a layer is never the graph's output itself.
     last = ir.node("Identity", [node.outputs[0]])
     last.outputs[0].name, last.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     inner = ir.Graph(

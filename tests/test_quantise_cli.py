@@ -1,6 +1,4 @@
-"""Quantising from the command line: what is written, what is refused, and that nothing is left of a
-failure.
-"""
+"""Quantising from the command line: its output, its errors, and no files left after a failure."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ def out(tmp_path: Path) -> Path:
 def int8(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
-    """A tiny int8-static bundle, built with everything that a build does, and what the command
-    printed.
-    """
+    """A tiny int8-static bundle from a build with all its steps, and the command's output."""
     folder = tmp_path_factory.mktemp("quantised") / "int8"
     result = _run(
         "build", llada_checkpoint, "--precision", "int8-static", "-o", folder, *SMALL, "--json"
@@ -522,7 +518,7 @@ def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> Non
 def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
     tmp_path: Path, out: Path
 ) -> None:
-    """Nothing pads its canvases and nothing ends its text."""
+    """Its canvases have no padding, and its text has no end."""
     endless = llada_config(n_layers=1, eos_token_id=None, pad_token_id=None)
     checkpoint = write_checkpoint(tmp_path / "endless", endless, seed=3)
     result = _run("build", checkpoint, "--precision", "fp8", "-o", out, *SMALL, "--json")

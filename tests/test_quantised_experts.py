@@ -1,6 +1,4 @@
-"""Quantised mixtures of experts: whom calibration reaches, what solvers make of it, and bundles and
-engines of all formats.
-"""
+"""Quantised mixtures of experts: calibration, solvers, and bundles and engines of all formats."""
 
 from __future__ import annotations
 
@@ -248,8 +246,8 @@ def llada2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
-    """Of experts whose scores are within a rounding each side takes others, and whole passes end
-    apart.
+    """If experts' scores differ by less than rounding, the two sides choose differently and whole
+    passes differ.
     """
     path = write_checkpoint(tmp_path / "checkpoint", CONFIGS["llada2"], seed=7)
     weight, bias = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.expert_bias"

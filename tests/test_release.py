@@ -1,4 +1,4 @@
-"""``release/wheels.py``: what can be built is built, and what cannot is said first."""
+"""``release/wheels.py`` builds what it can, and first names what it cannot build."""
 
 from __future__ import annotations
 

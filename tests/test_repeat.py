@@ -1,4 +1,4 @@
-"""A graph whose layers are traced once a kind and repeated is the one whose layers are all traced."""
+"""A graph with one traced layer of each kind, repeated, equals a graph with all layers traced."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_layers_that_turn_alike_read_one_rotary_table(is_plain: bool) -> None:
-    """Two kinds of layers turn by tables of their own, whatever the order of the layers."""
+    """Two kinds of layers read separate tables, in any order of the layers."""
     graph = trace_pass(MIXED, "fp32", is_plain=is_plain).model.graph
     shapes = {
         name: tuple(value.shape or ())

@@ -1,6 +1,4 @@
-"""report.html from made-up results: nothing is lost, nothing runs, and a real browser lays it out
-at 360 px.
-"""
+"""report.html of made-up results is complete, runs no script, and fits 360 px in a real browser."""
 
 from __future__ import annotations
 
@@ -482,7 +480,7 @@ def luminance(colour: str) -> float:
 def laid_out(page: str, width: int, measure: str, folder: Path, scheme: str = "light") -> list[str]:
     """What ``measure`` says, line by line, of a page in a frame ``width`` pixels wide."""
     assert BROWSER is not None
-    # Chromium's windows are at least 500 pixels wide; a frame is as narrow as it is told to be.
+    # Chromium's windows are at least 500 pixels wide, but a frame can be narrower.
     frame = f'<iframe style="width:{width}px;height:800px;border:0" srcdoc="{html.escape(page)}"></iframe>'
     wrapper = folder / "wrapper.html"
     wrapper.write_text(

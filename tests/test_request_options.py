@@ -1,6 +1,4 @@
-"""Options of requests: wrong values, what type checkers see, constraints kept by content, tool
-calls of unfinished texts.
-"""
+"""Options of requests: wrong values, types, constraints kept by content, tool calls of cut texts."""
 
 from __future__ import annotations
 
@@ -325,7 +323,7 @@ def test_a_type_checker_finds_a_misspelled_option(tmp_path: Path) -> None:
 
 
 class Day:
-    """What a Pydantic model has."""
+    """Has the members of a Pydantic model."""
 
     @classmethod
     def model_json_schema(cls) -> dict[str, Any]:

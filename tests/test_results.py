@@ -1,4 +1,4 @@
-"""How requests end, what they say of it, and their text as it comes."""
+"""How requests end, how they report it, and their text while it is generated."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ EOS, MASK = 5, 39
 def scripted(
     predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int], None] = lambda _: None
 ) -> Bundle:
-    """A bundle that predicts a token and its probability by position; ``on_pass`` is told the
-    number of each pass, from 1.
+    """A bundle that predicts a token and its probability by position. ``on_pass`` is called with
+    the number of each pass, from 1.
     """
     passes = [0]
 
@@ -318,7 +318,7 @@ def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
 def test_every_way_to_run_a_request_gives_the_same_result(
     policy: Policy, request: dict[str, Any], shift: int, max_steps: int
 ) -> None:
-    """Canvases, finishes and statistics, but for times."""
+    """Compares canvases, finishes and statistics, except times."""
     denoiser = ArithmeticDenoiser(shift=shift, eos=EOS)
     given_tokens = request["tokens"]
     new = request["max_new_tokens"]

@@ -1,6 +1,4 @@
-"""In how many files a name stands that others would have to be added beside: docs/developing.md says
-the true numbers.
-"""
+"""Count the files that name each kind of thing. docs/developing.md must state the same numbers."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def test_an_engine_builder_stands_in_as_many_files_as_the_page_says() -> None:
 
 
 def test_a_policy_field_stands_in_as_many_files_as_the_page_says() -> None:
-    """Of the fields whose names mean nothing else."""
+    """Only counts fields whose names have no other meaning."""
     own = ("edit_passes", "edit_threshold", "timestep_eps", "sub_block_length", "score_of")
     assert all(hasattr(Policy(), name) for name in own)
     _check("a policy field", {name: _files(rf"\b{name}\b") for name in own})

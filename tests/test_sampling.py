@@ -1,6 +1,4 @@
-"""Draws: single positions against the distributions that they are from, and the same text wherever
-a seed is used.
-"""
+"""Sampling: single positions match their distributions, and a seed gives the same text everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of any kind share passes, from any thread, and each comes to what it comes to alone."""
+"""Requests of any kind share passes, from any thread, with the results of single runs."""
 
 from __future__ import annotations
 

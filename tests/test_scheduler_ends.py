@@ -1,6 +1,4 @@
-"""However a scheduler ends, or a request in it, nobody waits for ever and nobody else's canvas
-changes.
-"""
+"""However a scheduler or a request ends, every wait returns and other canvases stay the same."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ def in_fork(body: Callable[[], object]) -> int:
 
 
 def run_script(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A Python program of its own."""
+    """Run a Python program in a new process."""
     environment = os.environ | variables
     command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script), *arguments]
     return subprocess.run(

@@ -1,6 +1,4 @@
-"""Requests as segments of one row of tokens: the graph's input says what each may see, and each
-gets what it gets alone.
-"""
+"""Requests as segments of one row of tokens see only their own rows, as the graph's input says."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ class Graph:
         return dict(zip(names, self.session.run(names, feeds | past | more), strict=True))
 
     def past(self, of: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """What a pass wrote as what another one reads, or no rows."""
+        """The outputs of a pass as inputs of another one, or no rows."""
         found = {}
         for layer in self.layers:
             for kind in ("key", "value"):
@@ -68,7 +66,7 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> None:
     graph, rng = Graph(bundle), np.random.default_rng(1)
-    # In blocks of 16 what is cached is whole blocks; the three differ in what they have of both.
+    # In blocks of 16 only whole blocks are cached. The three differ in cached and new tokens.
     parts = [
         {"cached": 16, "first": 16, "tokens": rng.integers(2, 150, 16).tolist()},
         {"cached": 0, "first": 0, "tokens": rng.integers(2, 150, 5).tolist()},
@@ -79,7 +77,7 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
         before = {"first": 0, "tokens": rng.integers(2, 150, part["cached"]).tolist()}
         pasts.append(graph.past(graph.run([before], graph.past()) if part["cached"] else None))
         alone.append(graph.run([part], pasts[-1]))
-    noise = rng.choice([1e30, np.inf, np.nan], 100).astype(np.float32)  # in rows that are nobody's
+    noise = rng.choice([1e30, np.inf, np.nan], 100).astype(np.float32)  # in rows of no request
     starts = [21, 0, 40]
     arena = {}
     for name, empty in graph.past().items():
@@ -101,7 +99,7 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
         assert np.abs(together["logits"][0, first:last] - one["logits"][0]).max() < TOLERANCE
         for name in one.keys() - {"logits"}:
             assert np.abs(together[name][:, :, first:last] - one[name]).max() < TOLERANCE
-    # What it leaves out says that there is one request with everything.
+    # Without segments, all tokens belong to one request.
     whole = graph.run([parts[1]], graph.past(), segments=np.zeros((0, 4), np.int64))
     assert (whole["logits"] == alone[1]["logits"]).all()
 

@@ -1,6 +1,4 @@
-"""What single layers lose, estimated in one sweep forward and one back, against the exact sweep and
-the whole denoiser.
-"""
+"""The losses of single layers estimated in one sweep, against the exact sweep and the denoiser."""
 
 from __future__ import annotations
 

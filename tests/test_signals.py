@@ -1,8 +1,7 @@
-"""Signals end what runs within a pass, and a command dies by them: what it staged is gone, and a
-shell sees the signal.
+"""Signals end a run within a pass, and a command ends by the signal and leaves no staged files.
 
-In one process the passes are a C function's, which counts them and raises a signal in one: no
-Python runs between passes but what the runtime itself lets in.
+In one process a C function makes the passes. It counts them and raises a signal in one of them. No
+Python runs between passes except the code that the runtime itself calls.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ dlm_status run(void *user, const dlm_pass *pass) {
   return DLM_OK;
 }
 """
-REQUEST: dict[str, Any] = {"max_new_tokens": 40, "block_length": 8}  # a token a pass
-CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {  # passes, and what makes them
+REQUEST: dict[str, Any] = {"max_new_tokens": 40, "block_length": 8}  # one token a pass
+CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {  # passes, and the call that makes them
     "generate": (40, lambda bundle: bundle.generate(tokens=[5], **REQUEST)),
     "generate over a cache": (
         40,
@@ -125,7 +124,7 @@ def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
 
 
 class Ended(BaseException):
-    """What a handler raises."""
+    """Raised by a signal handler."""
 
 
 @pytest.mark.parametrize(

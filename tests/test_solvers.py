@@ -1,6 +1,4 @@
-"""Smoothing, AWQ, GPTQ and rotation leave the function alone in full precision, and lose less once
-it is quantised.
-"""
+"""Smoothing, AWQ, GPTQ and rotation keep the function, and lose less after quantisation."""
 
 from __future__ import annotations
 
@@ -200,8 +198,8 @@ def test_gptq_equals_the_recurrence_it_reorders(
     ours = gptq(w, gram, format=format, group_size=group_size, is_signed=is_signed).dequantise()
     damped = gram.astype(np.float64) + 0.01 * np.mean(np.diag(gram)) * np.eye(rows)
     expected = _gptq_by_elimination(w, damped, group_size or rows, format, is_signed=is_signed)
-    # A value half way between two codes may fall either way in fp32, and takes the rows behind it
-    # along in its column.
+    # In fp32, a value half way between two codes can be rounded either way. This changes the later
+    # rows of its column.
     assert (np.abs(ours - expected).max(axis=0) < 1e-4).mean() >= 0.8
 
 

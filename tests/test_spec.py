@@ -1,4 +1,4 @@
-"""A network's description: what follows from it is what torch builds, and it survives the manifest."""
+"""A network's description gives the shapes that torch builds, and survives the manifest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Special tokens that text of a request spells: ordinary text, in Python and in the compiled form,
-unless it is allowed.
+"""Special tokens spelt in a request are ordinary text unless they are allowed.
+
+This holds in Python and in compiled text files.
 """
 
 from __future__ import annotations

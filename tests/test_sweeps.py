@@ -1,6 +1,4 @@
-"""Calibration by layers: the same codes as with the whole denoiser, within memory, and taken up
-where it was interrupted.
-"""
+"""Calibration by layers gives the codes of the whole denoiser, within memory, and can be resumed."""
 
 from __future__ import annotations
 

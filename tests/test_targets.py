@@ -1,4 +1,6 @@
-"""The table of devices: what each runs, what is refused and why, and how its engine is got."""
+"""The table of devices: the precisions of each, errors and their reasons, and where engines come
+from.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ DEVICES = {
     "rtx5090": (120, True, True, True, True),
     "rtx-pro-6000": (120, True, True, True, True),
     "gb10": (121, True, True, True, True),
-    # What the table has no row for. INT4 and bf16 fail to compile for SM 7.5 in TensorRT-RTX 1.7.
+    # Devices without a row in the table. INT4 and bf16 fail to compile for SM 7.5 in TensorRT-RTX 1.7.
     "sm75": (75, False, False, False, True),
     "sm80": (80, True, False, False, True),
     "sm86": (86, True, False, False, True),

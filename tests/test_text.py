@@ -1,6 +1,4 @@
-"""Compiled text files: equal to tokenizers and Jinja wherever there is one, and refused with the
-reason where not.
-"""
+"""Compiled text files equal tokenizers and Jinja, or are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -141,7 +139,7 @@ def test_text_that_is_no_utf8_is_refused_by_its_place(pairs: Callable[[str], Pai
 
 
 def cut(splits: Splits, text: str) -> list[str]:
-    """What the native library makes of the first split, in Python."""
+    """The native library's first split, written in Python."""
     table, pieces, at, done = splits.tables[0], [], 0, 0
     columns = [*(int(splits.classes[ord(letter)]) for letter in text), splits.count]
     while at < len(text):
@@ -240,7 +238,7 @@ def test_a_pattern_that_is_not_compiled_says_where_and_why(pattern: str, reason:
         compile_splits([Split(pattern)])
 
 
-# ---- What is refused ----
+# ---- Errors ----
 
 
 def changed(name: str, *path: Any, value: Any) -> str:
@@ -309,7 +307,9 @@ def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch
 
 
 def check_chats(pair: Pair, fewest: int) -> None:
-    """Chats come out as Jinja's, or are refused, and at least so many are not refused."""
+    """Check that chats equal Jinja's or are rejected, and that at least ``fewest`` are not
+    rejected.
+    """
     chats = [
         *samples.chats(
             400, ("system", "user", "assistant", "tool"), ["</think>", "<tool_response>"], seed=9

@@ -1,6 +1,4 @@
-"""The process of a bundle's tokenizer and template: its answers are the library's, its limits hold,
-and it goes away.
-"""
+"""The process of a bundle's tokenizer and template: its answers, its limits, and its end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Embedding tables: one table for a tied head, rows looked up in its format, and tables kept in the
-checkpoint's type.
-"""
+"""Embedding tables: one table for a tied head, lookup in its format, and the checkpoint's own type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--tune``: products are timed as the runtime makes them, and auto takes the fastest."""
+"""``--tune`` times products as the runtime computes them, and auto takes the fastest."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Records of verified files: a large file that did not change is not hashed again, and no change
-and no hostile record makes a damaged file pass.
+"""Records of verified files: an unchanged large file is not hashed again, and damage never passes.
 
 A forged record says that a damaged file has the manifest's hash. The bundle opens with it, which
-shows that the record was used; everything that makes a record untrustworthy must bring back the
-refusal.
+shows that the record was used. Everything that makes a record untrustworthy must make the bundle
+fail again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give file
 
 @pytest.fixture
 def bundle(llada_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle with a large file, and a cache directory of its own for records."""
+    """A bundle with a large file, and a separate cache folder for records."""
     copied = Path(shutil.copytree(llada_bundle, tmp_path / "bundle"))
     add_large_file(copied)
     (tmp_path / "cache").mkdir(mode=0o700)
@@ -93,7 +92,7 @@ def record_of(bundle: Path) -> Path:
 
 
 def record_text(bundle: Path) -> str:
-    """What it writes for the file's present state and the manifest's hash."""
+    """The record for the file's present state and the manifest's hash."""
     found = (bundle / LARGE).stat()
     modified, changed = (divmod(ns, 10**9) for ns in (found.st_mtime_ns, found.st_ctime_ns))
     manifest = json.loads((bundle / "manifest.json").read_text())
@@ -120,7 +119,7 @@ def forge(bundle: Path) -> Path:
     return record
 
 
-# ---- What is recorded, and what a record saves ----
+# ---- Records, and the hashing that they save ----
 
 
 def test_a_record_holds_the_state_of_the_file(recorded: Path) -> None:

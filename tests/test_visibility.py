@@ -1,6 +1,4 @@
-"""Which keys a query sees, by rule from positions: in torch, in both forms of the graph, and in a
-built bundle.
-"""
+"""The keys that a query sees, by a rule on positions: in torch, both graphs, and a built bundle."""
 
 from __future__ import annotations
 

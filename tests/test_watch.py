@@ -1,4 +1,4 @@
-"""What ``--watch`` draws: the block that is being filled is on the screen, however small that is."""
+"""``--watch`` keeps the block that is being filled on the screen, however small the screen is."""
 
 from __future__ import annotations
 

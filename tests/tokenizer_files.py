@@ -1,6 +1,4 @@
-"""Small tokenizers of every kind that is compiled, learned from the samples, and released ones
-where they can be had.
-"""
+"""Small tokenizers of every compiled kind, trained on the samples, and released ones if available."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Traces that tests share: torch.onnx.export takes most of a tiny build, and gives the same graph
-every time.
+"""Traces that tests share. torch.onnx.export takes most of a tiny build and always gives the same
+graph.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ _traces: dict[tuple[NetworkSpec, str, bool, bool], trace.Graph] = {}
 
 
 def trace_once(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> trace.Graph:
-    """``trace_pass``, run once a network and precision; a graph of one's own to change."""
+    """``trace_pass``, run once for each network and precision. Returns a copy of the graph that the
+    caller can change.
+    """
     key = network, precision, is_plain
     if key not in _traces:
         _traces[key] = _trace(network, precision, is_plain=is_plain)
