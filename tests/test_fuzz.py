@@ -2,7 +2,7 @@
 threads, and memory that runs out.
 
 The targets (``runtime/native/fuzz``) run over what they start from and over every input that ever
-made one fail; where clang is, libFuzzer makes others (docs/developing.md).
+made one fail; where clang is, libFuzzer makes others (docs/guides/developing.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ten mistakes, made with every command that allows them: the same exit code everywhere, and one
 line that says what it was.
 
-``TABLE`` in docs/troubleshooting.md has the rule; these are its cases.
+``TABLE`` in docs/guides/troubleshooting.md has the rule; these are its cases.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def test_every_error_has_one_of_the_exit_codes() -> None:
     for path in (path for folder in folders for path in (root / folder).rglob("*.py")):
         for value in re.findall(r"^    exit_code = (.*)$", path.read_text(), re.MULTILINE):
             assert value in {f"ExitCode.{code.name}" for code in ExitCode}, path
-    page = (root / "docs" / "troubleshooting.md").read_text()
+    page = (root / "docs" / "guides" / "troubleshooting.md").read_text()
     for code in ExitCode:
         assert re.search(rf"^\| {code.value} \|", page, re.MULTILINE), code
 

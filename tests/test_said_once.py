@@ -1,4 +1,4 @@
-"""In how many files a name stands that others would have to be added beside: docs/developing.md says
+"""In how many files a name stands that others would have to be added beside: docs/guides/developing.md says
 the true numbers.
 """
 
@@ -13,7 +13,7 @@ from dlm_runtime import Policy
 from dlm_runtime.precision import FORMATS, HIGH, NUMBER_FORMATS
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "developing.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "developing.md").read_text()
 HEADER = ROOT / "runtime" / "native" / "include" / "dlm_runtime.h"
 SOURCES = {
     path: path.read_text()
