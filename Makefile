@@ -2,6 +2,7 @@
 #   make demo   build the demo checkpoint into a bundle and generate from it
 #   make bench  measure this machine, beside torch and llama.cpp
 #   make test   lint, types, and all tests but the slow ones
+#   make docs   build the documentation site into build/site
 #   make aarch64  the native library and the demo on 64-bit Arm, cross-compiled and emulated
 #   make wheels   an sdist, and wheels for x86-64 and aarch64, into dist; the latter needs a cross compiler
 #   make fuzz   fuzz the native library's readers, FUZZ_SECONDS each; needs clang
@@ -23,7 +24,7 @@ C_SOURCES := $(shell find runtime/native examples benchmarks -type f \( -name '*
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo test test-slow fuzz aarch64 wheels lint format bench clean
+.PHONY: demo test test-slow docs fuzz aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
@@ -37,6 +38,11 @@ test: lint
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(WORKERS)
+
+# The variable silences a notice about mkdocs 2, which this site does not use.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open build/site/index.html"
 
 # ONNX Runtime's library for aarch64, of the version that is installed here: the tests compare the two processors.
 AARCH64 := build/aarch64

@@ -155,7 +155,9 @@ def main() -> None:
                 rows[title] = summary(values)
                 show(title, rows[title])
         if not list(Path(records).rglob("dlm-runtime/*")):
-            print("No file was recorded, so 'recorded' hashed all of them: see docs/bundle.md.")
+            print(
+                "No file was recorded, so 'recorded' hashed all of them: see docs/reference/bundle.md."
+            )
     if arguments.json:
         result = {"machine": machine(), "bundle": str(bundle), "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,8 +1,9 @@
 """The documentation holds: its commands run, its programs compile, its links lead somewhere, its
 names exist.
 
-README and "adding a family" are followed as a reader would, on tiny denoisers, in one process: what
-takes minutes or fetches something is in ``LEFT_OUT``, and looked for in another way.
+README, "Add a model family" and three tutorials are followed as a reader would, on tiny denoisers,
+in one process. Commands that take minutes or fetch something are in ``LEFT_OUT``, and checked in
+another way. Every Python sample runs and every C sample compiles.
 """
 
 from __future__ import annotations
@@ -38,11 +39,22 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-README, NEW_FAMILY = ROOT / "README.md", ROOT / "docs" / "adding-a-family.md"
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+SITE = ROOT / "docs"
+README, NEW_FAMILY = ROOT / "README.md", SITE / "guides" / "adding-a-family.md"
+TUTORIALS = [
+    SITE / "tutorials" / f"{name}.md"
+    for name in ("deploy-on-a-cpu", "quantise-and-judge", "structured-output")
+]
+EMBED = SITE / "tutorials" / "embed-in-c.md"
+DOCS = sorted(SITE.rglob("*.md"))
 PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
 LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
 COLUMNS, LINES = 100, 150  # what a terminal shows of README at once, and what a first reader reads
+
+# Pages whose Python samples run on the bundle that README builds.
+SAMPLES = [
+    page for page in (README, *DOCS) if page != NEW_FAMILY and "\n```python\n" in page.read_text()
+]
 
 # What the names that pages use for a reader's own folders stand for here. README's bundle lies
 # where its programs look for it.
@@ -54,6 +66,7 @@ LEFT_OUT = {
     "pip install": "fetches packages; the extras and files are in the tree",
     "python3 -m venv": "the environment is there",
     ". venv/bin/activate": "the environment is active",
+    "dlm-export bench": "takes the time that it measures",
     "dlm-export capture": "needs transformers and a release's own code; tests of capture have one of their own",
     "dlm-export verify BUNDLE --golden": "needs what capture writes",
 }
@@ -130,6 +143,7 @@ def _commands(page: Path) -> list[list[str]]:
             continue
         for line in block.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
+            words = words[: words.index(">")] if ">" in words else words
             while "&&" in words:
                 end = words.index("&&")
                 found.append(words[:end])
@@ -167,7 +181,9 @@ class Followed:
 
 @dataclass(frozen=True)
 class Tour:
-    """All commands of README and of "adding a family", and the folders that they ran in."""
+    """All commands of the pages that are followed, and the folders that those of README and of
+    "Add a model family" ran in.
+    """
 
     readme: Path
     page: Path
@@ -199,23 +215,35 @@ def _tiny_checkpoint(folder: Path) -> None:
         shutil.copy(file, folder)
 
 
+def _examples(folder: Path) -> None:
+    """Tiny denoisers under the names of the demos, with a few of their samples."""
+    for name in ("demo-denoiser", "demo-several"):
+        _tiny_checkpoint(folder / name)
+    data = ROOT / "examples" / "demo-denoiser" / "calibration.jsonl"
+    few = "".join(f"{line}\n" for line in data.read_text().splitlines()[:8])
+    (folder / "demo").mkdir()
+    for name in ("demo-denoiser/calibration.jsonl", "demo/heldout.jsonl"):
+        (folder / name).write_text(few)
+
+
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
-    folders = {page: tmp_path_factory.mktemp(page.stem) for page in (README, NEW_FAMILY)}
+    pages = (NEW_FAMILY, README, *TUTORIALS)  # the family first: the package is imported once
+    folders = {page: tmp_path_factory.mktemp(page.stem) for page in pages}
     _tiny_checkpoint(folders[README] / PLACEHOLDERS["CHECKPOINT"])
+    for page in TUTORIALS:
+        _examples(folders[page] / "examples")
     package = folders[NEW_FAMILY] / "exporter" / "dlm_export"
     shutil.copytree(
         ROOT / "exporter" / "dlm_export", package, ignore=shutil.ignore_patterns("__pycache__")
     )
-    for block in _blocks(NEW_FAMILY):
-        if block.path is not None:
-            (folders[NEW_FAMILY] / block.path).write_text(block.text)
+    for page in pages:
+        for block in _blocks(page):
+            if block.path is not None:
+                (folders[page] / block.path).write_text(block.text)
     steps = [
-        (page, words)
-        for page in (NEW_FAMILY, README)
-        for words in _commands(page)
-        if not _is_left_out(words)
-    ]  # the family first: the package is imported once
+        (page, words) for page in pages for words in _commands(page) if not _is_left_out(words)
+    ]
     given = [
         (str(folders[page]), [PLACEHOLDERS.get(word, word) for word in words])
         for page, words in steps
@@ -254,6 +282,12 @@ def test_the_commands_of_readme_run(tour: Tour) -> None:
     assert not _failures(tour.of(README)), _failures(tour.of(README))
 
 
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_the_commands_of_a_tutorial_run(page: Path, tour: Tour) -> None:
+    assert tour.of(page)
+    assert not _failures(tour.of(page)), _failures(tour.of(page))
+
+
 def test_a_family_is_added_as_its_page_says(tour: Tour) -> None:
     commands = {each.command: each for each in tour.of(NEW_FAMILY)}
     assert not _failures(tour.of(NEW_FAMILY)), _failures(tour.of(NEW_FAMILY))
@@ -283,19 +317,24 @@ def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: T
     assert b"blocks.1.attention.q_norm" in graph
 
 
-def test_the_python_programs_run(
-    tour: Tour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize("page", SAMPLES, ids=lambda page: page.stem)
+def test_the_python_programs_of_a_page_run(
+    page: Path, tour: Tour, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tour.readme)
+    text = page.read_text()
+    if "import BaseModel" in text:
+        pytest.importorskip("pydantic")
+    (tmp_path / "build").mkdir()
+    for name in ("demo", "several"):
+        shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / name)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path / "cache"))  # nothing was compiled before
-    for page in (README, ROOT / "docs" / "python.md"):
-        names: dict[str, Any] = {}
-        for block in _blocks(page):
-            if block.language == "python":
-                exec(compile(block.text, page.name, "exec"), names)
-        assert len(names["out"].tokens) > 64
-        assert len(names["outs"]) == 2
-    assert capsys.readouterr().out
+    names: dict[str, Any] = {}
+    for block in _blocks(page):
+        if block.language == "python":
+            exec(compile(block.text, page.name, "exec", dont_inherit=True), names)
+    with names["bundle"]:
+        assert names["bundle"].engine
 
 
 def write_c_sample(folder: Path) -> str:
@@ -312,6 +351,28 @@ def write_c_sample(folder: Path) -> str:
     ]
     assert len(spans) == 2
     return "\n".join([*spans, "./a.out"])
+
+
+def test_the_tutorial_in_c_compiles_and_runs(tour: Tour, tmp_path: Path) -> None:
+    (tmp_path / "build").mkdir()
+    shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / "demo")
+    for block in _blocks(EMBED):
+        if block.path is not None:
+            (tmp_path / block.path).write_text(block.text)
+    script = "".join(block.text for block in _blocks(EMBED) if block.language == "sh")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["sh", "-ec", script],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path, "DLM_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text, passes = done.stdout.splitlines()[-2:]
+    assert json.loads(text)["name"] == "set_light"
+    assert re.fullmatch(r"\d+ passes", passes)
 
 
 def test_the_c_programs_compile_and_that_of_readme_runs(tour: Tour, tmp_path: Path) -> None:
@@ -429,7 +490,7 @@ def test_every_command_and_option_in_the_text_exists(page: Path) -> None:
 
 
 def test_what_is_left_out_is_still_in_the_pages() -> None:
-    commands = [words for page in (README, NEW_FAMILY) for words in _commands(page)]
+    commands = [words for page in (README, NEW_FAMILY, *TUTORIALS) for words in _commands(page)]
     for start in LEFT_OUT:
         assert any(words[: len(start.split())] == start.split() for words in commands), start
 
@@ -460,12 +521,19 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in _slugs(found), link
 
 
-def test_readme_leads_to_every_page() -> None:
-    links = {
-        README.parent / link.partition("#")[0]
-        for link in re.findall(r"\]\(([^)\s]+)\)", README.read_text())
+def _linked(page: Path) -> set[Path]:
+    return {
+        (page.parent / link.partition("#")[0]).resolve()
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if not link.startswith("https://")
     }
-    assert set(DOCS) <= links, set(DOCS) - links
+
+
+def test_readme_leads_to_the_index_and_that_to_every_page() -> None:
+    index = SITE / "index.md"
+    assert index in _linked(README)
+    missing = {*DOCS} - _linked(index) - {index}
+    assert not missing, missing
 
 
 def test_what_builds_for_thor_says_when_its_graph_must_be_plain() -> None:
@@ -502,7 +570,7 @@ def test_the_figures_of_readme_are_those_of_benchmarks() -> None:
 
 
 def test_decoding_lists_the_policies() -> None:
-    page = ROOT / "docs" / "decoding.md"
+    page = SITE / "reference" / "policies.md"
     assert [_quoted(row[0])[0] for row in _table(page, "preset")] == list(PRESETS)
     rows = {_quoted(row[0])[0]: row[1] for row in _table(page, "field")}
     assert rows.keys() == {field.name for field in fields(Policy)}
@@ -519,7 +587,7 @@ def test_decoding_lists_the_policies() -> None:
 
 
 def test_the_bundle_page_names_the_keys_and_ports_of_the_schema() -> None:
-    page = ROOT / "docs" / "bundle.md"
+    page = SITE / "reference" / "bundle.md"
     keys = schema()["properties"]
     assert {name for row in _table(page, "key") for name in _quoted(row[0])} == keys.keys()
     loop = keys["loop"]["properties"]
@@ -540,7 +608,7 @@ def test_the_messages_of_troubleshooting_are_in_the_source() -> None:
     ]
     text = "\n".join(path.read_text() for path in sources)
     symptoms = re.findall(
-        r"^\| (`.+?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE
+        r"^\| (`.+?) \| ", (SITE / "guides" / "troubleshooting.md").read_text(), re.MULTILINE
     )
     assert len(symptoms) > 15
     for message in (message for symptom in symptoms for message in _quoted(symptom)):
@@ -549,7 +617,7 @@ def test_the_messages_of_troubleshooting_are_in_the_source() -> None:
 
 
 def test_developing_lists_the_rooms() -> None:
-    rooms = [_quoted(row[0])[0] for row in _table(ROOT / "docs" / "developing.md", "room")]
+    rooms = [_quoted(row[0])[0] for row in _table(SITE / "guides" / "developing.md", "room")]
     assert sorted(rooms) == sorted(
         path.parent.name for path in (ROOT / "exporter" / "dlm_export").glob("*/__init__.py")
     )
@@ -561,7 +629,7 @@ def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")
     text = next(
-        block.text for block in _blocks(ROOT / "docs" / "boards.md") if block.language == "ini"
+        block.text for block in _blocks(SITE / "guides" / "boards.md") if block.language == "ini"
     )
     text = re.sub(r"/opt/assistant/\S*bin/\S+", "/bin/true", text).replace(
         "User=assistant", "User=root"

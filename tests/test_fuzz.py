@@ -2,7 +2,7 @@
 allocations.
 
 The targets (``runtime/native/fuzz``) run over their seeds and over every input that ever made one
-fail. If clang is installed, libFuzzer makes more inputs (docs/developing.md).
+fail. If clang is installed, libFuzzer makes more inputs (docs/guides/developing.md).
 """
 
 from __future__ import annotations

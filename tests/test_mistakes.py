@@ -1,6 +1,6 @@
 """Ten mistakes in every command that allows them: equal exit codes, and one line that names them.
 
-``TABLE`` in docs/troubleshooting.md has the rule; these are its cases.
+``TABLE`` in docs/guides/troubleshooting.md has the rule; these are its cases.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def test_every_error_has_one_of_the_exit_codes() -> None:
     for path in (path for folder in folders for path in (root / folder).rglob("*.py")):
         for value in re.findall(r"^    exit_code = (.*)$", path.read_text(), re.MULTILINE):
             assert value in {f"ExitCode.{code.name}" for code in ExitCode}, path
-    page = (root / "docs" / "troubleshooting.md").read_text()
+    page = (root / "docs" / "guides" / "troubleshooting.md").read_text()
     for code in ExitCode:
         assert re.search(rf"^\| {code.value} \|", page, re.MULTILINE), code
 

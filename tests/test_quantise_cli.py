@@ -490,10 +490,10 @@ def test_nothing_is_written_into_a_folder_that_is_read(
 def test_a_recipe_file_with_everything_in_it_builds(
     llada_checkpoint: Path, tmp_path: Path, out: Path
 ) -> None:
-    """The recipe of docs/quantising.md: solver, smoothing, rotation and embedding at once, parity
+    """The recipe of docs/guides/quantising.md: solver, smoothing, rotation and embedding at once, parity
     with torch included.
     """
-    text = (ROOT / "docs" / "quantising.md").read_text()
+    text = (ROOT / "docs" / "guides" / "quantising.md").read_text()
     start = text.index("```toml\n") + len("```toml\n")
     (tmp_path / "mine.toml").write_text(text[start : text.index("```", start)])
     result = _run(

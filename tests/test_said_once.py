@@ -1,4 +1,4 @@
-"""Count the files that name each kind of thing. docs/developing.md must state the same numbers."""
+"""Count the files that name each kind of thing. docs/guides/developing.md must state the same numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlm_runtime import Policy
 from dlm_runtime.precision import FORMATS, HIGH, NUMBER_FORMATS
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "developing.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "developing.md").read_text()
 HEADER = ROOT / "runtime" / "native" / "include" / "dlm_runtime.h"
 SOURCES = {
     path: path.read_text()

@@ -8,7 +8,7 @@ from enum import IntEnum
 class ExitCode(IntEnum):
     """How the command line ends, but for 0, done, and 128 + n, ended by signal n.
 
-    It says what has to change before the same command works. docs/troubleshooting.md has the table
+    It says what has to change before the same command works. docs/guides/troubleshooting.md has the table
     for users.
     """
 

@@ -1,7 +1,7 @@
 """The published loops, as presets of ``Policy``.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), LLaDA2 and Fast-dLLM v2 as released. ``docs/decoding.md`` describes each.
+(arXiv:2510.06303), LLaDA2 and Fast-dLLM v2 as released. ``docs/reference/policies.md`` describes each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """manifest.json: made for a new bundle, read and checked, and the network that it describes.
 
-The format is in docs/bundle.md and, for machines, in ``manifest.schema.json``.
+The format is in docs/reference/bundle.md and, for machines, in ``manifest.schema.json``.
 """
 
 from __future__ import annotations

@@ -328,7 +328,11 @@ def _board(m: Machine) -> Iterator[Finding]:
     else:
         said = f"{board.power_mode}: clocks are capped"
         yield Finding(
-            "board", "power mode", NOTE, said, "for the most speed, the mode MAXN: docs/boards.md"
+            "board",
+            "power mode",
+            NOTE,
+            said,
+            "for the most speed, the mode MAXN: docs/guides/boards.md",
         )
 
 
@@ -339,7 +343,7 @@ def _memory(m: Machine) -> Iterator[Finding]:
     yield Finding("memory", "memory", OK if m.memory_bytes is not None else NOTE, said)
     is_little = m.free_disk_bytes is not None and m.free_disk_bytes < LITTLE_DISK_BYTES
     remedy = (
-        "a build asks for the room of its bundle before it starts: performance.md says how much"
+        "a build asks for the room of its bundle before it starts: docs/guides/large-checkpoints.md says how much"
         if is_little
         else ""
     )

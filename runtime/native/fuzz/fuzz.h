@@ -2,7 +2,7 @@
 // files of numbers.
 //
 // A target is one file with LLVMFuzzerTestOneInput. clang links it with libFuzzer; elsewhere
-// replay.cc runs it on files that are there. docs/developing.md says how either is run.
+// replay.cc runs it on files that are there. docs/guides/developing.md says how either is run.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,9 @@
 // A bundle's compiled text file: what turns text into token ids and back, and a conversation into
 // text.
 //
-// exporter/dlm_export/text/layout.py writes it, and docs/bundle.md says what it holds. It is data
-// alone: numbers in little-endian int32 behind a header of sizes, then bytes. All of it is checked
-// as it is read, so what follows may rely on every number.
+// exporter/dlm_export/text/layout.py writes it, and docs/reference/bundle.md says what it holds. It
+// is data alone: numbers in little-endian int32 behind a header of sizes, then bytes. All of it is
+// checked as it is read, so what follows may rely on every number.
 #pragma once
 
 #include <cstddef>
