@@ -194,15 +194,11 @@ def check_job(request: Request, source: Source) -> Job:
     if options.check_parity:
         instead = "Pass --no-verify, and run `dlm-export verify` on a larger machine."
         if request.is_quantised:
-            holder, needed = (
-                "the parity check holds the denoiser's largest part in fp32",
-                by_layer.largest_bytes(network),
-            )
+            holder = "the parity check holds the denoiser's largest part in fp32"
+            needed = by_layer.largest_bytes(network)
         else:
-            holder, needed = (
-                "the parity check holds the denoiser in fp32",
-                4 * network.parameter_count(),
-            )
+            holder = "the parity check holds the denoiser in fp32"
+            needed = 4 * network.parameter_count()
         memory.check_host_memory(needed, holder, instead)
     if request.on_gpu and options.precision not in (AUTO, STORED):
         _check_device_memory(job)

@@ -356,10 +356,8 @@ def print_judgement(judgement: Judgement) -> None:
     if free["exact_match"] is None:
         runs, equal = "Runs followed", f"{free['equal_by_induction']:.1%} equal by induction"
     else:
-        runs, equal = (
-            "Free running",
-            f"{free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}",
-        )
+        runs = "Free running"
+        equal = f"{free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}"
     click.echo(
         f"{runs}, {free['prompts']} prompts: {equal}, NFE ratio {shown(free['nfe_ratio'], '.3f')}"
     )

@@ -66,10 +66,8 @@ def examine_bundle(
         f"{folder}: {manifest['network']['architecture']}, {precision}, for {', '.join(targets)}",
     )
     if "device_file" not in loop["graph"]:
-        lacking, engine = (
-            _lacking_on_cpu(machine),
-            f"ONNX Runtime {machine.onnxruntime.version} on the CPU",
-        )
+        lacking = _lacking_on_cpu(machine)
+        engine = f"ONNX Runtime {machine.onnxruntime.version} on the CPU"
     elif "cuda" in targets:
         lacking = [
             (what, f"{remedy}; {ON_CPU}")

@@ -21,10 +21,8 @@ NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
 # no_tensorrt.cc refuses with the first; tensorrt_library.cc advises with the second where it is for
 # TensorRT-RTX. No function of the ABI tells, as a program that opens a bundle is told in that
 # sentence.
-NO_TENSORRT, FOR_RTX = (
-    b"this build of libdlm_runtime has no TensorRT",
-    b"(pip: tensorrt-rtx-cu13-libs)",
-)
+NO_TENSORRT = b"this build of libdlm_runtime has no TensorRT"
+FOR_RTX = b"(pip: tensorrt-rtx-cu13-libs)"
 HEADER_FOLDERS = ("usr/include/{}-linux-gnu", "usr/include", "usr/local/include")
 
 

@@ -342,10 +342,8 @@ class _Writer:
         """MatMulNBits in the place of a MatMul; the blocks of a column in INT8 have its scale,
         each.
         """
-        bits, size = (
-            functions.BITS[str(chosen.weights)],
-            chosen.group_size or functions.block_size(K),
-        )
+        bits = functions.BITS[str(chosen.weights)]
+        size = chosen.group_size or functions.block_size(K)
         count = -(-K // size)
         codes = self.weight(layer, "blocks", (N, count, size * bits // 8), ir.DataType.UINT8)
         scales = self.weight(layer, "block_scales", (N, count), self.dtype)

@@ -124,10 +124,8 @@ def _quiet_logger(name: str) -> Iterator[None]:
 
 # what torch.export calls the scope of a dynamic axis's size
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
-_INPUTS, _OUTPUTS = (
-    ("input_ids", "position_ids", "score_rows"),
-    ("top_token", "top_prob", "entropy", "logits"),
-)
+_INPUTS = ("input_ids", "position_ids", "score_rows")
+_OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:

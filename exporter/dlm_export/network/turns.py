@@ -83,10 +83,8 @@ def turns(
     before: Stage | None = None
     for stage in plan(wanted, policy, looped, steps):
         if before is None or (before.first, before.last) != (stage.first, stage.last):
-            step, counts = (
-                0,
-                transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps),
-            )
+            step = 0
+            counts = transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
         before, is_made = stage, False
         # A pass that opens a block or a sub-block is for that alone, unless the next one's reaches
         # back no farther than to it.

@@ -49,10 +49,8 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
                 values = with_nan(
                     None if point is None else point[quantity] for point in each["lines"][target]
                 )
-                marker, line = (
-                    "osD^v<>ph*"[number // 10 % 10],
-                    ("-", "--", ":", "-.")[number // 10 % 4],
-                )
+                marker = "osD^v<>ph*"[number // 10 % 10]
+                line = ("-", "--", ":", "-.")[number // 10 % 4]
                 axes.plot(
                     places,
                     values,

@@ -195,10 +195,8 @@ def compare_bundles(
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
         _check_one_source(reference, first.manifest, candidate, second.manifest, warn)
-        theirs, ours = (
-            BundlePredictor(first, _title(reference, first)),
-            BundlePredictor(second, _title(candidate, second)),
-        )
+        theirs = BundlePredictor(first, _title(reference, first))
+        ours = BundlePredictor(second, _title(candidate, second))
         data = load_data(c, reference, first.tokenizer, options.data, is_calibrating=False)
         for doubt in data.doubts(option="--data"):
             warn(doubt)

@@ -260,10 +260,8 @@ class _Beside:
         x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
         chosen = torch.from_numpy(values[routes.input]).to(x.device, torch.int64)
         scores, judged = router.scores(x)
-        weights, theirs = (
-            router.weights_of(scores, judged, chosen),
-            torch.from_numpy(values[routes.output]).to(x.device),
-        )
+        weights = router.weights_of(scores, judged, chosen)
+        theirs = torch.from_numpy(values[routes.output]).to(x.device)
         for wrong, right in (
             (router.shortfall(judged, chosen), judged),
             ((weights - theirs).abs(), weights),

@@ -355,10 +355,8 @@ def losses(
     """
     place = workplace or Workplace()
     if not exact:
-        layered, most = (
-            families.layered(parameters, network, device=place.device),
-            place.activation_bytes,
-        )
+        layered = families.layered(parameters, network, device=place.device)
+        most = place.activation_bytes
         shared = None if most is None else most // 3  # states, what enters every layer, gradients
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES

@@ -151,10 +151,8 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """KL that quantising one layer alone costs, at the frontier and on all masked positions."""
-    frontier, everywhere = (
-        with_nan(row["frontier_kl"] for row in layers),
-        with_nan(row["kl"] for row in layers),
-    )
+    frontier = with_nan(row["frontier_kl"] for row in layers)
+    everywhere = with_nan(row["kl"] for row in layers)
     known = np.concatenate([frontier, everywhere])
     is_log = bool(np.all(known[np.isfinite(known)] > 0))
 
@@ -193,10 +191,8 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
     # Passes that were estimated are no whole numbers.
-    first, last = (
-        math.floor(min(theirs.min(), ours.min())),
-        math.ceil(max(theirs.max(), ours.max())),
-    )
+    first = math.floor(min(theirs.min(), ours.min()))
+    last = math.ceil(max(theirs.max(), ours.max()))
     edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
     edges = np.append(edges, edges[-1] + 1) if edges[-1] <= last else edges
 

@@ -161,10 +161,8 @@ EXPERTS_NAMED = 12  # of a mixture, by number
 
 def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
     """A line on what tokens the experts of a mixture met in calibration."""
-    counts, few = (
-        sorted(row["tokens"]),
-        [expert for expert in row["few"] if expert not in row["never"]],
-    )
+    counts = sorted(row["tokens"])
+    few = [expert for expert in row["few"] if expert not in row["never"]]
     median = counts[len(counts) // 2]
     return {"layer": row["layer"], "count": len(counts), "least": counts[0], "median": median} | {
         name: ", ".join(map(str, experts[:EXPERTS_NAMED]))
