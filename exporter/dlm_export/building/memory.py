@@ -34,9 +34,8 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        least = (
-            -(-(held + most) // _ROUNDED) * _ROUNDED
-        )  # what is held differs a little from run to run
+        # Rounded up, because the memory in use differs a little from run to run.
+        least = -(-(held + most) // _ROUNDED) * _ROUNDED
         raise MemoryLimitError(
             f"{given}: to {stage} takes {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
         )

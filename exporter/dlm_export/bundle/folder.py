@@ -121,8 +121,7 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
         return None
     if not isinstance(manifest, dict) or not {"schema_version", "files"} <= manifest.keys():
         return None
-    if not {"loop", "denoiser"} & manifest.keys() or not isinstance(
-        manifest["files"], dict
-    ):  # "denoiser": schema 1
+    # Bundles of schema 1 have "denoiser" in the place of "loop".
+    if not {"loop", "denoiser"} & manifest.keys() or not isinstance(manifest["files"], dict):
         return None
     return {*manifest["files"]}

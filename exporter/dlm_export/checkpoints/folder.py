@@ -432,9 +432,8 @@ class Checkpoint:
             stored: np.ndarray = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err
-        if (
-            info.offset % kind.itemsize
-        ):  # of another writer: numbers lie across the processor's boundaries
+        # Files of other writers may have unaligned tensors.
+        if info.offset % kind.itemsize:
             stored = np.array(stored)
         return torch.from_numpy(stored).view(kind).view(info.shape)
 

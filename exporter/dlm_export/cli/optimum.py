@@ -41,14 +41,12 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
         context = click.Context(build)
         for option in _options():
             record = option.get_help_record(context)
-            help_text = (
-                record[1].replace("%", "%%") if record else None
-            )  # argparse formats its help
+            # argparse expands % in help texts.
+            help_text = record[1].replace("%", "%%") if record else None
             name = f"{_PREFIX}{option.name}"
             if option.is_flag:
-                action = (
-                    BooleanOptionalAction if option.secondary_opts else "store_true"
-                )  # --x, --no-x
+                # A flag with two spellings: --x and --no-x.
+                action = BooleanOptionalAction if option.secondary_opts else "store_true"
                 parser.add_argument(
                     *option.opts, dest=name, action=action, default=SUPPRESS, help=help_text
                 )

@@ -16,10 +16,8 @@ import click
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
-WORD_LIMIT, LINE_LIMIT = (
-    400,
-    5000,
-)  # characters: of a path or a name, and of an error with TensorRT's reasons
+# In characters: of a path or name, and of an error that quotes TensorRT.
+WORD_LIMIT, LINE_LIMIT = 400, 5000
 
 FEW_SAMPLES = 32  # of effort levels: fewer do not tell a tenth of the quality
 LINE_EVERY_S = 10.0  # of progress where stderr is no terminal

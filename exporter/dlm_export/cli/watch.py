@@ -23,9 +23,8 @@ LEGEND = (
     ("░ masked", MASKED),
     ("∎ end", COMMITTED),
 )
-ACTIVE = Style(
-    meta={"active": True}
-)  # changes no look, and stays with its text when that is parted into lines
+# Invisible; it stays with its text when lines are wrapped.
+ACTIVE = Style(meta={"active": True})
 
 
 def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation:

@@ -62,9 +62,8 @@ def tensorrt(name: str) -> dict[str, Any]:
 
 def onnxruntime(name: str) -> dict[str, Any]:
     base = ctypes.CDLL(name).OrtGetApiBase
-    base.restype = ctypes.POINTER(
-        ctypes.c_void_p
-    )  # of two functions: the table of a version, and the version
+    # OrtApiBase has two functions: GetApi and GetVersionString.
+    base.restype = ctypes.POINTER(ctypes.c_void_p)
     version = ctypes.CFUNCTYPE(ctypes.c_char_p)(base()[1])()
     return {"version": version.decode("utf-8", "replace")}
 

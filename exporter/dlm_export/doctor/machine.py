@@ -287,10 +287,11 @@ def _memory(system: System) -> dict[str, int]:
 
 def _container_limit(system: System) -> int | None:
     """What the control group of this process leaves it; None: no limit that it can see."""
+    # Control groups version 2, as seen from inside a container.
     limit, used = (
         (system.text(f"/sys/fs/cgroup/{name}") or "").strip()
         for name in ("memory.max", "memory.current")
-    )  # version 2, seen from within a container
+    )
     return max(0, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else None
 
 

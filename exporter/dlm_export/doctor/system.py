@@ -28,10 +28,8 @@ from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 20
 OUTPUT_LIMIT_BYTES = 1 << 16
-PROGRAM_SECONDS, LIBRARY_SECONDS = (
-    5.0,
-    30.0,
-)  # a library of TensorRT's has gigabytes, and a cold disk takes its time
+# Loading gigabytes of TensorRT from a cold disk takes a while.
+PROGRAM_SECONDS, LIBRARY_SECONDS = 5.0, 30.0
 _WORKER = Path(__file__).with_name("_ask_library.py")
 
 

@@ -392,9 +392,8 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
             op("Shape", past_key, start=2, end=3),
             axis=0,
         )
-        of_keys = op(
-            "Concat", op("Expand", ints(0), rows), blocks, axis=1
-        )  # the first block is seen by all
+        # Cached rows count as the first block, which every query sees.
+        of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)
         seen = op(
             "And",
             seen,
@@ -431,9 +430,8 @@ def _own(
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     token, row = (op("Range", zero, op("Squeeze", size), one) for size in (tokens, cached))
     is_begun = op("Cast", op("LessOrEqual", first, token), to=ir.DataType.INT64)
-    number = op(
-        "Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1)
-    )  # [T], the last that has begun
+    # Shape [T]: the last request that starts at or before each token.
+    number = op("Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1))
     begin, end = op("Gather", start, number), op("Gather", op("Add", start, count), number)
     of_past = op("And", op("LessOrEqual", begin, row), op("Less", row, end))
     return of_past, op("Equal", op("Unsqueeze", number, ints(1)), number)

@@ -113,9 +113,8 @@ def rewrite(
         traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT
     )
     wanted = {layer for layer, name in formats.items() if name != HIGH}
-    if any(
-        node.op_type == MIXTURE for node in traced.model.graph
-    ):  # their weights are laid out by ``experts``
+    # ``experts`` lays out the weights of mixtures.
+    if any(node.op_type == MIXTURE for node in traced.model.graph):
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
     head = traced.network.quantisable()[HEAD]
     for node in list(traced.model.graph):
@@ -435,11 +434,9 @@ class _Writer:
             scales = self.weight(layer, "scales", (N,), self.dtype)
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
-                # ONNX Runtime would put one of its own in, of another shape, where it makes the
-                # codes unsigned.
-                zeros = [
-                    self.constant(f"{layer}.zeros", np.zeros(N, np.int8))
-                ]  # of each layer its own: it is replaced
+                # Without them ONNX Runtime adds zeros of another shape when it makes the codes
+                # unsigned. It replaces them, so that each layer needs its own.
+                zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]
             return self.nodes(
                 node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})
             )

@@ -51,9 +51,8 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
     found: dict[str, Tap] = {}
     for node in traced.model.graph:
         layer = node.metadata_props.get(LAYER_KEY, "")
-        if (
-            node.domain == DOMAIN and node.op_type == MIXTURE
-        ):  # a mixture of experts, and who goes where in it
+        # A mixture of experts has a second tap, for its routes.
+        if node.domain == DOMAIN and node.op_type == MIXTURE:
             tokens, chosen, weights = (
                 str(value.name) for value in node.inputs[:3] if value is not None
             )

@@ -350,9 +350,8 @@ def _simplify_reshapes(model: ir.Model) -> None:
         )
         model.graph.insert_before(node, constant)
         node.replace_input_with(1, constant.outputs[0])
-        node.attributes.pop(
-            "allowzero", None
-        )  # torch sets it, and then 0 would mean an empty dimension
+        # torch sets it, and then a 0 in the shape would mean an empty dimension.
+        node.attributes.pop("allowzero", None)
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:

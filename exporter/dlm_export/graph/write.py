@@ -43,9 +43,10 @@ def data_bytes(
     tables = c.rotary_tables()
     elements = c.parameter_count() + c.max_canvas_length * sum(table.size for table in tables)
     padding = (_MOST_PARTS * len(c.parameters()) + 2 * len(tables) + 1) * DATA_ALIGNMENT
+    # Routers are stored in fp32.
     routers = sum(
         layer.inputs * layer.outputs for layer in c.linear_layers() if layer.role == "router"
-    )  # in fp32
+    )
     saved = -routers * (4 - PRECISIONS[precision])
     head = (formats or {}).get(HEAD, HIGH)
     if table_bytes is not None and (head == HIGH or not c.tied_head):
@@ -56,9 +57,8 @@ def data_bytes(
             columns = functions.padded(layer.outputs)
             plain = layer.inputs * layer.outputs * PRECISIONS[precision]
             saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
-            if (
-                chosen.weights == "int8" and precision != "fp32"
-            ):  # whole blocks with a scale each, where MatMulNBits has it
+            # MatMulNBits takes whole blocks with a scale each.
+            if chosen.weights == "int8" and precision != "fp32":
                 size = functions.block_size(layer.inputs)
                 blocks = -(-layer.inputs // size)
                 saved -= (

@@ -273,7 +273,6 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return np.zeros(0, bool)
     if turn.is_forced:
         score = score.copy()
-        score[0] = (
-            0.0 if scored_by(turn, policy) == "entropy" else 1.0
-        )  # a prediction without doubt
+        # The score of a certain prediction.
+        score[0] = 0.0 if scored_by(turn, policy) == "entropy" else 1.0
     return choose(score, policy, turn.planned)

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-_LEAST_BYTES = (
-    64 << 20
-)  # of weights that take turns, so that each is read from memory, as in a pass
+# Of weights that take turns, so that each is read from memory, as in a pass.
+_LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
 

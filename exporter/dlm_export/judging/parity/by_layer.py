@@ -427,9 +427,8 @@ def _experts_slack(
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        moved = (
-            hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
-        )  # sums in another order, of the largest
+        # Sums in another order differ by this share of the largest value.
+        moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (
                 torch.from_numpy(apart).to(x) @ each.matrix(expert).abs()

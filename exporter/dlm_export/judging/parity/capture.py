@@ -39,10 +39,8 @@ from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
-PACKAGE, OLDEST = (
-    "transformers",
-    (4, 46),
-)  # Dream's code asks for 4.46.2; LLaDA's runs on 4.57.1 and no later one
+# Dream's code asks for 4.46.2; LLaDA's runs on 4.57.1 and no later one.
+PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
 # Of a checkpoint's auto_map, where no entry is the architecture's own: those whose classes end in
 # logits come first.

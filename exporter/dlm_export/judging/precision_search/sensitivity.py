@@ -129,10 +129,8 @@ def estimate(
     return found
 
 
-_PARTS = (
-    slice(0, DRAWS),
-    slice(DRAWS, 2 * DRAWS),
-)  # of the gradients: of positions at the frontier, of the others
+# Slices of the gradients: positions at the frontier, then all others.
+_PARTS = (slice(0, DRAWS), slice(DRAWS, 2 * DRAWS))
 
 
 def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:

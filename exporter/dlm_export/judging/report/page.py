@@ -206,9 +206,8 @@ def _shown(value: object) -> object:
     """
     if value is None:
         return numbers.MISSING
-    return (
-        printable(value) if type(value) is str else value
-    )  # Markup is a str too, and stays as it is
+    # Markup is a subclass of str, and stays as it is.
+    return printable(value) if type(value) is str else value
 
 
 def as_points(value: float | None) -> str:
