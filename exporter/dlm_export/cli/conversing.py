@@ -13,13 +13,11 @@ import click
 from dlm_export.cli.options import (
     CHECKPOINT,
     FILE,
+    OPENING_OPTIONS,
     effort_option,
-    engine_option,
     options,
     preset_option,
-    provider_options,
     set_option,
-    threads_option,
 )
 from dlm_export.cli.printing import for_terminal, how_it_went, one_line, warn
 from dlm_export.cli.values import opening, policy_changes, read_json_file
@@ -137,9 +135,7 @@ def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[s
 @preset_option
 @effort_option
 @set_option
-@engine_option
-@provider_options
-@threads_option
+@options(OPENING_OPTIONS)
 def chat(
     bundle: Path,
     system: str | None,

@@ -38,7 +38,7 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
         parser.add_argument(
             f"{_PREFIX}output", metavar="OUTPUT", help="Folder of the bundle to write."
         )
-        context = click.Context(build)
+        context = click.Context(build, show_default=True)
         for option in _options():
             record = option.get_help_record(context)
             # argparse expands % in help texts.
