@@ -39,6 +39,16 @@ class Report:
         return {"works": self.works, "findings": [asdict(each) for each in self.findings]}
 
 
+def ok(part: str, name: str, said: str) -> Finding:
+    """One that is as it should be."""
+    return Finding(part, name, OK, said)
+
+
+def note(part: str, name: str, said: str, remedy: str = "") -> Finding:
+    """One that is worth knowing."""
+    return Finding(part, name, NOTE, said, remedy)
+
+
 def needed(part: str, name: str, lacking: Sequence[tuple[str, str]], said: str) -> Finding:
     """One that is needed: ok with what is ``said``, or missing with the first of what is
     ``lacking``, and its remedy.

@@ -115,10 +115,8 @@ class Machine:
         """Memory that a new program may take: what Linux has available, and no more than the
         container's limit.
         """
-        known = [
-            size for size in (self.available_bytes, self.memory_limit_bytes) if size is not None
-        ]
-        return min(known, default=None)
+        known = (self.available_bytes, self.memory_limit_bytes)
+        return min((size for size in known if size is not None), default=None)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -218,15 +216,10 @@ def _candidates(system: System, variable: str, packaged: str | None, *names: str
     """Where the native library looks: what a variable says alone, else the package's, else the
     system's.
     """
-    chosen = system.variables.get(variable)
-    return (
-        [chosen]
-        if chosen
-        else [
-            *([packaged] if packaged else []),
-            *(names or ("libonnxruntime.so.1", "libonnxruntime.so")),
-        ]
-    )
+    if chosen := system.variables.get(variable):
+        return [chosen]
+    usual = names or ("libonnxruntime.so.1", "libonnxruntime.so")
+    return [packaged, *usual] if packaged else list(usual)
 
 
 def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
