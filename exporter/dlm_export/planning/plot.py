@@ -15,6 +15,8 @@ from dlm_export.judging.report.drawing import INK, MUTED, RULE, STYLE, WIDTH, wi
 from dlm_export.judging.report.numbers import printable
 from dlm_export.planning.plan import Plan, PlanError
 
+PLOT_SUFFIXES = (".png", ".svg")
+
 
 def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
     """Write what a token takes along each axis of a plan (``plan.Growth`` as plain values) to a PNG
@@ -66,12 +68,6 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
         canvas.savefig(path, dpi=150)
 
 
-PLOT_SUFFIXES = (".png", ".svg")
-
-
-# ---- The plot ----
-
-
 def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
     """Where to ``save_plot`` what is to become ``path``: see ``outputs.claimed``.
 
@@ -88,8 +84,6 @@ def save_plot(path: Path, plan: Plan) -> None:
 
     Raises PlanError if there is nothing to draw, OSError.
     """
-    from dlm_export.planning.plot import save_growth
-
     growth = [asdict(each) for each in plan.growth if each.values]
     if not any(any(points) for each in growth for points in each["lines"].values()):
         raise PlanError(

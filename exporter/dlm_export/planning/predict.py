@@ -91,9 +91,6 @@ class Request:
         return self.prompt_tokens + self.new_tokens
 
 
-# ---- Predictions ----
-
-
 @dataclass(frozen=True)
 class PassTime:
     """The least milliseconds of a pass by its bytes and by its arithmetic, None where a figure of

@@ -20,12 +20,7 @@ from dlm_calibration.metrics import is_told_from_zero
 from dlm_calibration.recipes import HIGH
 from dlm_export import outputs
 from dlm_export.judging.report import figures, numbers
-from dlm_export.judging.report.numbers import (
-    FORMS,
-    as_interval,
-    finite,
-    printable,
-)
+from dlm_export.judging.report.numbers import FORMS, as_interval, finite, printable
 from dlm_runtime.errors import DlmError
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
@@ -196,10 +191,6 @@ def _render(template: str, context: Mapping[str, Any]) -> str:
     return environment.get_template(template).render(context).lstrip()
 
 
-# --- words and numbers
-# -------------------------------------------------------------------------------------------------
-
-
 def _shown(value: object) -> object:
     """What the page writes for ``value``: a dash for None, text without characters that a page must
     not hold.
@@ -208,11 +199,6 @@ def _shown(value: object) -> object:
         return numbers.MISSING
     # Markup is a subclass of str, and stays as it is.
     return printable(value) if type(value) is str else value
-
-
-def as_points(value: float | None) -> str:
-    """A difference of two shares, in signed points."""
-    return numbers.formatted(value, lambda difference: f"{100 * difference:+.1f}")
 
 
 def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
