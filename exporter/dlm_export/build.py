@@ -165,7 +165,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
             hashed = bundle_folder.finish(folder, manifest, hashed)
         proof = None
         if request.options.check_parity:
-            proof = prove(job, quantised, written.taps, folder, output, workplace, stages)
+            proof = prove(job, quantised, written.taps, manifest, folder, output, workplace, stages)
             manifest = proof.applied(manifest)
             _write_proof(proof, folder, manifest, hashed)
             bundle_folder.finish(folder, manifest, hashed)

@@ -82,7 +82,8 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         _verify_golden(bundle, golden, values)
         return
     import dlm_runtime
-    from dlm_export import families, graph
+    from dlm_export import graph
+    from dlm_export.judging.parity import by_layer
     from dlm_export.judging.parity.against_torch import by_layers, check_parity, parity_units
     from dlm_export.judging.parity.canvases import random_prompts, read_prompts
     from dlm_export.judging.parity.verdict import require_parity
@@ -112,8 +113,7 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         bars.start("check parity", parity_units(presets, source.network, len(chosen)))
         parity = check_parity(
             bundle,
-            source.network,
-            lambda: families.load(source.parameters, source.network),
+            source,
             presets,
             manifest["precision"]["name"],
             cache_dtype=manifest["loop"]["graph"]["cache_dtype"],
@@ -124,7 +124,8 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
             progress=bars,
         )
         if parity.misses and source.network.mixtures() and where == ON_CPU:
-            parity = by_layers(parity, bundle, manifest, source, progress=bars)
+            bars.start("check layers", by_layer.units(source.network))
+            parity = by_layers(parity, bundle, manifest, source, bars.advance)
     if values["as_json"]:
         print_json(parity.as_dict())
     else:

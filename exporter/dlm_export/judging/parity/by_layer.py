@@ -18,7 +18,6 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,9 @@ import torch
 from torch import Tensor
 
 from dlm_calibration.formats import quantise_activation
-from dlm_calibration.recipes import FORMATS, HIGH, Recipe
+from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_calibration.solvers import rotate
 from dlm_export import families
-from dlm_export.families.base import Parameters
 from dlm_export.graph import GRAPH_FILE
 from dlm_export.graph.parts import END, Part, cut
 from dlm_export.graph.taps import ROUTES, SHOWN, Tap, show
@@ -50,7 +48,7 @@ from dlm_export.network.experts import RoutedMLPs, Router, Stacked
 from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
 from dlm_export.network.spec import EMBEDDING, NetworkSpec
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.numbers import Folded, Quantisation
+from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 # How far an input may be from a boundary for either code to be right: a few roundings of fp32, in
@@ -123,39 +121,6 @@ def check_layers(
         [],
         layers=list(beside.rows.values()),
     )
-
-
-def instead_of_passes(
-    parity: Parity,
-    folder: Path,
-    parameters: Parameters,
-    network: NetworkSpec,
-    taps: Mapping[str, Tap],
-    *,
-    cache_dtype: str,
-    is_simulated: bool,
-    on_done: Callable[[], None],
-    workplace: Workplace | None = None,
-) -> Parity:
-    """What decides where whole passes of a bundle in full precision differ, and its network has
-    experts: its layers.
-
-    A token that one side sends to another of two experts that are as good ends elsewhere, and
-    neither side is wrong. What passes gave stays in the result, to be shown. See ``check_layers``.
-    """
-    nothing = Quantisation(Recipe(parity.precision, ()), {}, Folded(parameters, network))
-    found = check_layers(
-        folder,
-        network,
-        nothing,
-        parity.precision,
-        taps,
-        cache_dtype=cache_dtype,
-        is_simulated=is_simulated,
-        on_done=on_done,
-        workplace=workplace,
-    )
-    return replace(found, graph=parity.graph, loop=parity.loop)
 
 
 class _Beside:
