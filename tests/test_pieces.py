@@ -99,7 +99,7 @@ def test_panels_in_pieces_are_the_panels() -> None:
         np.uint8
     )
     assert np.array_equal(whole, shifted.reshape(16, 4, 5, 32).transpose(2, 0, 3, 1))
-    lazy = functions.lazy_panels(codes)
+    lazy = functions.lazy_panels("int8", codes)
     assert lazy.shape == whole.shape
     assert np.array_equal(np.concatenate([lazy[(slice(i, i + 2),)] for i in (0, 2, 4)]), whole)
 

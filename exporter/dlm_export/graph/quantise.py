@@ -43,6 +43,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, experts, functions
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.edits import constant, initialiser, replace
 from dlm_export.graph.routed import E4M3_VALUES, MIXTURE
 from dlm_export.graph.taps import weight_of
 from dlm_export.graph.tied import FP8_TIED_HEAD
@@ -132,13 +133,8 @@ def rewrite(
             writer.rotate(node, turned)
         chosen = FORMATS[formats.get(layer, HIGH)]
         if chosen.weights is not None:
-            writer.layer(
-                node,
-                layer,
-                chosen,
-                amax.get(layer),
-                head if head.is_tied and layer == HEAD else None,
-            )
+            tied = head if head.is_tied and layer == HEAD else None
+            writer.layer(node, layer, chosen, amax.get(layer), tied)
             wanted.remove(layer)
             transpose = weight.producer()
             if transpose is not None and not weight.uses():
@@ -158,7 +154,7 @@ class _Writer:
         self.for_tensorrt = form == "tensorrt"
         self.dtype = traced.element_type
         self.parts: dict[str, Part] = {}
-        self._inputs: dict[tuple[int, Any, float | None], tuple[ir.Value, ...]] = {}
+        self._inputs: dict[tuple[int, str, float], ir.Value] = {}
 
     def nodes(
         self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]
@@ -206,27 +202,15 @@ class _Writer:
         name = f"{layer}.weight.{part}"
         if name in self.graph.initializers:  # of a tied head, which the embedding asked for
             return self.graph.initializers[name]
-        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-        self.graph.initializers[name] = value
         self.parts[name] = Part(layer, part)
-        return value
+        return initialiser(self.graph, name, shape, dtype)
 
     def number(self, name: str, array: Any) -> ir.Value:
         """A small initialiser of the graph's own dtype."""
         return self.constant(name, np.asarray(array).astype(self.dtype.numpy()))
 
     def constant(self, name: str, array: Any) -> ir.Value:
-        """A small initialiser inside the graph's own file, one a name."""
-        if name not in self.graph.initializers:
-            tensor = ir.tensor(np.asarray(array), name=name)
-            value = ir.Value(
-                name=name,
-                shape=ir.Shape(np.shape(array)),
-                type=ir.TensorType(tensor.dtype),
-                const_value=tensor,
-            )
-            self.graph.initializers[name] = value
-        return self.graph.initializers[name]
+        return constant(self.graph, name, array)
 
     def layer(
         self,
@@ -252,10 +236,9 @@ class _Writer:
             if chosen.group_size is None:
                 self.linear(node, layer, "Int8Linear", [x, *self.int8_panels(layer, K, N)], N)
             else:
-                stored = self.int4_panels(layer, K, N, chosen.group_size)
-                self.linear(
-                    node, layer, "Int4Linear", [x, *stored], N, group_size=chosen.group_size
-                )
+                size = chosen.group_size
+                stored = self.int4_panels(layer, K, N, size)
+                self.linear(node, layer, "Int4Linear", [x, *stored], N, group_size=size)
             return
         if self.form == "cuda":
             self.blocks(node, layer, x, chosen, K, N)
@@ -359,12 +342,7 @@ class _Writer:
         attributes: dict[str, Any],
     ) -> None:
         """An operator in the place of a MatMul or a lookup."""
-        result = self.nodes(node, layer, (op, inputs, attributes))
-        old = node.outputs[0]
-        kept, result.shape, result.type = old.name, old.shape, old.type
-        old.replace_all_uses_with(result, replace_graph_outputs=True)
-        result.name, old.name = kept, None
-        self.graph.remove(node, safe=True)
+        replace(self.graph, node, self.nodes(node, layer, (op, inputs, attributes)))
 
     def activation(
         self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float
@@ -374,8 +352,8 @@ class _Writer:
         """
         key = (id(x), number_format, amax)
         if key not in self._inputs:
-            self._inputs[key] = (self._activation(node, layer, x, number_format, amax),)
-        return self._inputs[key][0]
+            self._inputs[key] = self._activation(node, layer, x, number_format, amax)
+        return self._inputs[key]
 
     def _activation(
         self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float
@@ -385,9 +363,8 @@ class _Writer:
             functions.declare(self.model, "NVFP4QuantizeDequantize")
             scale = self.constant(f"{layer}.input_scale", scale_value)
             wide = self._cast(node, layer, x, ir.DataType.FLOAT)
-            rounded = self.nodes(
-                node, layer, (f"{DOMAIN}::NVFP4QuantizeDequantize", [wide, scale], {})
-            )
+            rounding = f"{DOMAIN}::NVFP4QuantizeDequantize"
+            rounded = self.nodes(node, layer, (rounding, [wide, scale], {}))
             return self._cast(node, layer, rounded, self.dtype)
         scale = self.number(f"{layer}.input_scale", scale_value)
         if number_format == "nvfp4":
@@ -428,9 +405,8 @@ class _Writer:
             options = {"axis": 0, "block_size": chosen.group_size}
             return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], options))
         if chosen.weights in ("int8", "fp8"):
-            codes = self.weight(
-                layer, "codes", (K, N), ir.DataType.INT8 if chosen.weights == "int8" else F8
-            )
+            kind = ir.DataType.INT8 if chosen.weights == "int8" else F8
+            codes = self.weight(layer, "codes", (K, N), kind)
             scales = self.weight(layer, "scales", (N,), self.dtype)
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
@@ -441,12 +417,8 @@ class _Writer:
                 node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})
             )
         assert chosen.weights == "nvfp4"
-        codes = self.weight(
-            layer,
-            "codes",
-            (N, K),
-            ir.DataType.FLOAT4E2M1 if self.for_tensorrt else ir.DataType.UINT4,
-        )
+        kind = ir.DataType.FLOAT4E2M1 if self.for_tensorrt else ir.DataType.UINT4
+        codes = self.weight(layer, "codes", (N, K), kind)
         scales = self.weight(layer, "scales", (N, K // 16), F8)
         global_scale = self.weight(layer, "global_scale", (), self.dtype)
         if self.for_tensorrt:
@@ -477,11 +449,9 @@ class _Writer:
         return self._cast(node, layer, matrix, self.dtype)
 
     def _cast(self, node: ir.Node, layer: str, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        return (
-            value
-            if value.dtype == dtype
-            else self.nodes(node, layer, ("Cast", [value], {"to": dtype}))
-        )
+        if value.dtype == dtype:
+            return value
+        return self.nodes(node, layer, ("Cast", [value], {"to": dtype}))
 
     def rotate(self, node: ir.Node, size: int) -> None:
         layer, x = node.metadata_props[LAYER_KEY], node.inputs[0]
@@ -511,12 +481,7 @@ class _Writer:
         (steps,) = self.node(node, "embed", "Gather", [scales, ids], {"axis": 0})
         if number_format == "fp8":  # looked up as bytes, then their values by code
             values = self.constant("e4m3", E4M3_VALUES)
-            (wide,) = self.node(
-                node,
-                "embed",
-                "Gather",
-                [values, self._cast(node, "embed", wide, ir.DataType.INT32)],
-                {"axis": 0},
-            )
+            codes = self._cast(node, "embed", wide, ir.DataType.INT32)
+            (wide,) = self.node(node, "embed", "Gather", [values, codes], {"axis": 0})
         wide = self._cast(node, "embed", wide, self.dtype)
         self.put(node, "embed", "Mul", [wide, steps], {})
