@@ -84,7 +84,7 @@ def test_a_matrix_read_by_columns_quantises_to_the_same_codes(
 ) -> None:
     w = np.random.default_rng(0).standard_t(3, (160, 96)).astype(np.float32)
     whole = quantise_weight(w, format)
-    monkeypatch.setattr("dlm_calibration.formats._BLOCK", 160 * 7)
+    monkeypatch.setattr("dlm_calibration.blocks._BLOCK", 160 * 7)
     stored = np.asfortranarray(w)
     ours = quantise_weight(Lazy(w.shape, lambda at: stored[at]), format)
     assert ours.codes.tobytes() == whole.codes.tobytes()

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_calibration.blocks import group_amax
+from dlm_calibration.errors import QuantisationError
 from dlm_calibration.formats import (
     CODE_TYPES,
     E2M1_VALUES,
     FP32,
-    QuantisationError,
     QuantisedWeight,
     ScaleType,
     e2m1_codes,
     encode,
-    group_amax,
     int4_scales,
     nvfp4_group_scales,
     scales_of,
