@@ -43,9 +43,7 @@ def activation_bytes(job: Job) -> int | None:
 
 
 def _for_pace(job: Job, least: int) -> str:
-    """What to allow for calibration states to be made together, where states are: alone, each
-    request reads all layers.
-    """
+    """What to allow for calibration states that are made together; alone, each reads all layers."""
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
         return ""

@@ -46,9 +46,7 @@ class Proof:
     cache: dict[str, Any] | None = None
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest with what was fitted: the effort levels, and the threshold, in its preset
-        too where it changed.
-        """
+        """The manifest with the fitted effort levels, and the preset with the fitted threshold."""
         if self.threshold is None or self.levels is None:
             return dict(manifest)
         presets = dict(manifest["loop"]["presets"])
@@ -221,9 +219,7 @@ def _judge(
 
 
 def _statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The calibration record of accuracy.json: provenance, and the ranges of every layer that was
-    observed.
-    """
+    """The calibration record of accuracy.json: provenance, and the ranges of observed layers."""
     if provenance is None or done.observers is None:
         return None
     layers = [observer.summary() for observer in done.observers.values()]

@@ -56,9 +56,7 @@ class Text:
 
 
 def write_text(files: TokenizerFiles, folder: Path) -> Text:
-    """Tokenizer and chat template into the folder and, where it can be, what the native library
-    reads in their place.
-    """
+    """Put the tokenizer and chat template into the folder, compiled too where that is possible."""
     if files.tokenizer is None:
         return Text()
     (folder / "tokenizer.json").write_text(files.tokenizer, encoding="utf-8")

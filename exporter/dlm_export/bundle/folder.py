@@ -109,9 +109,7 @@ def _kept_because(path: Path) -> str | None:
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
-    """The files that a bundle's manifest lists, of whatever schema; None if the folder is no
-    bundle.
-    """
+    """The files that a bundle's manifest of any schema lists; None if the folder is no bundle."""
     # Other programs call files manifest.json too, web applications above all: the name alone must
     # not cost a folder.
     path = folder / MANIFEST_FILE

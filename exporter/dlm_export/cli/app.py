@@ -45,9 +45,7 @@ def _failure(error: DlmError) -> click.ClickException:
 
 
 class _Group(click.Group):
-    """Turns our errors into one line and an exit code; everything else is a defect and keeps its
-    traceback.
-    """
+    """Turns our errors into one line and an exit code; other errors keep their traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -65,9 +65,7 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
 
 
 def build_arguments(values: Namespace) -> list[str]:
-    """The arguments of ``dlm-export`` for what optimum's parser read; values stay unchecked, which
-    is the command's work.
-    """
+    """The arguments of ``dlm-export`` for what optimum's parser read, which the command checks."""
     given = vars(values)
     arguments = ["build", f"--output={given[f'{_PREFIX}output']}"]
     for option in _options():

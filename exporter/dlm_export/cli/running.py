@@ -224,9 +224,7 @@ def run(
 
 
 def _preset_of(bundle: Bundle, preset: str | None, effort: str | None) -> str | None:
-    """The preset that a request runs: the given one, that of the effort levels, or the bundle's
-    default.
-    """
+    """The preset that a request runs: the given one, that of its level, or the bundle's default."""
     loop = bundle.manifest["loop"]
     chosen: str | None = preset or (loop["effort"]["preset"] if effort else loop["default_preset"])
     return chosen

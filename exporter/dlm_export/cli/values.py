@@ -82,9 +82,7 @@ def read_json_file(path: Path) -> Any:
 
 
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """The fields of a policy that ``set_option`` was given. Raises UsageError, RequestError for
-    what is none.
-    """
+    """The fields of a policy that ``set_option`` was given. Raises UsageError or RequestError."""
     from dlm_runtime import Policy
 
     fields: dict[str, Any] = {}

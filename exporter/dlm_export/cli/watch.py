@@ -1,6 +1,4 @@
-"""The canvas as it denoises, live in a terminal: committed tokens, guesses, and what is still
-masked.
-"""
+"""Shows the canvas in a terminal as it denoises: committed tokens, guesses, and masks."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ ACTIVE = Style(meta={"active": True})
 
 
 def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation:
-    """Run the request and draw every step on stderr; wait ``delay_s`` after each, since a small
-    denoiser is fast.
-    """
+    """Run the request and draw every step on stderr, with a pause of ``delay_s`` after each."""
     console = Console(stderr=True)
     result = denoise(bundle, request, console, delay_s)
     if not console.is_terminal:

@@ -22,9 +22,7 @@ MOST_GPUS = 64
 
 
 def cuda(name: str) -> dict[str, Any]:
-    """The newest CUDA that the driver runs, as it codes it (13000 is 13.0), and the name, SM and
-    bytes of each GPU.
-    """
+    """The newest CUDA of the driver (13000 is 13.0), and the name, SM and bytes of each GPU."""
     driver = ctypes.CDLL(name)
     version, count = ctypes.c_int(), ctypes.c_int()
     told: dict[str, Any] = {

@@ -1,6 +1,4 @@
-"""Whether a bundle, or bundles for a target, can run on a machine: by which engine, in how much
-memory; if not, what to do.
-"""
+"""Whether bundles can run on a machine: by which engine, in how much memory, or what is missing."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ SHARED_SM = (87, 110, 101, 121)  # GPUs that have no memory but the host's
 
 
 def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
-    """Whether bundles for ``target`` run here, which is asked for, and whether their engines are
-    built here.
-    """
+    """Whether bundles for ``target`` run here and whether their engines can be built here."""
     part = f"target {target.name}"
     if target.sm is None:
         is_cpu = target.provider == "cpu"

@@ -188,7 +188,7 @@ Lacking = list[tuple[str, str]]
 
 
 def lacking_tensorrt(m: Machine) -> Lacking:
-    """A native library with TensorRT, and the TensorRT that it needs, as far as they are missing."""
+    """A native library with TensorRT, and the TensorRT that it needs, if missing."""
     if m.native.failure is not None:
         return [("the native library does not load", "see above")]
     kind = m.native.tensorrt

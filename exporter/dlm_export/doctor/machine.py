@@ -35,9 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver. ``cuda``: the newest CUDA that it runs, 13.0; ``failure``: why it is not
-    there, or shows no GPU.
-    """
+    """NVIDIA's driver. ``cuda``: the newest that it runs; ``failure``: why it shows no GPU."""
 
     cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
@@ -112,9 +110,7 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Memory that a new program may take: what Linux has available, and no more than the
-        container's limit.
-        """
+        """Memory that a new program may take: what Linux offers, within the container's limit."""
         known = (self.available_bytes, self.memory_limit_bytes)
         return min((size for size in known if size is not None), default=None)
 
@@ -188,9 +184,7 @@ def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict
 
 
 def _is_for_another(text: str, system: System) -> bool:
-    """Whether a requirement's marker, of the few kinds that ours have, is of another machine or
-    Python.
-    """
+    """Whether a requirement's marker, as ours are written, is for another machine or Python."""
     machine = re.search(r"platform_machine == ['\"](\w+)['\"]", text)
     older = re.search(r"python_version < ['\"](\d+)\.(\d+)['\"]", text)
     here = (int(system.python[0]), int(system.python[1]))

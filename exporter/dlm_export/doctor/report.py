@@ -15,9 +15,7 @@ from dlm_export.targets import Target
 
 
 def examine(system: System, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
-    """What a machine has and lacks. Raises BundleError for a bundle that is damaged, which no
-    machine runs.
-    """
+    """What a machine has and lacks. Raises BundleError for a damaged bundle."""
     return judge(look(system, bundle or Path()), bundle, targets)
 
 

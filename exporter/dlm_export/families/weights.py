@@ -28,9 +28,7 @@ _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
 class Weights(Tensors):
-    """A checkpoint's tensors under the denoiser's parameter names, checked once, read one at a
-    time.
-    """
+    """A checkpoint's tensors by parameter name, checked once and read one at a time."""
 
     def __init__(
         self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
@@ -196,9 +194,7 @@ def tensor(
 
 
 def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
-    """A denoiser's parameters as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of
-    its parameters.
-    """
+    """The parameters as a torch ``Denoiser`` of ``dtype`` on the CPU, in evaluation mode."""
     with torch.device("meta"):
         denoiser = Denoiser(network)
     state = {}

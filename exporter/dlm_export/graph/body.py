@@ -62,9 +62,7 @@ class Body:
         return node.outputs[0]
 
     def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
-        """A function of ours; ``attributes`` are this function's own, by their names there, those
-        that are not empty.
-        """
+        """A function of ours; ``attributes`` are its own, of which empty ones are left out."""
         types = {"columns": ir.AttributeType.INTS, "group_size": ir.AttributeType.INT}
         named = {name: own for name, own in attributes.items() if own}
         given = [ir.Attr(name, types[name], None, ref_attr_name=own) for name, own in named.items()]

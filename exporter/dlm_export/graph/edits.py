@@ -1,4 +1,4 @@
-"""Edits that several rewriters of a graph make: new initialisers, and values in the place of others."""
+"""Edits of graphs that several rewriters make: new initialisers, and values replaced."""
 
 from __future__ import annotations
 

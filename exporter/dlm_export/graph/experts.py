@@ -49,9 +49,7 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """The mixtures of a traced graph; whoever takes them puts something in their place, and their
-    function goes with them.
-    """
+    """The mixtures of a traced graph; whoever replaces them drops their function too."""
     by_path = {mixture[0].path.removesuffix(".gate"): mixture for mixture in network.mixtures()}
     for node in list(model.graph):
         if node.op_type == MIXTURE and node.domain == DOMAIN:
@@ -209,9 +207,7 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 
 
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
-    """All experts' matrices of a stack as the one that ``spread`` multiplies by; ``read`` gives
-    parts of ``[E, K, N]``.
-    """
+    """A stack's matrices as the one that ``spread`` multiplies by; ``read`` reads ``[E, K, N]``."""
 
     def rows(at: Index) -> np.ndarray:
         first, last, _ = at[0].indices(_wide_shape(stack)[0])

@@ -274,9 +274,7 @@ def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
 
 
 def _embedding(name: str, *, is_int4: bool) -> ir.Function:
-    """A row's codes times its scales; the row is one column of each group of 32 that its panel
-    holds.
-    """
+    """A row's codes times its scales; the row is one column of each group in its panel."""
     body = Body(name, "ids panels scales")
     op, ints = body.op, body.ints
     ids, stored, scales = body.inputs
@@ -419,9 +417,7 @@ _CACHES: dict[str, tuple[_Code, _Code]] = {
 
 
 def _candidates() -> ir.Function:
-    """The two best tokens, their probabilities, and entropy: ln p is a logit's distance from the
-    best's, plus its ln p.
-    """
+    """The two best tokens, their probabilities, and entropy, from the distances of logits."""
     body = Body("Candidates", "logits mask_token_bias")
     op, ints = body.op, body.ints
     logits, bias = body.inputs

@@ -116,9 +116,7 @@ def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
-    """Put layers of one format over one input together; returns the layers that are not, with the
-    reason.
-    """
+    """Merge layers of one format over one input; returns those that stay alone, with the reason."""
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         if node.op_type in functions.LINEAR and node.domain == DOMAIN:
@@ -248,9 +246,7 @@ what may be anything.
 
 
 def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
-    """The length of the blocks by which keys are hidden. Raises _Unlike for a mask of anything
-    else.
-    """
+    """The length of the blocks by which keys are hidden. Raises _Unlike for other masks."""
     found = {"positions": positions}
     length = _number(found["length"]) if _looks_like(hidden, _HIDING, found) else None
     if length is None:
@@ -259,9 +255,7 @@ def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:
-    """Whether a value is made as wanted; a name stands for the same value everywhere, which goes
-    into ``found``.
-    """
+    """Whether a value is made as wanted; names must stand for one value, kept in ``found``."""
     if value is None:
         return False
     if isinstance(wanted, str):

@@ -57,9 +57,7 @@ class Part:
 
 
 def cut(model: ir.Model) -> list[Part]:
-    """The parts of a graph in their order. A node without a layer's path lies where its inputs are
-    complete.
-    """
+    """The parts of a graph in order; a node without a layer's path follows its last input."""
     graph = model.graph
     layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2

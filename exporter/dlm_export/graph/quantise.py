@@ -71,9 +71,7 @@ class Part:
 
 
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
-    """Why a layer's shape does not suit a format, None where it does; a GPU's graph has no group
-    that is short.
-    """
+    """Why a layer's shape does not suit a format, or None; on GPUs all groups must be full."""
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
     if layer.is_stacked and not on_gpu and experts.function_of(name) is None:
@@ -321,9 +319,7 @@ class _Writer:
     def blocks(
         self, node: ir.Node, layer: str, x: ir.Value, chosen: LayerFormat, K: int, N: int
     ) -> None:
-        """MatMulNBits in the place of a MatMul; the blocks of a column in INT8 have its scale,
-        each.
-        """
+        """MatMulNBits instead of a MatMul; in INT8 all blocks of a column have its scale."""
         bits = functions.BITS[str(chosen.weights)]
         size = chosen.group_size or functions.block_size(K)
         count = -(-K // size)
@@ -347,9 +343,7 @@ class _Writer:
     def activation(
         self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float
     ) -> ir.Value:
-        """The input, quantised and dequantised; layers that share an input and its range share the
-        nodes.
-        """
+        """The quantised and dequantised input; layers with one input and range share its nodes."""
         key = (id(x), number_format, amax)
         if key not in self._inputs:
             self._inputs[key] = self._activation(node, layer, x, number_format, amax)

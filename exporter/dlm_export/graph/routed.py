@@ -106,9 +106,7 @@ def _attributes(name: str) -> dict[str, ir.AttributeType]:
 def _one(
     name: str, loop: LoopBody, x: ir.Value, stored: list[ir.Value], counts: list[ir.Value]
 ) -> ir.Value:
-    """What an expert makes of its rows ``x`` ``[n, K]``; ``stored`` are its own weights, and
-    scales.
-    """
+    """What an expert makes of ``x`` ``[n, K]``; ``stored`` are its own weights and scales."""
     if calls := FUNCTIONS[name].calls:
         gated, behind = calls
         hidden: ir.Value = loop.call(
@@ -169,9 +167,7 @@ def _rounded_expert(
 
 
 def _e4m3(loop: LoopBody, stored: ir.Value) -> ir.Value:
-    """Bytes as the numbers that they are in E4M3: ONNX Runtime picks no entries of a tensor of
-    these.
-    """
+    """Bytes read as E4M3 numbers, because ONNX Runtime picks no entries of an FP8 tensor."""
     codes = loop.cast(stored, ir.DataType.INT32)
     return loop.op("Gather", loop.constant(E4M3_VALUES), codes)
 

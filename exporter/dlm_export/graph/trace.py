@@ -55,9 +55,7 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced pass whose weights are still to be written; its initialisers are named like
-    ``Denoiser``'s parameters.
-    """
+    """A traced pass without its weights; initialisers are named like ``Denoiser``'s parameters."""
 
     model: ir.Model
     network: NetworkSpec
@@ -129,9 +127,7 @@ _OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
-    """Name -> ``(kv_heads, head_size)`` of what a pass reads (``past``) or writes (``present``), in
-    order.
-    """
+    """Name -> ``(kv_heads, head_size)`` of all that a pass reads or writes, in order."""
     return {
         f"{prefix}_{kind}.{i}": shape
         for i, shape in enumerate(network.cache_shapes())
@@ -246,9 +242,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
 
 
 def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
-    """How torch's exporter writes the operator of ``network.experts``: it takes no operator without
-    a schema.
-    """
+    """How torch's exporter writes the operator of ``network.experts``, which needs a schema."""
     real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
     kinds |= dict.fromkeys(STACKS, "T")
@@ -283,9 +277,7 @@ def _name_layers(model: ir.Model) -> None:
 
 
 def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
-    """The type of a node's output, for operators that keep their first input's and a few that do
-    not.
-    """
+    """The type of a node's output: its first input's, but for a few operators."""
     if node.op_type == "Cast":
         return ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
     if node.op_type == "Constant":
@@ -336,9 +328,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
-    """Call the dynamic axes B, T, S, R everywhere they are promised; torch gives each input symbols
-    of its own.
-    """
+    """Call the dynamic axes B, T, S and R everywhere; torch names each input's differently."""
     for node in model.graph:
         for value in node.outputs:
             value.shape = None

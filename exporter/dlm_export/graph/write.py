@@ -144,9 +144,7 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 
 
 def _name_nodes(graph: Graph) -> None:
-    """Call every node by its module path and operator: TensorRT's layers, and so the audit, go by
-    nodes' names.
-    """
+    """Name nodes by module path and operator, because TensorRT's audit goes by these names."""
     used: Counter[str] = Counter()
     for node in graph.model.graph:
         name = f"{node.metadata_props[LAYER_KEY]}/{node.op_type}"
@@ -177,8 +175,6 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes, a byte each, as ONNX stores them: two a byte in order of memory, the earlier in
-    the low nibble.
-    """
+    """4-bit codes, a byte each, packed as ONNX does: the earlier one in the low nibble."""
     nibbles = codes & np.uint8(15)
     return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

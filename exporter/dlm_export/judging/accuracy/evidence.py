@@ -226,9 +226,7 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """Whether the 95% interval of every figure that has a budget lies on one side of its limit;
-        False if there is none.
-        """
+        """Whether all budgets' 95% intervals are clear of their limits; False without budgets."""
         if self.judged < DECIDING_SAMPLES:
             return False
         ours = Masked.join(self._masked[0])

@@ -42,7 +42,7 @@ VERIFY_SECONDS = 60.0  # that the default effort may take where there is no buil
 
 @dataclass(frozen=True)
 class JudgingOptions:
-    """What a finished bundle is judged by: which data, how thoroughly, budgets; and what runs it."""
+    """How a finished bundle is judged: data, thoroughness, budgets, and what runs it."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
@@ -150,9 +150,7 @@ def compare_bundles(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge one bundle by another. Raises DlmError, and JudgeError if they do not predict the same
-    tokens.
-    """
+    """Judge one bundle by another. Raises DlmError; JudgeError if their tokens differ."""
     with (
         options.opening.open(reference) as first,
         options.opening.open(candidate) as second,
@@ -195,9 +193,7 @@ def _check_one_source(
     second: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> None:
-    """JudgeError if two bundles describe two networks; a warning if they were built from one under
-    two configurations.
-    """
+    """JudgeError for bundles of two networks; a warning for one built under two configurations."""
     found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
     if found is not None:
         raise JudgeError(

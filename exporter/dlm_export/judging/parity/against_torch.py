@@ -222,9 +222,7 @@ def compare(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Parity:
-    """Run the bundle on the same canvases and cases. ``on_done`` is called as often as by
-    ``expect``.
-    """
+    """Run the bundle on the same cases; ``on_done`` is called as often as in ``expect``."""
     graph = compare_logits(bundle, expected.canvases, expected.logits, on_done)
     loop: dict[str, LoopRow] = {}
     for case, wanted in zip(expected.cases, expected.finished, strict=True):

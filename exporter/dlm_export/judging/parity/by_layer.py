@@ -63,9 +63,7 @@ def units(network: NetworkSpec) -> int:
 
 
 def largest_bytes(network: NetworkSpec) -> int:
-    """What ``check_layers`` holds of a denoiser at most: its largest part in fp32, twice while it
-    is quantised.
-    """
+    """The most that ``check_layers`` holds: the largest part in fp32, twice when quantising."""
     sizes: dict[str, int] = defaultdict(int)
     for name, shape in network.parameters().items():
         sizes[".".join(name.split(".")[:2])] += math.prod(shape)
@@ -217,9 +215,7 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Who goes where is compared by score, from the graph's own tokens: of two experts as good
-        either may be chosen.
-        """
+        """Compare who goes where by score: of two equally good experts either may be chosen."""
         values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
         x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
@@ -352,9 +348,7 @@ def _project(
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
-    """The worst difference, less what ``slack`` allows each element, over the range of values;
-    infinite for NaN.
-    """
+    """The worst difference beyond ``slack``, over the range of values; infinite for NaN."""
     worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
     return (
         worst / max(float(theirs.max() - theirs.min()), 1e-30)
@@ -364,9 +358,7 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
 
 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """By how much each output may differ because inputs lie on a boundary between codes: those take
-    one code or the next.
-    """
+    """How much outputs may differ where inputs lie between two codes and may take either."""
     apart = _apart(done, layer, x)
     return (
         np.zeros((*x.shape[:-1], weight.shape[1]), np.float32)
@@ -378,9 +370,7 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
 def _experts_slack(
     done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """``_slack`` of a mixture's result ``[.., hidden]``, through both codes on the way: of tokens,
-    and of what goes down.
-    """
+    """``_slack`` of a mixture's result ``[.., hidden]``, through both of its quantised inputs."""
     gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
     room = torch.zeros_like(tokens)
     slots, shares = chosen.flatten(0, -2), weights.flatten(0, -2)

@@ -61,9 +61,7 @@ def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
 
 
 def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
-    """Raw logits ``[R, V]``, changed in place, as log-probabilities of the tokens that a position
-    can take.
-    """
+    """Raw logits ``[R, V]`` as log-probabilities of possible tokens, changed in place."""
     logits[:, network.mask_token_id] = -torch.inf
     return logits.float().log_softmax(-1)
 
@@ -271,9 +269,7 @@ def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
 
 
 def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
-    """The layers and mixtures among ``modules`` that a recipe quantises, on their own and as it
-    computes them, on the CPU.
-    """
+    """The layers and mixtures that a recipe quantises, on the CPU as it computes them."""
     twins: _Modules = {}
     inside: dict[str, nn.Module] = {}
     for path, module in modules.items():

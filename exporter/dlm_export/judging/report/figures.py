@@ -49,9 +49,7 @@ def sensitivity(row: Mapping[str, Any]) -> float:
 
 
 def draw_loss(judgement: Mapping[str, Any]) -> Figure:
-    """Masked cross-entropy of both by mask ratio, and beneath it the increase with its 95%
-    interval.
-    """
+    """Masked cross-entropy of both by mask ratio, and its increase with the 95% interval."""
     rows, floor = judgement["buckets"], judgement["noise_floor"]
     ratios = [row["mask_ratio"] for row in rows]
     ours, theirs = (
@@ -325,9 +323,7 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
 
 @dataclass(frozen=True)
 class TradePoint:
-    """A bundle on a plot of what its loss buys: ``increase`` as a share, with its interval where
-    one is known.
-    """
+    """A bundle's point: its loss as a share of the source's, with its interval if known."""
 
     name: str
     at: float

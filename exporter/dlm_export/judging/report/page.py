@@ -38,9 +38,7 @@ class ReportError(DlmError):
 
 
 def require_matplotlib() -> None:
-    """Raise ReportError if the figures cannot be drawn; for asking before an evaluation, not after
-    it.
-    """
+    """Raise ReportError if the figures cannot be drawn, before an evaluation."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as err:
@@ -67,9 +65,7 @@ def write_report(
 
 
 def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str, Any]]) -> None:
-    """Write one of this package's pages to ``path``, in place of what is there; raises as
-    ``write_report``.
-    """
+    """Write one of this package's pages to ``path``; raises as ``write_report``."""
     from jinja2 import UndefinedError
 
     require_matplotlib()
