@@ -16,12 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, SHAPES, checkpoint, machine
+from shapes import DLM_EXPORT, ROOT, SHAPES, checkpoint, machine
 from watching import finished
 
 
@@ -64,13 +63,12 @@ def main() -> None:
     parser.add_argument("--beside-samples", type=int, default=4)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    ours = [sys.executable, "-m", "dlm_export.cli"]
     judging = ["--no-verify"] if arguments.judge == "none" else ["--judge", arguments.judge]
     rows = []
     for layers in map(int, arguments.layers.split(",")):
         source = checkpoint(arguments.size, layers)
         for samples in map(int, arguments.samples.split(",")):
-            contestants = [("here", ours, samples, judging)]
+            contestants = [("here", DLM_EXPORT, samples, judging)]
             if arguments.beside is not None:
                 contestants.append(
                     ("beside", [str(arguments.beside)], arguments.beside_samples, ["--no-verify"])

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, checkpoint, machine
+from shapes import DLM_EXPORT, built, checkpoint, machine
 from watching import finished
 
 from dlm_export import targets
@@ -36,25 +34,10 @@ LEAST_TARGET = {
 
 def bundle(size: str, precision: str) -> Path:
     """A bundle with a device graph and no engine, built once under build/."""
-    output = ROOT / "build" / "benchmarks" / f"engines-{size}-{precision}"
-    if not (output / "manifest.json").is_file():
-        source = ROOT / "examples" / "demo-denoiser" if size == "demo" else checkpoint(size)
-        target = LEAST_TARGET.get(precision, "rtx4090")
-        options = ["--target", target, "--precision", precision, "--no-engine", "--force", "--json"]
-        effort = ["--judge", "full", "--judged", str(JUDGED)] if size == "demo" else list(FEW)
-        command = [
-            sys.executable,
-            "-m",
-            "dlm_export.cli",
-            "build",
-            str(source),
-            "-o",
-            str(output),
-            *options,
-            *effort,
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return output
+    options = ["--target", LEAST_TARGET.get(precision, "rtx4090"), "--precision", precision]
+    effort = ("--judge", "full", "--judged", str(JUDGED)) if size == "demo" else FEW
+    name = f"engines-{size}-{precision}"
+    return built(checkpoint(size), name, *options, "--no-engine", *effort)
 
 
 def judged(folder: Path) -> dict[str, Any]:
@@ -76,18 +59,8 @@ def measure(size: str, precision: str, target: str) -> dict[str, Any]:
     kernel reports them.
     """
     folder = bundle(size, precision)
-    command = [
-        sys.executable,
-        "-m",
-        "dlm_export.cli",
-        "engine",
-        str(folder),
-        "--target",
-        target,
-        "--force",
-        "--json",
-    ]
-    text, row = finished(command)
+    options = ["--target", target, "--force", "--json"]
+    text, row = finished([*DLM_EXPORT, "engine", str(folder), *options])
     entry, peak = json.loads(text)["engines"][target], row["peak_rss_bytes"]
     weights = (folder / "denoiser.onnx.data").stat().st_size
     engine = (folder / entry["file"]).stat().st_size

@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from shapes import ROOT, checkpoint, machine
+from shapes import ROOT, build_command, checkpoint, machine
 from watching import finished
 
 CALIBRATION = ("--calib-samples", "8", "--calib-states", "4")
@@ -30,20 +29,9 @@ def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
     source = checkpoint(size)
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
         output = Path(folder) / "bundle"
-        command = [
-            sys.executable,
-            "-m",
-            "dlm_export.cli",
-            "build",
-            str(source),
-            "-o",
-            str(output),
-            "--precision",
-            precision,
-        ]
-        text, row = finished(
-            [*command, "--json", *CALIBRATION] + ([] if check_parity else ["--no-verify"])
-        )
+        options = ["--precision", precision, "--json", *CALIBRATION]
+        verify = [] if check_parity else ["--no-verify"]
+        text, row = finished(build_command(source, output, *options, *verify))
         report, peak = json.loads(text), row["peak_rss_bytes"]
         weights = (output / "denoiser.onnx.data").stat().st_size
         shutil.rmtree(output)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shapes import ROOT, machine
+from shapes import DLM_EXPORT, ROOT, machine
 from watching import watched
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -158,7 +158,7 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
     command's JSON output.
     """
     forget(reads)
-    text, moved = watched([sys.executable, "-m", "dlm_export.cli", *arguments, "--json"])
+    text, moved = watched([*DLM_EXPORT, *arguments, "--json"])
     row, seconds = {"step": name, **moved}, moved["seconds"]
     gib = {
         key: row[f"{key}_bytes"] / 2**30

@@ -15,6 +15,8 @@ FOLDER = ROOT / "build" / "benchmarks"
 DEMO = ROOT / "examples" / "demo-denoiser"
 sys.path.insert(0, str(ROOT / "tests"))
 
+DLM_EXPORT = [sys.executable, "-m", "dlm_export.cli"]
+
 SHAPES: dict[str, dict[str, Any]] = {
     "134M": {
         "d_model": 768,
@@ -78,20 +80,15 @@ def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Pat
     return path
 
 
+def build_command(source: Path, output: Path, *arguments: str) -> list[str]:
+    return [*DLM_EXPORT, "build", str(source), "-o", str(output), *arguments]
+
+
 def built(source: Path, name: str, *arguments: str) -> Path:
     """The bundle of a checkpoint, built once."""
     path = FOLDER / f"bundle-{name}"
     if not path.is_dir():
-        command = [
-            sys.executable,
-            "-m",
-            "dlm_export.cli",
-            "build",
-            str(source),
-            "-o",
-            str(path),
-            *arguments,
-        ]
+        command = build_command(source, path, *arguments)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return path
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from dlm_calibration import formats
+from dlm_calibration import blocks
+from dlm_calibration.errors import QuantisationError
 from dlm_calibration.formats import (
     E2M1_VALUES,
     NUMBER_FORMATS,
-    QuantisationError,
     QuantisedWeight,
     activation_scale,
     e2m1_codes,
@@ -440,7 +440,7 @@ def test_blocks_of_rows_do_not_show_in_the_result(
     w = _weight(80, 24)
     whole = quantise_weight(w, format, group_size=24 if format == "int4" else None)
     x = quantise_activation(w.T, format, 1.0) if format != "int4" else None
-    monkeypatch.setattr(formats, "_BLOCK", 100)
+    monkeypatch.setattr(blocks, "_BLOCK", 100)
     pieces = quantise_weight(w, format, group_size=24 if format == "int4" else None)
     assert np.array_equal(whole.codes, pieces.codes)
     assert np.array_equal(whole.scales, pieces.scales)
@@ -497,14 +497,6 @@ def test_dynamic_activations_of_extreme_ranges_stay_finite(largest: float) -> No
     assert np.abs(fake - x).max() <= (
         0.01 * largest if largest > 1 else largest
     )  # the latter is below any scale
-
-
-def test_packed_bytes_count_codes_and_scales() -> None:
-    w = _weight(64, 10)
-    assert quantise_weight(w, "int8").packed_bytes() == 640 + 40
-    assert quantise_weight(w, "fp8").packed_bytes() == 640 + 40
-    assert quantise_weight(w, "int4", group_size=32).packed_bytes() == 320 + 2 * 40
-    assert quantise_weight(w, "nvfp4").packed_bytes() == 320 + 40 + 4
 
 
 @pytest.mark.parametrize("format", NUMBER_FORMATS)

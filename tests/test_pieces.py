@@ -82,7 +82,7 @@ def test_a_matrix_read_by_columns_quantises_to_the_same_codes(
 ) -> None:
     w = np.random.default_rng(0).standard_t(3, (160, 96)).astype(np.float32)
     whole = quantise_weight(w, format)
-    monkeypatch.setattr("dlm_calibration.formats._BLOCK", 160 * 7)
+    monkeypatch.setattr("dlm_calibration.blocks._BLOCK", 160 * 7)
     stored = np.asfortranarray(w)
     ours = quantise_weight(Lazy(w.shape, lambda at: stored[at]), format)
     assert ours.codes.tobytes() == whole.codes.tobytes()
@@ -97,7 +97,7 @@ def test_panels_in_pieces_are_the_panels() -> None:
         np.uint8
     )
     assert np.array_equal(whole, shifted.reshape(16, 4, 5, 32).transpose(2, 0, 3, 1))
-    lazy = functions.lazy_panels(codes)
+    lazy = functions.lazy_panels("int8", codes)
     assert lazy.shape == whole.shape
     assert np.array_equal(np.concatenate([lazy[(slice(i, i + 2),)] for i in (0, 2, 4)]), whole)
 

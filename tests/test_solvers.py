@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlm_calibration.errors import QuantisationError
 from dlm_calibration.formats import (
-    QuantisationError,
     QuantisedWeight,
     int4_scales,
     quantise_activation,

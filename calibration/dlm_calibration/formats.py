@@ -9,16 +9,25 @@ temporaries stay at a few MiB a core whatever the matrix's size.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from dlm_calibration.pieces import Lazy, ahead, slices
-from dlm_runtime.errors import DlmError, ExitCode
+from dlm_calibration.blocks import (
+    by_group,
+    check_finite,
+    columns_of,
+    for_columns,
+    group_amax,
+    grouped,
+    put,
+    ranges_of,
+    row_blocks,
+)
+from dlm_calibration.errors import QuantisationError
+from dlm_calibration.pieces import Lazy
 from dlm_runtime.precision import NUMBER_FORMATS
 
 ScaleType = np.dtype[Any]
@@ -51,16 +60,6 @@ SMALLEST_FP16_SCALE = np.float32(
 )  # four bits of a subnormal: a coarser scale would be off by more than a code
 SMALLEST_ROW = np.float32(1e-30)  # range of a row of activations, so that one of zeros has codes
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
-_BLOCK = 1 << 18  # elements worked on at a time: 1 MiB of fp32, which stays in a core's cache
-_SMALL_GROUP = 32
-
-
-class QuantisationError(DlmError):
-    """Something cannot be quantised as asked: values are not finite, or the format does not take
-    the shape.
-    """
-
-    exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,16 +95,16 @@ class QuantisedWeight:
         """
         rows, columns = self.shape
         out = np.empty((rows, columns), dtype=np.float32)
-        for start, stop in _row_blocks(rows, columns, self.group_size or 1):
+        for start, stop in row_blocks(rows, columns, self.group_size or 1):
             if self.format == "nvfp4":
                 assert self.global_scale is not None
                 groups = slice(start // NVFP4_GROUP_SIZE, stop // NVFP4_GROUP_SIZE)
                 scales = self.scales[:, groups].T.astype(np.float32) * self.global_scale
                 values = E2M1_VALUES[self.codes[:, start:stop].T]
                 np.multiply(
-                    _grouped(values, NVFP4_GROUP_SIZE),
+                    grouped(values, NVFP4_GROUP_SIZE),
                     scales[:, None],
-                    out=_grouped(out[start:stop], NVFP4_GROUP_SIZE),
+                    out=grouped(out[start:stop], NVFP4_GROUP_SIZE),
                 )
             elif self.format == "int4":
                 assert self.group_size is not None
@@ -122,13 +121,6 @@ class QuantisedWeight:
         if self.format == "nvfp4":
             return replace(self, codes=self.codes[chosen], scales=self.scales[chosen])
         return replace(self, codes=self.codes[:, chosen], scales=self.scales[..., chosen])
-
-    def packed_bytes(self) -> int:
-        """Bytes that codes and scales take: two codes a byte in the four-bit formats, scales in the
-        type they have here.
-        """
-        codes = -(-self.codes.size // 2) if self.format in ("int4", "nvfp4") else self.codes.size
-        return codes + self.scales.nbytes + (4 if self.global_scale is not None else 0)
 
 
 def quantise_weight(
@@ -163,17 +155,17 @@ def quantise_weight(
     shape = (-(-rows // size), columns) if group_size else (columns,)
     given = None if amax is None else _given_amax(amax, shape)
     if given is not None:
-        _check_finite(w)
+        check_finite(w)
     scales = np.empty(shape, dtype=np.float32)
     codes = np.empty((rows, columns), dtype=CODE_TYPES[format])
 
     def quantise(at: slice) -> None:
-        block = _columns(w, at)
-        ranges = _ranges(w, block, size) if given is None else given.reshape(-1, columns)[:, at]
+        block = columns_of(w, at)
+        ranges = ranges_of(w, block, size) if given is None else given.reshape(-1, columns)[:, at]
         found = scales_of(ranges, format, scale_dtype)
         done = np.empty_like(block, dtype=codes.dtype)
         for (groups, values), (_, into) in zip(
-            _by_group(block, size), _by_group(done, size), strict=True
+            by_group(block, size), by_group(done, size), strict=True
         ):
             if format == "int4" and given is None:
                 found[groups] = int4_scales(
@@ -181,9 +173,9 @@ def quantise_weight(
                 )
             into[...] = encode(values, found[groups, None], format)
         scales.reshape(-1, columns)[:, at] = found
-        _put(codes[:, at], done)
+        put(codes[:, at], done)
 
-    _for_columns(w, quantise)
+    for_columns(w, quantise)
     return QuantisedWeight(format, codes, scales, group_size=group_size)
 
 
@@ -296,23 +288,6 @@ def weight_ranges(
     return group_amax(w, group_size or w.shape[0]), group_size
 
 
-def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
-    """The largest absolute value of each group of ``group_size`` rows, fp32 ``[ceil(K /
-    group_size), N]``.
-
-    The last group may be short. Raises QuantisationError if a value of ``w`` ``[K, N]`` is not
-    finite.
-    """
-    rows, columns = w.shape
-    out = np.empty((-(-rows // group_size), columns), dtype=np.float32)
-
-    def find(at: slice) -> None:
-        out[:, at] = _ranges(w, _columns(w, at), group_size)
-
-    _for_columns(w, find)
-    return out
-
-
 def quantise_activation(
     x: np.ndarray, format: str, amax: float | None, scale_dtype: ScaleType = FP32
 ) -> np.ndarray:
@@ -336,12 +311,12 @@ def quantise_activation(
     if not x.size:
         return np.empty(x.shape, dtype=np.float32)
     flat = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    _check_finite(flat)
+    check_finite(flat)
     if format == "int8" and amax is None:
         return _quantise_rows(x)
     scale = activation_scale(format, amax, scale_dtype)
     out = np.empty_like(flat)
-    for start, stop in _row_blocks(flat.shape[0], flat.shape[1], 1):
+    for start, stop in row_blocks(flat.shape[0], flat.shape[1], 1):
         block = flat[start:stop]
         if format == "nvfp4":
             groups = block.reshape(-1, NVFP4_GROUP_SIZE)
@@ -449,13 +424,13 @@ def _quantise_nvfp4(
     codes = np.empty((columns, rows), dtype=CODE_TYPES["nvfp4"])
 
     def quantise(at: slice) -> None:
-        block = _columns(w, at)
+        block = columns_of(w, at)
         steps = scales[:, at].astype(np.float32) * global_scale
         with np.errstate(over="ignore"):
-            quotient = _grouped(block, NVFP4_GROUP_SIZE) / steps[:, None]
-        _put(codes[at], e2m1_codes(quotient.reshape(block.shape)).T)
+            quotient = grouped(block, NVFP4_GROUP_SIZE) / steps[:, None]
+        put(codes[at], e2m1_codes(quotient.reshape(block.shape)).T)
 
-    _for_columns(w, quantise)
+    for_columns(w, quantise)
     return QuantisedWeight(
         "nvfp4",
         codes,
@@ -510,26 +485,6 @@ def _check_matrix(w: np.ndarray | Lazy, format: str) -> None:
         )
 
 
-def _check_finite(w: np.ndarray | Lazy) -> None:
-    """Refuse a matrix that holds NaN or infinities, with how many and where the first is."""
-    count, first = 0, (0, 0)
-    for start, stop in _row_blocks(w.shape[0], w.shape[1], 1):
-        block = np.asarray(w[start:stop, :], dtype=np.float32)
-        if np.isfinite(block.max()) and np.isfinite(
-            block.min()
-        ):  # NaN comes through either; no temporary
-            continue
-        bad = np.argwhere(~np.isfinite(block))
-        if not count:
-            first = (start + int(bad[0][0]), int(bad[0][1]))
-        count += len(bad)
-    if count:
-        raise QuantisationError(
-            f"{count} of {math.prod(w.shape)} values are NaN or infinite, the first at row {first[0]}, column {first[1]}: "
-            "nothing can be quantised from them. Check the checkpoint."
-        )
-
-
 def _given_amax(amax: np.ndarray | float, shape: tuple[int, ...]) -> np.ndarray:
     ranges = np.asarray(amax, dtype=np.float32)
     if not (np.isfinite(ranges).all() and (ranges >= 0).all()):
@@ -542,70 +497,3 @@ def _given_amax(amax: np.ndarray | float, shape: tuple[int, ...]) -> np.ndarray:
         raise QuantisationError(
             f"a range (amax) of shape {list(ranges.shape)} does not fit scales of shape {list(shape)}."
         ) from err
-
-
-def _row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of blocks of rows with about ``_BLOCK`` elements, each but the last a
-    multiple of ``multiple`` long.
-    """
-    step = max(1, _BLOCK // (max(columns, 1) * multiple)) * multiple
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
-
-
-def _for_columns(w: np.ndarray | Lazy, function: Callable[[slice], None]) -> None:
-    """Call ``function`` on all cores with slices of ``w``'s columns, each of about ``_BLOCK``
-    elements.
-    """
-    rows, columns = w.shape
-    for _ in ahead(function, slices(columns, max(1, _BLOCK // rows))):
-        pass
-
-
-def _columns(w: np.ndarray | Lazy, at: slice) -> np.ndarray:
-    return np.asarray(w[:, at], dtype=np.float32)
-
-
-def _ranges(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.ndarray:
-    """``group_amax`` of columns of ``w``."""
-    magnitude = np.abs(block)
-    out = np.empty((-(-len(block) // group_size), block.shape[1]), dtype=np.float32)
-    for groups, values in _by_group(magnitude, group_size):
-        if group_size > _SMALL_GROUP:
-            values.max(axis=1, out=out[groups])
-            continue
-        # numpy reduces a short axis slowly: a row of every group at a time takes a quarter.
-        largest = values[:, 0].copy(order="K")
-        for i in range(1, values.shape[1]):
-            np.maximum(largest, values[:, i], out=largest)
-        out[groups] = largest
-    if not np.isfinite(out).all():
-        _check_finite(w)
-    return out
-
-
-def _by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Views ``[groups, rows, N]`` of ``[K, N]`` with the groups that they are: the whole ones, and
-    a last one that is short.
-    """
-    whole = len(matrix) // group_size
-    if whole:
-        yield slice(0, whole), _grouped(matrix[: whole * group_size], group_size)
-    if len(matrix) % group_size:
-        yield slice(whole, whole + 1), matrix[None, whole * group_size :]
-
-
-def _put(out: np.ndarray, block: np.ndarray) -> None:
-    """Copy a block of bytes, whichever way round it lies."""
-    if block.strides[0] < block.strides[1] and not out.strides[0] < out.strides[1]:
-        # Columns that lie a power of two apart share a few lines of the cache, and are ten times as
-        # slow to turn around.
-        apart = np.empty((block.shape[1], block.shape[0] + 64), block.dtype)[:, : block.shape[0]].T
-        apart[...] = block
-        block = apart
-    out[...] = block
-
-
-def _grouped(matrix: np.ndarray, group_size: int) -> np.ndarray:
-    """``[K, N]`` seen as ``[K / group_size, group_size, N]``."""
-    return matrix.reshape(-1, group_size, matrix.shape[1])

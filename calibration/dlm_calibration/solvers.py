@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dlm_calibration.formats import QuantisationError
+from dlm_calibration.errors import QuantisationError
 
 _SCALE_LIMIT = (
     1e4  # smoothing and AWQ scales stay within 1 / this .. this: they are folded into fp16 weights

@@ -1,6 +1,4 @@
-"""From a checkpoint to a bundle: check, calibrate, trace, write, build engines, prove parity, move
-into place.
-"""
+"""From a checkpoint to a bundle: the stages of a build, one after the other."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ SMALL_FILES_BYTES = 32 << 20  # at most: graph, tokenizer, manifest, report
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did: seconds a stage, bytes a file, and the parity that it proved (None when it
-    was told not to).
-    """
+    """What a build did: seconds a stage, bytes a file, and the parity that was proved, if any."""
 
     output: Path
     network: NetworkSpec
@@ -165,7 +161,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
             hashed = bundle_folder.finish(folder, manifest, hashed)
         proof = None
         if request.options.check_parity:
-            proof = prove(job, quantised, written.taps, folder, output, workplace, stages)
+            proof = prove(job, quantised, written.taps, manifest, folder, output, workplace, stages)
             manifest = proof.applied(manifest)
             _write_proof(proof, folder, manifest, hashed)
             bundle_folder.finish(folder, manifest, hashed)

@@ -30,11 +30,8 @@ where that is not exchanged.
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2  # linux/fs.h
-_NOT_OFFERED = (
-    errno.ENOSYS,
-    errno.EINVAL,
-    errno.EOPNOTSUPP,
-)  # by the kernel, the file system, and either
+# The kernel, the file system, or either of them lacks renameat2.
+_NOT_OFFERED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 _Look = dict[str, tuple[int, ...]]
@@ -82,9 +79,8 @@ def claimed(
                 f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free"
             )
         claim = held.enter_context(_claim(output))
-        _check(
-            output, force, kept_because
-        )  # under the claim, which may have put back what a kill had moved aside
+        # Again under the claim, which may have restored an output after a kill.
+        _check(output, force, kept_because)
         try:
             before = _look(output)
             if output.is_dir():
@@ -195,9 +191,8 @@ def _claim(output: Path) -> Iterator[Path]:
         raise OutputError(f"{output}: cannot write there ({err.strerror})") from err
     try:
         if os.path.lexists(claim / OLD) and not os.path.lexists(output):
-            os.rename(
-                claim / OLD, output
-            )  # killed between two renames, where it could not be exchanged
+            # An earlier process was killed between the two renames of ``_exchange``.
+            os.rename(claim / OLD, output)
         _clear(claim, NEW, OLD)
         yield claim
     finally:

@@ -193,10 +193,8 @@ class BundleParameters:
                 else tensor.numpy()
             )
             if stack is not None:
-                stored, at = (
-                    experts.from_panels(stored[at[:1]], stack.outputs),
-                    (slice(None), *at[1:]),
-                )
+                stored = experts.from_panels(stored[at[:1]], stack.outputs)
+                at = (slice(None), *at[1:])
             array = np.array(stored[at], dtype=dtype)
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{self.path}: cannot read {parameter} ({err})") from err

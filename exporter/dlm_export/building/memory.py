@@ -34,9 +34,8 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        least = (
-            -(-(held + most) // _ROUNDED) * _ROUNDED
-        )  # what is held differs a little from run to run
+        # Rounded up, because the memory in use differs a little from run to run.
+        least = -(-(held + most) // _ROUNDED) * _ROUNDED
         raise MemoryLimitError(
             f"{given}: to {stage} takes {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
         )
@@ -44,9 +43,7 @@ def activation_bytes(job: Job) -> int | None:
 
 
 def _for_pace(job: Job, least: int) -> str:
-    """What to allow for calibration states to be made together, where states are: alone, each
-    request reads all layers.
-    """
+    """What to allow for calibration states that are made together; alone, each reads all layers."""
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
         return ""

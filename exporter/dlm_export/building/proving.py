@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
-from dlm_export import families
 from dlm_export.building.quantising import Quantised
 from dlm_export.building.request import Job
 from dlm_export.graph.taps import Tap
 from dlm_export.judging.accuracy import rounded_cache
-from dlm_export.judging.accuracy.run import judge_source, judge_units
+from dlm_export.judging.accuracy.run import JudgingOptions, judge_source, judge_units
 from dlm_export.judging.accuracy.verdict import Judgement, check_budgets
 from dlm_export.judging.parity import against_torch, by_layer
 from dlm_export.judging.parity.verdict import Parity, require_parity
@@ -47,9 +46,7 @@ class Proof:
     cache: dict[str, Any] | None = None
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest with what was fitted: the effort levels, and the threshold, in its preset
-        too where it changed.
-        """
+        """The manifest with the fitted effort levels, and the preset with the fitted threshold."""
         if self.threshold is None or self.levels is None:
             return dict(manifest)
         presets = dict(manifest["loop"]["presets"])
@@ -68,6 +65,7 @@ def prove(
     job: Job,
     quantised: Quantised | None,
     taps: Mapping[str, Tap],
+    manifest: Mapping[str, Any],
     folder: Path,
     output: Path,
     workplace: Workplace,
@@ -80,7 +78,7 @@ def prove(
     Raises ParityError, AccuracyError.
     """
     parity = (
-        _check_pass(job, taps, folder, workplace, stages)
+        _check_pass(job, manifest, folder, workplace, stages)
         if quantised is None
         else _check_layers(job, quantised, taps, folder, workplace, stages)
     )
@@ -104,17 +102,14 @@ def prove(
 
 
 def _check_pass(
-    job: Job, taps: Mapping[str, Tap], folder: Path, workplace: Workplace, stages: Stages
+    job: Job, manifest: Mapping[str, Any], folder: Path, workplace: Workplace, stages: Stages
 ) -> Parity:
-    """Full precision: whole passes and whole canvases, or where experts are what they differ by,
-    layers.
-    """
+    """Full precision: whole passes and canvases, or layers if passes differ by chosen experts."""
     source = job.source
     with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):
         parity = against_torch.check_parity(
             folder,
-            source.network,
-            lambda: families.load(source.parameters, source.network),
+            source,
             source.presets,
             job.base,
             cache_dtype=job.cache_dtype,
@@ -123,17 +118,7 @@ def _check_pass(
     if not (parity.misses and source.network.mixtures()):
         return parity
     with stages.stage("check layers", by_layer.units(source.network)) as advance:
-        return by_layer.instead_of_passes(
-            parity,
-            folder,
-            source.parameters,
-            source.network,
-            taps,
-            cache_dtype=job.cache_dtype,
-            is_simulated=job.request.on_gpu,
-            on_done=advance,
-            workplace=workplace,
-        )
+        return against_torch.by_layers(parity, folder, manifest, source, advance, workplace)
 
 
 def _check_layers(
@@ -168,12 +153,9 @@ def _judge_cache(
         if quantised is not None and quantised.calibration is not None:
             data = quantised.calibration.data
         else:
+            of, tokenizer = source.network, bundle.tokenizer
             data = samples.load_data(
-                source.network,
-                source.path,
-                bundle.tokenizer,
-                options.calibration,
-                is_calibrating=False,
+                of, source.path, tokenizer, options.calibration, is_calibrating=False
             )
         judging = data.judging[: options.effort.judged or CACHE_SAMPLES]
         policy, seed = source.presets[job.preset].greedy(), options.calibration.seed
@@ -201,18 +183,8 @@ def _judge(
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
         with stages.stage("judge", judge_units(judging)) as advance:
             name = numbers.recipe.name
-            judgement = judge_source(
-                source,
-                bundle,
-                judging,
-                name,
-                policy,
-                seed,
-                effort,
-                options.budgets,
-                advance,
-                workplace,
-            )
+            how = JudgingOptions(options.calibration, effort, options.budgets)
+            judgement = judge_source(source, bundle, judging, name, policy, how, advance, workplace)
         # As many samples as were worth judging.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
@@ -247,9 +219,7 @@ def _judge(
 
 
 def _statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The calibration record of accuracy.json: provenance, and the ranges of every layer that was
-    observed.
-    """
+    """The calibration record of accuracy.json: provenance, and the ranges of observed layers."""
     if provenance is None or done.observers is None:
         return None
     layers = [observer.summary() for observer in done.observers.values()]

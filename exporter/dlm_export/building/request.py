@@ -1,6 +1,4 @@
-"""What was asked for, checked before any work: first alone, then against the source that it is made
-from.
-"""
+"""Checks what was asked for before any work: first alone, then against the source."""
 
 from __future__ import annotations
 
@@ -164,9 +162,7 @@ def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
 
 
 def check_job(request: Request, source: Source) -> Job:
-    """Raises RequestError, RecipeError, EngineError, DlmError if the source, this machine or a
-    target is not up to it.
-    """
+    """Raises RequestError, RecipeError, EngineError or DlmError if it cannot be built so."""
     options, network = request.options, source.network
     if request.on_gpu:
         _check_dense(request, network)
@@ -194,15 +190,11 @@ def check_job(request: Request, source: Source) -> Job:
     if options.check_parity:
         instead = "Pass --no-verify, and run `dlm-export verify` on a larger machine."
         if request.is_quantised:
-            holder, needed = (
-                "the parity check holds the denoiser's largest part in fp32",
-                by_layer.largest_bytes(network),
-            )
+            holder = "the parity check holds the denoiser's largest part in fp32"
+            needed = by_layer.largest_bytes(network)
         else:
-            holder, needed = (
-                "the parity check holds the denoiser in fp32",
-                4 * network.parameter_count(),
-            )
+            holder = "the parity check holds the denoiser in fp32"
+            needed = 4 * network.parameter_count()
         memory.check_host_memory(needed, holder, instead)
     if request.on_gpu and options.precision not in (AUTO, STORED):
         _check_device_memory(job)
@@ -282,9 +274,7 @@ def _told(
 
 
 def _check_device_memory(job: Job) -> None:
-    """EngineError if a target's memory cannot hold what is asked, as far as it is known before
-    anything is quantised.
-    """
+    """EngineError if a target's memory is known beforehand to be too small for what is asked."""
     request, network = job.request, job.source.network
     block_length = job.source.presets[job.source.default_preset].block_length
     limits = estimate.limits_of(

@@ -67,9 +67,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Read what an earlier build has solved, before hours go into the rest. Raises CalibrationError
-    for a damaged file.
-    """
+    """Read what an earlier build has solved. Raises CalibrationError for a damaged file."""
     solved = Solved(folder)
     layers = list(solved)
     if layers:
@@ -80,9 +78,7 @@ def _check_solved(folder: Path, stages: Stages) -> None:
 
 
 def _claim(folder: Path, key: dict[str, Any]) -> None:
-    """Make the folder this build's. Raises ResumeError if it is another's, or holds what no build
-    has kept.
-    """
+    """Make the folder this build's. Raises ResumeError if it is another's or no build's."""
     path = folder / KEY_FILE
     if not path.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

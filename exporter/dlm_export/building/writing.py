@@ -42,11 +42,6 @@ ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
 """Where ``write.write_graph`` gets an initialiser from, by name and element type."""
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-_PANELS: dict[str, Callable[[np.ndarray], Lazy]] = {
-    "int8": functions.lazy_panels,
-    "int4": functions.lazy_int4_panels,
-    "nvfp4": functions.lazy_nvfp4_panels,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +56,7 @@ class Text:
 
 
 def write_text(files: TokenizerFiles, folder: Path) -> Text:
-    """Tokenizer and chat template into the folder and, where it can be, what the native library
-    reads in their place.
-    """
+    """Put the tokenizer and chat template into the folder, compiled too where that is possible."""
     if files.tokenizer is None:
         return Text()
     (folder / "tokenizer.json").write_text(files.tokenizer, encoding="utf-8")
@@ -171,11 +164,9 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
                 numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
             )
         array = part_of(held[part.layer], part)
-        return (
-            array.astype(dtype, copy=False)
-            if isinstance(array, np.ndarray) and part.part not in ("codes", "rows")
-            else array
-        )
+        if isinstance(array, np.ndarray) and part.part not in ("codes", "rows"):
+            array = array.astype(dtype, copy=False)
+        return array
 
     return read
 
@@ -193,9 +184,8 @@ def _expert_reader(
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    found: dict[
-        tuple[str, int, str], np.ndarray
-    ] = {}  # beside the codes, which are asked for first
+    # The scales of experts whose codes, which are asked for first, were written.
+    found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
         if quantised is None or quantised.numbers.formats.get(part.layer, HIGH) == HIGH:
@@ -205,9 +195,8 @@ def _expert_reader(
             return found.pop((part.layer, expert, part.part))
         weight = quantised.numbers.expert(part.layer, expert)
         scales = {"codes": "scales", "panels": "panel_scales"}[part.part]
-        found[part.layer, expert, scales] = _bytes_of(
-            part_of(weight, quantise.Part(part.layer, scales))
-        )
+        kept = part_of(weight, quantise.Part(part.layer, scales))
+        found[part.layer, expert, scales] = _bytes_of(kept)
         return _bytes_of(part_of(weight, quantise.Part(part.layer, part.part)))
 
     def with_experts(name: str, dtype: np.dtype) -> np.ndarray | Lazy:
@@ -215,10 +204,8 @@ def _expert_reader(
         if part is None:
             return read(name, dtype)
         if part.part == "wide":
-            return experts.join(
-                layers[part.layer],
-                functools.partial(parameters.read, f"{part.layer}.weight", dtype),
-            )
+            of_layer = functools.partial(parameters.read, f"{part.layer}.weight", dtype)
+            return experts.join(layers[part.layer], of_layer)
         if part.part == "global_scale":
             assert quantised is not None
             return np.asarray(quantised.numbers.expert(part.layer, 0).global_scale)
@@ -236,25 +223,22 @@ def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
     """One initialiser of a quantised layer, by the name of its part."""
     if part.part == "panels":
-        return _PANELS[weight.format](weight.codes)
+        return functions.lazy_panels(weight.format, weight.codes)
     if part.part == "panel_scales":
         if weight.format == "int8":
-            return np.pad(
-                weight.scales, (0, functions.padded(weight.scales.size) - weight.scales.size)
-            )
-        return functions.panel_scales(
-            weight.scales if weight.format == "nvfp4" else weight.scales.T.astype(FP16)
-        )
+            count = weight.scales.size
+            return np.pad(weight.scales, (0, functions.padded(count) - count))
+        is_nvfp4 = weight.format == "nvfp4"
+        return functions.panel_scales(weight.scales if is_nvfp4 else weight.scales.T.astype(FP16))
     if part.part == "blocks":
         size = weight.group_size or functions.block_size(weight.shape[0])
         return functions.lazy_blocks(weight.codes, functions.BITS[weight.format], size)
     if part.part == "block_scales":
-        blocks = -(-weight.shape[0] // functions.block_size(weight.shape[0]))
-        return (
-            np.repeat(weight.scales[:, None], blocks, axis=1)
-            if weight.group_size is None
-            else weight.scales.T
-        )
+        scales: np.ndarray = weight.scales.T
+        if weight.group_size is None:
+            blocks = -(-weight.shape[0] // functions.block_size(weight.shape[0]))
+            scales = np.repeat(weight.scales[:, None], blocks, axis=1)
+        return scales
     arrays: dict[str, np.ndarray] = {
         "codes": weight.codes,
         "scales": weight.scales,

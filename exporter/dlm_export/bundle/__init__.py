@@ -1,3 +1,1 @@
-"""The bundle on disk: a description of the network and finished files in, a folder with a
-manifest out.
-"""
+"""The bundle on disk: a folder of finished files and the manifest that lists them."""

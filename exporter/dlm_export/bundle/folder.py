@@ -109,9 +109,7 @@ def _kept_because(path: Path) -> str | None:
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
-    """The files that a bundle's manifest lists, of whatever schema; None if the folder is no
-    bundle.
-    """
+    """The files that a bundle's manifest of any schema lists; None if the folder is no bundle."""
     # Other programs call files manifest.json too, web applications above all: the name alone must
     # not cost a folder.
     path = folder / MANIFEST_FILE
@@ -121,8 +119,7 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
         return None
     if not isinstance(manifest, dict) or not {"schema_version", "files"} <= manifest.keys():
         return None
-    if not {"loop", "denoiser"} & manifest.keys() or not isinstance(
-        manifest["files"], dict
-    ):  # "denoiser": schema 1
+    # Bundles of schema 1 have "denoiser" in the place of "loop".
+    if not {"loop", "denoiser"} & manifest.keys() or not isinstance(manifest["files"], dict):
         return None
     return {*manifest["files"]}

@@ -84,9 +84,7 @@ def make_manifest(
 
 
 def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
-    """The description that a checked manifest keeps. Raises BundleError for sizes that do not go
-    together.
-    """
+    """The description that a checked manifest keeps. Raises BundleError for sizes that disagree."""
     try:
         return NetworkSpec.from_dict(
             manifest["network"] | {name: manifest["loop"][name] for name in LOOP_FIELDS}

@@ -127,9 +127,7 @@ class Config:
         return self._values.get(key)
 
     def unread(self) -> list[str]:
-        """Keys that nothing has asked for and that are not known to be harmless; null and false say
-        nothing.
-        """
+        """Keys that nothing has asked for and that may matter; null and false say nothing."""
         return [
             key
             for key, value in self._values.items()
@@ -152,9 +150,7 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number; ``default`` is what the architecture documents, None where it
-        documents none.
-        """
+        """A positive number; ``default`` is the architecture's documented one, if it has any."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -374,9 +370,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 class Checkpoint:
-    """An opened checkpoint: ``config``, ``tensors`` by their released names, ``quantisation`` or
-    None.
-    """
+    """An opened checkpoint; ``tensors`` have their released names, ``quantisation`` may be None."""
 
     def __init__(self, path: str | Path) -> None:
         """Read config.json, hf_quant_config.json and every safetensors header. Raises
@@ -432,9 +426,8 @@ class Checkpoint:
             stored: np.ndarray = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err
-        if (
-            info.offset % kind.itemsize
-        ):  # of another writer: numbers lie across the processor's boundaries
+        # Files of other writers may have unaligned tensors.
+        if info.offset % kind.itemsize:
             stored = np.array(stored)
         return torch.from_numpy(stored).view(kind).view(info.shape)
 

@@ -41,9 +41,7 @@ class TokenizerFiles:
 
 
 def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
-    """The checkpoint's tokenizer, checked against the vocabulary; all empty where it has none.
-    Raises CheckpointError.
-    """
+    """The tokenizer, checked against the vocabulary; empty if absent. Raises CheckpointError."""
     path = checkpoint.path / "tokenizer.json"
     added: dict[int, str] = {}
     if path.exists():

@@ -28,7 +28,7 @@ from dlm_export.cli.printing import one_line, warn
 from dlm_export.signals import dying_by_signal
 from dlm_runtime.errors import DlmError, DlmWarning
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 COMMANDS = (
     inspecting.inspect,
     *(building.build, building.quantize, building.engine),
@@ -45,9 +45,7 @@ def _failure(error: DlmError) -> click.ClickException:
 
 
 class _Group(click.Group):
-    """Turns our errors into one line and an exit code; everything else is a defect and keeps its
-    traceback.
-    """
+    """Turns our errors into one line and an exit code; other errors keep their traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

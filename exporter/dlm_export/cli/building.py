@@ -73,7 +73,7 @@ def build(checkpoint: Path, output: Path, **values: Any) -> None:
 @click.command()
 @click.argument("source", type=CHECKPOINT)
 @options(OUTPUT_OPTIONS)
-@click.option("--precision", default="int8", show_default=True, help=PRECISION_HELP)
+@click.option("--precision", default="int8", help=PRECISION_HELP)
 @options(QUANTISE_OPTIONS)
 @json_option
 def quantize(source: Path, output: Path, **values: Any) -> None:

@@ -7,9 +7,16 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options
+from dlm_export.cli.options import (
+    CHECKPOINT,
+    OUTPUT,
+    SOURCE_OPTIONS,
+    json_option,
+    options,
+    prompts_option,
+)
 from dlm_export.cli.printing import Bars, format_bytes, print_json
-from dlm_export.cli.values import overrides
+from dlm_export.cli.values import overrides, taken
 
 
 @click.command()
@@ -25,23 +32,9 @@ from dlm_export.cli.values import overrides
     is_flag=True,
     help="Run transformers' class of the same layers instead, under a mask.",
 )
-@click.option(
-    "--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids."
-)
-@click.option(
-    "--count",
-    type=click.IntRange(1, 100),
-    default=4,
-    show_default=True,
-    help="Prompts at each mask ratio.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Of prompts, masks and rows.",
-)
+@prompts_option
+@click.option("--count", type=click.IntRange(1, 100), default=4, help="Prompts at each mask ratio.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of prompts, masks and rows.")
 @click.option("--force", is_flag=True, help="Replace the file that is there.")
 @options(SOURCE_OPTIONS)
 @json_option
@@ -62,24 +55,12 @@ def capture(checkpoint: Path, output: Path, force: bool, as_json: bool, **values
         from dlm_export.judging.parity.capture import CaptureOptions
         from dlm_export.judging.parity.capture import capture as run
 
-        what = CaptureOptions(
-            trust_remote_code=values["trust_remote_code"],
-            trunk=values["trunk"],
-            prompts=values["prompts"],
-            count=values["count"],
-            seed=values["seed"],
-        )
-        found = run(checkpoint, what, overrides(values), bars)
+        found = run(checkpoint, taken(CaptureOptions, values), overrides(values), bars)
         golden.save(new, found)
     size = output.stat().st_size
     if as_json:
-        told = {
-            "file": str(output),
-            "bytes": size,
-            "canvases": len(found.canvases),
-            "rows": found.rows,
-        }
-        print_json(told | {"golden": found.provenance.as_dict()})
+        told = {"file": str(output), "bytes": size, "canvases": len(found.canvases)}
+        print_json(told | {"rows": found.rows, "golden": found.provenance.as_dict()})
         return
     click.echo(
         f"{output} {format_bytes(size)}: {found.rows} rows on {len(found.canvases)} canvases"

@@ -13,13 +13,11 @@ import click
 from dlm_export.cli.options import (
     CHECKPOINT,
     FILE,
+    OPENING_OPTIONS,
     effort_option,
-    engine_option,
     options,
     preset_option,
-    provider_options,
     set_option,
-    threads_option,
 )
 from dlm_export.cli.printing import for_terminal, how_it_went, one_line, warn
 from dlm_export.cli.values import opening, policy_changes, read_json_file
@@ -33,9 +31,7 @@ _TOOL_OPTIONS = {"tools": "--tools", "tool_choice": "--tool-choice", "call_forma
 
 
 def conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is said before the answer, and the functions that may be called, for commands that
-    generate.
-    """
+    """The messages before the answer, and the functions that may be called."""
     own = (
         click.option("--chat", help="A user's message, put through the bundle's chat template."),
         click.option("--system", help="System message for --chat."),
@@ -50,9 +46,7 @@ def conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tool_options(choice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options that describe tools. ``choice``: the default of ``--tool-choice``, for the help
-    text.
-    """
+    """The options that describe tools. ``choice``: the default of ``--tool-choice`` in the help."""
     choices = (
         "auto, required, none, or a function's name"
         if choice == "auto"
@@ -137,9 +131,7 @@ def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[s
 @preset_option
 @effort_option
 @set_option
-@engine_option
-@provider_options
-@threads_option
+@options(OPENING_OPTIONS)
 def chat(
     bundle: Path,
     system: str | None,
@@ -248,9 +240,7 @@ class Conversation:
         return [message], len(self.tokenizer.encode_chat(_messages(self.system, [message])))
 
     def command(self, line: str) -> str | None:
-        """What a line that starts with / does, in words; None: it ends the conversation. Raises
-        RequestError.
-        """
+        """Do what a line that starts with / says, and describe it; None ends the conversation."""
         name, _, rest = line.partition(" ")
         said = rest.strip() or None
         if name == "/quit":

@@ -44,9 +44,7 @@ def doctor(context: click.Context, bundle: Path | None, names: str | None, as_js
 
 
 def print_report(report: Report) -> None:
-    """Every finding in a table; behind it what to do about what is missing, then what could be had
-    besides.
-    """
+    """Every finding in a table, then how to get what is missing and what is optional."""
     rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
     print_table("", ["state", "of", "what", "found"], rows)
     for title, is_missing in (("What to do:", True), ("Optional:", False)):

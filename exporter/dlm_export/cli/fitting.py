@@ -7,14 +7,7 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import (
-    CHECKPOINT,
-    FILE,
-    cpu_engine_option,
-    json_option,
-    provider_options,
-    threads_option,
-)
+from dlm_export.cli.options import CHECKPOINT, CPU_OPENING_OPTIONS, FILE, json_option, options
 from dlm_export.cli.printing import Bars, print_effort, print_json, warn
 from dlm_export.cli.values import opening
 
@@ -25,16 +18,10 @@ from dlm_export.cli.values import opening
     "--data", type=FILE, help="JSONL or text to fit on, best with answers.  [default: built in]"
 )
 @click.option(
-    "--samples",
-    type=click.IntRange(1, 100000),
-    default=64,
-    show_default=True,
-    help="Prompts that every loop writes.",
+    "--samples", type=click.IntRange(1, 100000), default=64, help="Prompts that every loop writes."
 )
 @click.option("--preset", help="Loop that is varied.  [default: fast-dllm, dream-block or sdar]")
-@cpu_engine_option
-@provider_options
-@threads_option
+@options(CPU_OPENING_OPTIONS)
 @json_option
 def effort(
     bundle: Path, data: Path | None, samples: int, preset: str | None, as_json: bool, **values: Any

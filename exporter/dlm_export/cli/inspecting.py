@@ -62,9 +62,8 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
 
     opened = Checkpoint(path)
     network = families.read_network(opened, changed)
-    tensors = families.check_tensors(
-        opened, network
-    )  # names what is missing, extra or wrongly shaped
+    # Raises an error that names missing, extra and wrongly shaped tensors.
+    tensors = families.check_tensors(opened, network)
     text = tokenizer.read(opened, network)
     kinds = {
         "tokenizer": text.tokenizer is not None,

@@ -12,16 +12,15 @@ import click
 from dlm_export.cli.options import (
     BUDGETS,
     CHECKPOINT,
+    CPU_OPENING_OPTIONS,
     FILE,
     JUDGE_OPTIONS,
+    OPENING_OPTIONS,
     OUTPUT,
-    cpu_engine_option,
-    engine_option,
     json_option,
     options,
     preset_option,
-    provider_options,
-    threads_option,
+    prompts_option,
 )
 from dlm_export.cli.printing import Bars, format_bytes, print_json, print_table, shown, warn
 from dlm_export.cli.values import budgets, effort, opening, refuse
@@ -51,23 +50,9 @@ STOPPED = {
 @click.option(
     "--golden", type=FILE, help="Instead: logits of the released code, from `dlm-export capture`."
 )
-@click.option(
-    "--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids."
-)
-@click.option(
-    "--count",
-    type=click.IntRange(1, 1000),
-    default=4,
-    show_default=True,
-    help="Prompts to compare.",
-)
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(1),
-    default=32,
-    show_default=True,
-    help="Mask tokens a canvas.",
-)
+@prompts_option
+@click.option("--count", type=click.IntRange(1, 1000), default=4, help="Prompts to compare.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=32, help="Mask tokens a canvas.")
 @options(JUDGE_OPTIONS)
 @click.option(
     "--report",
@@ -75,9 +60,7 @@ STOPPED = {
     help="Folder for accuracy.json and report.html of a quantised bundle.",
 )
 @click.option("--force", is_flag=True, default=None, help="Replace the report that is there.")
-@cpu_engine_option
-@provider_options
-@threads_option
+@options(CPU_OPENING_OPTIONS)
 @json_option
 def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values: Any) -> None:
     """Compare a bundle with what it was built from, in PyTorch, or with captured logits of the
@@ -94,15 +77,13 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         raise click.UsageError("give one of --checkpoint and --golden")
     if checkpoint is None:
         assert golden is not None
-        refuse(
-            values,
-            ("prompts", "data", "calib_preset", "report", "force", *BUDGETS),
-            "has no effect with --golden",
-        )
+        without_effect = ("prompts", "data", "calib_preset", "report", "force", *BUDGETS)
+        refuse(values, without_effect, "has no effect with --golden")
         _verify_golden(bundle, golden, values)
         return
     import dlm_runtime
-    from dlm_export import families, graph
+    from dlm_export import graph
+    from dlm_export.judging.parity import by_layer
     from dlm_export.judging.parity.against_torch import by_layers, check_parity, parity_units
     from dlm_export.judging.parity.canvases import random_prompts, read_prompts
     from dlm_export.judging.parity.verdict import require_parity
@@ -115,11 +96,8 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         check_manifest(manifest, bundle)
         source = open_source_of(bundle, manifest, checkpoint)
         if manifest["precision"]["name"] not in graph.PRECISIONS:
-            refuse(
-                values,
-                ("prompts",),
-                "is for bundles in fp32 or fp16; samples to judge by go into --data",
-            )
+            why = "is for bundles in fp32 or fp16; samples to judge by go into --data"
+            refuse(values, ("prompts",), why)
             _verify_quantised(bundle, source, values)
             return
         why = "is for quantised bundles; parity has tolerances of its own"
@@ -135,8 +113,7 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
         bars.start("check parity", parity_units(presets, source.network, len(chosen)))
         parity = check_parity(
             bundle,
-            source.network,
-            lambda: families.load(source.parameters, source.network),
+            source,
             presets,
             manifest["precision"]["name"],
             cache_dtype=manifest["loop"]["graph"]["cache_dtype"],
@@ -147,7 +124,8 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
             progress=bars,
         )
         if parity.misses and source.network.mixtures() and where == ON_CPU:
-            parity = by_layers(parity, bundle, manifest, source, progress=bars)
+            bars.start("check layers", by_layer.units(source.network))
+            parity = by_layers(parity, bundle, manifest, source, bars.advance)
     if values["as_json"]:
         print_json(parity.as_dict())
     else:
@@ -212,9 +190,7 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
 @click.argument("reference", type=CHECKPOINT)
 @click.argument("candidate", type=CHECKPOINT)
 @options(JUDGE_OPTIONS)
-@cpu_engine_option
-@provider_options
-@threads_option
+@options(CPU_OPENING_OPTIONS)
 @json_option
 def compare(reference: Path, candidate: Path, **values: Any) -> None:
     """Judge one bundle by another: what is lost from REFERENCE to CANDIDATE, both through the
@@ -253,9 +229,7 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     help="Generations of each that are timed.  [default: 5]",
 )
 @preset_option
-@engine_option
-@provider_options
-@threads_option
+@options(OPENING_OPTIONS)
 @json_option
 def report(
     bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as_json: bool, **values: Any
@@ -356,10 +330,8 @@ def print_judgement(judgement: Judgement) -> None:
     if free["exact_match"] is None:
         runs, equal = "Runs followed", f"{free['equal_by_induction']:.1%} equal by induction"
     else:
-        runs, equal = (
-            "Free running",
-            f"{free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}",
-        )
+        runs = "Free running"
+        equal = f"{free['exact_match']:.1%} equal, tokens {free['token_agreement']:.1%}"
     click.echo(
         f"{runs}, {free['prompts']} prompts: {equal}, NFE ratio {shown(free['nfe_ratio'], '.3f')}"
     )

@@ -38,17 +38,15 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
         parser.add_argument(
             f"{_PREFIX}output", metavar="OUTPUT", help="Folder of the bundle to write."
         )
-        context = click.Context(build)
+        context = click.Context(build, show_default=True)
         for option in _options():
             record = option.get_help_record(context)
-            help_text = (
-                record[1].replace("%", "%%") if record else None
-            )  # argparse formats its help
+            # argparse expands % in help texts.
+            help_text = record[1].replace("%", "%%") if record else None
             name = f"{_PREFIX}{option.name}"
             if option.is_flag:
-                action = (
-                    BooleanOptionalAction if option.secondary_opts else "store_true"
-                )  # --x, --no-x
+                # A flag with two spellings: --x and --no-x.
+                action = BooleanOptionalAction if option.secondary_opts else "store_true"
                 parser.add_argument(
                     *option.opts, dest=name, action=action, default=SUPPRESS, help=help_text
                 )
@@ -67,9 +65,7 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
 
 
 def build_arguments(values: Namespace) -> list[str]:
-    """The arguments of ``dlm-export`` for what optimum's parser read; values stay unchecked, which
-    is the command's work.
-    """
+    """The arguments of ``dlm-export`` for what optimum's parser read, which the command checks."""
     given = vars(values)
     arguments = ["build", f"--output={given[f'{_PREFIX}output']}"]
     for option in _options():

@@ -60,20 +60,6 @@ TEXT_OPTIONS = (
     ),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
-engine_option = click.option(
-    "--engine",
-    type=click.Choice(["auto", "onnxruntime", "tensorrt"]),
-    default="auto",
-    show_default=True,
-    help="What makes the passes; auto: TensorRT for bundles built for GPUs.",
-)
-cpu_engine_option = click.option(
-    "--engine",
-    type=click.Choice(["onnxruntime", "tensorrt"]),
-    default="onnxruntime",
-    show_default=True,
-    help="What makes the passes: the graph on the CPU, or an engine on this machine's GPU.",
-)
 _PROVIDERS = ("cpu", "cuda", "tensorrt", "nv_tensorrt_rtx")
 
 
@@ -83,24 +69,43 @@ def _check_provider(_: click.Context, __: click.Parameter, text: str) -> str:
     return text
 
 
-def provider_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Who runs the graph in ONNX Runtime, for commands that take an engine."""
-    fallback = click.option(
-        "--allow-fallback",
-        is_flag=True,
-        help="Leave to the CPU what the provider does not run, and say so.",
-    )
-    provider = click.option(
+_RUN_OPTIONS = (
+    click.option(
         "--provider",
         default="cpu",
-        show_default=True,
         callback=_check_provider,
         metavar="NAME[:GPU]",
         help="Of ONNX Runtime: cpu, or on a GPU cuda, tensorrt, nv_tensorrt_rtx, with its number (cuda:1) unless it is 0.",
-    )
-    return provider(fallback(command))
-
-
+    ),
+    click.option(
+        "--allow-fallback",
+        is_flag=True,
+        help="Leave to the CPU what the provider does not run, and say so.",
+    ),
+    click.option(
+        "--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores."
+    ),
+)
+OPENING_OPTIONS = (
+    click.option(
+        "--engine",
+        type=click.Choice(["auto", "onnxruntime", "tensorrt"]),
+        default="auto",
+        help="What makes the passes; auto: TensorRT for bundles built for GPUs.",
+    ),
+    *_RUN_OPTIONS,
+)
+"""How a command opens a bundle: see ``values.opening``."""
+CPU_OPENING_OPTIONS = (
+    click.option(
+        "--engine",
+        type=click.Choice(["onnxruntime", "tensorrt"]),
+        default="onnxruntime",
+        help="What makes the passes: the graph on the CPU, or an engine on this machine's GPU.",
+    ),
+    *_RUN_OPTIONS,
+)
+"""The same for commands that compare bundles, whose graph runs on the CPU unless told otherwise."""
 effort_option = click.option(
     "--effort", help="Loop fitted to data: instant, low, medium or high; see `dlm-export effort`."
 )
@@ -114,8 +119,8 @@ set_option = click.option(
     metavar="FIELD=VALUE",
     help="Any field of the policy; repeatable.",
 )
-threads_option = click.option(
-    "--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores."
+prompts_option = click.option(
+    "--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids."
 )
 
 _SAMPLE_OPTIONS = (
@@ -134,11 +139,7 @@ _SAMPLE_OPTIONS = (
         help="Loop that trajectories and judging follow.  [default: fast-dllm or dream-block]",
     ),
     click.option(
-        "--seed",
-        type=click.IntRange(0),
-        default=0,
-        show_default=True,
-        help="Of masks, states and intervals.",
+        "--seed", type=click.IntRange(0), default=0, help="Of masks, states and intervals."
     ),
 )
 BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
@@ -169,7 +170,6 @@ JUDGE_OPTIONS = (
         "--judge",
         type=click.Choice(["default", "full"]),
         default="default",
-        show_default=True,
         help="Effort: canvases that the bundle meets, or both loops run freely.",
     ),
     click.option("--data", type=FILE, help="JSONL or text to judge by.  [default: the source's]"),
@@ -181,7 +181,6 @@ QUANTISE_OPTIONS = (
         "--judge",
         type=click.Choice(["default", "full", "none"]),
         default="default",
-        show_default=True,
         help="Half as long as the rest; all data, thresholds and effort levels, for releases; parity only.",
     ),
     click.option(
@@ -191,24 +190,15 @@ QUANTISE_OPTIONS = (
     ),
     *_SAMPLE_OPTIONS,
     click.option(
-        "--calib-samples",
-        type=click.IntRange(1, 100000),
-        default=128,
-        show_default=True,
-        help="Prompts to run.",
+        "--calib-samples", type=click.IntRange(1, 100000), default=128, help="Prompts to run."
     ),
     click.option(
-        "--calib-states",
-        type=click.IntRange(1, 1000),
-        default=8,
-        show_default=True,
-        help="Canvases a prompt.",
+        "--calib-states", type=click.IntRange(1, 1000), default=8, help="Canvases a prompt."
     ),
     click.option(
         "--calib-source",
         type=click.Choice(["denoising", "text"]),
         default="denoising",
-        show_default=True,
         help="Of states.",
     ),
     click.option(
@@ -217,11 +207,7 @@ QUANTISE_OPTIONS = (
         help="Calibration tokens from which an expert's weights are solved by them; below, rounded and told.  [default: 32]",
     ),
     click.option(
-        "--calibrator",
-        type=click.Choice(["own", "modelopt"]),
-        default="own",
-        show_default=True,
-        help="Finds ranges.",
+        "--calibrator", type=click.Choice(["own", "modelopt"]), default="own", help="Finds ranges."
     ),
     click.option(
         "--observer",
@@ -268,7 +254,6 @@ _MEANS_OPTIONS = (
     click.option(
         "--device",
         default="auto",
-        show_default=True,
         help="Where torch works: auto, cpu, cuda or cuda:0; auto: a GPU if any.",
     ),
     click.option(

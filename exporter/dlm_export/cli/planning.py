@@ -37,34 +37,14 @@ if TYPE_CHECKING:
 )
 @click.option("--precisions", help="With commas.  [default: all that a target runs]")
 @click.option(
-    "--block-length",
-    default="32",
-    show_default=True,
-    help="Tokens decided before the next block; with commas.",
+    "--block-length", default="32", help="Tokens decided before the next block; with commas."
 )
 @click.option(
-    "--tokens-per-pass",
-    default="1,2,4,8",
-    show_default=True,
-    help="Tokens committed in a pass; with commas; x>=1.",
+    "--tokens-per-pass", default="1,2,4,8", help="Tokens committed in a pass; with commas; x>=1."
 )
-@click.option(
-    "--prompt-tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens given."
-)
-@click.option(
-    "--new-tokens",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    help="Tokens to generate.",
-)
-@click.option(
-    "--batch",
-    type=click.IntRange(1, 65536),
-    default=1,
-    show_default=True,
-    help="Canvases in a pass.",
-)
+@click.option("--prompt-tokens", type=click.IntRange(0), default=128, help="Tokens given.")
+@click.option("--new-tokens", type=click.IntRange(1), default=128, help="Tokens to generate.")
+@click.option("--batch", type=click.IntRange(1, 65536), default=1, help="Canvases in a pass.")
 @click.option(
     "--price-per-hour",
     help="A number, or TARGET=NUMBER with commas, for cost; in whatever currency.",

@@ -16,19 +16,15 @@ import click
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
-WORD_LIMIT, LINE_LIMIT = (
-    400,
-    5000,
-)  # characters: of a path or a name, and of an error with TensorRT's reasons
+# In characters: of a path or name, and of an error that quotes TensorRT.
+WORD_LIMIT, LINE_LIMIT = 400, 5000
 
 FEW_SAMPLES = 32  # of effort levels: fewer do not tell a tenth of the quality
 LINE_EVERY_S = 10.0  # of progress where stderr is no terminal
 
 
 def one_line(text: object) -> str:
-    """Text as one line that a terminal can show: names and values in it may come from a hostile
-    file.
-    """
+    """Text as one line that is safe on a terminal: it may come from a hostile file."""
     words = " ".join(_cut(word, WORD_LIMIT) for word in str(text).split())
     return _cut(
         "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words),
@@ -118,9 +114,7 @@ def print_caches(what: str, sizes: Mapping[str, int]) -> None:
 
 
 def print_kernels(kernels: Mapping[str, Any]) -> None:
-    """Which native kernels a graph for a CPU calls, and what keeps plain operators, which are
-    slower, with the reason.
-    """
+    """Which native kernels a graph for a CPU calls, and why other layers keep slower operators."""
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
     click.echo(f"Native kernels: {calls or 'none'}")
     plain = Counter((block_left_out(layer), reason) for layer, reason in kernels["plain"].items())

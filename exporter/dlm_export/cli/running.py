@@ -21,13 +21,12 @@ from dlm_export.cli.conversing import (
 from dlm_export.cli.options import (
     CHECKPOINT,
     FILE,
+    OPENING_OPTIONS,
     effort_option,
-    engine_option,
     json_option,
+    options,
     preset_option,
-    provider_options,
     set_option,
-    threads_option,
 )
 from dlm_export.cli.printing import Bars, format_bytes, how_it_went, print_json, print_table, shown
 from dlm_export.cli.values import opening, policy_changes
@@ -123,15 +122,9 @@ from dlm_runtime import Bundle, Generation
 @constraint_options
 @click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
 @click.option(
-    "--delay",
-    type=click.FloatRange(0, 10),
-    default=0.15,
-    show_default=True,
-    help="Seconds a step with --watch.",
+    "--delay", type=click.FloatRange(0, 10), default=0.15, help="Seconds a step with --watch."
 )
-@engine_option
-@provider_options
-@threads_option
+@options(OPENING_OPTIONS)
 @json_option
 def run(
     bundle: Path,
@@ -231,9 +224,7 @@ def run(
 
 
 def _preset_of(bundle: Bundle, preset: str | None, effort: str | None) -> str | None:
-    """The preset that a request runs: the given one, that of the effort levels, or the bundle's
-    default.
-    """
+    """The preset that a request runs: the given one, that of its level, or the bundle's default."""
     loop = bundle.manifest["loop"]
     chosen: str | None = preset or (loop["effort"]["preset"] if effort else loop["default_preset"])
     return chosen
@@ -281,7 +272,6 @@ def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict
     "--rounds",
     type=click.IntRange(3, 1000),
     default=15,
-    show_default=True,
     help="Of each pass; a fifth as many generations.",
 )
 @click.option(
@@ -292,13 +282,7 @@ def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict
     type=FILE,
     help="JSONL with prompt, or messages: send its prompts one by one, print p50, p95 and tokens a pass.",
 )
-@click.option(
-    "--samples",
-    type=click.IntRange(1),
-    default=64,
-    show_default=True,
-    help="Most prompts of --data.",
-)
+@click.option("--samples", type=click.IntRange(1), default=64, help="Most prompts of --data.")
 @click.option(
     "--peer-token-ms",
     type=click.FloatRange(0, min_open=True),
@@ -309,9 +293,7 @@ def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict
     is_flag=True,
     help="Fit what a pass, a token, a scored row and attention cost, for schedulers.",
 )
-@engine_option
-@provider_options
-@threads_option
+@options(OPENING_OPTIONS)
 @json_option
 def bench(
     bundle: Path,

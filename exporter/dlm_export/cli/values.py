@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 
 JSON_LIMIT_BYTES = 4 << 20
+_Options = TypeVar("_Options")
+
+
+def taken(kind: type[_Options], values: dict[str, Any]) -> _Options:
+    """A dataclass of options from the values that have the names of its fields."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: values[name] for name in names if name in values})
 
 
 def opening(values: dict[str, Any]) -> Opening:
@@ -42,6 +49,7 @@ _QUANTISED_ONLY = (
     *("observer", "solver", "smoothing", "rotate_down", "embedding"),
     *BUDGETS,
 )
+_JUDGED_ONLY = ("judged", "free_runs", *BUDGETS)
 _ENGINE_ONLY = (
     *("activations", "canvas", "block", "workspace", "timing_cache"),
     *("builder", "allow_fallback", "no_engine", "plain_graph"),
@@ -68,17 +76,13 @@ def read_json_file(path: Path) -> Any:
     try:
         return parse_json(read_text(path, JSON_LIMIT_BYTES, RequestError))
     except ValueError as err:
-        raise (
-            err
-            if isinstance(err, RequestError)
-            else RequestError(f"{path}: not readable as JSON ({err})")
-        ) from err
+        if isinstance(err, RequestError):
+            raise
+        raise RequestError(f"{path}: not readable as JSON ({err})") from err
 
 
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """The fields of a policy that ``set_option`` was given. Raises UsageError, RequestError for
-    what is none.
-    """
+    """The fields of a policy that ``set_option`` was given. Raises UsageError or RequestError."""
     from dlm_runtime import Policy
 
     fields: dict[str, Any] = {}
@@ -107,44 +111,28 @@ def check_build_options(values: dict[str, Any]) -> None:
     if precision != "auto":
         refuse(values, ("auto_formats", "tune"), "is for --precision auto")
     if precision == "stored":
-        refuse(
-            values,
-            ("observer", "solver", "smoothing", "rotate_down"),
-            "has no effect on stored codes and scales",
-        )
+        solving = ("observer", "solver", "smoothing", "rotate_down")
+        refuse(values, solving, "has no effect on stored codes and scales")
     if values["no_verify"]:
         asked = values | {"judge": "full" if values["judge"] == "full" else None}
-        refuse(
-            asked,
-            ("judge", "judged", "free_runs", *BUDGETS),
-            "needs judging, which --no-verify skips",
-        )
+        refuse(asked, ("judge", *_JUDGED_ONLY), "needs judging, which --no-verify skips")
     if values["no_engine"]:
-        refuse(
-            values,
-            ("workspace", "timing_cache", "builder"),
-            "is for building engines, which --no-engine leaves out",
-        )
+        building = ("workspace", "timing_cache", "builder")
+        refuse(values, building, "is for building engines, which --no-engine leaves out")
     devices = targets.find_all(split(values["target"]))
     recipe = targets.recipe_for(devices, precision)
     if recipe is not None and values["no_verify"]:
         recipe = replace(recipe, **_recipe_changes(values))
         if not recipe.needs_states(dict(recipe.layers)):
-            refuse(
-                values,
-                ("calib",),
-                f"has no effect: {precision} needs no data, and --no-verify skips judging",
-            )
+            why = f"has no effect: {precision} needs no data, and --no-verify skips judging"
+            refuse(values, ("calib",), why)
     if devices[0].sm is None:
         what = "engines" if devices[0].is_gpu else "GPUs"
         refuse(values, _ENGINE_ONLY, f"is for {what}; --target is {values['target']}")
     if devices[0].is_gpu:
         refuse(values, ("tune",), f"times this processor; --target is {values['target']}")
-        refuse(
-            values,
-            ("cache_dtype",),
-            "is for CPUs; on a GPU keys and values are in the type of its activations",
-        )
+        why = "is for CPUs; on a GPU keys and values are in the type of its activations"
+        refuse(values, ("cache_dtype",), why)
 
 
 def build_options(values: dict[str, Any]) -> BuildOptions:
@@ -168,13 +156,10 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 
 
 def overrides(values: dict[str, Any]) -> Overrides:
-    """``SOURCE_OPTIONS`` and ``TEXT_OPTIONS`` as a source takes them; a command without them
-    overrides nothing.
-    """
+    """``SOURCE_OPTIONS`` and ``TEXT_OPTIONS``, as far as a command has them."""
     from dlm_export.families.base import Overrides
 
-    names = ("mask_token_id", "max_canvas_length", "attention_block", "json_layout", "call_format")
-    return Overrides(**{name: values.get(name) for name in names})
+    return taken(Overrides, values)
 
 
 def budgets(values: dict[str, Any]) -> Budgets:
@@ -186,7 +171,7 @@ def budgets(values: dict[str, Any]) -> Budgets:
             raise click.UsageError(
                 f"--{name.replace('_', '-')} {values[name]} is no limit: give a finite number"
             )
-    return Budgets(**{name: values[name] for name in BUDGETS})
+    return taken(Budgets, values)
 
 
 def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
@@ -198,17 +183,10 @@ def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
     from dlm_export.judging.accuracy.rounds import Effort
 
     if values["judge"] == "none":
-        refuse(
-            values,
-            (*BUDGETS, "judged", "free_runs"),
-            "needs judging, which --judge none leaves out",
-        )
+        refuse(values, _JUDGED_ONLY, "needs judging, which --judge none leaves out")
     if values["judge"] == "full":
-        refuse(
-            values,
-            ("free_runs",),
-            "has no effect with --judge full, which runs every prompt freely",
-        )
+        why = "has no effect with --judge full, which runs every prompt freely"
+        refuse(values, ("free_runs",), why)
     return Effort(values["judge"], values["judged"], values["free_runs"] or 0).lasting(seconds)
 
 

@@ -1,6 +1,4 @@
-"""The canvas as it denoises, live in a terminal: committed tokens, guesses, and what is still
-masked.
-"""
+"""Shows the canvas in a terminal as it denoises: committed tokens, guesses, and masks."""
 
 from __future__ import annotations
 
@@ -23,15 +21,12 @@ LEGEND = (
     ("░ masked", MASKED),
     ("∎ end", COMMITTED),
 )
-ACTIVE = Style(
-    meta={"active": True}
-)  # changes no look, and stays with its text when that is parted into lines
+# Invisible; it stays with its text when lines are wrapped.
+ACTIVE = Style(meta={"active": True})
 
 
 def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation:
-    """Run the request and draw every step on stderr; wait ``delay_s`` after each, since a small
-    denoiser is fast.
-    """
+    """Run the request and draw every step on stderr, with a pause of ``delay_s`` after each."""
     console = Console(stderr=True)
     result = denoise(bundle, request, console, delay_s)
     if not console.is_terminal:

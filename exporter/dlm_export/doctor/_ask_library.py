@@ -22,9 +22,7 @@ MOST_GPUS = 64
 
 
 def cuda(name: str) -> dict[str, Any]:
-    """The newest CUDA that the driver runs, as it codes it (13000 is 13.0), and the name, SM and
-    bytes of each GPU.
-    """
+    """The newest CUDA of the driver (13000 is 13.0), and the name, SM and bytes of each GPU."""
     driver = ctypes.CDLL(name)
     version, count = ctypes.c_int(), ctypes.c_int()
     told: dict[str, Any] = {
@@ -62,9 +60,8 @@ def tensorrt(name: str) -> dict[str, Any]:
 
 def onnxruntime(name: str) -> dict[str, Any]:
     base = ctypes.CDLL(name).OrtGetApiBase
-    base.restype = ctypes.POINTER(
-        ctypes.c_void_p
-    )  # of two functions: the table of a version, and the version
+    # OrtApiBase has two functions: GetApi and GetVersionString.
+    base.restype = ctypes.POINTER(ctypes.c_void_p)
     version = ctypes.CFUNCTYPE(ctypes.c_char_p)(base()[1])()
     return {"version": version.decode("utf-8", "replace")}
 

@@ -61,9 +61,7 @@ def _name(text: str) -> str:
 
 
 def _jetpack(system: System) -> str | None:
-    """The version of the package that stands for all of JetPack; many boards have its parts without
-    it.
-    """
+    """The version of the package that stands for all of JetPack; many boards lack it."""
     found = re.match(
         r"[\d.]{1,20}", system.program("dpkg-query", "-W", "-f=${Version}", "nvidia-jetpack") or ""
     )

@@ -1,6 +1,4 @@
-"""Whether a bundle, or bundles for a target, can run on a machine: by which engine, in how much
-memory; if not, what to do.
-"""
+"""Whether bundles can run on a machine: by which engine, in how much memory, or what is missing."""
 
 from __future__ import annotations
 
@@ -9,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from dlm_export.bundle.manifest import network_of, table_bytes_of
-from dlm_export.doctor.checks import LEAST_FOR_GPU, LEAST_ONNXRUNTIME, builders_of, numbers, size
-from dlm_export.doctor.findings import NOTE, OK, Finding, needed
+from dlm_export.doctor.checks import (
+    LEAST_FOR_GPU,
+    LEAST_ONNXRUNTIME,
+    Lacking,
+    builders_of,
+    lacking_tensorrt,
+    numbers,
+    size,
+)
+from dlm_export.doctor.findings import Finding, needed, note, ok
 from dlm_export.doctor.machine import Machine
 from dlm_export.engines import ENGINE_BUILDERS, TENSORRT
 from dlm_export.machine import engine_here, reported_sms
 from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.targets import LEAST_SM, Target, sm_text
-from dlm_export.tensorrt.estimate import EngineOptions, Estimate, Limits, estimate, limits_of
-
-Lacking = list[tuple[str, str]]
-"""What stands in the way, each with what to do about it."""
+from dlm_export.tensorrt.estimate import EngineOptions, Estimate, estimate, limits_of
 
 ON_CPU = "or run its graph on the CPU: --engine onnxruntime"
 NAMES = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
@@ -27,30 +30,19 @@ SHARED_SM = (87, 110, 101, 121)  # GPUs that have no memory but the host's
 
 
 def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
-    """Whether bundles for ``target`` run here, which is asked for, and whether their engines are
-    built here.
-    """
+    """Whether bundles for ``target`` run here and whether their engines can be built here."""
     part = f"target {target.name}"
     if target.sm is None:
-        lacking = (
-            _lacking_on_cpu(machine)
-            if target.provider == "cpu"
-            else _lacking_for_cuda(machine, bf16=False)
-        )
+        is_cpu = target.provider == "cpu"
+        lacking = _lacking_on_cpu(machine) if is_cpu else _lacking_for_cuda(machine, bf16=False)
         yield needed(part, "runs here", lacking, "ONNX Runtime runs the graph, nothing is built")
         return
-    lacking = _lacking_gpu(machine, reported_sms(target.sm), target.name) + _lacking_tensorrt(
-        machine
-    )
+    lacking = _lacking_gpu(machine, reported_sms(target.sm), target.name)
+    lacking += lacking_tensorrt(machine)
     yield needed(part, "runs here", lacking, f"an engine for SM {sm_text(target.sm)}")
     is_built, how = engine_here(target, builders_of(machine))
-    yield Finding(
-        part,
-        "is built here",
-        OK if is_built else NOTE,
-        "yes, " + how if is_built else "no",
-        "" if is_built else how,
-    )
+    built = ok(part, "is built here", f"yes, {how}")
+    yield built if is_built else note(part, "is built here", "no", how)
 
 
 def examine_bundle(
@@ -59,17 +51,14 @@ def examine_bundle(
     """Whether a bundle runs here. ``manifest`` is the checked one of ``folder``."""
     loop, precision, targets = manifest["loop"], manifest["precision"]["name"], manifest["targets"]
     part = "bundle"
-    yield Finding(
+    yield ok(
         part,
         "what it is",
-        OK,
         f"{folder}: {manifest['network']['architecture']}, {precision}, for {', '.join(targets)}",
     )
     if "device_file" not in loop["graph"]:
-        lacking, engine = (
-            _lacking_on_cpu(machine),
-            f"ONNX Runtime {machine.onnxruntime.version} on the CPU",
-        )
+        lacking = _lacking_on_cpu(machine)
+        engine = f"ONNX Runtime {machine.onnxruntime.version} on the CPU"
     elif "cuda" in targets:
         lacking = [
             (what, f"{remedy}; {ON_CPU}")
@@ -77,14 +66,11 @@ def examine_bundle(
         ]
         engine = f"ONNX Runtime {machine.onnxruntime.version}, --provider cuda"
     else:
-        lacking = _lacking_gpu(machine, None, "") + _lacking_tensorrt(machine)
+        lacking = _lacking_gpu(machine, None, "") + lacking_tensorrt(machine)
         lacking = lacking or _lacking_engine(machine, folder, loop.get("engines", {}))
         lacking = [(what, f"{remedy}; {ON_CPU}") for what, remedy in lacking]
-        engine = (
-            ""
-            if lacking
-            else f"{NAMES[machine.native.tensorrt or TENSORRT.name]} on {machine.driver.gpus[0].name}"
-        )
+        kind = NAMES[machine.native.tensorrt or TENSORRT.name]
+        engine = "" if lacking else f"{kind} on {machine.driver.gpus[0].name}"
     yield needed(part, "engine", lacking, engine)
     yield from _kernels(machine, part, manifest)
     yield _memory(machine, part, manifest)
@@ -99,12 +85,12 @@ def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Fin
     runs = [name for name, refusal in m.native.kernels.items() if refusal is None]
     listed = ", ".join(f"{count} {name}" for name, count in calls.items())
     if runs:
-        yield Finding(part, "kernels", OK, f"{runs[0]} runs {listed}")
+        yield ok(part, "kernels", f"{runs[0]} runs {listed}")
         return
     said = f"none runs here for {listed}: ONNX Runtime computes them, slower"
     if any(name.endswith("TiedHead") for name in calls):
         said += ", and copies the embedding table in fp32"
-    yield Finding(part, "kernels", NOTE, said, "a processor with kernels: see kernels above")
+    yield note(part, "kernels", said, "a processor with kernels: see kernels above")
 
 
 def _lacking_on_cpu(m: Machine) -> Lacking:
@@ -129,23 +115,14 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
             remedy = f"an onnxruntime of {least} or later that was built with it"
         lacking.append(("this ONNX Runtime has no CUDA provider", remedy))
     elif numbers(m.onnxruntime.version) < LEAST_FOR_GPU:
-        lacking.append(
-            (
-                f"ONNX Runtime {m.onnxruntime.version} is too old for GPUs",
-                "pip install -U onnxruntime-gpu",
-            )
-        )
-    if failed := [name for name, why in m.cuda_libraries.items() if why is not None]:
-        lacking.append(
-            (f"{', '.join(name.rpartition('/')[2] for name in failed)} do not load", "see above")
-        )
+        what = f"ONNX Runtime {m.onnxruntime.version} is too old for GPUs"
+        lacking.append((what, "pip install -U onnxruntime-gpu"))
+    if failed := [path for path, why in m.cuda_libraries.items() if why is not None]:
+        names = ", ".join(path.rpartition("/")[2] for path in failed)
+        lacking.append((f"{names} do not load", "see above"))
     if bf16 and m.sm is not None and m.sm < LEAST_SM["bf16"]:
-        lacking.append(
-            (
-                f"bf16 needs SM {sm_text(LEAST_SM['bf16'])}, this GPU is SM {sm_text(m.sm)}",
-                "a bundle in fp16",
-            )
-        )
+        what = f"bf16 needs SM {sm_text(LEAST_SM['bf16'])}, this GPU is SM {sm_text(m.sm)}"
+        lacking.append((what, "a bundle in fp16"))
     return lacking
 
 
@@ -155,31 +132,8 @@ def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
         return [(f"no GPU: {m.driver.failure}", "NVIDIA's driver, and a GPU that it shows")]
     if sms is not None and m.sm not in sms:
         gpu = m.driver.gpus[0]
-        return [
-            (
-                f"{gpu.name} is SM {sm_text(gpu.sm)}, {target} is SM {sm_text(sms[0])}",
-                f"build for sm{gpu.sm} instead",
-            )
-        ]
-    return []
-
-
-def _lacking_tensorrt(m: Machine) -> Lacking:
-    """A native library with TensorRT, and the TensorRT that it wants."""
-    if m.native.failure is not None:
-        return [("the native library does not load", "see above")]
-    kind = m.native.tensorrt
-    if kind is None:
-        remedy = f"pip install . -C cmake.define.DLM_TENSORRT_INCLUDE_DIR={m.tensorrt_headers or '...'}, from the source"
-        return [("the native library was compiled without TensorRT's headers", remedy)]
-    library = m.tensorrt[kind]
-    if library.version is None:
-        return [
-            (
-                f"{NAMES[kind]}'s library does not load: {library.failure}",
-                "install it, or set DLM_TENSORRT to its path",
-            )
-        ]
+        what = f"{gpu.name} is SM {sm_text(gpu.sm)}, {target} is SM {sm_text(sms[0])}"
+        return [(what, f"build for sm{gpu.sm} instead")]
     return []
 
 
@@ -200,12 +154,8 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
         else:
             return []
     why = "; ".join(reasons) or "the bundle holds none yet"
-    return [
-        (
-            f"no engine for SM {sm_text(gpu.sm)}: {why}",
-            f"dlm-export engine {folder} --target sm{gpu.sm}, here",
-        )
-    ]
+    remedy = f"dlm-export engine {folder} --target sm{gpu.sm}, here"
+    return [(f"no engine for SM {sm_text(gpu.sm)}: {why}", remedy)]
 
 
 def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
@@ -219,8 +169,7 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
         entry["bytes"] for name, entry in manifest["files"].items() if name.endswith(".data")
     )
     block = loop["presets"][loop["default_preset"]]["block_length"]
-    limits: Limits = limits_of(network.max_canvas_length, block, EngineOptions())
-    found = estimate(network, weights, limits)
+    found = estimate(network, weights, limits_of(network.max_canvas_length, block, EngineOptions()))
     if "device_file" in graph:
         return found
     held = weights
@@ -245,7 +194,5 @@ def _memory(m: Machine, part: str, manifest: Mapping[str, Any]) -> Finding:
     if room is not None and found.weights > room:
         return needed(part, "memory", [(f"{said}; {where}", remedy)], "")
     if room is not None and found.device > room:
-        return Finding(
-            part, "memory", NOTE, f"{said}; {where}, so that long canvases may not fit", remedy
-        )
-    return Finding(part, "memory", OK, f"{said}; {where}")
+        return note(part, "memory", f"{said}; {where}, so that long canvases may not fit", remedy)
+    return ok(part, "memory", f"{said}; {where}")

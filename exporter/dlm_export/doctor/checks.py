@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dlm_export.doctor.findings import MISSING, NOTE, OK, Finding, needed
+from dlm_export.doctor.findings import MISSING, NOTE, OK, Finding, needed, note, ok
 from dlm_export.doctor.machine import Machine
 from dlm_export.engines import ENGINE_BUILDERS, RTX, TENSORRT
 from dlm_export.machine import Builders, engine_here, reported_sms
@@ -30,84 +30,53 @@ EXTRAS = {
 
 def examine(machine: Machine) -> list[Finding]:
     """Every finding about the machine itself, in the order that they are told."""
-    parts = (
-        _python,
-        _native_library,
-        _onnxruntime,
-        _gpu,
-        _tensorrt,
-        _board,
-        _memory,
-        _building,
-        _extras,
-    )
+    needed_first = (_python, _native_library, _onnxruntime, _gpu, _tensorrt)
+    parts = (*needed_first, _board, _memory, _building, _extras)
     return [finding for part in parts for finding in part(machine)]
 
 
 def numbers(version: str | None) -> tuple[int, ...]:
     """The numbers that a version begins with: 1.31.1 as (1, 31, 1)."""
-    return tuple(
-        int(part) for part in re.findall(r"\d+", (re.match(r"[\d.]*", version or "") or [""])[0])
-    )
+    start = re.match(r"[\d.]*", version or "") or [""]
+    return tuple(int(part) for part in re.findall(r"\d+", start[0]))
 
 
 def size(count: int | None) -> str:
     if count is None:
         return "an unknown amount"
-    return (
-        f"{count / (1 << 30):.1f} GiB"
-        if count >= 1 << 30 or count == 0
-        else f"{count / (1 << 20):.1f} MiB"
-    )
+    is_large = count >= 1 << 30 or count == 0
+    return f"{count / (1 << 30):.1f} GiB" if is_large else f"{count / (1 << 20):.1f} MiB"
 
 
 def _python(m: Machine) -> Iterator[Finding]:
     text, (least, most) = f"{m.python[0]}.{m.python[1]}", PYTHONS
     wanted = f"{least[0]}.{least[1]} to {most[0]}.{most[1]}"
-    old = (
-        []
-        if least <= m.python <= most
-        else [(f"Python {text}; {wanted} is needed", f"a venv of Python {wanted}")]
-    )
-    yield needed("base", "Python", old, f"{text}, {m.executable}, {m.architecture}")
-    absent = [
-        name
-        for name, version in m.packages.items()
-        if version is None and not _is_replaced(name, m)
-    ]
-    lacking = (
-        [(f"not installed: {', '.join(absent)}", f"pip install {' '.join(absent)}")]
-        if absent
-        else []
-    )
+    lacking = []
+    if not least <= m.python <= most:
+        lacking.append((f"Python {text}; {wanted} is needed", f"a venv of Python {wanted}"))
+    yield needed("base", "Python", lacking, f"{text}, {m.executable}, {m.architecture}")
+    there = {name: version for name, version in m.packages.items() if version is not None}
+    replaced = {"onnxruntime"} if "onnxruntime-gpu" in m.onnxruntime_wheels else set()
+    absent = [name for name in m.packages if name not in {*there, *replaced}]
+    lacking = []
+    if absent:
+        lacking.append((f"not installed: {', '.join(absent)}", f"pip install {' '.join(absent)}"))
     if m.version is None:
-        lacking.append(
-            ("dlm-export runs from its source and is not installed", "pip install . in its folder")
-        )
-    there = ", ".join(
-        f"{name} {version}" for name, version in m.packages.items() if version is not None
-    )
-    yield needed("base", "packages", lacking, f"dlm-export {m.version}; {there}")
-
-
-def _is_replaced(name: str, m: Machine) -> bool:
-    return name == "onnxruntime" and "onnxruntime-gpu" in m.onnxruntime_wheels
+        what = "dlm-export runs from its source and is not installed"
+        lacking.append((what, "pip install . in its folder"))
+    listed = ", ".join(f"{name} {version}" for name, version in there.items())
+    yield needed("base", "packages", lacking, f"dlm-export {m.version}; {listed}")
 
 
 def _native_library(m: Machine) -> Iterator[Finding]:
     from dlm_runtime.abi import native as _native
 
-    native = m.native
-    lacking = (
-        [(native.failure, "reinstall dlm-export (pip install --force-reinstall --no-deps)")]
-        if native.failure
-        else []
-    )
-    engines = (
-        "without TensorRT"
-        if native.tensorrt is None
-        else f"with {ENGINE_BUILDERS[native.tensorrt].title}"
-    )
+    native, lacking, engines = m.native, [], "without TensorRT"
+    if native.failure:
+        remedy = "reinstall dlm-export (pip install --force-reinstall --no-deps)"
+        lacking.append((native.failure, remedy))
+    if native.tensorrt is not None:
+        engines = f"with {ENGINE_BUILDERS[native.tensorrt].title}"
     told = f"{native.version}, ABI {_native.ABI_VERSION}, {engines}, {native.path}"
     yield needed("base", "native library", lacking, told)
     if native.failure:
@@ -117,64 +86,39 @@ def _native_library(m: Machine) -> Iterator[Finding]:
         f"{name}: {refusal}" for name, refusal in native.kernels.items() if refusal is not None
     )
     if runs:
-        yield Finding(
-            "base", "kernels", OK, ", ".join(runs) + (f". Not here: {not_here}" if not_here else "")
-        )
+        said = ", ".join(runs) + (f". Not here: {not_here}" if not_here else "")
+        yield ok("base", "kernels", said)
     else:
         known = ", ".join(f"{each.name} ({each.processors})" for each in KERNEL_SETS)
         said = f"none runs here ({not_here or f'none is for {m.architecture}'}): ONNX Runtime computes all by itself, slower"
-        yield Finding(
-            "base",
-            "kernels",
-            NOTE,
-            said,
-            f"a processor, or a virtual machine that shows one, of {known}",
-        )
+        remedy = f"a processor, or a virtual machine that shows one, of {known}"
+        yield note("base", "kernels", said, remedy)
 
 
 def _onnxruntime(m: Machine) -> Iterator[Finding]:
     found, least = m.onnxruntime, ".".join(map(str, LEAST_ONNXRUNTIME))
     lacking = []
     if found.failure is not None:
-        lacking.append(
-            (
-                found.failure,
-                "pip install onnxruntime, or DLM_ONNXRUNTIME set to the path of libonnxruntime.so",
-            )
-        )
+        remedy = "pip install onnxruntime, or DLM_ONNXRUNTIME set to the path of libonnxruntime.so"
+        lacking.append((found.failure, remedy))
     elif numbers(found.version) < LEAST_ONNXRUNTIME:
-        lacking.append(
-            (
-                f"{found.version} at {found.path}; {least} is needed",
-                f"pip install 'onnxruntime>={least}'",
-            )
-        )
+        what = f"{found.version} at {found.path}; {least} is needed"
+        lacking.append((what, f"pip install 'onnxruntime>={least}'"))
     yield needed("base", "ONNX Runtime", lacking, f"{found.version}, {found.path}")
     if len(m.onnxruntime_wheels) > 1:
         both = " and ".join(f"{name} {version}" for name, version in m.onnxruntime_wheels.items())
         remedy = f"pip uninstall -y {' '.join(m.onnxruntime_wheels)}, then pip install the one that is wanted"
-        yield Finding(
-            "base",
-            "its wheels",
-            NOTE,
-            f"{both} share a folder, where one has overwritten the other",
-            remedy,
-        )
+        said = f"{both} share a folder, where one has overwritten the other"
+        yield note("base", "its wheels", said, remedy)
     if m.providers:
         shown = ", ".join(name.removesuffix("ExecutionProvider") for name in m.providers)
-        yield Finding("base", "its providers", OK, f"{shown} (of the installed wheel)")
+        yield ok("base", "its providers", f"{shown} (of the installed wheel)")
     if m.telemetry in (None, "1"):
-        yield Finding(
-            "base",
-            "its telemetry",
-            OK,
-            "off: ORT_DISABLE_TELEMETRY=1 is set where a bundle is opened",
-        )
+        said = "off: ORT_DISABLE_TELEMETRY=1 is set where a bundle is opened"
+        yield ok("base", "its telemetry", said)
     else:
         said = f"ORT_DISABLE_TELEMETRY={m.telemetry} leaves it on: a device id is stored and telemetry sent"
-        yield Finding(
-            "base", "its telemetry", NOTE, said, "unset ORT_DISABLE_TELEMETRY, or set it to 1"
-        )
+        yield note("base", "its telemetry", said, "unset ORT_DISABLE_TELEMETRY, or set it to 1")
 
 
 def _gpu(m: Machine) -> Iterator[Finding]:
@@ -183,22 +127,17 @@ def _gpu(m: Machine) -> Iterator[Finding]:
         gpus = "; ".join(
             f"{gpu.name}, SM {sm_text(gpu.sm)}, {size(gpu.memory_bytes)}" for gpu in driver.gpus
         )
-        yield Finding("GPU", "driver", OK, f"runs CUDA up to {driver.cuda}: {gpus}")
+        yield ok("GPU", "driver", f"runs CUDA up to {driver.cuda}: {gpus}")
     elif is_there:
-        what = (
-            "this Jetson" if m.board is not None else "an NVIDIA GPU is on the bus, and its driver"
-        )
+        what = "an NVIDIA GPU is on the bus, and its driver"
+        remedy = "install NVIDIA's driver (Debian: nvidia-driver; in a container: NVIDIA's container toolkit, --gpus all)"
+        if m.board is not None:
+            what = "this Jetson"
+            remedy = "the JetPack that goes with the board (in a container: --runtime nvidia)"
         said = f"{what} does not answer: {driver.failure}"
-        remedy = (
-            "the JetPack that goes with the board (in a container: --runtime nvidia)"
-            if m.board is not None
-            else "install NVIDIA's driver (Debian: nvidia-driver; in a container: NVIDIA's container toolkit, --gpus all)"
-        )
         yield Finding("GPU", "driver", MISSING, said, remedy)
     else:
-        yield Finding(
-            "GPU", "driver", NOTE, f"none ({driver.failure}). Bundles for the CPU need none"
-        )
+        yield note("GPU", "driver", f"none ({driver.failure}). Bundles for the CPU need none")
     if m.cuda_libraries:
         failures = [
             f"{name.rpartition('/')[2]} ({why})"
@@ -207,41 +146,33 @@ def _gpu(m: Machine) -> Iterator[Finding]:
         ]
         remedy = "pip install 'onnxruntime-gpu[cuda,cudnn]', or their folders in LD_LIBRARY_PATH"
         if failures:
-            yield Finding(
-                "GPU",
-                "CUDA's libraries",
-                NOTE,
-                f"of the CUDA provider's, not loaded: {', '.join(failures)}",
-                remedy,
-            )
+            said = f"of the CUDA provider's, not loaded: {', '.join(failures)}"
+            yield note("GPU", "CUDA's libraries", said, remedy)
         else:
-            yield Finding(
-                "GPU",
-                "CUDA's libraries",
-                OK,
-                f"all {len(m.cuda_libraries)} of the CUDA provider's load",
-            )
+            said = f"all {len(m.cuda_libraries)} of the CUDA provider's load"
+            yield ok("GPU", "CUDA's libraries", said)
 
 
 def _tensorrt(m: Machine) -> Iterator[Finding]:
     names = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
     found = {kind: library for kind, library in m.tensorrt.items() if library.version is not None}
     for kind, library in found.items():
-        yield Finding("GPU", names[kind], OK, f"library {library.version}, {library.path}")
+        yield ok("GPU", names[kind], f"library {library.version}, {library.path}")
     for kind, version in m.builders.items():
         if version is not None:
-            yield Finding("GPU", f"{names[kind]}, builder", OK, f"Python module of {version}")
+            yield ok("GPU", f"{names[kind]}, builder", f"Python module of {version}")
     if m.driver.gpus and m.native.failure is None:
-        yield _runs_engines(m, names)
+        if lacking := lacking_tensorrt(m):
+            yield note("GPU", "running engines", *lacking[0])
+        else:
+            kind = m.native.tensorrt or ""
+            said = f"engines of {names[kind]} {m.tensorrt[kind].version}, of exactly this version"
+            yield ok("GPU", "running engines", said)
     here = builders_of(m)
     built = [name for name in GENERIC if engine_here(find(name), here)[0]]
     if built:
-        yield Finding(
-            "GPU",
-            "engines",
-            OK,
-            f"built here for {', '.join(sm_text(GENERIC[name]) for name in built)} (SM)",
-        )
+        sms = ", ".join(sm_text(GENERIC[name]) for name in built)
+        yield ok("GPU", "engines", f"built here for {sms} (SM)")
     else:
         said = (
             "none can be built here; bundles can, with --no-engine, and are finished on the device"
@@ -249,37 +180,26 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
         remedy = "pip install 'dlm-export[rtx]' builds those of RTX 20 to 50 without a GPU"
         if m.board is not None:
             remedy = "sudo apt-get install python3-libnvinfer, and a venv made with --system-site-packages"
-        yield Finding("GPU", "engines", NOTE, said, remedy)
+        yield note("GPU", "engines", said, remedy)
 
 
-def _runs_engines(m: Machine, names: dict[str, str]) -> Finding:
-    """Whether engines of any kind can run on the GPU that is there."""
+Lacking = list[tuple[str, str]]
+"""What stands in the way, each with what to do about it."""
+
+
+def lacking_tensorrt(m: Machine) -> Lacking:
+    """A native library with TensorRT, and the TensorRT that it needs, if missing."""
+    if m.native.failure is not None:
+        return [("the native library does not load", "see above")]
     kind = m.native.tensorrt
     if kind is None:
         remedy = f"pip install . -C cmake.define.DLM_TENSORRT_INCLUDE_DIR={m.tensorrt_headers or '...'}, from the source"
-        return Finding(
-            "GPU",
-            "running engines",
-            NOTE,
-            "the native library was compiled without TensorRT's headers",
-            remedy,
-        )
-    library = m.tensorrt[kind]
-    if library.version is None:
-        remedy = f"install {names[kind]}, or set DLM_TENSORRT to the path of its library"
-        return Finding(
-            "GPU",
-            "running engines",
-            NOTE,
-            f"{names[kind]}'s library does not load: {library.failure}",
-            remedy,
-        )
-    return Finding(
-        "GPU",
-        "running engines",
-        OK,
-        f"engines of {names[kind]} {library.version}, of exactly this version",
-    )
+        return [("the native library was compiled without TensorRT's headers", remedy)]
+    if (library := m.tensorrt[kind]).version is None:
+        name = ENGINE_BUILDERS[kind].title
+        remedy = f"install {name}, or set DLM_TENSORRT to the path of its library"
+        return [(f"{name}'s library does not load: {library.failure}", remedy)]
+    return []
 
 
 def builders_of(m: Machine) -> Builders:
@@ -292,47 +212,28 @@ def _board(m: Machine) -> Iterator[Finding]:
     board = m.board
     if board is None:
         return
-    known = board.sm is not None
-    said = board.model + (
-        f", SM {sm_text(board.sm)}" if board.sm is not None else ", of a kind that is no target"
-    )
-    yield Finding(
-        "board",
-        "Jetson",
-        OK if known else NOTE,
-        said,
-        "" if known else "bundles for the CPU run here",
-    )
+    if board.sm is None:
+        said = f"{board.model}, of a kind that is no target"
+        yield note("board", "Jetson", said, "bundles for the CPU run here")
+    else:
+        yield ok("board", "Jetson", f"{board.model}, SM {sm_text(board.sm)}")
     if board.sm is not None and m.sm is not None and m.sm not in reported_sms(board.sm):
-        yield Finding(
-            "board",
-            "its GPU",
-            NOTE,
-            f"the driver calls it SM {sm_text(m.sm)}",
-            "engines go by what the driver says",
-        )
+        said = f"the driver calls it SM {sm_text(m.sm)}"
+        yield note("board", "its GPU", said, "engines go by what the driver says")
     if board.linux is None and board.jetpack is None:
         said = "neither /etc/nv_tegra_release nor the package nvidia-jetpack is there, as in a container without them"
-        yield Finding("board", "JetPack", NOTE, said)
+        yield note("board", "JetPack", said)
     else:
-        yield Finding(
-            "board",
-            "JetPack",
-            OK,
-            f"{board.jetpack or 'unknown'}, Jetson Linux {board.linux or 'unknown'}",
-        )
+        said = f"{board.jetpack or 'unknown'}, Jetson Linux {board.linux or 'unknown'}"
+        yield ok("board", "JetPack", said)
     if board.power_mode is None:
-        yield Finding("board", "power mode", NOTE, "nvpmodel does not tell", "sudo nvpmodel -q")
+        yield note("board", "power mode", "nvpmodel does not tell", "sudo nvpmodel -q")
     elif board.power_mode.startswith("MAXN"):
-        yield Finding("board", "power mode", OK, board.power_mode)
+        yield ok("board", "power mode", board.power_mode)
     else:
         said = f"{board.power_mode}: clocks are capped"
-        yield Finding(
-            "board",
-            "power mode",
-            NOTE,
-            said,
-            "for the most speed, the mode MAXN: docs/guides/boards.md",
+        yield note(
+            "board", "power mode", said, "for the most speed, the mode MAXN: docs/guides/boards.md"
         )
 
 
@@ -341,30 +242,25 @@ def _memory(m: Machine) -> Iterator[Finding]:
     if m.memory_limit_bytes is not None:
         said += f"; this container may take {size(m.memory_limit_bytes)} more"
     yield Finding("memory", "memory", OK if m.memory_bytes is not None else NOTE, said)
-    is_little = m.free_disk_bytes is not None and m.free_disk_bytes < LITTLE_DISK_BYTES
-    remedy = (
-        "a build asks for the room of its bundle before it starts: docs/guides/large-checkpoints.md says how much"
-        if is_little
-        else ""
-    )
-    yield Finding(
-        "memory", "disk", NOTE if is_little else OK, f"{size(m.free_disk_bytes)} free", remedy
-    )
+    said = f"{size(m.free_disk_bytes)} free"
+    if m.free_disk_bytes is None or m.free_disk_bytes >= LITTLE_DISK_BYTES:
+        yield ok("memory", "disk", said)
+    else:
+        remedy = "a build asks for the room of its bundle before it starts: docs/guides/large-checkpoints.md says how much"
+        yield note("memory", "disk", said, remedy)
 
 
 def _building(m: Machine) -> Iterator[Finding]:
     if m.compiler is None:
         said = "no c++: a wheel needs none, building from the source does"
-        yield Finding("source", "compiler", NOTE, said, "sudo apt-get install g++")
+        yield note("source", "compiler", said, "sudo apt-get install g++")
     else:
-        yield Finding("source", "compiler", OK, m.compiler)
+        yield ok("source", "compiler", m.compiler)
     if m.tensorrt_headers is not None:
-        yield Finding("source", "TensorRT's headers", OK, m.tensorrt_headers)
+        yield ok("source", "TensorRT's headers", m.tensorrt_headers)
     elif m.driver.gpus or m.board is not None:
         said = "NvInferRuntime.h is not in the system's folders: the source builds without TensorRT"
-        yield Finding(
-            "source", "TensorRT's headers", NOTE, said, "sudo apt-get install libnvinfer-dev"
-        )
+        yield note("source", "TensorRT's headers", said, "sudo apt-get install libnvinfer-dev")
 
 
 def _extras(m: Machine) -> Iterator[Finding]:
@@ -374,13 +270,8 @@ def _extras(m: Machine) -> Iterator[Finding]:
             continue  # of another processor, or dlm-export is not installed
         absent = [name for name, version in packages.items() if version is None]
         if not absent:
-            yield Finding("extras", extra, OK, f"installed: {purpose}")
+            yield ok("extras", extra, f"installed: {purpose}")
         else:
             some = f", lacking {', '.join(absent)}" if len(absent) < len(packages) else ""
-            yield Finding(
-                "extras",
-                extra,
-                NOTE,
-                f"not installed{some}: {purpose}",
-                f"pip install 'dlm-export[{extra}]'",
-            )
+            said = f"not installed{some}: {purpose}"
+            yield note("extras", extra, said, f"pip install 'dlm-export[{extra}]'")

@@ -39,10 +39,18 @@ class Report:
         return {"works": self.works, "findings": [asdict(each) for each in self.findings]}
 
 
+def ok(part: str, name: str, said: str) -> Finding:
+    """One that is as it should be."""
+    return Finding(part, name, OK, said)
+
+
+def note(part: str, name: str, said: str, remedy: str = "") -> Finding:
+    """One that is worth knowing."""
+    return Finding(part, name, NOTE, said, remedy)
+
+
 def needed(part: str, name: str, lacking: Sequence[tuple[str, str]], said: str) -> Finding:
-    """One that is needed: ok with what is ``said``, or missing with the first of what is
-    ``lacking``, and its remedy.
-    """
+    """A need that is met, as ``said``, or that lacks the first of ``lacking``, with its remedy."""
     if not lacking:
         return Finding(part, name, OK, said, is_needed=True)
     return Finding(part, name, MISSING, *lacking[0], is_needed=True)

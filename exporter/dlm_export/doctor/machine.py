@@ -21,10 +21,8 @@ NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
 # no_tensorrt.cc refuses with the first; tensorrt_library.cc advises with the second where it is for
 # TensorRT-RTX. No function of the ABI tells, as a program that opens a bundle is told in that
 # sentence.
-NO_TENSORRT, FOR_RTX = (
-    b"this build of libdlm_runtime has no TensorRT",
-    b"(pip: tensorrt-rtx-cu13-libs)",
-)
+NO_TENSORRT = b"this build of libdlm_runtime has no TensorRT"
+FOR_RTX = b"(pip: tensorrt-rtx-cu13-libs)"
 HEADER_FOLDERS = ("usr/include/{}-linux-gnu", "usr/include", "usr/local/include")
 
 
@@ -37,9 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver. ``cuda``: the newest CUDA that it runs, 13.0; ``failure``: why it is not
-    there, or shows no GPU.
-    """
+    """NVIDIA's driver. ``cuda``: the newest that it runs; ``failure``: why it shows no GPU."""
 
     cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
@@ -114,13 +110,9 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Memory that a new program may take: what Linux has available, and no more than the
-        container's limit.
-        """
-        known = [
-            size for size in (self.available_bytes, self.memory_limit_bytes) if size is not None
-        ]
-        return min(known, default=None)
+        """Memory that a new program may take: what Linux offers, within the container's limit."""
+        known = (self.available_bytes, self.memory_limit_bytes)
+        return min((size for size in known if size is not None), default=None)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -192,9 +184,7 @@ def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict
 
 
 def _is_for_another(text: str, system: System) -> bool:
-    """Whether a requirement's marker, of the few kinds that ours have, is of another machine or
-    Python.
-    """
+    """Whether a requirement's marker, as ours are written, is for another machine or Python."""
     machine = re.search(r"platform_machine == ['\"](\w+)['\"]", text)
     older = re.search(r"python_version < ['\"](\d+)\.(\d+)['\"]", text)
     here = (int(system.python[0]), int(system.python[1]))
@@ -220,15 +210,10 @@ def _candidates(system: System, variable: str, packaged: str | None, *names: str
     """Where the native library looks: what a variable says alone, else the package's, else the
     system's.
     """
-    chosen = system.variables.get(variable)
-    return (
-        [chosen]
-        if chosen
-        else [
-            *([packaged] if packaged else []),
-            *(names or ("libonnxruntime.so.1", "libonnxruntime.so")),
-        ]
-    )
+    if chosen := system.variables.get(variable):
+        return [chosen]
+    usual = names or ("libonnxruntime.so.1", "libonnxruntime.so")
+    return [packaged, *usual] if packaged else list(usual)
 
 
 def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
@@ -289,10 +274,11 @@ def _memory(system: System) -> dict[str, int]:
 
 def _container_limit(system: System) -> int | None:
     """What the control group of this process leaves it; None: no limit that it can see."""
+    # Control groups version 2, as seen from inside a container.
     limit, used = (
         (system.text(f"/sys/fs/cgroup/{name}") or "").strip()
         for name in ("memory.max", "memory.current")
-    )  # version 2, seen from within a container
+    )
     return max(0, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else None
 
 

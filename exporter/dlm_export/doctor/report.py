@@ -15,9 +15,7 @@ from dlm_export.targets import Target
 
 
 def examine(system: System, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
-    """What a machine has and lacks. Raises BundleError for a bundle that is damaged, which no
-    machine runs.
-    """
+    """What a machine has and lacks. Raises BundleError for a damaged bundle."""
     return judge(look(system, bundle or Path()), bundle, targets)
 
 
@@ -30,12 +28,6 @@ def judge(machine: Machine, bundle: Path | None = None, targets: Sequence[Target
         # Files by size only: hashes take a second a gigabyte, and opening the bundle compares them.
         findings += examine_bundle(machine, bundle, read_manifest(bundle, check_hashes=False))
     elif bundle is not None:
-        findings.append(
-            needed(
-                "bundle",
-                "what it is",
-                [("cannot be read without the native library", "see above")],
-                "",
-            )
-        )
+        lacking = [("cannot be read without the native library", "see above")]
+        findings.append(needed("bundle", "what it is", lacking, ""))
     return Report(tuple(findings))

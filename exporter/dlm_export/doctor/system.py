@@ -28,10 +28,8 @@ from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 20
 OUTPUT_LIMIT_BYTES = 1 << 16
-PROGRAM_SECONDS, LIBRARY_SECONDS = (
-    5.0,
-    30.0,
-)  # a library of TensorRT's has gigabytes, and a cold disk takes its time
+# Loading gigabytes of TensorRT from a cold disk takes a while.
+PROGRAM_SECONDS, LIBRARY_SECONDS = 5.0, 30.0
 _WORKER = Path(__file__).with_name("_ask_library.py")
 
 
@@ -46,9 +44,7 @@ class System:
         self.executable = sys.executable
 
     def text(self, path: str) -> str | None:
-        """A small file's text, without what is no UTF-8; None where there is no such plain file, or
-        it is too large.
-        """
+        """A small plain file's text, without bytes that are no UTF-8; None if it is not there."""
         try:
             return read_bytes(self.root / path.lstrip("/"), FILE_LIMIT_BYTES, DlmError).decode(
                 "utf-8", "replace"
@@ -90,9 +86,7 @@ class System:
             return None
 
     def requirements(self) -> list[str]:
-        """What dlm-export's own metadata asks for, as packages write it; nothing where it is not
-        installed.
-        """
+        """What dlm-export's metadata asks for; nothing where it is not installed."""
         try:
             return metadata.requires("dlm-export") or []
         except metadata.PackageNotFoundError:

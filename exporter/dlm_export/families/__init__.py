@@ -84,9 +84,7 @@ def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
 
 
 def __getattr__(name: str) -> Any:
-    """What ``weights`` has, which needs torch: imported where it is asked for, so that looking at a
-    checkpoint does not.
-    """
+    """What ``weights`` has; it needs torch, so it is imported only when it is asked for."""
     if name not in ("Weights", "layered", "load"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("dlm_export.families.weights"), name)

@@ -1,6 +1,4 @@
-"""What a family file provides: how a released config becomes a ``NetworkSpec``, and its tensors a
-denoiser's parameters.
-"""
+"""What a family provides: the ``NetworkSpec`` of a config, and its tensors as parameters."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ class Parameters(Protocol):
         """
 
     def view(self, parameter: str) -> Tensor | None:
-        """The same as it lies in a mapped file, in its own type and not to be written to; None
-        where it has to be computed.
-        """
+        """The same as it lies in a mapped file, not to be written to; None where it is computed."""
 
     def stored_type(self, parameter: str) -> np.dtype:
         """The element type that holds every value of a parameter: fp16 or bf16 if it is stored so
@@ -145,9 +141,7 @@ class Layout:
     head: str
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-        """Denoiser parameter -> released tensors. Raises CheckpointError where experts lie in both
-        forms.
-        """
+        """Released tensors by parameter. Raises CheckpointError where experts lie in both forms."""
         matrices = {
             linear.weight: linear for linear in network.linear_layers() if not linear.is_tied
         }

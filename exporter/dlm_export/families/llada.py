@@ -28,10 +28,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("layer_norm_with_affine", True)
     config.require("input_emb_norm", False)
     config.require("scale_logits", False)
-    for without_effect in (
-        "alibi_bias_max",
-        "attention_layer_norm_with_affine",
-    ):  # of what the lines above refuse
+    # Settings of features that the lines above refuse.
+    for without_effect in ("alibi_bias_max", "attention_layer_norm_with_affine"):
         config.get(without_effect)
     hidden_size = config.integer("d_model")
     heads = config.integer("n_heads", high=4096)

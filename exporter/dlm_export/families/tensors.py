@@ -1,6 +1,4 @@
-"""The tensors of a checkpoint against those that a denoiser reads, by the headers of its files:
-needs no torch.
-"""
+"""Compares a checkpoint's tensors with those that a denoiser reads, without torch."""
 
 from __future__ import annotations
 

@@ -155,10 +155,8 @@ def mixture_network(
     count, active = expert_counts(config)
     router = RouterSpec(renormalise=config.flag("norm_topk_prob"))  # false is the class's default
     experts = ExpertsSpec(count, active, config.integer("moe_intermediate_size"), router=router)
-    step, dense = (
-        config.integer("decoder_sparse_step", default=1),
-        config.get("mlp_only_layers") or [],
-    )
+    step = config.integer("decoder_sparse_step", default=1)
+    dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise CheckpointError(
             f"{config.path}: mlp_only_layers must be a list of layers, found {reprlib.repr(dense)}"

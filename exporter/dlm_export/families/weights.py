@@ -23,16 +23,12 @@ from dlm_export.network.layered import Layered
 from dlm_export.network.spec import NetworkSpec
 
 LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
-_BF16_MAGNITUDE, _BF16_INFINITY = (
-    np.uint16(0x7FFF),
-    np.uint16(0x7F80),
-)  # bits; above infinity are the NaNs
+# Bit patterns; those above infinity are NaN.
+_BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
 class Weights(Tensors):
-    """A checkpoint's tensors under the denoiser's parameter names, checked once, read one at a
-    time.
-    """
+    """A checkpoint's tensors by parameter name, checked once and read one at a time."""
 
     def __init__(
         self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
@@ -66,9 +62,8 @@ class Weights(Tensors):
             if self.origins[parameter].is_stacked
             else self._tensor(parameter)[at]
         )
-        if (
-            dtype == BFLOAT16 and tensor.dtype == torch.bfloat16
-        ):  # as it lies in the file, without fp32 between
+        # Take the bits as they are in the file, without a detour through fp32.
+        if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:
             bits = _bits(tensor)
             if (bits & _BF16_MAGNITUDE).max(initial=0) >= _BF16_INFINITY:
                 self._refuse(parameter, dtype)
@@ -199,9 +194,7 @@ def tensor(
 
 
 def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
-    """A denoiser's parameters as a torch ``Denoiser`` on the CPU, in evaluation mode; ``dtype`` of
-    its parameters.
-    """
+    """The parameters as a torch ``Denoiser`` of ``dtype`` on the CPU, in evaluation mode."""
     with torch.device("meta"):
         denoiser = Denoiser(network)
     state = {}

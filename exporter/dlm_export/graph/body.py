@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,39 @@ class Body:
         self.inputs = [ir.Value(name=given) for given in inputs.split()]
         self.nodes: list[ir.Node] = []
 
-    def op(
-        self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, **attributes: Any
-    ) -> Any:
-        node = ir.node(op_type, list(inputs), attributes, num_outputs=outputs)
+    def op(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+        """The result of one operator."""
+        return self.several(1, op_type, *inputs, **attributes)[0]
+
+    def several(
+        self, count: int, op_type: str, *inputs: ir.Value | None, **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """The results of an operator that has ``count`` of them."""
+        node = ir.node(op_type, list(inputs), attributes, num_outputs=count)
         self.nodes.append(node)
-        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+        return node.outputs
 
     def constant(self, value: Any) -> ir.Value:
-        found: ir.Value = self.op("Constant", value=ir.tensor(np.asarray(value)))
-        return found
+        return self.op("Constant", value=ir.tensor(np.asarray(value)))
 
     def ints(self, *values: int) -> ir.Value:
         return self.constant(np.array(values, np.int64))
+
+    def number(self, value: float) -> ir.Value:
+        """A constant in fp32."""
+        return self.constant(np.float32(value))
+
+    def cast(self, value: ir.Value, to: ir.DataType) -> ir.Value:
+        return self.op("Cast", value, to=to)
+
+    def size(self, value: ir.Value, axis: int) -> ir.Value:
+        """Size of one axis, int64 ``[1]``."""
+        return self.op("Shape", value, start=axis, end=axis + 1)
+
+    def nibbles(self, stored: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The low and the high four bits of bytes."""
+        low = self.op("BitwiseAnd", stored, self.constant(np.uint8(15)))
+        return low, self.op("BitShift", stored, self.constant(np.uint8(4)), direction="RIGHT")
 
     def attribute(self, name: str, kind: ir.AttributeType) -> ir.Value:
         """An attribute of the call, as the tensor that ``Constant`` makes of it."""
@@ -41,15 +62,10 @@ class Body:
         return node.outputs[0]
 
     def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
-        """A function of ours; ``attributes`` are this function's own, by their names there, those
-        that are not empty.
-        """
+        """A function of ours; ``attributes`` are its own, of which empty ones are left out."""
         types = {"columns": ir.AttributeType.INTS, "group_size": ir.AttributeType.INT}
-        given = [
-            ir.Attr(name, types[name], None, ref_attr_name=own)
-            for name, own in attributes.items()
-            if own
-        ]
+        named = {name: own for name, own in attributes.items() if own}
+        given = [ir.Attr(name, types[name], None, ref_attr_name=own) for name, own in named.items()]
         node = ir.Node(DOMAIN, function, inputs, given)
         self.nodes.append(node)
         return node.outputs[0]
@@ -86,5 +102,4 @@ class LoopBody(Body):
         for number, value in enumerate(value for node in self.nodes for value in node.outputs):
             value.name = f"loop.{number}"  # names of what stands outside are not hidden
         graph = ir.Graph(self.inputs, [goes_on, last], nodes=self.nodes, name=self.name)
-        found: ir.Value = outside.op("Loop", turns, None, first, body=graph)
-        return found
+        return outside.op("Loop", turns, None, first, body=graph)

@@ -1,6 +1,4 @@
-"""The cache of a graph for a CPU in fewer bytes: attention whose cached rows are stored in fp16 or
-INT8 (``functions``).
-"""
+"""Attention of a graph for a CPU whose cached rows are stored in fp16 or INT8."""
 
 from __future__ import annotations
 

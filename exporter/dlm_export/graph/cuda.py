@@ -52,9 +52,7 @@ KERNELS = frozenset(
 
 
 def check_operators(graph: Graph) -> None:
-    """TargetError that names the operators for which the provider has no kernel: it would leave
-    them to the CPU.
-    """
+    """TargetError that names operators without a kernel, which would be left to the CPU."""
     lacking: Counter[str] = Counter()
     for node in graph.model.graph:
         if (node.domain, node.op_type) != QUANTISED and (

@@ -80,9 +80,8 @@ class _Chosen(registration.Registry):
 @contextlib.contextmanager
 def few() -> Iterator[None]:
     """While open, torch.onnx sees these definitions alone."""
-    importlib.import_module(
-        "onnxscript.function_libs.torch_lib.ops"
-    )  # they register where the registry lies
+    # This import fills the default registry.
+    importlib.import_module("onnxscript.function_libs.torch_lib.ops")
     whole = registration.default_registry
     registration.default_registry = _Chosen(whole)
     try:

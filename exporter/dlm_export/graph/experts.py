@@ -20,6 +20,7 @@ from dlm_calibration.pieces import Index, Lazy
 from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_export.graph import LAYER_KEY, functions
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.edits import constant, initialiser, replace
 from dlm_export.graph.routed import FUNCTIONS, MIXTURE, RANGES
 from dlm_export.network.spec import LinearSpec, NetworkSpec
 
@@ -40,38 +41,20 @@ class StackPart:
 def function_of(name: str) -> str | None:
     """The function that computes experts in a layer format of recipes; None: there is none."""
     chosen = FORMATS[name]
-    if chosen.weights in (None, "fp8"):
-        return {None: "Fp32Experts", "fp8": "FP8Experts"}[chosen.weights]
-    if chosen.weights == "nvfp4":
-        return "NVFP4WeightExperts" if chosen.activations is None else "NVFP4Experts"
-    return (
-        {"int8": "Int8Experts", "int4": "Int4Experts"}[str(chosen.weights)]
-        if chosen.is_dynamic
-        else None
-    )
+    if chosen.weights == "nvfp4" and chosen.activations is None:
+        return "NVFP4WeightExperts"
+    if chosen.weights in ("int8", "int4"):
+        return f"{chosen.weights.capitalize()}Experts" if chosen.is_dynamic else None
+    return "Fp32Experts" if chosen.weights is None else f"{chosen.weights.upper()}Experts"
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """The mixtures of a traced graph; whoever takes them puts something in their place, and their
-    function goes with them.
-    """
-    by_path = {
-        gate.path.removesuffix(".gate"): (gate, up, down) for gate, up, down in network.mixtures()
-    }
+    """The mixtures of a traced graph; whoever replaces them drops their function too."""
+    by_path = {mixture[0].path.removesuffix(".gate"): mixture for mixture in network.mixtures()}
     for node in list(model.graph):
         if node.op_type == MIXTURE and node.domain == DOMAIN:
-            stacks = by_path[node.metadata_props[LAYER_KEY]]
-            yield node, stacks
+            yield node, by_path[node.metadata_props[LAYER_KEY]]
     model.functions.pop((DOMAIN, MIXTURE, ""), None)
-
-
-def _replace(model: ir.Model, node: ir.Node, new: ir.Value) -> None:
-    """Let ``new`` take the place and the name of a node's result."""
-    old = node.outputs[0]
-    kept, new.shape, new.type = old.name, old.shape, old.type
-    old.replace_all_uses_with(new)
-    new.name, old.name = kept, None
-    model.graph.remove(node, safe=True)
 
 
 def lay_out(
@@ -93,15 +76,14 @@ def lay_out(
         inputs = list(node.inputs[:3])
         for stack in stacks:
             for part, (shape, dtype) in _initialisers(stack, held).items():
-                value = _initialiser(model, f"{stack.weight}.{part}", shape, dtype)
+                value = initialiser(model.graph, f"{stack.weight}.{part}", shape, dtype)
                 parts[str(value.name)] = StackPart(stack.path, part, shape)
                 inputs.append(value)
         if FUNCTIONS[name].has_ranges:
             for layer, scale in zip((gate, down), RANGES, strict=True):
                 number = activation_scale(str(chosen.activations), amax[layer.path])
-                inputs.append(
-                    _constant(model, f"{gate.path.removesuffix('.gate')}.{scale}", number)
-                )
+                path = gate.path.removesuffix(".gate")
+                inputs.append(constant(model.graph, f"{path}.{scale}", number))
         attributes: dict[str, list[int] | int] = {}
         if name != "FP8Experts":
             attributes = {
@@ -114,7 +96,7 @@ def lay_out(
             name, inputs, attributes, domain=DOMAIN, metadata_props=dict(node.metadata_props)
         )
         model.graph.insert_before(node, call)
-        _replace(model, node, call.outputs[0])
+        replace(model.graph, node, call.outputs[0])
         for stack in stacks:
             del model.graph.initializers[stack.weight]
     return parts
@@ -135,9 +117,9 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
         for stack in stacks:
             model.graph.initializers.pop(stack.weight)
             shape = _wide_shape(stack)
-            _initialiser(model, stack.weight, shape, dtype)
+            initialiser(model.graph, stack.weight, shape, dtype)
             parts[stack.weight] = StackPart(stack.path, "wide", shape)
-        _replace(model, node, _all_experts(model, node, stacks, dtype))
+        replace(model.graph, node, _all_experts(model, node, stacks, dtype))
     model.graph.opset_imports.pop(DOMAIN, None)  # nothing of it is left
     return parts
 
@@ -163,19 +145,17 @@ def _all_experts(
         return made.outputs[0]
 
     def ints(*values: int) -> ir.Value:
-        return _constant(model, f"ints.{'.'.join(map(str, values))}", np.array(values, np.int64))
+        name = f"ints.{'.'.join(map(str, values))}"
+        return constant(model.graph, name, np.array(values, np.int64))
 
     def product(value: ir.Value | None, stack: LinearSpec) -> ir.Value:
         return op("MatMul", value, model.graph.initializers[stack.weight], layer=stack.path)
 
     fp32 = ir.DataType.FLOAT
-    numbers = _constant(model, f"experts.{gate.count}", np.arange(gate.count, dtype=np.int64))
-    is_mine = op(
-        "Equal",
-        op("Unsqueeze", chosen, ints(-1), gives=ir.DataType.INT64),
-        numbers,
-        gives=ir.DataType.BOOL,
-    )
+    every = np.arange(gate.count, dtype=np.int64)
+    numbers = constant(model.graph, f"experts.{gate.count}", every)
+    slots = op("Unsqueeze", chosen, ints(-1), gives=ir.DataType.INT64)
+    is_mine = op("Equal", slots, numbers, gives=ir.DataType.BOOL)
     chosen_weights = op("Unsqueeze", weights, ints(-1), gives=fp32)
     by_choice = op("Mul", op("Cast", is_mine, to=fp32, gives=fp32), chosen_weights, gives=fp32)
     shares = op("ReduceSum", by_choice, ints(-2), gives=fp32, keepdims=0)  # [B, T, E]
@@ -186,29 +166,6 @@ def _all_experts(
     by_expert = op("Reshape", hidden, ints(0, 0, gate.count, gate.outputs))
     weighed = op("Mul", by_expert, op("Unsqueeze", shares, ints(-1)))
     return product(op("Reshape", weighed, ints(0, 0, gate.count * gate.outputs)), down)
-
-
-def _initialiser(
-    model: ir.Model, name: str, shape: tuple[int, ...], dtype: ir.DataType
-) -> ir.Value:
-    """One that is still to be written."""
-    value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-    model.graph.initializers[name] = value
-    return value
-
-
-def _constant(model: ir.Model, name: str, array: Any) -> ir.Value:
-    """A small initialiser inside the graph's own file, one a name."""
-    if name not in model.graph.initializers:
-        tensor = ir.tensor(np.asarray(array), name=name)
-        value = ir.Value(
-            name=name,
-            shape=ir.Shape(np.shape(array)),
-            type=ir.TensorType(tensor.dtype),
-            const_value=tensor,
-        )
-        model.graph.initializers[name] = value
-    return model.graph.initializers[name]
 
 
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
@@ -250,9 +207,7 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 
 
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
-    """All experts' matrices of a stack as the one that ``spread`` multiplies by; ``read`` gives
-    parts of ``[E, K, N]``.
-    """
+    """A stack's matrices as the one that ``spread`` multiplies by; ``read`` reads ``[E, K, N]``."""
 
     def rows(at: Index) -> np.ndarray:
         first, last, _ = at[0].indices(_wide_shape(stack)[0])
@@ -292,10 +247,6 @@ def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
 
 def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
     """What ``from_panels`` gives; None for an array that no such stack lies in."""
-    if (
-        len(panels) != 4
-        or panels[3] != functions.PANEL
-        or panels[1] * functions.PANEL != functions.padded(columns)
-    ):
-        return None
-    return panels[0], panels[2], columns
+    wanted = (functions.padded(columns) // functions.PANEL, functions.PANEL)
+    is_held = len(panels) == 4 and (panels[1], panels[3]) == wanted
+    return (panels[0], panels[2], columns) if is_held else None

@@ -61,14 +61,13 @@ of 0 and e = 127, which stands for infinity: read back it is NaN, whole.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from dlm_calibration.formats import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
-from dlm_calibration.pieces import Lazy
+from dlm_calibration.pieces import Index, Lazy
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.graph.routed import FUNCTIONS, experts
 from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
@@ -107,19 +106,8 @@ def panels(codes: np.ndarray) -> np.ndarray:
     # Rows of a power of two would share a few lines of the cache where they are turned around.
     rows = np.full((padded(columns), inputs + 64), 128, np.uint8)[:, :inputs]
     np.bitwise_xor(codes.view(np.uint8).T, np.uint8(128), out=rows[:columns])
-    dots = rows.view(np.uint32).reshape(-1, PANEL, inputs // DOT)
-    return (
-        np.ascontiguousarray(dots.transpose(0, 2, 1))
-        .view(np.uint8)
-        .reshape(-1, inputs // DOT, PANEL, DOT)
-    )
-
-
-def lazy_panels(codes: np.ndarray) -> Lazy:
-    """``panels``, those that are asked for."""
-    inputs, columns = codes.shape
-    shape = (padded(columns) // PANEL, inputs // DOT, PANEL, DOT)
-    return Lazy(shape, lambda at: panels(codes[:, at[0].start * PANEL : at[0].stop * PANEL]))
+    dots = rows.view(np.uint32).reshape(-1, PANEL, inputs // DOT).transpose(0, 2, 1)
+    return np.ascontiguousarray(dots).view(np.uint8).reshape(-1, inputs // DOT, PANEL, DOT)
 
 
 def int4_panels(codes: np.ndarray) -> np.ndarray:
@@ -133,13 +121,6 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
     pairs = rows.view(np.uint32).reshape(-1, PANEL, inputs // PAIRS, 2)
     dots = (pairs[..., 0] | pairs[..., 1] << np.uint32(4)).transpose(0, 2, 1)
     return np.ascontiguousarray(dots).view(np.uint8).reshape(-1, inputs // PAIRS, PANEL, DOT)
-
-
-def lazy_int4_panels(codes: np.ndarray) -> Lazy:
-    """``int4_panels``, those that are asked for."""
-    inputs, columns = codes.shape
-    shape = (padded(columns) // PANEL, inputs // PAIRS, PANEL, DOT)
-    return Lazy(shape, lambda at: int4_panels(codes[:, at[0].start * PANEL : at[0].stop * PANEL]))
 
 
 def block_size(inputs: int) -> int:
@@ -187,11 +168,21 @@ def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray((halves[:, 0] | halves[:, 1] << 4).transpose(0, 2, 1))
 
 
-def lazy_nvfp4_panels(codes: np.ndarray) -> Lazy:
-    """``nvfp4_panels``, those that are asked for."""
-    columns, inputs = codes.shape
-    shape = (padded(columns) // PANEL, inputs, PANEL // 2)
-    return Lazy(shape, lambda at: nvfp4_panels(codes[at[0].start * PANEL : at[0].stop * PANEL]))
+def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
+    """The panels of codes in INT8, INT4 or NVFP4, each made when it is asked for."""
+    is_nvfp4 = format == "nvfp4"
+    inputs, columns = codes.shape[::-1] if is_nvfp4 else codes.shape
+    make, lines = {
+        "int8": (panels, (inputs // DOT, PANEL, DOT)),
+        "int4": (int4_panels, (inputs // PAIRS, PANEL, DOT)),
+        "nvfp4": (nvfp4_panels, (inputs, PANEL // 2)),
+    }[format]
+
+    def read(at: Index) -> np.ndarray:
+        few = slice(at[0].start * PANEL, at[0].stop * PANEL)
+        return make(codes[few] if is_nvfp4 else codes[:, few])
+
+    return Lazy((padded(columns) // PANEL, *lines), read)
 
 
 def padded(columns: int) -> int:
@@ -219,23 +210,21 @@ def _linear(
     body = Body(name, "x " + " ".join(f"panels_{i} scales_{i}" for i in range(weights)))
     op, ints = body.op, body.ints
     x = body.inputs[0]
-    one = body.constant(np.float32(127))
-    amax = op(
-        "Max", op("ReduceMax", op("Abs", x), ints(-1), keepdims=1), body.constant(SMALLEST_ROW)
-    )
+    one = body.number(127)
+    largest = op("ReduceMax", op("Abs", x), ints(-1), keepdims=1)
+    amax = op("Max", largest, body.constant(SMALLEST_ROW))
     codes = op("Round", op("Mul", x, op("Div", one, amax)))
     row_scale = op("Div", amax, one)
-    attributes = {"columns": ir.AttributeType.INTS} | (
-        {"group_size": ir.AttributeType.INT} if is_int4 else {}
-    )
+    attributes = {"columns": ir.AttributeType.INTS}
+    if is_int4:
+        attributes["group_size"] = ir.AttributeType.INT
     columns = body.attribute("columns", ir.AttributeType.INTS)
     multiply = _by_int4 if is_int4 else _by_int8
     products = []
     for i in range(weights):
         count = op("Slice", columns, ints(i), ints(i + 1))
-        products.append(
-            multiply(body, codes, row_scale, body.inputs[1 + 2 * i], body.inputs[2 + 2 * i], count)
-        )
+        held = body.inputs[1 + 2 * i : 3 + 2 * i]
+        products.append(multiply(body, codes, row_scale, held, count))
     if is_gated:
         gate, up = products
         products = [op("Mul", op("Mul", gate, op("Sigmoid", gate)), up)]
@@ -243,68 +232,49 @@ def _linear(
 
 
 def _by_int8(
-    body: Body,
-    codes: ir.Value,
-    row_scale: ir.Value,
-    stored: ir.Value,
-    scales: ir.Value,
-    count: ir.Value,
+    body: Body, codes: ir.Value, row_scale: ir.Value, held: Sequence[ir.Value], count: ir.Value
 ) -> ir.Value:
-    op, ints = body.op, body.ints
+    (stored, scales), op, ints = held, body.op, body.ints
     # Unsigned both: ONNX Runtime's product of unsigned by signed saturates on processors without
     # VNNI.
     middle = body.constant(np.uint8(128))
-    unsigned = op("Cast", op("Add", codes, body.constant(np.float32(128))), to=ir.DataType.UINT8)
+    unsigned = body.cast(op("Add", codes, body.number(128)), ir.DataType.UINT8)
     # [N / 32, K / 4, 32, 4] -> [N / 32, 32, K] -> [K, N]
     rows = op("Reshape", op("Transpose", stored, perm=[0, 2, 1, 3]), ints(0, 0, -1))
     matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
     weight = op("Slice", matrix, ints(0), count, ints(1))
-    product = op(
-        "Cast", op("MatMulInteger", unsigned, weight, middle, middle), to=ir.DataType.FLOAT
-    )
+    product = body.cast(op("MatMulInteger", unsigned, weight, middle, middle), ir.DataType.FLOAT)
     # One scale after the other: where both are multiplied first, ONNX Runtime 1.31 fuses it all as
     # if rows had one scale.
-    y: ir.Value = op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
-    return y
+    return op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
 
 
 def _by_int4(
-    body: Body,
-    codes: ir.Value,
-    row_scale: ir.Value,
-    stored: ir.Value,
-    scales: ir.Value,
-    count: ir.Value,
+    body: Body, codes: ir.Value, row_scale: ir.Value, held: Sequence[ir.Value], count: ir.Value
 ) -> ir.Value:
-    op, ints = body.op, body.ints
-    low = op("BitwiseAnd", stored, body.constant(np.uint8(15)))
-    high = op("BitShift", stored, body.constant(np.uint8(4)), direction="RIGHT")
+    (stored, scales), op, ints = held, body.op, body.ints
+    low, high = body.nibbles(stored)
     both = op("Concat", op("Unsqueeze", low, ints(2)), op("Unsqueeze", high, ints(2)), axis=2)
     # [N / 32, K / 8, 2, 32, 4] -> [K / 8, 2, 4, N / 32, 32] -> [K, N]
-    whole = op("Transpose", op("Cast", both, to=ir.DataType.FLOAT), perm=[1, 2, 4, 0, 3])
-    inputs = op("Mul", op("Shape", whole, start=0, end=1), ints(PAIRS))
-    matrix = op(
-        "Reshape",
-        op("Sub", whole, body.constant(np.float32(8))),
-        op("Concat", inputs, ints(-1), axis=0),
-    )
-    by_group = op("Transpose", op("Cast", scales, to=ir.DataType.FLOAT), perm=[1, 0, 2])
+    whole = op("Transpose", body.cast(both, ir.DataType.FLOAT), perm=[1, 2, 4, 0, 3])
+    inputs = op("Mul", body.size(whole, 0), ints(PAIRS))
+    matrix = op("Reshape", op("Sub", whole, body.number(8)), op("Concat", inputs, ints(-1), axis=0))
+    by_group = op("Transpose", body.cast(scales, ir.DataType.FLOAT), perm=[1, 0, 2])
     steps = op("Reshape", by_group, ints(0, -1))
-    zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
-    group = op(
-        "Div",
-        op("Range", zero, op("Squeeze", inputs), one),
-        body.attribute("group_size", ir.AttributeType.INT),
-    )
+    group = _group_of_input(body, inputs)
     weight = op("Slice", op("Mul", matrix, op("Gather", steps, group)), ints(0), count, ints(1))
-    y: ir.Value = op("Mul", op("MatMul", codes, weight), row_scale)
-    return y
+    return op("Mul", op("MatMul", codes, weight), row_scale)
+
+
+def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
+    """The group that each input belongs to, int64 ``[K]``; ``inputs`` is how many there are."""
+    zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
+    numbers = body.op("Range", zero, body.op("Squeeze", inputs), one)
+    return body.op("Div", numbers, body.attribute("group_size", ir.AttributeType.INT))
 
 
 def _embedding(name: str, *, is_int4: bool) -> ir.Function:
-    """A row's codes times its scales; the row is one column of each group of 32 that its panel
-    holds.
-    """
+    """A row's codes times its scales; the row is one column of each group in its panel."""
     body = Body(name, "ids panels scales")
     op, ints = body.op, body.ints
     ids, stored, scales = body.inputs
@@ -312,41 +282,22 @@ def _embedding(name: str, *, is_int4: bool) -> ir.Function:
     column = op("Sub", ids, op("Mul", panel, ints(PANEL)))
     together = op("Gather", stored, panel)  # [B, T, K / 4, 32, 4], INT4 [B, T, K / 8, 32, 4]
     shape = op("Concat", op("Shape", together, start=0, end=3), ints(1, DOT), axis=0)
-    codes = op(
-        "GatherElements",
-        together,
-        op("Expand", op("Unsqueeze", column, ints(2, 3, 4)), shape),
-        axis=3,
-    )
+    places = op("Expand", op("Unsqueeze", column, ints(2, 3, 4)), shape)
+    codes = op("GatherElements", together, places, axis=3)
     if not is_int4:
-        row = op(
-            "Sub",
-            op("Cast", op("Reshape", codes, ints(0, 0, -1)), to=ir.DataType.FLOAT),
-            body.constant(np.float32(128)),
-        )
-        return body.function(
-            {"y": op("Mul", row, op("Unsqueeze", op("Gather", scales, ids), ints(2)))}
-        )
-    low = op("BitwiseAnd", codes, body.constant(np.uint8(15)))
-    high = op("BitShift", codes, body.constant(np.uint8(4)), direction="RIGHT")
+        wide = body.cast(op("Reshape", codes, ints(0, 0, -1)), ir.DataType.FLOAT)
+        row = op("Sub", wide, body.number(128))
+        scale = op("Unsqueeze", op("Gather", scales, ids), ints(2))
+        return body.function({"y": op("Mul", row, scale)})
+    low, high = body.nibbles(codes)
     both = op("Reshape", op("Concat", low, high, axis=3), ints(0, 0, -1))
-    row = op("Sub", op("Cast", both, to=ir.DataType.FLOAT), body.constant(np.float32(8)))
+    row = op("Sub", body.cast(both, ir.DataType.FLOAT), body.number(8))
     of_panel = op("Gather", scales, panel)  # [B, T, groups, 32]
     groups = op("Concat", op("Shape", of_panel, start=0, end=3), ints(1), axis=0)
-    steps = op(
-        "GatherElements",
-        of_panel,
-        op("Expand", op("Unsqueeze", column, ints(2, 3)), groups),
-        axis=3,
-    )
-    zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
-    inputs = op("Squeeze", op("Shape", row, start=2, end=3))
-    group = op(
-        "Div", op("Range", zero, inputs, one), body.attribute("group_size", ir.AttributeType.INT)
-    )
-    by_input = op(
-        "Gather", op("Cast", op("Squeeze", steps, ints(3)), to=ir.DataType.FLOAT), group, axis=2
-    )
+    places = op("Expand", op("Unsqueeze", column, ints(2, 3)), groups)
+    steps = op("Squeeze", op("GatherElements", of_panel, places, axis=3), ints(3))
+    group = _group_of_input(body, body.size(row, 2))
+    by_input = op("Gather", body.cast(steps, ir.DataType.FLOAT), group, axis=2)
     return body.function({"y": op("Mul", row, by_input)}, {"group_size": ir.AttributeType.INT})
 
 
@@ -363,10 +314,9 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     def by_head(value: ir.Value, heads: str) -> ir.Value:
         count = op("Unsqueeze", body.attribute(heads, ir.AttributeType.INT), ints(0))
         shape = op("Concat", ints(0, 0), count, ints(-1), axis=0)
-        split: ir.Value = op("Transpose", op("Reshape", value, shape), perm=[0, 2, 1, 3])
-        return split
+        return op("Transpose", op("Reshape", value, shape), perm=[0, 2, 1, 3])
 
-    def turn(heads: ir.Value) -> Any:
+    def turn(heads: ir.Value) -> ir.Value:
         size = ir.Attr(
             "rotary_embedding_dim", ir.AttributeType.INT, None, ref_attr_name="rotary_size"
         )
@@ -376,9 +326,9 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     value = by_head(v, "kv_heads")
     own = _own(body, segments, positions, past_key)
     # Rows that are nobody's may hold anything, and what is hidden by adding to a NaN is not hidden.
-    is_read = op("ReduceMax", op("Cast", own[0], to=ir.DataType.UINT8), ints(0), keepdims=0)
-    is_read = op("Unsqueeze", op("Cast", is_read, to=ir.DataType.BOOL), ints(1))
-    nothing = body.constant(np.float32(0))
+    is_read = op("ReduceMax", body.cast(own[0], ir.DataType.UINT8), ints(0), keepdims=0)
+    is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
+    nothing = body.number(0)
     keys = op("Concat", op("Where", is_read, read(body, past_key), nothing), key, axis=2)
     values = op("Concat", op("Where", is_read, read(body, past_value), nothing), value, axis=2)
     attributes = ["heads", "kv_heads", "rotary_size"]
@@ -386,33 +336,16 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     if BLOCK in name:
         attributes.append("visible_block")
         blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
-        rows = op(
-            "Concat",
-            op("Shape", positions, start=0, end=1),
-            op("Shape", past_key, start=2, end=3),
-            axis=0,
-        )
-        of_keys = op(
-            "Concat", op("Expand", ints(0), rows), blocks, axis=1
-        )  # the first block is seen by all
-        seen = op(
-            "And",
-            seen,
-            op(
-                "LessOrEqual",
-                op("Unsqueeze", of_keys, ints(1, 2)),
-                op("Unsqueeze", blocks, ints(1, 3)),
-            ),
-        )
+        rows = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
+        # Cached rows count as the first block, which every query sees.
+        of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)
+        keys_first = op("Unsqueeze", of_keys, ints(1, 2))
+        is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
+        seen = op("And", seen, is_before)
     y = op("Transpose", op("Attention", turned, keys, values, seen), perm=[0, 2, 1, 3])
-    return body.function(
-        {
-            "y": op("Reshape", y, ints(0, 0, -1)),
-            "present_key": store(body, key),
-            "present_value": store(body, value),
-        },
-        dict.fromkeys(attributes, ir.AttributeType.INT),
-    )
+    merged = op("Reshape", y, ints(0, 0, -1))
+    outputs = {"y": merged, "present_key": store(body, key), "present_value": store(body, value)}
+    return body.function(outputs, dict.fromkeys(attributes, ir.AttributeType.INT))
 
 
 def _own(
@@ -422,18 +355,16 @@ def _own(
     ``[T, T]``.
     """
     op, ints = body.op, body.ints
-    tokens, cached = op("Shape", positions, start=1, end=2), op("Shape", past_key, start=2, end=3)
+    tokens, cached = body.size(positions, 1), body.size(past_key, 2)
     # In front of all, for where there are none, one that has everything.
     everything = op("Unsqueeze", op("Concat", ints(0), cached, ints(0), tokens, axis=0), ints(0))
-    start, count, first, _ = op(
-        "Split", op("Concat", everything, segments, axis=0), outputs=4, axis=1, num_outputs=4
-    )
+    all_segments = op("Concat", everything, segments, axis=0)
+    start, count, first, _ = body.several(4, "Split", all_segments, axis=1, num_outputs=4)
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     token, row = (op("Range", zero, op("Squeeze", size), one) for size in (tokens, cached))
-    is_begun = op("Cast", op("LessOrEqual", first, token), to=ir.DataType.INT64)
-    number = op(
-        "Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1)
-    )  # [T], the last that has begun
+    is_begun = body.cast(op("LessOrEqual", first, token), ir.DataType.INT64)
+    # Shape [T]: the last request that starts at or before each token.
+    number = op("Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1))
     begin, end = op("Gather", start, number), op("Gather", op("Add", start, count), number)
     of_past = op("And", op("LessOrEqual", begin, row), op("Less", row, end))
     return of_past, op("Equal", op("Unsqueeze", number, ints(1)), number)
@@ -444,46 +375,37 @@ def _as_it_is(body: Body, rows: ir.Value) -> ir.Value:
 
 
 def _as(dtype: ir.DataType) -> _Code:
-    def cast(body: Body, rows: ir.Value) -> ir.Value:
-        found: ir.Value = body.op("Cast", rows, to=dtype)
-        return found
-
-    return cast
+    return lambda body, rows: body.cast(rows, dtype)
 
 
 def _store_int8(body: Body, rows: ir.Value) -> ir.Value:
     op, ints = body.op, body.ints
-    half, powers = body.constant(np.float32(128)), body.constant(POWERS)
-    is_bad = op("IsNaN", op("ReduceSum", op("Mul", rows, body.constant(np.float32(0))), ints(-1)))
-    finite = op("Where", is_bad, body.constant(np.float32(0)), rows)
+    half, powers = body.number(128), body.constant(POWERS)
+    is_bad = op("IsNaN", op("ReduceSum", op("Mul", rows, body.number(0)), ints(-1)))
+    finite = op("Where", is_bad, body.number(0), rows)
     amax = op("Max", op("ReduceMax", op("Abs", finite), ints(-1)), body.constant(SMALLEST_ROW))
-    wanted = op("Div", amax, body.constant(np.float32(127)))
+    wanted = op("Div", amax, body.number(127))
     # The first power of two of which 255 are enough: as many as are before it are not. 255 of the
     # last eight are infinite.
     is_short = op("Greater", wanted, body.constant(np.float32(255) * POWERS[:-8]))
-    field = op("ReduceSum", op("Cast", is_short, to=ir.DataType.INT64), ints(-1))
+    field = op("ReduceSum", body.cast(is_short, ir.DataType.INT64), ints(-1))
     mantissa = op("Ceil", op("Mul", wanted, op("Gather", powers, op("Sub", ints(254), field))))
     codes = op("Round", op("Div", finite, op("Mul", mantissa, op("Gather", powers, field))))
-    m = op("Where", is_bad, body.constant(np.float32(0)), op("Sub", mantissa, half))
+    m = op("Where", is_bad, body.number(0), op("Sub", mantissa, half))
     e = op("Where", is_bad, ints(127), op("Sub", field, ints(128)))
-    parts = (op("Cast", part, to=ir.DataType.INT8) for part in (codes, m, e))
-    found: ir.Value = op("Concat", *parts, axis=-1)
-    return found
+    parts = (body.cast(part, ir.DataType.INT8) for part in (codes, m, e))
+    return op("Concat", *parts, axis=-1)
 
 
 def _read_int8(body: Body, rows: ir.Value) -> ir.Value:
     op, ints = body.op, body.ints
     codes = op("Slice", rows, ints(0), ints(-2), ints(-1))
-    m = op("Cast", op("Slice", rows, ints(-2), ints(-1), ints(-1)), to=ir.DataType.FLOAT)
-    e = op(
-        "Cast",
-        op("Slice", rows, ints(-1), ints(np.iinfo(np.int64).max), ints(-1)),
-        to=ir.DataType.INT64,
-    )
+    m = body.cast(op("Slice", rows, ints(-2), ints(-1), ints(-1)), ir.DataType.FLOAT)
+    last = op("Slice", rows, ints(-1), ints(np.iinfo(np.int64).max), ints(-1))
+    e = body.cast(last, ir.DataType.INT64)
     power = op("Gather", body.constant(POWERS), op("Add", e, ints(128)))
-    scale = op("Mul", op("Add", m, body.constant(np.float32(128))), power)
-    found: ir.Value = op("Mul", op("Cast", codes, to=ir.DataType.FLOAT), scale)
-    return found
+    scale = op("Mul", op("Add", m, body.number(128)), power)
+    return op("Mul", body.cast(codes, ir.DataType.FLOAT), scale)
 
 
 _CACHES: dict[str, tuple[_Code, _Code]] = {
@@ -495,27 +417,19 @@ _CACHES: dict[str, tuple[_Code, _Code]] = {
 
 
 def _candidates() -> ir.Function:
-    """The two best tokens, their probabilities, and entropy: ln p is a logit's distance from the
-    best's, plus its ln p.
-    """
+    """The two best tokens, their probabilities, and entropy, from the distances of logits."""
     body = Body("Candidates", "logits mask_token_bias")
     op, ints = body.op, body.ints
     logits, bias = body.inputs
     masked = op("Add", logits, bias)
     probs = op("Softmax", masked, axis=-1)
-    top_prob, top_token = op("TopK", probs, ints(2), outputs=2, axis=-1)
+    top_prob, top_token = body.several(2, "TopK", probs, ints(2), axis=-1)
     behind = op("Sub", logits, op("ReduceMax", masked, ints(-1), keepdims=1))
     best = op("Squeeze", op("Slice", top_prob, ints(0), ints(1), ints(2)), ints(2))
-    entropy = op(
-        "Add", op("ReduceSum", op("Mul", probs, behind), ints(-1), keepdims=0), op("Log", best)
-    )
-    return body.function(
-        {
-            "top_token": op("Cast", top_token, to=ir.DataType.INT32),
-            "top_prob": top_prob,
-            "entropy": entropy,
-        }
-    )
+    mean_behind = op("ReduceSum", op("Mul", probs, behind), ints(-1), keepdims=0)
+    entropy = op("Add", mean_behind, op("Log", best))
+    tokens = body.cast(top_token, ir.DataType.INT32)
+    return body.function({"top_token": tokens, "top_prob": top_prob, "entropy": entropy})
 
 
 def _nvfp4_linear() -> ir.Function:
@@ -523,19 +437,14 @@ def _nvfp4_linear() -> ir.Function:
     body = Body("NVFP4Linear", "x panels scales global_scale")
     op, ints = body.op, body.ints
     x, stored, scales, global_scale = body.inputs
-    low = op("BitwiseAnd", stored, body.constant(np.uint8(15)))
-    high = op("BitShift", stored, body.constant(np.uint8(4)), direction="RIGHT")
-    codes = op("Cast", op("Concat", low, high, axis=-1), to=ir.DataType.INT32)
-    values = op(
-        "Reshape",
-        op("Gather", body.constant(E2M1_VALUES), codes),
-        ints(0, -1, NVFP4_GROUP_SIZE, PANEL),
-    )
-    steps = op("Mul", op("Cast", scales, to=ir.DataType.FLOAT), global_scale)
+    codes = body.cast(op("Concat", *body.nibbles(stored), axis=-1), ir.DataType.INT32)
+    by_code = op("Gather", body.constant(E2M1_VALUES), codes)
+    values = op("Reshape", by_code, ints(0, -1, NVFP4_GROUP_SIZE, PANEL))
+    steps = op("Mul", body.cast(scales, ir.DataType.FLOAT), global_scale)
     weights = op("Mul", values, op("Unsqueeze", steps, ints(2)))
     # [N / 32, K / 16, 16, 32] -> [K / 16, 16, N / 32, 32] -> [K, N]
     whole = op("Transpose", weights, perm=[1, 2, 0, 3])
-    rows = op("Mul", op("Shape", whole, start=0, end=1), ints(NVFP4_GROUP_SIZE))
+    rows = op("Mul", body.size(whole, 0), ints(NVFP4_GROUP_SIZE))
     matrix = op("Reshape", whole, op("Concat", rows, ints(-1), axis=0))
     weight = op("Slice", matrix, ints(0), body.attribute("columns", ir.AttributeType.INTS), ints(1))
     return body.function({"y": op("MatMul", x, weight)}, {"columns": ir.AttributeType.INTS})
@@ -548,26 +457,19 @@ def _nvfp4() -> ir.Function:
     4, of 2 above: Round goes to the even multiple, which is the even E2M1 code.
     """
     body = Body("NVFP4QuantizeDequantize", "x scale")
-    op, constant = body.op, body.constant
+    op, number = body.op, body.number
     x, scale = body.inputs
     groups = op("Reshape", x, body.ints(-1, 16))
     amax = op("ReduceMax", op("Abs", groups), body.ints(-1), keepdims=1)
-    wanted = op("Div", amax, op("Mul", scale, constant(np.float32(6))))
-    is_zero = op("Equal", wanted, constant(np.float32(0)))
-    wanted = op("Where", is_zero, constant(np.float32(1)), wanted)
-    clipped = op("Clip", wanted, constant(np.float32(2.0**-9)), constant(np.float32(448)))
-    group_scale = op("Mul", op("Cast", op("Cast", clipped, to=_F8), to=ir.DataType.FLOAT), scale)
-    scaled = op(
-        "Clip", op("Div", groups, group_scale), constant(np.float32(-6)), constant(np.float32(6))
-    )
+    wanted = op("Div", amax, op("Mul", scale, number(6)))
+    is_zero = op("Equal", wanted, number(0))
+    wanted = op("Where", is_zero, number(1), wanted)
+    clipped = op("Clip", wanted, number(2.0**-9), number(448))
+    group_scale = op("Mul", body.cast(body.cast(clipped, _F8), ir.DataType.FLOAT), scale)
+    scaled = op("Clip", op("Div", groups, group_scale), number(-6), number(6))
     size = op("Abs", scaled)
-    above = op(
-        "Where",
-        op("Less", size, constant(np.float32(4))),
-        constant(np.float32(1)),
-        constant(np.float32(2)),
-    )
-    step = op("Where", op("Less", size, constant(np.float32(2))), constant(np.float32(0.5)), above)
+    above = op("Where", op("Less", size, number(4)), number(1), number(2))
+    step = op("Where", op("Less", size, number(2)), number(0.5), above)
     rounded = op("Mul", op("Round", op("Div", scaled, step)), step)
     return body.function({"y": op("Reshape", op("Mul", rounded, group_scale), op("Shape", x))})
 

@@ -19,6 +19,7 @@ from onnx_ir.passes import common as passes
 
 from dlm_export.graph import LAYER_KEY, SEGMENTS, caches, functions
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
 
 CANDIDATES = "pass"  # the module path of what follows the head, as ``trace`` names it
@@ -100,9 +101,7 @@ def _call(
     )
     model.graph.insert_before(before, node)
     for value, result in zip(old, node.outputs, strict=True):
-        kept, result.shape, result.type = value.name, value.shape, value.type
-        value.replace_all_uses_with(result, replace_graph_outputs=True)
-        result.name, value.name = kept, None
+        take_place(result, value)
 
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
@@ -112,17 +111,12 @@ def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
     users = [node for node, _ in value.uses()]
-    return (
-        users[0]
-        if len(users) == 1 and users[0].op_type == op_type and not value.is_graph_output()
-        else None
-    )
+    is_only = len(users) == 1 and users[0].op_type == op_type and not value.is_graph_output()
+    return users[0] if is_only else None
 
 
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
-    """Put layers of one format over one input together; returns the layers that are not, with the
-    reason.
-    """
+    """Merge layers of one format over one input; returns those that stay alone, with the reason."""
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         if node.op_type in functions.LINEAR and node.domain == DOMAIN:
@@ -134,9 +128,8 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
         product = _gated_product(nodes)
         is_gated = len(nodes) == 2 and paths[0].endswith(GATE)
         if is_gated and product is None:
-            plain[paths[0].removesuffix(GATE)] = (
-                "what becomes of gate and up is not silu(gate) * up alone"
-            )
+            mlp = paths[0].removesuffix(GATE)
+            plain[mlp] = "what becomes of gate and up is not silu(gate) * up alone"
         if product is not None:
             _merge(model, nodes, f"{kind}GatedLinear", [product])
         elif len(nodes) > _MOST_WEIGHTS:
@@ -161,17 +154,11 @@ def _is_shared(value: ir.Value | None) -> bool:
 def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[ir.Value]) -> None:
     inputs = [nodes[0].inputs[0], *(value for node in nodes for value in node.inputs[1:])]
     columns = [count for node in nodes for count in node.attributes["columns"].as_ints()]
-    size = _group_size(nodes[0])
-    group = {"group_size": size} if size else {}
-    _call(
-        model,
-        nodes[0],
-        name,
-        [value for value in inputs if value is not None],
-        old,
-        columns=columns,
-        **group,
-    )
+    attributes: dict[str, Any] = {"columns": columns}
+    if size := _group_size(nodes[0]):
+        attributes["group_size"] = size
+    given = [value for value in inputs if value is not None]
+    _call(model, nodes[0], name, given, old, **attributes)
 
 
 def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
@@ -184,12 +171,9 @@ def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
         return None
     silu = _only_user(users["Sigmoid"].outputs[0], "Mul")
     product = _only_user(up, "Mul")
-    if (
-        silu is None
-        or silu is not users["Mul"]
-        or product is None
-        or silu.outputs[0] not in product.inputs
-    ):
+    if silu is None or silu is not users["Mul"] or product is None:
+        return None
+    if silu.outputs[0] not in product.inputs:
         return None
     return product.outputs[0] if _only_user(silu.outputs[0], "Mul") is product else None
 
@@ -202,10 +186,8 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     """
     if traced.dtype.itemsize != 4:
         raise _Unlike("the kernel computes in fp32")
-    _refuse_settings(
-        attention,
-        ("is_causal", "scale", "softcap", "q_num_heads", "kv_num_heads", "softmax_precision"),
-    )
+    sizes = ("q_num_heads", "kv_num_heads")
+    _refuse_settings(attention, ("is_causal", "scale", "softcap", *sizes, "softmax_precision"))
     if len(attention.inputs) > 4:
         raise _Unlike("Attention with more inputs than a mask")
     hidden = attention.inputs[3] if len(attention.inputs) == 4 else None
@@ -237,22 +219,17 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     inputs = [_merged(traced.model, attention, part) for part in parts]
     given = [*inputs, past_key, past_value, positions, cos, sin, _segments(traced.model)]
     old = [y.outputs[0], present_key, present_value]
-    sizes = {"heads": parts[0].count, "kv_heads": parts[1].count, "rotary_size": rotary_sizes.pop()}
-    _call(traced.model, attention, caches.ATTENTION[len(seen)], given, old, **sizes, **seen)
+    counts = {"heads": parts[0].count, "kv_heads": parts[1].count}
+    settings = counts | {"rotary_size": rotary_sizes.pop()} | seen
+    _call(traced.model, attention, caches.ATTENTION[len(seen)], given, old, **settings)
 
 
 def _segments(model: ir.Model) -> ir.Value:
     """The input of that name, none of which a pass has to say."""
     if SEGMENTS not in model.graph.initializers:
-        none = ir.tensor(np.zeros((0, 4), np.int64), name=SEGMENTS)
-        value = ir.Value(
-            name=SEGMENTS,
-            type=ir.TensorType(ir.DataType.INT64),
-            shape=ir.Shape(["N", 4]),
-            const_value=none,
-        )
+        value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))
+        value.shape = ir.Shape(["N", 4])
         model.graph.inputs.append(value)
-        model.graph.register_initializer(value)
     return model.graph.initializers[SEGMENTS]
 
 
@@ -269,9 +246,7 @@ what may be anything.
 
 
 def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
-    """The length of the blocks by which keys are hidden. Raises _Unlike for a mask of anything
-    else.
-    """
+    """The length of the blocks by which keys are hidden. Raises _Unlike for other masks."""
     found = {"positions": positions}
     length = _number(found["length"]) if _looks_like(hidden, _HIDING, found) else None
     if length is None:
@@ -280,9 +255,7 @@ def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:
-    """Whether a value is made as wanted; a name stands for the same value everywhere, which goes
-    into ``found``.
-    """
+    """Whether a value is made as wanted; names must stand for one value, kept in ``found``."""
     if value is None:
         return False
     if isinstance(wanted, str):
@@ -361,12 +334,8 @@ def _merged(model: ir.Model, before: ir.Node, heads: _Heads) -> ir.Value:
     if heads.ready is heads.split.outputs[0]:
         return _both(heads.split)[0]
     metadata = {LAYER_KEY: before.metadata_props[LAYER_KEY]}
-    shape = ir.node(
-        "Constant",
-        [],
-        {"value": ir.tensor(np.array([0, 0, -1], np.int64))},
-        metadata_props=metadata,
-    )
+    value = ir.tensor(np.array([0, 0, -1], np.int64))
+    shape = ir.node("Constant", [], {"value": value}, metadata_props=metadata)
     whole = ir.node("Reshape", [heads.ready, shape.outputs[0]], metadata_props=metadata)
     model.graph.insert_before(before, [shape, whole])
     return whole.outputs[0]
@@ -383,10 +352,5 @@ def _fuse_candidates(model: ir.Model) -> None:
     logits, bias = _both(masked)
     if logits is not outputs["logits"]:
         raise _Unlike("probabilities that are not those of the logits returned")
-    _call(
-        model,
-        masked,
-        "Candidates",
-        [logits, bias],
-        [outputs[name] for name in ("top_token", "top_prob", "entropy")],
-    )
+    old = [outputs[name] for name in ("top_token", "top_prob", "entropy")]
+    _call(model, masked, "Candidates", [logits, bias], old)

@@ -57,15 +57,12 @@ class Part:
 
 
 def cut(model: ir.Model) -> list[Part]:
-    """The parts of a graph in their order. A node without a layer's path lies where its inputs are
-    complete.
-    """
+    """The parts of a graph in order; a node without a layer's path follows its last input."""
     graph = model.graph
     layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
-    made_in = {
-        value: 0 for value in graph.inputs if not value.is_initializer()
-    }  # what may be left out is constant
+    # An input with an initialiser may be left out, and counts as a constant.
+    made_in = {value: 0 for value in graph.inputs if not value.is_initializer()}
     crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it reads of others
     given: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it gives
     for node, layer in zip(graph, layers, strict=True):

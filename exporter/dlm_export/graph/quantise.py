@@ -43,6 +43,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_calibration.solvers import hadamard
 from dlm_export.graph import LAYER_KEY, MICROSOFT_DOMAIN, experts, functions
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.edits import constant, initialiser, replace
 from dlm_export.graph.routed import E4M3_VALUES, MIXTURE
 from dlm_export.graph.taps import weight_of
 from dlm_export.graph.tied import FP8_TIED_HEAD
@@ -70,9 +71,7 @@ class Part:
 
 
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
-    """Why a layer's shape does not suit a format, None where it does; a GPU's graph has no group
-    that is short.
-    """
+    """Why a layer's shape does not suit a format, or None; on GPUs all groups must be full."""
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
     if layer.is_stacked and not on_gpu and experts.function_of(name) is None:
@@ -113,9 +112,8 @@ def rewrite(
         traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT
     )
     wanted = {layer for layer, name in formats.items() if name != HIGH}
-    if any(
-        node.op_type == MIXTURE for node in traced.model.graph
-    ):  # their weights are laid out by ``experts``
+    # ``experts`` lays out the weights of mixtures.
+    if any(node.op_type == MIXTURE for node in traced.model.graph):
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
     head = traced.network.quantisable()[HEAD]
     for node in list(traced.model.graph):
@@ -133,13 +131,8 @@ def rewrite(
             writer.rotate(node, turned)
         chosen = FORMATS[formats.get(layer, HIGH)]
         if chosen.weights is not None:
-            writer.layer(
-                node,
-                layer,
-                chosen,
-                amax.get(layer),
-                head if head.is_tied and layer == HEAD else None,
-            )
+            tied = head if head.is_tied and layer == HEAD else None
+            writer.layer(node, layer, chosen, amax.get(layer), tied)
             wanted.remove(layer)
             transpose = weight.producer()
             if transpose is not None and not weight.uses():
@@ -159,7 +152,7 @@ class _Writer:
         self.for_tensorrt = form == "tensorrt"
         self.dtype = traced.element_type
         self.parts: dict[str, Part] = {}
-        self._inputs: dict[tuple[int, Any, float | None], tuple[ir.Value, ...]] = {}
+        self._inputs: dict[tuple[int, str, float], ir.Value] = {}
 
     def nodes(
         self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]
@@ -207,27 +200,15 @@ class _Writer:
         name = f"{layer}.weight.{part}"
         if name in self.graph.initializers:  # of a tied head, which the embedding asked for
             return self.graph.initializers[name]
-        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-        self.graph.initializers[name] = value
         self.parts[name] = Part(layer, part)
-        return value
+        return initialiser(self.graph, name, shape, dtype)
 
     def number(self, name: str, array: Any) -> ir.Value:
         """A small initialiser of the graph's own dtype."""
         return self.constant(name, np.asarray(array).astype(self.dtype.numpy()))
 
     def constant(self, name: str, array: Any) -> ir.Value:
-        """A small initialiser inside the graph's own file, one a name."""
-        if name not in self.graph.initializers:
-            tensor = ir.tensor(np.asarray(array), name=name)
-            value = ir.Value(
-                name=name,
-                shape=ir.Shape(np.shape(array)),
-                type=ir.TensorType(tensor.dtype),
-                const_value=tensor,
-            )
-            self.graph.initializers[name] = value
-        return self.graph.initializers[name]
+        return constant(self.graph, name, array)
 
     def layer(
         self,
@@ -253,10 +234,9 @@ class _Writer:
             if chosen.group_size is None:
                 self.linear(node, layer, "Int8Linear", [x, *self.int8_panels(layer, K, N)], N)
             else:
-                stored = self.int4_panels(layer, K, N, chosen.group_size)
-                self.linear(
-                    node, layer, "Int4Linear", [x, *stored], N, group_size=chosen.group_size
-                )
+                size = chosen.group_size
+                stored = self.int4_panels(layer, K, N, size)
+                self.linear(node, layer, "Int4Linear", [x, *stored], N, group_size=size)
             return
         if self.form == "cuda":
             self.blocks(node, layer, x, chosen, K, N)
@@ -339,13 +319,9 @@ class _Writer:
     def blocks(
         self, node: ir.Node, layer: str, x: ir.Value, chosen: LayerFormat, K: int, N: int
     ) -> None:
-        """MatMulNBits in the place of a MatMul; the blocks of a column in INT8 have its scale,
-        each.
-        """
-        bits, size = (
-            functions.BITS[str(chosen.weights)],
-            chosen.group_size or functions.block_size(K),
-        )
+        """MatMulNBits instead of a MatMul; in INT8 all blocks of a column have its scale."""
+        bits = functions.BITS[str(chosen.weights)]
+        size = chosen.group_size or functions.block_size(K)
         count = -(-K // size)
         codes = self.weight(layer, "blocks", (N, count, size * bits // 8), ir.DataType.UINT8)
         scales = self.weight(layer, "block_scales", (N, count), self.dtype)
@@ -362,23 +338,16 @@ class _Writer:
         attributes: dict[str, Any],
     ) -> None:
         """An operator in the place of a MatMul or a lookup."""
-        result = self.nodes(node, layer, (op, inputs, attributes))
-        old = node.outputs[0]
-        kept, result.shape, result.type = old.name, old.shape, old.type
-        old.replace_all_uses_with(result, replace_graph_outputs=True)
-        result.name, old.name = kept, None
-        self.graph.remove(node, safe=True)
+        replace(self.graph, node, self.nodes(node, layer, (op, inputs, attributes)))
 
     def activation(
         self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float
     ) -> ir.Value:
-        """The input, quantised and dequantised; layers that share an input and its range share the
-        nodes.
-        """
+        """The quantised and dequantised input; layers with one input and range share its nodes."""
         key = (id(x), number_format, amax)
         if key not in self._inputs:
-            self._inputs[key] = (self._activation(node, layer, x, number_format, amax),)
-        return self._inputs[key][0]
+            self._inputs[key] = self._activation(node, layer, x, number_format, amax)
+        return self._inputs[key]
 
     def _activation(
         self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float
@@ -388,9 +357,8 @@ class _Writer:
             functions.declare(self.model, "NVFP4QuantizeDequantize")
             scale = self.constant(f"{layer}.input_scale", scale_value)
             wide = self._cast(node, layer, x, ir.DataType.FLOAT)
-            rounded = self.nodes(
-                node, layer, (f"{DOMAIN}::NVFP4QuantizeDequantize", [wide, scale], {})
-            )
+            rounding = f"{DOMAIN}::NVFP4QuantizeDequantize"
+            rounded = self.nodes(node, layer, (rounding, [wide, scale], {}))
             return self._cast(node, layer, rounded, self.dtype)
         scale = self.number(f"{layer}.input_scale", scale_value)
         if number_format == "nvfp4":
@@ -431,27 +399,20 @@ class _Writer:
             options = {"axis": 0, "block_size": chosen.group_size}
             return self.nodes(node, layer, ("DequantizeLinear", [codes, scales], options))
         if chosen.weights in ("int8", "fp8"):
-            codes = self.weight(
-                layer, "codes", (K, N), ir.DataType.INT8 if chosen.weights == "int8" else F8
-            )
+            kind = ir.DataType.INT8 if chosen.weights == "int8" else F8
+            codes = self.weight(layer, "codes", (K, N), kind)
             scales = self.weight(layer, "scales", (N,), self.dtype)
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
-                # ONNX Runtime would put one of its own in, of another shape, where it makes the
-                # codes unsigned.
-                zeros = [
-                    self.constant(f"{layer}.zeros", np.zeros(N, np.int8))
-                ]  # of each layer its own: it is replaced
+                # Without them ONNX Runtime adds zeros of another shape when it makes the codes
+                # unsigned. It replaces them, so that each layer needs its own.
+                zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]
             return self.nodes(
                 node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})
             )
         assert chosen.weights == "nvfp4"
-        codes = self.weight(
-            layer,
-            "codes",
-            (N, K),
-            ir.DataType.FLOAT4E2M1 if self.for_tensorrt else ir.DataType.UINT4,
-        )
+        kind = ir.DataType.FLOAT4E2M1 if self.for_tensorrt else ir.DataType.UINT4
+        codes = self.weight(layer, "codes", (N, K), kind)
         scales = self.weight(layer, "scales", (N, K // 16), F8)
         global_scale = self.weight(layer, "global_scale", (), self.dtype)
         if self.for_tensorrt:
@@ -482,11 +443,9 @@ class _Writer:
         return self._cast(node, layer, matrix, self.dtype)
 
     def _cast(self, node: ir.Node, layer: str, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        return (
-            value
-            if value.dtype == dtype
-            else self.nodes(node, layer, ("Cast", [value], {"to": dtype}))
-        )
+        if value.dtype == dtype:
+            return value
+        return self.nodes(node, layer, ("Cast", [value], {"to": dtype}))
 
     def rotate(self, node: ir.Node, size: int) -> None:
         layer, x = node.metadata_props[LAYER_KEY], node.inputs[0]
@@ -516,12 +475,7 @@ class _Writer:
         (steps,) = self.node(node, "embed", "Gather", [scales, ids], {"axis": 0})
         if number_format == "fp8":  # looked up as bytes, then their values by code
             values = self.constant("e4m3", E4M3_VALUES)
-            (wide,) = self.node(
-                node,
-                "embed",
-                "Gather",
-                [values, self._cast(node, "embed", wide, ir.DataType.INT32)],
-                {"axis": 0},
-            )
+            codes = self._cast(node, "embed", wide, ir.DataType.INT32)
+            (wide,) = self.node(node, "embed", "Gather", [values, codes], {"axis": 0})
         wide = self._cast(node, "embed", wide, self.dtype)
         self.put(node, "embed", "Mul", [wide, steps], {})

@@ -21,9 +21,7 @@ _NUMBERED = re.compile(r"(blocks\.|(?:past|present)_(?:key|value)\.)(\d+)")
 
 
 def kinds(network: NetworkSpec) -> list[int]:
-    """The kind of each layer, counted in order of appearance: layers described alike are of one
-    kind.
-    """
+    """The kind of each layer, counted from the first; layers described alike are of one kind."""
     described = list(dict.fromkeys(network.layers))
     return [described.index(layer) for layer in network.layers]
 
@@ -136,9 +134,7 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """The one value, constants aside, that a part of the graph hands on to the next one: the
-    residual stream.
-    """
+    """The only value that a part hands on to the next one, the residual stream."""
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
     handed = list(
         dict.fromkeys(value for node in readers for value in node.inputs if value in made)
@@ -150,9 +146,7 @@ def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
 
 
 def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.Value, int | None]]:
-    """Inputs, outputs or initialisers in their order, those of a block once for every layer of its
-    kind, which stands by.
-    """
+    """Inputs, outputs or initialisers in order, a block's once for every layer of its kind."""
     front: list[tuple[ir.Value, int | None]] = []
     behind: list[tuple[ir.Value, int | None]] = []
     of_blocks: dict[int, list[ir.Value]] = {}

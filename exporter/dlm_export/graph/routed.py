@@ -67,7 +67,7 @@ def experts(name: str) -> ir.Function:
     rows = op("Reshape", x, op("Concat", ints(-1), op("Shape", x, start=-1), axis=0))
     active = op("Concat", ints(-1), op("Shape", chosen, start=-1), axis=0)
     slots, shares = op("Reshape", chosen, active), op("Reshape", weights, active)
-    zero, last = body.constant(np.float32(0)), ints(-1)
+    zero, last = body.number(0), ints(-1)
     attributes = _attributes(name)
     counts = []
     if name == "Fp32Experts":
@@ -80,9 +80,7 @@ def experts(name: str) -> ir.Function:
     expert = loop.op("Gather", reached, loop.turn)
     is_mine = loop.op("Equal", slots, expert)
     share = loop.op("ReduceSum", loop.op("Where", is_mine, shares, zero), last, keepdims=0)
-    has_chosen = loop.op(
-        "ReduceMax", loop.op("Cast", is_mine, to=ir.DataType.INT64), last, keepdims=0
-    )
+    has_chosen = loop.op("ReduceMax", loop.cast(is_mine, ir.DataType.INT64), last, keepdims=0)
     mine = loop.op("Transpose", loop.op("NonZero", has_chosen), perm=[1, 0])
     inputs = loop.op("Gather", rows, loop.op("Squeeze", mine, last))
     own_share = loop.op("Gather", share, mine)
@@ -92,7 +90,7 @@ def experts(name: str) -> ir.Function:
         result = _one(
             name, loop, inputs, [loop.op("Gather", value, expert) for value in stored], counts
         )
-        weighed = loop.op("Mul", loop.op("Cast", result, to=ir.DataType.FLOAT), own_share)
+        weighed = loop.op("Mul", loop.cast(result, ir.DataType.FLOAT), own_share)
     added = loop.op("ScatterND", loop.carried, mine, weighed, reduction="add")
     y = loop.run(body, op("Squeeze", op("Shape", reached)), nothing, added)
     return body.function({"y": op("CastLike", op("Reshape", y, op("Shape", x)), x)}, attributes)
@@ -108,43 +106,37 @@ def _attributes(name: str) -> dict[str, ir.AttributeType]:
 def _one(
     name: str, loop: LoopBody, x: ir.Value, stored: list[ir.Value], counts: list[ir.Value]
 ) -> ir.Value:
-    """What an expert makes of its rows ``x`` ``[n, K]``; ``stored`` are its own weights, and
-    scales.
-    """
+    """What an expert makes of ``x`` ``[n, K]``; ``stored`` are its own weights and scales."""
     if calls := FUNCTIONS[name].calls:
         gated, behind = calls
         hidden: ir.Value = loop.call(
             gated, x, *stored[:4], columns="columns", group_size="group_size" * ("4" in name)
         )
-        y: ir.Value = loop.call(
+        return loop.call(
             behind,
             hidden,
             *stored[4:],
             columns="out_columns",
             group_size="group_size" * ("4" in name),
         )
-        return y
     gate, up, down = (
         stored
         if not counts
         else (_matrix(loop, panels, counts[i > 1]) for i, panels in enumerate(stored))
     )
-    found: ir.Value = loop.op(
+    return loop.op(
         "MatMul", _gated(loop, loop.op("MatMul", x, gate), loop.op("MatMul", x, up)), down
     )
-    return found
 
 
 def _gated(loop: LoopBody, gate: ir.Value, up: ir.Value) -> ir.Value:
-    found: ir.Value = loop.op("Mul", loop.op("Mul", gate, loop.op("Sigmoid", gate)), up)
-    return found
+    return loop.op("Mul", loop.op("Mul", gate, loop.op("Sigmoid", gate)), up)
 
 
 def _matrix(loop: LoopBody, panels: ir.Value, columns: ir.Value) -> ir.Value:
     """Panels ``[N / 32, K, 32]`` as ``[K, N]``."""
     whole = loop.op("Reshape", loop.op("Transpose", panels, perm=[1, 0, 2]), loop.ints(0, -1))
-    found: ir.Value = loop.op("Slice", whole, loop.ints(0), columns, loop.ints(1))
-    return found
+    return loop.op("Slice", whole, loop.ints(0), columns, loop.ints(1))
 
 
 def _rounded_expert(
@@ -175,37 +167,29 @@ def _rounded_expert(
 
 
 def _e4m3(loop: LoopBody, stored: ir.Value) -> ir.Value:
-    """Bytes as the numbers that they are in E4M3: ONNX Runtime picks no entries of a tensor of
-    these.
-    """
-    codes = loop.op("Cast", stored, to=ir.DataType.INT32)
-    found: ir.Value = loop.op("Gather", loop.constant(E4M3_VALUES), codes)
-    return found
+    """Bytes read as E4M3 numbers, because ONNX Runtime picks no entries of an FP8 tensor."""
+    codes = loop.cast(stored, ir.DataType.INT32)
+    return loop.op("Gather", loop.constant(E4M3_VALUES), codes)
 
 
 def _by_fp8(
     loop: LoopBody, x: ir.Value, stack: list[ir.Value], expert: ir.Value, _: str
 ) -> ir.Value:
     codes, scales = (loop.op("Gather", value, expert) for value in stack)
-    found: ir.Value = loop.op("MatMul", x, loop.op("Mul", _e4m3(loop, codes), scales))
-    return found
+    return loop.op("MatMul", x, loop.op("Mul", _e4m3(loop, codes), scales))
 
 
 def _to_fp8(loop: LoopBody, x: ir.Value, scale: ir.Value) -> ir.Value:
     zero = loop.constant(np.zeros((), ml_dtypes.float8_e4m3fn))
-    found: ir.Value = loop.op(
-        "DequantizeLinear", loop.op("QuantizeLinear", x, scale, zero), scale, zero
-    )
-    return found
+    return loop.op("DequantizeLinear", loop.op("QuantizeLinear", x, scale, zero), scale, zero)
 
 
 def _by_nvfp4(
     loop: LoopBody, x: ir.Value, stack: list[ir.Value], expert: ir.Value, columns: str
 ) -> ir.Value:
     codes, scales = (loop.op("Gather", value, expert) for value in stack[:2])
-    group_scales = loop.op("Cast", _e4m3(loop, scales), to=ir.DataType.FLOAT8E4M3FN)
-    found: ir.Value = loop.call("NVFP4Linear", x, codes, group_scales, stack[2], columns=columns)
-    return found
+    group_scales = loop.cast(_e4m3(loop, scales), ir.DataType.FLOAT8E4M3FN)
+    return loop.call("NVFP4Linear", x, codes, group_scales, stack[2], columns=columns)
 
 
 def _to_nvfp4(loop: LoopBody, x: ir.Value, scale: ir.Value) -> ir.Value:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from dlm_export.graph import LAYER_KEY, functions
 from dlm_export.graph.body import DOMAIN
+from dlm_export.graph.edits import take_place
 from dlm_export.graph.tied import TIED_HEADS
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import EMBEDDING, HEAD
@@ -98,9 +99,7 @@ def _replace(graph: Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
     old, new, weight = product.outputs[0], nodes[-1].outputs[0], product.inputs[1]
     assert weight is not None
     graph.model.graph.insert_before(product, nodes)
-    new.shape, new.type = old.shape, old.type
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    new.name, old.name = old.name, None
+    take_place(new, old)
     transpose = weight.producer()
     graph.model.graph.remove(product, safe=True)
     assert transpose is not None

@@ -1,6 +1,4 @@
-"""Where the inputs and outputs of layers stand in a graph, and how a graph shows them while it
-runs.
-"""
+"""Where the inputs and outputs of layers stand in a graph, and how a run shows them."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ class Tap:
 
 
 def weight_of(node: ir.Node) -> ir.Value | None:
-    """The weight of a MatMul: an initialiser, or a tied head's transposed one. None for other nodes
-    and other products.
-    """
+    """A MatMul's weight: an initialiser, or a tied head's transposed one; otherwise None."""
     weight = node.inputs[1] if node.op_type == "MatMul" else None
     if weight is None or weight.is_initializer():
         return weight
@@ -45,15 +41,12 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
-    """The taps of all layers of a traced graph by path. Rewriting keeps the names, where it keeps
-    the values.
-    """
+    """The taps of all layers of a traced graph by path; rewriting keeps these names."""
     found: dict[str, Tap] = {}
     for node in traced.model.graph:
         layer = node.metadata_props.get(LAYER_KEY, "")
-        if (
-            node.domain == DOMAIN and node.op_type == MIXTURE
-        ):  # a mixture of experts, and who goes where in it
+        # A mixture of experts has a second tap, for its routes.
+        if node.domain == DOMAIN and node.op_type == MIXTURE:
             tokens, chosen, weights = (
                 str(value.name) for value in node.inputs[:3] if value is not None
             )

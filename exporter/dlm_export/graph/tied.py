@@ -27,10 +27,10 @@ def tied_head(name: str) -> ir.Function:
     op = body.op
     x, table, *scales = body.inputs
     if is_fp8:
-        codes = op("Cast", table, to=ir.DataType.INT32)
+        codes = body.cast(table, ir.DataType.INT32)
         values = op("Gather", body.constant(E4M3_VALUES), codes)
     else:
-        values = op("Cast", table, to=ir.DataType.FLOAT)
+        values = body.cast(table, ir.DataType.FLOAT)
     y = op("MatMul", x, op("Transpose", values, perm=[1, 0]))
     if is_fp8:
         y = op("Mul", y, op("Reshape", scales[0], body.ints(-1)))

@@ -39,7 +39,7 @@ from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.routed import MIXTURE
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.experts import Router
-from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.spec import STACKS, NetworkSpec
 
 _DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -55,9 +55,7 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced pass whose weights are still to be written; its initialisers are named like
-    ``Denoiser``'s parameters.
-    """
+    """A traced pass without its weights; initialisers are named like ``Denoiser``'s parameters."""
 
     model: ir.Model
     network: NetworkSpec
@@ -124,16 +122,12 @@ def _quiet_logger(name: str) -> Iterator[None]:
 
 # what torch.export calls the scope of a dynamic axis's size
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
-_INPUTS, _OUTPUTS = (
-    ("input_ids", "position_ids", "score_rows"),
-    ("top_token", "top_prob", "entropy", "logits"),
-)
+_INPUTS = ("input_ids", "position_ids", "score_rows")
+_OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
-    """Name -> ``(kv_heads, head_size)`` of what a pass reads (``past``) or writes (``present``), in
-    order.
-    """
+    """Name -> ``(kv_heads, head_size)`` of all that a pass reads or writes, in order."""
     return {
         f"{prefix}_{kind}.{i}": shape
         for i, shape in enumerate(network.cache_shapes())
@@ -220,12 +214,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
             opset_version=OPSET,
             input_names=input_names(c),
             output_names=output_names(c),
-            dynamic_shapes=(
-                rows_and_tokens,
-                rows_and_tokens,
-                rows_and_tokens,
-                [(cached, cached)] * len(past),
-            ),
+            dynamic_shapes=(*[rows_and_tokens] * 3, [(cached, cached)] * len(past)),
             custom_translation_table={torch.ops.dlm_export.experts.default: _experts},
             optimize=False,
             verbose=False,
@@ -238,14 +227,10 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     _name_layers(model)
     _simplify_reshapes(model)
     passes.RemoveUnusedNodesPass()(passes.IdentityEliminationPass()(model).model)
-    held = {
-        name.removeprefix("denoiser.")
-        for name, _ in (*module.named_parameters(), *module.named_buffers())
-    }
-    for name in held & model.graph.initializers.keys():
-        model.graph.initializers[
-            name
-        ].const_value = None  # torch's meta tensor; ``write`` gives the real one
+    initializers = model.graph.initializers
+    held = dict(module.named_parameters()) | dict(module.named_buffers())
+    for name in {name.removeprefix("denoiser.") for name in held} & initializers.keys():
+        initializers[name].const_value = None  # torch's meta tensor; ``write`` gives the real one
     model.graph = repeat.repeat(model.graph, layers)
     if any(node.domain == DOMAIN for node in model.graph):
         functions.declare(model, MIXTURE)
@@ -257,18 +242,10 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
 
 
 def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
-    """How torch's exporter writes the operator of ``network.experts``: it takes no operator without
-    a schema.
-    """
+    """How torch's exporter writes the operator of ``network.experts``, which needs a schema."""
     real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
-    kinds = {
-        "x": "T",
-        "chosen": "tensor(int64)",
-        "weights": "tensor(float)",
-        "gate": "T",
-        "up": "T",
-        "down": "T",
-    }
+    kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
+    kinds |= dict.fromkeys(STACKS, "T")
     inputs = [onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in kinds.items()]
     outputs = [onnx.defs.OpSchema.FormalParameter("y", "T")]
     schema = onnx.defs.OpSchema(
@@ -300,9 +277,7 @@ def _name_layers(model: ir.Model) -> None:
 
 
 def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
-    """The type of a node's output, for operators that keep their first input's and a few that do
-    not.
-    """
+    """The type of a node's output: its first input's, but for a few operators."""
     if node.op_type == "Cast":
         return ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
     if node.op_type == "Constant":
@@ -322,6 +297,14 @@ def _simplify_reshapes(model: ir.Model) -> None:
     The trace computes every shape from Shape, Squeeze and Concat nodes: 14 nodes a layer for
     nothing.
     """
+
+    def constant(before: ir.Node, array: np.ndarray, kind: str) -> ir.Value:
+        value = ir.tensor(array, name=f"{before.outputs[0].name}.{kind}")
+        metadata = dict(before.metadata_props)
+        made = ir.node("Constant", [], {"value": value}, metadata_props=metadata)
+        model.graph.insert_before(before, made)
+        return made.outputs[0]
+
     for node in model.graph:
         if node.op_type != "Reshape":
             continue
@@ -329,14 +312,8 @@ def _simplify_reshapes(model: ir.Model) -> None:
             ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
         )
         if number is not None and wanted is not None:  # which torch makes a list of
-            folded = ir.tensor(
-                number.numpy().reshape(wanted.numpy()), name=f"{node.outputs[0].name}.value"
-            )
-            constant = ir.node(
-                "Constant", [], {"value": folded}, metadata_props=dict(node.metadata_props)
-            )
-            model.graph.insert_before(node, constant)
-            node.outputs[0].replace_all_uses_with(constant.outputs[0])
+            folded = constant(node, number.numpy().reshape(wanted.numpy()), "value")
+            node.outputs[0].replace_all_uses_with(folded)
             continue
         if node.outputs[0].shape is None:
             continue
@@ -344,23 +321,14 @@ def _simplify_reshapes(model: ir.Model) -> None:
         if len(dims) < 3 or any(isinstance(dim, int) for dim in dims[:2]):
             continue
         assert all(isinstance(dim, int) for dim in dims[2:]), (node.name, dims)
-        shape = ir.tensor(
-            np.array([0, 0, *dims[2:]], np.int64), name=f"{node.outputs[0].name}.shape"
-        )
-        constant = ir.node(
-            "Constant", [], {"value": shape}, metadata_props=dict(node.metadata_props)
-        )
-        model.graph.insert_before(node, constant)
-        node.replace_input_with(1, constant.outputs[0])
-        node.attributes.pop(
-            "allowzero", None
-        )  # torch sets it, and then 0 would mean an empty dimension
+        shape = constant(node, np.array([0, 0, *dims[2:]], np.int64), "shape")
+        node.replace_input_with(1, shape)
+        # torch sets it, and then a 0 in the shape would mean an empty dimension.
+        node.attributes.pop("allowzero", None)
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
-    """Call the dynamic axes B, T, S, R everywhere they are promised; torch gives each input symbols
-    of its own.
-    """
+    """Call the dynamic axes B, T, S and R everywhere; torch names each input's differently."""
     for node in model.graph:
         for value in node.outputs:
             value.shape = None

@@ -43,9 +43,10 @@ def data_bytes(
     tables = c.rotary_tables()
     elements = c.parameter_count() + c.max_canvas_length * sum(table.size for table in tables)
     padding = (_MOST_PARTS * len(c.parameters()) + 2 * len(tables) + 1) * DATA_ALIGNMENT
+    # Routers are stored in fp32.
     routers = sum(
         layer.inputs * layer.outputs for layer in c.linear_layers() if layer.role == "router"
-    )  # in fp32
+    )
     saved = -routers * (4 - PRECISIONS[precision])
     head = (formats or {}).get(HEAD, HIGH)
     if table_bytes is not None and (head == HIGH or not c.tied_head):
@@ -56,9 +57,8 @@ def data_bytes(
             columns = functions.padded(layer.outputs)
             plain = layer.inputs * layer.outputs * PRECISIONS[precision]
             saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
-            if (
-                chosen.weights == "int8" and precision != "fp32"
-            ):  # whole blocks with a scale each, where MatMulNBits has it
+            # MatMulNBits takes whole blocks with a scale each.
+            if chosen.weights == "int8" and precision != "fp32":
                 size = functions.block_size(layer.inputs)
                 blocks = -(-layer.inputs // size)
                 saved -= (
@@ -144,9 +144,7 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 
 
 def _name_nodes(graph: Graph) -> None:
-    """Call every node by its module path and operator: TensorRT's layers, and so the audit, go by
-    nodes' names.
-    """
+    """Name nodes by module path and operator, because TensorRT's audit goes by these names."""
     used: Counter[str] = Counter()
     for node in graph.model.graph:
         name = f"{node.metadata_props[LAYER_KEY]}/{node.op_type}"
@@ -177,8 +175,6 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes, a byte each, as ONNX stores them: two a byte in order of memory, the earlier in
-    the low nibble.
-    """
+    """4-bit codes, a byte each, packed as ONNX does: the earlier one in the low nibble."""
     nibbles = codes & np.uint8(15)
     return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

@@ -28,8 +28,7 @@ def _through_int8(rows: Tensor) -> Tensor:
     finite = rows.masked_fill(is_bad, 0)
     wanted = finite.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_ROW) / 127
     fraction, exponent = wanted.frexp()  # wanted = fraction * 2 ** exponent, fraction in [0.5, 1)
-    power = ((exponent + (127 - 8)) << 23).view(
-        torch.float32
-    )  # torch.ldexp is not exact everywhere
+    # torch.ldexp is not exact everywhere.
+    power = ((exponent + (127 - 8)) << 23).view(torch.float32)
     scale = (256 * fraction).ceil() * power
     return ((finite / scale).round() * scale).masked_fill(is_bad, torch.nan)

@@ -178,10 +178,8 @@ class Texts:
         """
         state, found = self.state, list[int]()
         for position in range(len(self.steps)):
-            noise, here = (
-                gumbels(seed, passes, first + position, self.following.shape[1]),
-                self.ahead[position][state],
-            )
+            noise = gumbels(seed, passes, first + position, self.following.shape[1])
+            here = self.ahead[position][state]
             _, token, state = max(
                 (weight.log_ratio(here, self.temperature) + noise[token], -token, to)
                 for token, to, weight in self._ways(position, state)

@@ -184,9 +184,8 @@ class RoutedMLPs(nn.Module):
 
     def _all(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         experts = torch.arange(self.count, device=x.device)
-        shares = (
-            ((chosen.unsqueeze(-1) == experts) * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
-        )  # [.., E]
+        # Shape [.., E].
+        shares = ((chosen.unsqueeze(-1) == experts) * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
         hidden = F.silu(self.gate(x)) * self.up(x)
         y: Tensor = self.down(
             (hidden.unflatten(-1, (self.count, -1)) * shares.unsqueeze(-1)).flatten(-2)

@@ -110,9 +110,8 @@ class Layered:
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        self._last: Callable[[], object] = lambda: (
-            None
-        )  # the layer read last, while anybody holds it
+        # The layer that was read last, or None once it is freed.
+        self._last: Callable[[], object] = lambda: None
         self._rooms: list[Tensor] = []  # where its weights lie, if they were widened
         tables = network.rotary_tables()
         self._rotary = [

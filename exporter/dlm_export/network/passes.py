@@ -10,6 +10,7 @@ arXiv:2510.06303): finished blocks are stored, and nothing is read but them. ``b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -123,20 +124,18 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
     """
     before: int | None = None  # start of the block decided before
     for start, end, steps in blocks:
+        of_block = functools.partial(
+            Stage, first=start, last=end, steps=steps, start=start, end=end
+        )
         if policy.cache == "none":
-            yield Stage(
-                Span(0, length, "drop"), "denoise", True, start, end, steps, start, end, True
-            )
+            yield of_block(Span(0, length, "drop"), "denoise", is_repeated=True, is_last=True)
             continue
         last = end if policy.cache == "dual" else length
-        is_whole = not policy.refresh or before is None
-        opening = (
-            (0, length)
-            if before is None or is_whole
-            else (max(0, min(start - policy.refresh, before)), last)
-        )
-        yield Stage(Span(*opening, "keep"), "prefill", False, start, end, steps, start, end, False)
-        yield Stage(Span(start, last, "drop"), "denoise", True, start, end, steps, start, end, True)
+        opening = Span(0, length, "keep")
+        if policy.refresh and before is not None:
+            opening = Span(max(0, min(start - policy.refresh, before)), last, "keep")
+        yield of_block(opening, "prefill", is_repeated=False, is_last=False)
+        yield of_block(Span(start, last, "drop"), "denoise", is_repeated=True, is_last=True)
         before = start
 
 
@@ -158,61 +157,26 @@ def _block_causal_stages(
         size = policy.sub_block_length or end - start
         firsts = range(start, end, size)
         shares = [max(1, share) for share in transfer_counts(steps, len(firsts))]
+        once = functools.partial(Stage, is_repeated=False, start=start, end=end, is_last=False)
         if has_cache and stored < start:
             kind = "store" if number else "prefill"
             opened = min(start + size, end)
             if policy.store == "open" and undecided[start:opened].any():
-                yield Stage(
-                    Span(stored, end, "append"),
-                    kind,
-                    False,
-                    start,
-                    opened,
-                    shares[0],
-                    start,
-                    end,
-                    False,
-                )
+                opening = Span(stored, end, "append")
+                yield once(opening, kind, first=start, last=opened, steps=shares[0])
             else:
-                yield Stage(
-                    Span(stored, start, "append"),
-                    kind,
-                    False,
-                    start,
-                    start + shift,
-                    1,
-                    start,
-                    end,
-                    False,
-                )
+                storing = Span(stored, start, "append")
+                yield once(storing, kind, first=start, last=start + shift, steps=1)
         elif shift and start and not has_cache:
-            yield Stage(
-                Span(0, length, "drop"),
-                "denoise",
-                False,
-                start,
-                start + shift,
-                1,
-                start,
-                end,
-                False,
-            )
+            whole = Span(0, length, "drop")
+            yield once(whole, "denoise", first=start, last=start + shift, steps=1)
         kept = "append" if policy.store == "reuse" else "drop"
         span = Span(start, end, kept) if has_cache else Span(0, length, "drop")
         for first, share in zip(firsts, shares, strict=True):
             last = min(first + size, end)
             if has_parts and undecided[first:last].any():
-                yield Stage(
-                    Span(start, end, "append"),
-                    "prefill",
-                    False,
-                    first,
-                    last,
-                    share,
-                    start,
-                    end,
-                    False,
-                )
+                opening = Span(start, end, "append")
+                yield once(opening, "prefill", first=first, last=last, steps=share)
             # A sub-block's first position is predicted by the row before it, which is then one of
             # the span.
             now = Span(max(start, first - shift), last, "drop") if has_parts else span

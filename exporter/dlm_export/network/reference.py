@@ -83,9 +83,8 @@ class Run:
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
-        self.guess = np.full(
-            len(self.tokens), -1
-        )  # what the last pass proposed for what is undecided
+        # What the last pass proposed for undecided positions, else -1.
+        self.guess = np.full(len(self.tokens), -1)
         self._turns = turns(
             Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold
         )

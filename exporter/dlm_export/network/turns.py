@@ -83,10 +83,8 @@ def turns(
     before: Stage | None = None
     for stage in plan(wanted, policy, looped, steps):
         if before is None or (before.first, before.last) != (stage.first, stage.last):
-            step, counts = (
-                0,
-                transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps),
-            )
+            step = 0
+            counts = transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
         before, is_made = stage, False
         # A pass that opens a block or a sub-block is for that alone, unless the next one's reaches
         # back no farther than to it.
@@ -275,7 +273,6 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return np.zeros(0, bool)
     if turn.is_forced:
         score = score.copy()
-        score[0] = (
-            0.0 if scored_by(turn, policy) == "entropy" else 1.0
-        )  # a prediction without doubt
+        # The score of a certain prediction.
+        score[0] = 0.0 if scored_by(turn, policy) == "entropy" else 1.0
     return choose(score, policy, turn.planned)

@@ -61,13 +61,11 @@ class BenchOptions:
     prompt_tokens: int | None = None
     new_tokens: int | None = None
     preset: str | None = None
-    policy: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # fields of the preset that are changed; all but ``stop``
+    # Fields of the preset to change; any but ``stop``.
+    policy: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 15
-    batches: tuple[int, ...] = (
-        1,
-    )  # requests that share passes; 1, to compare with, is measured in any case
+    # How many requests share passes; 1 is always measured, to compare with.
+    batches: tuple[int, ...] = (1,)
     cost: bool = False  # fit what passes cost; without ``passes``, to some of sizes that tell
     data: Path | None = None  # prompts as in calibration data; each is a request of its own
     samples: int = 64  # most prompts of ``data``

@@ -16,9 +16,6 @@ GROWTH_SIZES = ("1B", "3B", "8B", "30B", "100B")
 GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
 
 
-# ---- Growth ----
-
-
 @dataclass(frozen=True)
 class Point:
     """A precision, and what it makes of a token."""

@@ -130,9 +130,8 @@ def read_measured(path: Path) -> Measured:
         return found
 
     def positive(*keys: str | int) -> float:
-        return max(
-            get(float, *keys), sys.float_info.min
-        )  # a time or rate of zero would end in a division
+        # A time or rate of zero would cause a division by zero.
+        return max(get(float, *keys), sys.float_info.min)
 
     machine = Machine(*(positive("roofline", each.name) for each in fields(Machine)))
     passes = []

@@ -19,9 +19,7 @@ from dlm_export.planning.predict import (
     pass_time,
     predict,
 )
-from dlm_export.planning.roofline import (
-    cache_bytes_by_type,
-)
+from dlm_export.planning.roofline import cache_bytes_by_type
 from dlm_export.planning.shapes import Shape, precisions_of
 from dlm_export.targets import TARGETS, Target, find, recipe_for
 from dlm_runtime.errors import DlmError, ExitCode
@@ -33,9 +31,6 @@ class PlanError(DlmError):
     """A plan was asked for that cannot be made as asked."""
 
     exit_code = ExitCode.WRONG_INPUT
-
-
-# ---- The whole plan ----
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from dlm_export.judging.report.drawing import INK, MUTED, RULE, STYLE, WIDTH, wi
 from dlm_export.judging.report.numbers import printable
 from dlm_export.planning.plan import Plan, PlanError
 
+PLOT_SUFFIXES = (".png", ".svg")
+
 
 def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
     """Write what a token takes along each axis of a plan (``plan.Growth`` as plain values) to a PNG
@@ -49,10 +51,8 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
                 values = with_nan(
                     None if point is None else point[quantity] for point in each["lines"][target]
                 )
-                marker, line = (
-                    "osD^v<>ph*"[number // 10 % 10],
-                    ("-", "--", ":", "-.")[number // 10 % 4],
-                )
+                marker = "osD^v<>ph*"[number // 10 % 10]
+                line = ("-", "--", ":", "-.")[number // 10 % 4]
                 axes.plot(
                     places,
                     values,
@@ -66,12 +66,6 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
             axes.set_xticks(places, [str(value) for value in each["values"]], rotation=45)
         canvas.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
         canvas.savefig(path, dpi=150)
-
-
-PLOT_SUFFIXES = (".png", ".svg")
-
-
-# ---- The plot ----
 
 
 def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
@@ -90,8 +84,6 @@ def save_plot(path: Path, plan: Plan) -> None:
 
     Raises PlanError if there is nothing to draw, OSError.
     """
-    from dlm_export.planning.plot import save_growth
-
     growth = [asdict(each) for each in plan.growth if each.values]
     if not any(any(points) for each in growth for points in each["lines"].values()):
         raise PlanError(

@@ -91,9 +91,6 @@ class Request:
         return self.prompt_tokens + self.new_tokens
 
 
-# ---- Predictions ----
-
-
 @dataclass(frozen=True)
 class PassTime:
     """The least milliseconds of a pass by its bytes and by its arithmetic, None where a figure of
@@ -305,10 +302,8 @@ def predict(
         return pass_time(_work(shape, precision, made, request.batch), rates, made, ratio)
 
     canvas, block = request.canvas, min(block_length, request.new_tokens)
-    full_pass, block_pass = (
-        time_of(PassSize(canvas, 0, block)),
-        time_of(PassSize(block, canvas - block, block)),
-    )
+    full_pass = time_of(PassSize(canvas, 0, block))
+    block_pass = time_of(PassSize(block, canvas - block, block))
     memory = memory_bytes(shape, precision, target, canvas, block, request.batch)
     available = (
         (None if measured is None else measured.memory_bytes)

@@ -230,10 +230,8 @@ def limit_s(work: Work, rates: Rates) -> float:
 # ---- The machine at hand ----
 
 _READ_BYTES = 256 << 20  # at least, for the rate of reads
-_ROWS, _SQUARE = (
-    512,
-    2048,
-)  # products of [rows, 2048] by [2048, 2048]: large enough for full speed, small enough for a cache
+# Products of [rows, 2048] by [2048, 2048]: large enough for full speed, small enough for a cache.
+_ROWS, _SQUARE = 512, 2048
 _FEW_ROWS = 32  # a block pass
 
 
@@ -290,9 +288,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4
-        options.add_session_config_entry(
-            "session.force_spinning_stop", "1"
-        )  # the probes take turns, as sessions would
+        # The probes take turns, as sessions would.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )

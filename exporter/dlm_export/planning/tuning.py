@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-_LEAST_BYTES = (
-    64 << 20
-)  # of weights that take turns, so that each is read from memory, as in a pass
+# Of weights that take turns, so that each is read from memory, as in a pass.
+_LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
 
@@ -178,11 +177,9 @@ def _session(
                 attributes["group_size"] = chosen.group_size
             node = ir.node(name, [x, *constants], attributes, domain=DOMAIN)
         y = node.outputs[0]
-        y.name, y.shape, y.type = (
-            f"y_{i}",
-            ir.Shape(["rows", outputs]),
-            ir.TensorType(ir.DataType.FLOAT),
-        )
+        y.name = f"y_{i}"
+        y.shape = ir.Shape(["rows", outputs])
+        y.type = ir.TensorType(ir.DataType.FLOAT)
         graph.append(node)
         graph.outputs.append(y)
     return open_graph(model)
@@ -198,10 +195,8 @@ def _weight(
         return [("table", rows.astype(table.numpy()))]
     if format == HIGH:
         return [("w", rng.standard_normal(shape, np.float32))]
-    panels, together = (
-        functions.padded(outputs) // functions.PANEL,
-        functions.DOT if group_size is None else functions.PAIRS,
-    )
+    panels = functions.padded(outputs) // functions.PANEL
+    together = functions.DOT if group_size is None else functions.PAIRS
     codes = rng.integers(
         0, 256, (panels, inputs // together, functions.PANEL, functions.DOT), np.uint8
     )

@@ -11,7 +11,7 @@ reaches has one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +53,11 @@ class Entered:
         """``x`` beyond ``memory_bytes`` lies in a file of ``folder``. Raises MemoryLimitError."""
         self.module, self._carried, self._states = module, carried, states
         self.device = carried.layered.device
-        self.x = room_for(
-            (carried.states.shape[0], module.down.outputs),
-            carried.states.dtype,
-            memory_bytes,
-            folder,
-        )
+        shape = (carried.states.shape[0], module.down.outputs)
+        self.x = room_for(shape, carried.states.dtype, memory_bytes, folder)
         self.chosen = torch.empty(0, 0, dtype=torch.int64)
         self.weights = torch.empty(0, 0)
-        is_masked = [
-            torch.from_numpy((batch.ids == mask_token_id).numpy()).flatten()
-            for batch in carried.batches
-        ]
+        is_masked = [(batch.ids == mask_token_id).flatten() for batch in carried.batches]
         self.counts_for = torch.where(torch.cat(is_masked), 1.0, gptq.COMMITTED_WEIGHT)
 
     def watch(self, hidden: Observer) -> None:
@@ -129,9 +122,8 @@ def hidden_of(
 def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
     """Some of an expert's vectors, evenly chosen, fp32 ``[at most most, K]``."""
     x = torch.cat([piece.float().cpu() for piece, _ in pieces])
-    rows: np.ndarray = x.numpy()[
-        np.unique(np.linspace(0, len(x) - 1, min(most, len(x))).astype(int))
-    ]
+    chosen = np.unique(np.linspace(0, len(x) - 1, min(most, len(x))).astype(int))
+    rows: np.ndarray = x.numpy()[chosen]
     return rows
 
 
@@ -173,13 +165,8 @@ class Reached:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as accuracy.json has them."""
-        return {
-            "layer": self.layer,
-            "tokens": list(self.tokens),
-            "fewest": self.fewest,
-            "never": self.never,
-            "few": self.few,
-        }
+        plain = asdict(self) | {"tokens": list(self.tokens)}
+        return plain | {"never": self.never, "few": self.few}
 
 
 def doubts(reached: Mapping[str, Reached]) -> list[str]:

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_calibration.blocks import group_amax
+from dlm_calibration.errors import QuantisationError
 from dlm_calibration.formats import (
     CODE_TYPES,
     E2M1_VALUES,
     FP32,
-    QuantisationError,
     QuantisedWeight,
     ScaleType,
     e2m1_codes,
     encode,
-    group_amax,
     int4_scales,
     nvfp4_group_scales,
     scales_of,
@@ -152,9 +152,8 @@ def gptq(
     batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
         stop = min(start + batch, rows)
-        now = (
-            left[start:stop].cpu().numpy()
-        )  # shares memory with ``left`` on a CPU, which nobody reads again
+        # On a CPU this shares memory with ``left``, whose rows are not read again.
+        now = left[start:stop].cpu().numpy()
         local = factor[start:stop, start:stop].cpu().numpy()
         errors = np.empty_like(now)
         first = 0
@@ -165,9 +164,8 @@ def gptq(
                 if is_grouped and (start + i) % size == 0:
                     largest = group_amax(now[i : i + size], size)[0]
                     if global_scale is None:
-                        counts = (
-                            local.diagonal()[i : i + size, None] ** -2.0
-                        )  # what is left of a row's error in the end
+                        # The weight of each row's remaining error.
+                        counts = local.diagonal()[i : i + size, None] ** -2.0
                         scales[group] = int4_scales(
                             now[None, i : i + size],
                             largest[None],

@@ -114,9 +114,8 @@ def threshold_preset(
     Raises RequestError that lists the choices.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
-    if (
-        name is None and network.visible_block is not None
-    ):  # Fast-dLLM v2's takes some lengths of a block only
+    # The preset of Fast-dLLM v2 takes only some block lengths.
+    if name is None and network.visible_block is not None:
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
     if chosen not in presets:
         raise RequestError(f"no preset {chosen!r}: one of {', '.join(presets)}")
@@ -184,9 +183,8 @@ def trajectories(
     A block takes ``TRAJECTORY_PASSES`` at most. ``memory_bytes``: see ``lockstep.courses``.
     ``on_done`` is called a sample, as soon as that share of all masked positions is decided.
     """
-    from dlm_export.network import (
-        lockstep,
-    )  # here: data is read, and bundles are judged by it, without torch
+    # Imported here, because reading data and judging bundles need no torch.
+    from dlm_export.network import lockstep
 
     c = layered.network
     block_length = policy.block_length or 32

@@ -64,11 +64,9 @@ class Solved:
         path = self._path(layer)
         try:
             with safe_open(path, "numpy") as file:
-                described, codes, scales = (
-                    file.metadata(),
-                    file.get_tensor("codes"),
-                    file.get_tensor("scales"),
-                )
+                described = file.metadata()
+                codes = file.get_tensor("codes")
+                scales = file.get_tensor("scales")
             if (
                 described.pop("sha256") != _digest(described, codes=codes, scales=scales)
                 or described["layer"] != layer

@@ -125,13 +125,10 @@ def network_table(network: Any) -> dict[str, str]:
         if _kind(layer) != "MATRIX_MULTIPLY" or operator.partition(".")[0] != MATMUL:
             continue
         made = parsed.source(layer.get_input(1))
-        if made is not None and _kind(made) in (
-            "CONSTANT",
-            "DEQUANTIZE",
-        ):  # and no product of activations
-            table[path] = _format(
-                parsed, layer
-            )  # the last of a path: a rotation of the layer's input stands before it
+        # Leave out products of two activations.
+        if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):
+            # The last product of a path counts: a rotation of the input comes before it.
+            table[path] = _format(parsed, layer)
     return table
 
 

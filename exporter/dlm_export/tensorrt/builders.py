@@ -80,9 +80,8 @@ def _rtx_module() -> ModuleType | None:
     for name in RTX.modules:
         if importlib.util.find_spec(name) is not None:
             if importlib.util.find_spec("tensorrt_rtx_libs") is not None:
-                importlib.import_module(
-                    "tensorrt_rtx_libs"
-                )  # loads the libraries that the bindings link
+                # This import loads the libraries that the bindings link to.
+                importlib.import_module("tensorrt_rtx_libs")
             try:
                 return importlib.import_module(name)
             except ImportError as err:

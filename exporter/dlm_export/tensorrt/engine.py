@@ -271,9 +271,8 @@ def _logger(base: Any) -> Any:
             elif severity == levels.WARNING:
                 is_fatal = any(pattern in text.lower() for pattern in FATAL_WARNINGS)
                 into = self.errors if is_fatal else self.shown
-                if (
-                    "Int64 binding" not in text and text not in into
-                ):  # int64 ids are what the runtime feeds
+                # The runtime passes int64 ids, so this warning is expected.
+                if "Int64 binding" not in text and text not in into:
                     into.append(text)
 
     return Logger()
@@ -307,9 +306,8 @@ def _make_config(
         for i, sm in enumerate(builder.sms):
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
     else:
-        config.profiling_verbosity = (
-            trt.ProfilingVerbosity.DETAILED
-        )  # the inspector tells types only then
+        # The inspector reports types only at this verbosity.
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if options.timing_cache is not None:
         path = options.timing_cache
         known = read_bytes(path, TIMINGS_LIMIT_BYTES, BuilderError) if path.exists() else b""

@@ -14,9 +14,8 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 WORKSPACE_BYTES = 1 << 30
 HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5  # of a build, over the weights: see BENCHMARKS.md
-DEVICE_OVERHEAD_BYTES = (
-    768 << 20
-)  # CUDA's context, kernels and the builder's own scratch on a device
+# For CUDA's context, kernels, and the builder's scratch memory on a device.
+DEVICE_OVERHEAD_BYTES = 768 << 20
 
 
 class EngineError(DlmError):

@@ -69,9 +69,8 @@ def _with_wholes(tables: TextTables) -> TextTables:
     is then found at once.
     """
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
-    added = {
-        each.token for each in tables.added
-    }  # where their text is ordinary text, it is other tokens
+    # As ordinary text, the text of an added token is encoded to other tokens.
+    added = {each.token for each in tables.added}
     for token, text in enumerate(tables.tokens):
         if (
             text

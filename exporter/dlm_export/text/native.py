@@ -23,10 +23,8 @@ class CompiledText:
     def __init__(self, data: bytes) -> None:
         self._library, self._handle = _native.library(), C.c_void_p()
         self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        self._ids_out, self._text = (
-            np.empty(1024, np.int32),
-            np.empty(4096, np.uint8),
-        )  # results; they grow as needed
+        # Buffers for results; they grow as needed.
+        self._ids_out, self._text = np.empty(1024, np.int32), np.empty(4096, np.uint8)
         self._check(
             self._library.dlm_text_read(data, len(data), *self._report, C.byref(self._handle))
         )

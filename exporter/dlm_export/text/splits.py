@@ -428,9 +428,8 @@ def _digits() -> np.ndarray:
 
     members = np.zeros(CODE_POINTS, bool)
     for start, text in _planes():
-        pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str(
-            "a" + text
-        )  # begins with what is none
+        # The text starts with a letter, so every second piece is digits.
+        pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str("a" + text)
         for _, (first, last) in pieces[1::2]:
             members[start + first - 1 : start + last - 1] = True
     return _filled(members)

@@ -225,10 +225,8 @@ def _merges(model: Part) -> np.ndarray:
     vocab, ranks = model["vocab"], dict[tuple[int, int], tuple[int, int]]()
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
-        ranks[vocab[left], vocab[right]] = (
-            rank,
-            vocab[left + right],
-        )  # of a pair that is there twice, the last counts
+        # If a pair is listed twice, the last rank counts.
+        ranks[vocab[left], vocab[right]] = (rank, vocab[left + right])
     ordered = sorted((rank, left, right, made) for (left, right), (rank, made) in ranks.items())
     return np.array([row[1:] for row in ordered], np.int32).reshape(-1, 3)
 

@@ -73,10 +73,8 @@ class Evidence:
         self.pool, self.seed, self._policy, self._decode = list(pool), seed, policy, decode
         self._reference, self._candidate, self._floor = reference, candidate, noise_floor
         self._states_of, self._free, self._free_runs = states_of, free, free_runs
-        self._new_tokens, self._limit = (
-            max_new_tokens,
-            min(p.max_canvas_length for p in (reference, *self._others)),
-        )
+        self._new_tokens = max_new_tokens
+        self._limit = min(p.max_canvas_length for p in (reference, *self._others))
         self._masked: list[list[Masked]] = [[] for _ in self._others]
         self._frontier = Frontier(reference.mask_token_id)
         self._run_samples: list[Sample] = []
@@ -228,9 +226,7 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """Whether the 95% interval of every figure that has a budget lies on one side of its limit;
-        False if there is none.
-        """
+        """Whether all budgets' 95% intervals are clear of their limits; False without budgets."""
         if self.judged < DECIDING_SAMPLES:
             return False
         ours = Masked.join(self._masked[0])

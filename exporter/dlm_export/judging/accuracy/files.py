@@ -51,9 +51,7 @@ def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
 
 
 def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
-    """accuracy.json and report.html of a judgement, to paths of ``claimed_files``; what its build
-    recorded goes along.
-    """
+    """Write accuracy.json and report.html of a judgement, with what the build recorded."""
     manifest = read_manifest(bundle, check_hashes=False)
     accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}
     paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")

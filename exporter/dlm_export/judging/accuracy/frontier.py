@@ -163,9 +163,7 @@ class Followed:
 
 
 def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
-    """What a side that was shown a run would have committed at each of its passes, with caches of
-    its own.
-    """
+    """What a side, shown a run, would have committed at each pass, with caches of its own."""
     is_equal, nfe = True, 0.0
     for step, (state, before, after) in enumerate(
         zip(run.states, run.canvases, run.canvases[1:], strict=False)

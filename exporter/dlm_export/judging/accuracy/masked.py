@@ -1,6 +1,4 @@
-"""Masked positions of held-out text: the same random masks for two denoisers, and what each
-predicts there.
-"""
+"""Compares what two denoisers predict for the same randomly masked positions of held-out text."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ def compare_masked(
     canvases: Sequence[MaskedCanvas],
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Masked]:
-    """Compare each of ``others`` with the reference on the same canvases. ``on_done`` is called
-    once a sample of theirs.
-    """
+    """Compare ``others`` with the reference; ``on_done`` is called once a sample of each."""
     found: list[list[metrics.Rows]] = [[] for _ in others]
     for number, seen in enumerate(canvases):
         theirs = finite_logits(reference, *seen.view)

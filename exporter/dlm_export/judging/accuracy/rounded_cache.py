@@ -65,9 +65,7 @@ class CachedPredictor(SweptPredictor):
         return np.concatenate([self.walked(walk, step) for step in range(1, steps)])
 
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
-        """A pass that fills the cache, and one for every block that has ``rows`` ``[R]``, counted
-        from the first of them.
-        """
+        """A pass that fills the cache, and one for every block with ``rows`` ``[R]``."""
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
         origin = int(rows[0]) if self.visible_block is None else 0
         numbers = (rows - origin) // size

@@ -1,6 +1,4 @@
-"""How much judging is worth: the efforts that may be asked for, and when the default one has seen
-enough.
-"""
+"""The efforts of judging, and when the default one has seen enough."""
 
 from __future__ import annotations
 

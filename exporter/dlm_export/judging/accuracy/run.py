@@ -40,15 +40,23 @@ if TYPE_CHECKING:
 VERIFY_SECONDS = 60.0  # that the default effort may take where there is no build to measure it by
 
 
+@dataclass(frozen=True)
+class JudgingOptions:
+    """How a finished bundle is judged: data, thoroughness, budgets, and what runs it."""
+
+    data: CalibrationOptions = field(default_factory=CalibrationOptions)
+    effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
+    budgets: Budgets = field(default_factory=Budgets)
+    opening: Opening = ON_CPU
+
+
 def judge_source(
     source: Source,
     bundle: dlm_runtime.Bundle,
     samples: Sequence[Sample],
     name: str,
     policy: Policy,
-    seed: int,
-    effort: Effort,
-    budgets: Budgets,
+    options: JudgingOptions,
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Judgement:
@@ -66,41 +74,25 @@ def judge_source(
     from dlm_export.quantising import calibrate
     from dlm_export.workplace import threads_for
 
-    c = source.network
+    c, is_full = source.network, options.effort.name == "full"
     is_small = c.parameter_count() <= calibrate.LARGE
+    device = None if workplace is None else workplace.device
 
     def runs_freely(name: str, dtype: torch.dtype) -> TorchPredictor:
-        return TorchPredictor(
-            families.load(source.parameters, c, dtype).to(
-                None if workplace is None else workplace.device
-            ),
-            name,
-        )
+        return TorchPredictor(families.load(source.parameters, c, dtype).to(device), name)
 
     def is_shown(name: str, dtype: torch.dtype) -> SweptPredictor:
         return shown_source(source, name, dtype, workplace)
 
     with threads_for(c.largest_matrix()):
-        make = runs_freely if effort.name == "full" else is_shown
-        free = (
-            runs_freely("fp32", torch.float32)
-            if effort.name == "full" or effort.free_runs
-            else None
-        )
-        return _judge(
-            free if free is not None and effort.name == "full" else is_shown("fp32", torch.float32),
-            free,
-            BundlePredictor(bundle, name),
-            samples,
-            c,
-            policy,
-            seed,
-            effort,
-            budgets,
-            make("bf16", torch.bfloat16) if is_small else None,
-            PILOT_SAMPLES if is_small else LARGE_PILOT,
-            on_done,
-        )
+        make = runs_freely if is_full else is_shown
+        runs = is_full or options.effort.free_runs
+        free = runs_freely("fp32", torch.float32) if runs else None
+        reference = free if free is not None and is_full else is_shown("fp32", torch.float32)
+        floor = make("bf16", torch.bfloat16) if is_small else None
+        pilot = PILOT_SAMPLES if is_small else LARGE_PILOT
+        ours = BundlePredictor(bundle, name)
+        return _judge(reference, free, ours, samples, c, policy, options, floor, pilot, on_done)
 
 
 def _judge(
@@ -110,13 +102,12 @@ def _judge(
     samples: Sequence[Sample],
     network: NetworkSpec,
     policy: Policy,
-    seed: int,
-    effort: Effort,
-    budgets: Budgets,
+    options: JudgingOptions,
     floor: Scorer | None,
     pilot: int,
     on_done: Callable[[], None],
 ) -> Judgement:
+    effort = options.effort
     pool = list(samples[: effort.most])
     is_full = effort.name == "full"
     evidence = Evidence(
@@ -126,24 +117,14 @@ def _judge(
         policy=policy,
         max_new_tokens=new_tokens(pool, policy, network),
         decode=decoder(candidate.bundle),
-        seed=seed,
+        seed=options.data.seed,
         noise_floor=floor,
         states_of="reference" if is_full else "candidate",
         free=free,
         free_runs=effort.free_runs if isinstance(reference, Seer) else None,
     )
-    found = judge_in_rounds(evidence, effort, budgets, pilot, on_done)
+    found = judge_in_rounds(evidence, effort, options.budgets, pilot, on_done)
     return replace(found, speed=candidate.speed())
-
-
-@dataclass(frozen=True)
-class JudgingOptions:
-    """What a finished bundle is judged by: which data, how thoroughly, budgets; and what runs it."""
-
-    data: CalibrationOptions = field(default_factory=CalibrationOptions)
-    effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
-    budgets: Budgets = field(default_factory=Budgets)
-    opening: Opening = ON_CPU
 
 
 def judge_bundle(
@@ -155,25 +136,10 @@ def judge_bundle(
 ) -> Judgement:
     """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
     with options.opening.open(folder) as bundle:
-        data = load_data(
-            source.network, source.path, bundle.tokenizer, options.data, is_calibrating=False
-        )
-        for doubt in data.doubts(option="--data"):
-            warn(doubt)
-        samples = data.judging[: options.effort.most]
-        preset, _ = threshold_preset(source.network, source.presets, options.data.preset)
-        progress.start("judge", judge_units(samples))
-        result = judge_source(
-            source,
-            bundle,
-            samples,
-            _title(folder, bundle),
-            source.presets[preset].greedy(),
-            options.data.seed,
-            options.effort,
-            options.budgets,
-            progress.advance,
-        )
+        samples = _samples(source.network, source.path, bundle, options, progress, warn)
+        _, policy = threshold_preset(source.network, source.presets, options.data.preset)
+        name, on_done = _title(folder, bundle), progress.advance
+        result = judge_source(source, bundle, samples, name, policy, options, on_done)
     return replace(result, **_known_layers(folder)).with_budgets(options.budgets)
 
 
@@ -184,9 +150,7 @@ def compare_bundles(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge one bundle by another. Raises DlmError, and JudgeError if they do not predict the same
-    tokens.
-    """
+    """Judge one bundle by another. Raises DlmError; JudgeError if their tokens differ."""
     with (
         options.opening.open(reference) as first,
         options.opening.open(candidate) as second,
@@ -195,33 +159,31 @@ def compare_bundles(
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
         _check_one_source(reference, first.manifest, candidate, second.manifest, warn)
-        theirs, ours = (
-            BundlePredictor(first, _title(reference, first)),
-            BundlePredictor(second, _title(candidate, second)),
-        )
-        data = load_data(c, reference, first.tokenizer, options.data, is_calibrating=False)
-        for doubt in data.doubts(option="--data"):
-            warn(doubt)
-        samples = data.judging[: options.effort.most]
+        theirs = BundlePredictor(first, _title(reference, first))
+        ours = BundlePredictor(second, _title(candidate, second))
         presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
         _, policy = threshold_preset(c, presets, options.data.preset)
-        progress.start("judge", judge_units(samples))
-        seed, effort = options.data.seed, options.effort
-        result = _judge(
-            theirs,
-            theirs,
-            ours,
-            samples,
-            c,
-            policy,
-            seed,
-            effort,
-            options.budgets,
-            None,
-            PILOT_SAMPLES,
-            progress.advance,
-        )
+        samples = _samples(c, reference, first, options, progress, warn)
+        pilot, on_done = PILOT_SAMPLES, progress.advance
+        result = _judge(theirs, theirs, ours, samples, c, policy, options, None, pilot, on_done)
     return replace(result, **_known_layers(candidate)).with_budgets(options.budgets)
+
+
+def _samples(
+    network: NetworkSpec,
+    folder: Path,
+    bundle: dlm_runtime.Bundle,
+    options: JudgingOptions,
+    progress: Progress,
+    warn: Callable[[str], None],
+) -> list[Sample]:
+    """The samples to judge by; doubts about them are warned of, and the stage begins."""
+    data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
+    for doubt in data.doubts(option="--data"):
+        warn(doubt)
+    samples = data.judging[: options.effort.most]
+    progress.start("judge", judge_units(samples))
+    return samples
 
 
 def _check_one_source(
@@ -231,9 +193,7 @@ def _check_one_source(
     second: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> None:
-    """JudgeError if two bundles describe two networks; a warning if they were built from one under
-    two configurations.
-    """
+    """JudgeError for bundles of two networks; a warning for one built under two configurations."""
     found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
     if found is not None:
         raise JudgeError(
@@ -256,17 +216,12 @@ def _known_layers(folder: Path) -> dict[str, Any]:
     ``layers_method`` of a judgement.
     """
     judgement = recorded(folder).get("judgement")
-    layers, method = (
-        (judgement.get("layers"), judgement.get("layers_method"))
-        if isinstance(judgement, dict)
-        else ([], None)
-    )
-    kinds = {
-        "layer": (str,),
-        "format": (str,),
-        "kl": (float, type(None)),
-        "frontier_kl": (float, type(None)),
-    }
+    layers: Any = []
+    method: Any = None
+    if isinstance(judgement, dict):
+        layers, method = judgement.get("layers"), judgement.get("layers_method")
+    text, loss = (str,), (float, type(None))
+    kinds = {"layer": text, "format": text, "kl": loss, "frontier_kl": loss}
 
     def is_loss(row: Any) -> bool:
         return isinstance(row, dict) and all(

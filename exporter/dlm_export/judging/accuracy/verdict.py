@@ -43,9 +43,7 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raise JudgeError if a limit cannot be judged on this data; for asking before an
-        evaluation.
-        """
+        """Raise JudgeError for a limit that this data cannot judge, before an evaluation."""
         if self.min_task is not None and all(sample.answer is None for sample in samples):
             raise JudgeError(
                 "a lowest task score is asked for, but the data carries no answers: give prompts with completions"
@@ -111,9 +109,7 @@ class Judgement:
 
     @property
     def misses(self) -> list[str]:
-        """One sentence for every limit that is not kept, and where the loss is: worst bucket, worst
-        layers.
-        """
+        """A sentence for every broken limit, and where the loss is: worst bucket and layers."""
         words = {
             "max_ce_increase": "masked cross-entropy rises by {value:.2%}, at most {limit:.2%} is allowed",
             "min_top1": "top-1 agreement is {value:.2%}, at least {limit:.2%} is asked for",

@@ -13,8 +13,6 @@ from dlm_export.judging.parity.verdict import TOLERANCES, Parity, compare_logits
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
 
-# ---- Comparing ----
-
 
 def check(
     folder: Path,

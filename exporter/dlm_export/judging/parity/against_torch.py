@@ -8,14 +8,16 @@ torch denoiser can go before the bundle's engine comes: the peak is one model, n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from dlm_calibration.recipes import Recipe
 from dlm_calibration.states import MASK_RATIOS
+from dlm_export import families
 from dlm_export.graph import PLAIN_OPSET, experts, trace
 from dlm_export.graph.taps import find_taps
 from dlm_export.judging.parity import by_layer
@@ -26,7 +28,9 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress, Silent
+from dlm_export.quantising.numbers import Folded, Quantisation
 from dlm_export.sources import Source
+from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Policy
 from dlm_runtime.errors import RequestError
 
@@ -56,8 +60,7 @@ class Expected:
 
 def check_parity(
     folder: Path,
-    network: NetworkSpec,
-    load: Callable[[], Denoiser],
+    source: Source,
     presets: dict[str, Policy],
     precision: str,
     *,
@@ -68,15 +71,14 @@ def check_parity(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare a bundle with a denoiser in torch; random prompts where none are given.
+    """Compare a bundle with its source in torch; random prompts where none are given.
     ``precision``: of ``TOLERANCES``.
 
-    ``cache_dtype`` is the manifest's: torch's cached rows are rounded as the bundle's.
-
-    ``load`` gives the denoiser: torch is done before the bundle is opened, so that only one of them
-    holds weights. ``progress`` advances ``parity_units`` times. Raises DlmError.
+    ``cache_dtype`` is the manifest's: torch's cached rows are rounded as the bundle's. Torch is done
+    before the bundle is opened, so that only one of them holds weights. ``progress`` advances
+    ``parity_units`` times. Raises DlmError.
     """
-    progress = progress or Silent()
+    network, progress = source.network, progress or Silent()
     if prompts is None:
         prompts = random_prompts(network, PROMPT_COUNT, seed)
         max_new_tokens = max(1, min(max_new_tokens, network.max_canvas_length - len(prompts[0])))
@@ -87,7 +89,7 @@ def check_parity(
             f"a prompt of {longest} tokens leaves room for {room} on the canvas of {network.max_canvas_length}, "
             f"not for {max_new_tokens}"
         )
-    denoiser = load()
+    denoiser = families.load(source.parameters, network)
     cases = make_cases(presets, prompts, max_new_tokens, network.visible_block)
     expected = expect(denoiser, prompts, cases, seed, progress.advance, cache_dtype)
     del denoiser
@@ -96,27 +98,39 @@ def check_parity(
 
 
 def by_layers(
-    parity: Parity, folder: Path, manifest: Mapping[str, Any], source: Source, progress: Progress
+    parity: Parity,
+    folder: Path,
+    manifest: Mapping[str, Any],
+    source: Source,
+    on_done: Callable[[], None],
+    workplace: Workplace | None = None,
 ) -> Parity:
-    """``layerwise.instead_of_passes`` of a bundle that stands; ``parity`` is what its passes gave."""
-    traced = trace.trace_pass(
-        source.network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET
-    )
+    """Decide by layers where whole passes of a bundle in full precision differ and its network has
+    experts.
+
+    Two experts may suit a token equally well. A token that the two sides send to different experts
+    ends elsewhere, and neither side is wrong. The result keeps what passes gave (``parity``), to be
+    shown. See ``check_layers``.
+    """
+    network, graph = source.network, manifest["loop"]["graph"]
+    traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
     taps = find_taps(traced)
-    if "device_file" in manifest["loop"]["graph"]:
-        experts.spread(traced.model, source.network)
+    if "device_file" in graph:
+        experts.spread(traced.model, network)
         taps |= find_taps(traced)
-    progress.start("check layers", by_layer.units(source.network))
-    return by_layer.instead_of_passes(
-        parity,
+    nothing = Quantisation(Recipe(parity.precision, ()), {}, Folded(source.parameters, network))
+    found = by_layer.check_layers(
         folder,
-        source.parameters,
-        source.network,
+        network,
+        nothing,
+        parity.precision,
         taps,
-        cache_dtype=manifest["loop"]["graph"]["cache_dtype"],
-        is_simulated=manifest["loop"]["graph"]["simulated"],
-        on_done=progress.advance,
+        cache_dtype=graph["cache_dtype"],
+        is_simulated=graph["simulated"],
+        on_done=on_done,
+        workplace=workplace,
     )
+    return replace(found, graph=parity.graph, loop=parity.loop)
 
 
 def parity_units(
@@ -208,9 +222,7 @@ def compare(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Parity:
-    """Run the bundle on the same canvases and cases. ``on_done`` is called as often as by
-    ``expect``.
-    """
+    """Run the bundle on the same cases; ``on_done`` is called as often as in ``expect``."""
     graph = compare_logits(bundle, expected.canvases, expected.logits, on_done)
     loop: dict[str, LoopRow] = {}
     for case, wanted in zip(expected.cases, expected.finished, strict=True):

@@ -18,7 +18,6 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,9 @@ import torch
 from torch import Tensor
 
 from dlm_calibration.formats import quantise_activation
-from dlm_calibration.recipes import FORMATS, HIGH, Recipe
+from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_calibration.solvers import rotate
 from dlm_export import families
-from dlm_export.families.base import Parameters
 from dlm_export.graph import GRAPH_FILE
 from dlm_export.graph.parts import END, Part, cut
 from dlm_export.graph.taps import ROUTES, SHOWN, Tap, show
@@ -50,7 +48,7 @@ from dlm_export.network.experts import RoutedMLPs, Router, Stacked
 from dlm_export.network.layered import HEAD_COLUMNS, Carried, ReadTensor, named
 from dlm_export.network.spec import EMBEDDING, NetworkSpec
 from dlm_export.quantising import calibrate
-from dlm_export.quantising.numbers import Folded, Quantisation
+from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 # How far an input may be from a boundary for either code to be right: a few roundings of fp32, in
@@ -65,9 +63,7 @@ def units(network: NetworkSpec) -> int:
 
 
 def largest_bytes(network: NetworkSpec) -> int:
-    """What ``check_layers`` holds of a denoiser at most: its largest part in fp32, twice while it
-    is quantised.
-    """
+    """The most that ``check_layers`` holds: the largest part in fp32, twice when quantising."""
     sizes: dict[str, int] = defaultdict(int)
     for name, shape in network.parameters().items():
         sizes[".".join(name.split(".")[:2])] += math.prod(shape)
@@ -123,39 +119,6 @@ def check_layers(
         [],
         layers=list(beside.rows.values()),
     )
-
-
-def instead_of_passes(
-    parity: Parity,
-    folder: Path,
-    parameters: Parameters,
-    network: NetworkSpec,
-    taps: Mapping[str, Tap],
-    *,
-    cache_dtype: str,
-    is_simulated: bool,
-    on_done: Callable[[], None],
-    workplace: Workplace | None = None,
-) -> Parity:
-    """What decides where whole passes of a bundle in full precision differ, and its network has
-    experts: its layers.
-
-    A token that one side sends to another of two experts that are as good ends elsewhere, and
-    neither side is wrong. What passes gave stays in the result, to be shown. See ``check_layers``.
-    """
-    nothing = Quantisation(Recipe(parity.precision, ()), {}, Folded(parameters, network))
-    found = check_layers(
-        folder,
-        network,
-        nothing,
-        parity.precision,
-        taps,
-        cache_dtype=cache_dtype,
-        is_simulated=is_simulated,
-        on_done=on_done,
-        workplace=workplace,
-    )
-    return replace(found, graph=parity.graph, loop=parity.loop)
 
 
 class _Beside:
@@ -252,18 +215,14 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Who goes where is compared by score, from the graph's own tokens: of two experts as good
-        either may be chosen.
-        """
+        """Compare who goes where by score: of two equally good experts either may be chosen."""
         values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
         x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
         chosen = torch.from_numpy(values[routes.input]).to(x.device, torch.int64)
         scores, judged = router.scores(x)
-        weights, theirs = (
-            router.weights_of(scores, judged, chosen),
-            torch.from_numpy(values[routes.output]).to(x.device),
-        )
+        weights = router.weights_of(scores, judged, chosen)
+        theirs = torch.from_numpy(values[routes.output]).to(x.device)
         for wrong, right in (
             (router.shortfall(judged, chosen), judged),
             ((weights - theirs).abs(), weights),
@@ -389,9 +348,7 @@ def _project(
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
-    """The worst difference, less what ``slack`` allows each element, over the range of values;
-    infinite for NaN.
-    """
+    """The worst difference beyond ``slack``, over the range of values; infinite for NaN."""
     worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
     return (
         worst / max(float(theirs.max() - theirs.min()), 1e-30)
@@ -401,9 +358,7 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
 
 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """By how much each output may differ because inputs lie on a boundary between codes: those take
-    one code or the next.
-    """
+    """How much outputs may differ where inputs lie between two codes and may take either."""
     apart = _apart(done, layer, x)
     return (
         np.zeros((*x.shape[:-1], weight.shape[1]), np.float32)
@@ -415,9 +370,7 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
 def _experts_slack(
     done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """``_slack`` of a mixture's result ``[.., hidden]``, through both codes on the way: of tokens,
-    and of what goes down.
-    """
+    """``_slack`` of a mixture's result ``[.., hidden]``, through both of its quantised inputs."""
     gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
     room = torch.zeros_like(tokens)
     slots, shares = chosen.flatten(0, -2), weights.flatten(0, -2)
@@ -429,9 +382,8 @@ def _experts_slack(
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        moved = (
-            hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
-        )  # sums in another order, of the largest
+        # Sums in another order differ by this share of the largest value.
+        moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (
                 torch.from_numpy(apart).to(x) @ each.matrix(expert).abs()

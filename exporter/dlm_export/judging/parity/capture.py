@@ -39,10 +39,8 @@ from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
-PACKAGE, OLDEST = (
-    "transformers",
-    (4, 46),
-)  # Dream's code asks for 4.46.2; LLaDA's runs on 4.57.1 and no later one
+# Dream's code asks for 4.46.2; LLaDA's runs on 4.57.1 and no later one.
+PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
 # Of a checkpoint's auto_map, where no entry is the architecture's own: those whose classes end in
 # logits come first.
@@ -67,9 +65,7 @@ class CaptureError(DlmError):
 
 
 class ReleasedCodeError(CaptureError):
-    """The released code does not run here, or gives nothing that proves anything: in another
-    version it may.
-    """
+    """The released code does not run here or proves nothing; another version may."""
 
     exit_code = ExitCode.COULD_NOT
 
@@ -93,9 +89,7 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which class is run: ``name`` out of transformers, or out of the first of the checkpoint's
-    ``files``.
-    """
+    """Which class is run: ``name`` from transformers, or from the first of ``files``."""
 
     kind: str
     name: str
@@ -195,9 +189,7 @@ def _versions() -> dict[str, str]:
 
 
 def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> Choice:
-    """The checkpoint's own class where it brings one, else transformers', else the family's trunk.
-    Raises CaptureError.
-    """
+    """The checkpoint's own class, else transformers', else the trunk's. Raises CaptureError."""
     config = checkpoint.config
     architecture = config.get("architectures")[0]
     if options.trunk:
@@ -230,9 +222,7 @@ def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> C
 
 
 def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
-    """The class that config.json's auto_map names for the architecture, and every file that runs
-    with it.
-    """
+    """The class that auto_map names for the architecture, and every file that runs with it."""
     auto_map = checkpoint.config.get("auto_map")
     if not isinstance(auto_map, dict):
         return None
@@ -255,9 +245,7 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """File names of a folder's module and of all that it imports from beside it, in the order they
-    are found.
-    """
+    """The files of a folder's module and of all that it imports there, in order."""
     names = [f"{module}.py"]
     for name in names:  # grows
         path = folder / name

@@ -54,9 +54,7 @@ _ARRAYS = {
 
 
 class GoldenError(DlmError):
-    """A golden file is missing, damaged, of another version, or not of the bundle that it should
-    judge.
-    """
+    """A golden file is missing, damaged, of another version, or of another bundle."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -126,9 +124,7 @@ class Golden:
 
 
 def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Where to ``save`` what is to become ``path``: see ``outputs.claimed``. GoldenError for a name
-    without ``SUFFIX``.
-    """
+    """Where to ``save`` what becomes ``path``. GoldenError for a name without ``SUFFIX``."""
     if path.suffix != SUFFIX:
         raise GoldenError(f"{path}: end its name in {SUFFIX}")
     return outputs.claimed_file(path, force=force)
@@ -179,9 +175,7 @@ def load(path: Path) -> Golden:
 
 
 def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.ndarray:
-    """One array, its header checked against the entry's size before anything is allocated. Raises
-    ValueError, KeyError.
-    """
+    """One array whose size is checked before it is allocated. Raises ValueError, KeyError."""
     kind, dimensions = _ARRAYS[name]
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
@@ -253,9 +247,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.ndarray]]:
-    """Raises ValueError unless all arrays are of the same canvases, with ids of the vocabulary and
-    finite logits.
-    """
+    """Raises ValueError unless the arrays fit together, the ids exist and logits are finite."""
     ratios, lengths, counts, logits = (
         arrays[name] for name in ("mask_ratios", "lengths", "row_counts", "logits")
     )

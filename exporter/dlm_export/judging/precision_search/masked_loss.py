@@ -12,9 +12,7 @@ from dlm_runtime.policy import Policy
 
 
 class MaskedLoss:
-    """The relative increase of masked cross-entropy alone, over all mask ratios, of one candidate
-    after another.
-    """
+    """How much each candidate increases masked cross-entropy, relative to the source."""
 
     def __init__(
         self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int

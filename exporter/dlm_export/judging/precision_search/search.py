@@ -85,9 +85,7 @@ class Found:
 
 
 def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
-    """The formats to try. Raises RecipeError for one that does not exist or that a target does not
-    take.
-    """
+    """The formats to try. Raises RecipeError for unknown ones or what a target refuses."""
     shared = [name for name in targets[0].auto if all(name in target.formats for target in targets)]
     for target in targets:
         for name in options.formats or ():
@@ -144,9 +142,7 @@ class _RoundedHead(Head):
 
 
 class _Assigned(Layered):
-    """A source whose layers compute with the quantised values of the formats that are assigned to
-    them.
-    """
+    """A source whose layers compute with the quantised values of their assigned formats."""
 
     def __init__(
         self,
@@ -155,9 +151,7 @@ class _Assigned(Layered):
         formats: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """``ready``: format -> its numbers for all layers; ``formats``: layer -> the one that it is
-        assigned.
-        """
+        """``ready``: format -> its numbers for all layers; ``formats``: layer -> its format."""
         super().__init__(
             functools.partial(weights.tensor, source.parameters), source.network, device=device
         )

@@ -61,9 +61,7 @@ def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
 
 
 def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
-    """Raw logits ``[R, V]``, changed in place, as log-probabilities of the tokens that a position
-    can take.
-    """
+    """Raw logits ``[R, V]`` as log-probabilities of possible tokens, changed in place."""
     logits[:, network.mask_token_id] = -torch.inf
     return logits.float().log_softmax(-1)
 
@@ -129,10 +127,8 @@ def estimate(
     return found
 
 
-_PARTS = (
-    slice(0, DRAWS),
-    slice(DRAWS, 2 * DRAWS),
-)  # of the gradients: of positions at the frontier, of the others
+# Slices of the gradients: positions at the frontier, then all others.
+_PARTS = (slice(0, DRAWS), slice(DRAWS, 2 * DRAWS))
 
 
 def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -273,9 +269,7 @@ def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
 
 
 def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
-    """The layers and mixtures among ``modules`` that a recipe quantises, on their own and as it
-    computes them, on the CPU.
-    """
+    """The layers and mixtures that a recipe quantises, on the CPU as it computes them."""
     twins: _Modules = {}
     inside: dict[str, nn.Module] = {}
     for path, module in modules.items():
@@ -355,10 +349,8 @@ def losses(
     """
     place = workplace or Workplace()
     if not exact:
-        layered, most = (
-            families.layered(parameters, network, device=place.device),
-            place.activation_bytes,
-        )
+        layered = families.layered(parameters, network, device=place.device)
+        most = place.activation_bytes
         shared = None if most is None else most // 3  # states, what enters every layer, gradients
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES

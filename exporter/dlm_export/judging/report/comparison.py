@@ -77,9 +77,7 @@ class Entry:
 
 
 def read_entries(folders: Sequence[Path]) -> list[Entry]:
-    """Open bundles that may stand side by side. Raises BundleError, and ComparisonError that says
-    which two differ in what.
-    """
+    """Open bundles. Raises BundleError, or ComparisonError that says which two differ in what."""
     if len(folders) < 2:
         raise ComparisonError(
             "one bundle alone has its own report.html: name two or more of one checkpoint"

@@ -102,9 +102,8 @@ def draw(
     )
     # figure_1, axes_1, line2d_1: the same in every figure, and nothing refers to them.
     body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
-    body = re.sub(
-        r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body
-    )  # before matplotlib 3.10
+    # Written by matplotlib before 3.10.
+    body = re.sub(r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body)
     body = re.sub(r"font-family: [^;\"]*(; )?| transform=\"rotate\(-?0 [^\"]*\"", "", body)
     body = re.sub(r"(?<=: )#0\d0\d0\d", lambda match: _COLOURS.get(match[0], match[0]), body)
     body = re.sub(r"\s*\n\s*", "\n", body)

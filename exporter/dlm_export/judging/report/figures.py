@@ -49,9 +49,7 @@ def sensitivity(row: Mapping[str, Any]) -> float:
 
 
 def draw_loss(judgement: Mapping[str, Any]) -> Figure:
-    """Masked cross-entropy of both by mask ratio, and beneath it the increase with its 95%
-    interval.
-    """
+    """Masked cross-entropy of both by mask ratio, and its increase with the 95% interval."""
     rows, floor = judgement["buckets"], judgement["noise_floor"]
     ratios = [row["mask_ratio"] for row in rows]
     ours, theirs = (
@@ -151,10 +149,8 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """KL that quantising one layer alone costs, at the frontier and on all masked positions."""
-    frontier, everywhere = (
-        with_nan(row["frontier_kl"] for row in layers),
-        with_nan(row["kl"] for row in layers),
-    )
+    frontier = with_nan(row["frontier_kl"] for row in layers)
+    everywhere = with_nan(row["kl"] for row in layers)
     known = np.concatenate([frontier, everywhere])
     is_log = bool(np.all(known[np.isfinite(known)] > 0))
 
@@ -193,10 +189,8 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
     # Passes that were estimated are no whole numbers.
-    first, last = (
-        math.floor(min(theirs.min(), ours.min())),
-        math.ceil(max(theirs.max(), ours.max())),
-    )
+    first = math.floor(min(theirs.min(), ours.min()))
+    last = math.ceil(max(theirs.max(), ours.max()))
     edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
     edges = np.append(edges, edges[-1] + 1) if edges[-1] <= last else edges
 
@@ -329,9 +323,7 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
 
 @dataclass(frozen=True)
 class TradePoint:
-    """A bundle on a plot of what its loss buys: ``increase`` as a share, with its interval where
-    one is known.
-    """
+    """A bundle's point: its loss as a share of the source's, with its interval if known."""
 
     name: str
     at: float

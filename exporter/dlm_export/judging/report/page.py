@@ -20,12 +20,7 @@ from dlm_calibration.metrics import is_told_from_zero
 from dlm_calibration.recipes import HIGH
 from dlm_export import outputs
 from dlm_export.judging.report import figures, numbers
-from dlm_export.judging.report.numbers import (
-    FORMS,
-    as_interval,
-    finite,
-    printable,
-)
+from dlm_export.judging.report.numbers import FORMS, as_interval, finite, printable
 from dlm_runtime.errors import DlmError
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
@@ -43,9 +38,7 @@ class ReportError(DlmError):
 
 
 def require_matplotlib() -> None:
-    """Raise ReportError if the figures cannot be drawn; for asking before an evaluation, not after
-    it.
-    """
+    """Raise ReportError if the figures cannot be drawn, before an evaluation."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as err:
@@ -72,9 +65,7 @@ def write_report(
 
 
 def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str, Any]]) -> None:
-    """Write one of this package's pages to ``path``, in place of what is there; raises as
-    ``write_report``.
-    """
+    """Write one of this package's pages to ``path``; raises as ``write_report``."""
     from jinja2 import UndefinedError
 
     require_matplotlib()
@@ -161,10 +152,8 @@ EXPERTS_NAMED = 12  # of a mixture, by number
 
 def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
     """A line on what tokens the experts of a mixture met in calibration."""
-    counts, few = (
-        sorted(row["tokens"]),
-        [expert for expert in row["few"] if expert not in row["never"]],
-    )
+    counts = sorted(row["tokens"])
+    few = [expert for expert in row["few"] if expert not in row["never"]]
     median = counts[len(counts) // 2]
     return {"layer": row["layer"], "count": len(counts), "least": counts[0], "median": median} | {
         name: ", ".join(map(str, experts[:EXPERTS_NAMED]))
@@ -198,24 +187,14 @@ def _render(template: str, context: Mapping[str, Any]) -> str:
     return environment.get_template(template).render(context).lstrip()
 
 
-# --- words and numbers
-# -------------------------------------------------------------------------------------------------
-
-
 def _shown(value: object) -> object:
     """What the page writes for ``value``: a dash for None, text without characters that a page must
     not hold.
     """
     if value is None:
         return numbers.MISSING
-    return (
-        printable(value) if type(value) is str else value
-    )  # Markup is a str too, and stays as it is
-
-
-def as_points(value: float | None) -> str:
-    """A difference of two shares, in signed points."""
-    return numbers.formatted(value, lambda difference: f"{100 * difference:+.1f}")
+    # Markup is a subclass of str, and stays as it is.
+    return printable(value) if type(value) is str else value
 
 
 def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -63,10 +63,8 @@ class BundlePredictor:
         """What its loops took so far, and on what; None where nothing ran, or where a CPU simulated
         the formats.
         """
-        seconds, passes = (
-            sum(done.timings["total"] for done in self._spent),
-            sum(done.nfe for done in self._spent),
-        )
+        seconds = sum(done.timings["total"] for done in self._spent)
+        passes = sum(done.nfe for done in self._spent)
         is_simulated = self.bundle.manifest["loop"]["graph"]["simulated"] and self.bundle.is_on_cpu
         if is_simulated or not passes:
             return None

@@ -1,6 +1,4 @@
-"""What a side is asked to write: prompts of samples, the room after them, and the text that comes
-back.
-"""
+"""Prompts of samples, the room after them, and the text that a side writes there."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from dlm_runtime.policy import Policy
 
 
 def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
-    """A sample's prompt and how many tokens to write behind it; plain text is continued from its
-    middle.
-    """
+    """A sample's prompt and how much to write behind it; plain text is cut in the middle."""
     start = sample.prompt_length or max(1, len(sample.tokens) // 2)
     return sample.tokens[:start].tolist(), min(max_new_tokens, max_canvas_length - start)
 
@@ -32,9 +28,7 @@ def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tu
 
 
 def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) -> int:
-    """Mask tokens for a free run: the longest response in whole blocks, as far as every prompt
-    leaves room.
-    """
+    """Mask tokens for a free run: the most whole blocks for which every prompt leaves room."""
     block_length = policy.block_length or 32
     starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
     longest = max(len(sample.tokens) - start for sample, start in zip(samples, starts, strict=True))

@@ -71,9 +71,7 @@ class Seer(Scorer, Protocol):
     """A side that answers for what it was shown, all of it together, and runs no loop."""
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """Forget what was shown before, and take in canvases, and the passes of loops that were run
-        elsewhere.
-        """
+        """Forget what was shown, and take in canvases and the passes of other sides' loops."""
 
     def walked(self, walk: int, step: int) -> np.ndarray:
         """Raw logits fp32 ``[R, V]`` of a pass that was shown, with the keys and values that this
@@ -110,9 +108,7 @@ def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
 
 
 def finite(predictor: Scorer, found: np.ndarray) -> np.ndarray:
-    """A copy of logits fp32 ``[P, V]``, the mask token's -inf. Raises JudgeError for NaN and
-    infinite values.
-    """
+    """A copy of logits ``[P, V]`` with -inf for the mask. Raises JudgeError for non-finite ones."""
     logits = np.array(found, np.float32)
     logits[:, predictor.mask_token_id] = 0
     bad = int((~np.isfinite(logits)).any(-1).sum())

@@ -13,7 +13,7 @@ samples. ``high`` has the best quality that any shows, and stores as the preset 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,6 @@ class LevelPoint:
     quality: float
     nfe: float
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"changes": self.changes, "quality": self.quality, "nfe": self.nfe}
-
 
 @dataclass(frozen=True)
 class Levels:
@@ -64,16 +61,7 @@ class Levels:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the manifest has them."""
-        points = {name: point.as_dict() for name, point in self.levels.items()}
-        curve = [point.as_dict() for point in self.curve]
-        return {
-            "preset": self.preset,
-            "quality": self.quality,
-            "samples": self.samples,
-        } | {
-            "curve": curve,
-            "levels": points,
-        }
+        return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """The manifest with these levels, in the place of others."""
@@ -94,11 +82,7 @@ def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
     opens = policy.cache == "block" and policy.store == "pass" and shift == 0
     saved: dict[str, Any] = {"store": "open"} if opens else {}
     own = [{}, saved] if opens else [{}]
-    others = [
-        {"threshold": threshold} | saved
-        for threshold in THRESHOLDS
-        if threshold != policy.threshold
-    ]
+    others = [{"threshold": each} | saved for each in THRESHOLDS if each != policy.threshold]
     fewer = [{"commit": "dynamic", "steps_per_block": steps} | saved for steps in FEW_STEPS]
     return [*own, *fewer, *others, CAREFUL]
 
@@ -153,15 +137,8 @@ def fit_levels(
     careful = runs[-1]
     curve = [point_of(changes, found) for changes, found in zip(changed, runs, strict=True)]
     quick = [point for point in curve if "store" in point.changes]
-    as_preset = (
-        {
-            field: value
-            for field, value in _best(quick, quick[0]).changes.items()
-            if field != "store"
-        }
-        if quick
-        else {}
-    )
+    best = _best(quick, quick[0]).changes if quick else {}
+    as_preset = {field: value for field, value in best.items() if field != "store"}
     if as_preset not in changed:
         curve.append(point_of(as_preset, tried(as_preset)))
     else:
@@ -196,9 +173,8 @@ def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, Lev
 
 def _best(points: Sequence[LevelPoint], own: LevelPoint) -> LevelPoint:
     best = max(point.quality for point in points)
-    bests = sorted(
-        (point for point in points if point.quality == best), key=lambda point: point.nfe
-    )
+    bests = [point for point in points if point.quality == best]
+    bests.sort(key=lambda point: point.nfe)
     return next((point for point in bests if point.nfe >= own.nfe), bests[-1])
 
 

@@ -71,8 +71,7 @@ def fit_bundle(
             with replaced(folder / REPORT_FILE) as new:
                 write_report(new, made, recorded(folder), sizes, side.speed())
                 files = others | {REPORT_FILE: {"bytes": new.stat().st_size, "sha256": sha256(new)}}
-                write_manifest(
-                    folder, manifest, others
-                )  # a kill between the two moves leaves a bundle that opens
+                # If the process is killed between the two moves, the bundle still opens.
+                write_manifest(folder, manifest, others)
         write_manifest(folder, made, files)
     return levels

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -24,8 +24,8 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-# quality that may be lost unseen where the reference's is said to be reached: a few dozen samples
-# show no less
+# Quality that may be lost unseen where the reference's is said to be reached: a few dozen samples
+# cannot show less.
 MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
@@ -38,9 +38,6 @@ class Point:
     threshold: float
     quality: float
     nfe: float
-
-    def as_dict(self) -> dict[str, float]:
-        return {"threshold": self.threshold, "quality": self.quality, "nfe": self.nfe}
 
 
 @dataclass(frozen=True)
@@ -76,19 +73,7 @@ class Refit:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as the manifest and accuracy.json have them."""
-        points = {
-            name: getattr(self, name).as_dict() for name in ("original", "reference", "refitted")
-        }
-        rest = {
-            "reached": self.reached,
-            "quality": self.quality,
-            "curve": [point.as_dict() for point in self.curve],
-            "verdict": self.verdict,
-            "samples": self.samples,
-            "difference": self.difference,
-            "interval": list(self.interval),
-        }
-        return {"preset": self.preset, **points, **rest}
+        return asdict(self) | {"interval": list(self.interval)}
 
 
 def check_policy(policy: Policy) -> None:
@@ -200,13 +185,6 @@ def refit_threshold(
     def is_worse(one: _Trial) -> bool:
         return difference(one, goal)[1] < 0
 
-    def is_told(one: _Trial, other: _Trial, change: Verdict) -> bool:
-        return (
-            difference(one, other)[0] > 0
-            if change == "raised"
-            else _is_above(other.nfe, one.nfe, seed)
-        )
-
     def saves(threshold: float) -> bool:
         one = at(threshold)
         return (
@@ -220,15 +198,14 @@ def refit_threshold(
     if not goal.quality.any() or len(used) < 2:
         verdict = "untold"
     elif is_worse(original):
-        found = _lowest(
-            [t for t in sorted(grid) if t > policy.threshold], lambda t: not is_worse(at(t))
-        )
+        higher = [t for t in sorted(grid) if t > policy.threshold]
+        found = _lowest(higher, lambda t: not is_worse(at(t)))
         verdict = "lost"
-        if found is not None and is_told(at(found), original, "raised"):
+        if found is not None and difference(at(found), original)[0] > 0:
             chosen, verdict = at(found), "raised"
     elif _is_above(original.nfe, goal.nfe, seed):
         found = _lowest([t for t in sorted(grid) if t < policy.threshold], saves)
-        if found is not None and is_told(at(found), original, "lowered"):
+        if found is not None and _is_above(original.nfe, at(found).nfe, seed):
             chosen, verdict = at(found), "lowered"
     interval = difference(chosen, goal)
     return Refit(
