@@ -1,8 +1,8 @@
 // The C ABI of sessions: requests on the caller's thread.
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -64,10 +64,12 @@ void set_jobs(dlm_session& session, std::vector<std::shared_ptr<dlm::Job>> jobs)
   session.jobs.swap(jobs);
 }
 
-void drop(dlm_session& session) {
-  session.runner.drop_all();
+void drop(dlm_session& session, Runner& runner) {
+  runner.drop_all();
   set_jobs(session, {});
 }
+
+bool is_done(const dlm::Job& job) { return job.wait(dlm::Clock::duration(0)); }
 
 bool ask_before_pass(const dlm_session& session) {
   return session.before_pass == nullptr || session.before_pass(session.before_pass_user) == 0;
@@ -82,20 +84,17 @@ void run(dlm_session& session, Runner& runner, Runner::Until until) {
   try {
     runner.run(until, [&] { return ask_before_pass(session); });
   } catch (...) {
-    runner.drop_all();
-    set_jobs(session, {});
+    drop(session, runner);
     throw;
   }
 }
 
 void start(dlm_session& session, const dlm_request* request) {
-  drop(session);
+  drop(session, session.runner);
   dlm::Wanted wanted = dlm::read_request(session.bundle, request);
-  std::vector<std::shared_ptr<dlm::Job>> jobs(1);
   session.runner.set_most_running(1);
   session.passes.set_together(1);
-  jobs[0] = session.runner.submit(std::move(wanted.request), std::move(wanted.options));
-  set_jobs(session, std::move(jobs));
+  set_jobs(session, {session.runner.submit(std::move(wanted.request), std::move(wanted.options))});
 }
 
 void throw_error(const dlm::Job& job, const std::string& name = "") {
@@ -103,8 +102,10 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// Puts each request, by number, into the first batch that has room for it and that it fits into.
-std::vector<std::vector<size_t>> group(const std::vector<dlm::Wanted>& requests, size_t max_batch) {
+// The numbers of the requests, in an order in which those that go in lockstep follow each other:
+// each joins the first batch that has room for it and that it fits into.
+std::vector<size_t> lockstep_order(const dlm::Engine& engine,
+                                   const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<std::vector<size_t>> batches;
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto takes = [&](const auto& batch) {
@@ -113,14 +114,8 @@ std::vector<std::vector<size_t>> group(const std::vector<dlm::Wanted>& requests,
     const auto found = std::find_if(batches.begin(), batches.end(), takes);
     (found == batches.end() ? batches.emplace_back() : *found).push_back(i);
   }
-  return batches;
-}
-
-// Requests that may go in lockstep follow each other.
-std::vector<size_t> lockstep_order(const dlm::Engine& engine,
-                                   const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<size_t> order;
-  for (const std::vector<size_t>& batch : group(requests, max_batch)) {
+  for (const std::vector<size_t>& batch : batches) {
     dlm::check_batch(engine, static_cast<int32_t>(batch.size()));
     order.insert(order.end(), batch.begin(), batch.end());
   }
@@ -133,9 +128,7 @@ int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   for (const dlm::Wanted& wanted : requests) rows.push_back(dlm::rows_of(wanted.request));
   std::sort(rows.rbegin(), rows.rend());
   rows.resize(std::min(rows.size(), most));
-  int64_t sum = 0;
-  for (const int64_t each : rows) sum += each;
-  return sum;
+  return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
 // Runs the requests, at most max_batch at a time, in a runner whose passes they share if the engine
@@ -156,7 +149,7 @@ void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t 
   if (const auto shared = dlm::make_shared_passes(denoiser, engine, most_rows(requests, most))) {
     Runner runner(denoiser, *shared, {});
     std::vector<size_t> order(requests.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::iota(order.begin(), order.end(), size_t{0});
     run_in(runner, order);
   } else {
     session.passes.set_together(most);
@@ -168,11 +161,9 @@ void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t 
 
 dlm_status dlm_session_create(dlm_bundle* bundle, char* message, size_t message_capacity,
                               dlm_session** session) {
-  if (session != nullptr) *session = nullptr;
-  return dlm::guarded(message, message_capacity, [&] {
-    require(session, "session");
+  return dlm::make(session, "session", message, message_capacity, [&] {
     require(bundle, "bundle");
-    *session = new dlm_session(*bundle);
+    return new dlm_session(*bundle);
   });
 }
 
@@ -204,7 +195,7 @@ dlm_status dlm_session_generate(dlm_session* session, const dlm_request* request
 dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_request* const* requests,
                                       size_t request_count, int32_t max_batch) {
   return guarded(session, [&] {
-    drop(*session);
+    drop(*session, session->runner);
     if (max_batch < 1 || max_batch > dlm::kMostRequests)
       dlm::fail(DLM_INVALID_ARGUMENT, "max_batch = %d is outside 1..%d", max_batch,
                 dlm::kMostRequests);
@@ -234,8 +225,8 @@ dlm_status dlm_session_step(dlm_session* session, const dlm_step** step) {
     if (session->jobs.size() != 1)
       dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
     const dlm::Job& job = *session->jobs[0];
-    if (!job.wait(dlm::Clock::duration(0))) run(*session, session->runner, Runner::Until::pass);
-    if (job.wait(dlm::Clock::duration(0))) throw_error(job);
+    if (!is_done(job)) run(*session, session->runner, Runner::Until::pass);
+    if (is_done(job)) throw_error(job);
     *step = &job.step();
   });
 }
@@ -244,7 +235,7 @@ dlm_status dlm_session_result(dlm_session* session, size_t number, const dlm_res
   if (result != nullptr) *result = nullptr;
   return guarded(session, [&] {
     require(result, "result");
-    if (number >= session->jobs.size() || !session->jobs[number]->wait(dlm::Clock::duration(0)))
+    if (number >= session->jobs.size() || !is_done(*session->jobs[number]))
       dlm::fail(DLM_INVALID_ARGUMENT,
                 "request %zu has no result: the session started %zu requests last, and a result is "
                 "there once the request has ended",
@@ -264,7 +255,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
                               const int32_t* rows, size_t row_count, float* logits,
                               size_t capacity) {
   return guarded(session, [&] {
-    drop(*session);
+    drop(*session, session->runner);
     const dlm::Denoiser& denoiser = session->bundle.manifest.denoiser;
     const std::vector<int32_t> canvas = make_canvas(denoiser, tokens, count, 0);
     require(rows, "rows");
@@ -284,11 +275,10 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
     if (most == 0)
       dlm::fail(DLM_INVALID_ARGUMENT,
                 "a pass over the whole canvas has %d tokens, but the engine takes %s: give fewer "
-                "tokens, or build the engine "
-                "again with a larger --canvas",
+                "tokens, or build the engine again with a larger --canvas",
                 length, engine.limits().c_str());
     dlm::Buffers& buffers = session->buffers;
-    dlm_pass pass = dlm::prepare_pass({&canvas}, 0, length, buffers);
+    dlm_pass pass = dlm::prepare_pass({{&canvas, {0, length}}}, 1, buffers);
     for (size_t first = 0; first < row_count; first += static_cast<size_t>(pass.rows)) {
       pass.rows = static_cast<int32_t>(std::min(most, row_count - first));
       const size_t last = first + static_cast<size_t>(pass.rows);
@@ -304,7 +294,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
 dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t tokens,
                                    int32_t cached, int32_t rows, double* seconds, size_t repeats) {
   return guarded(session, [&] {
-    drop(*session);
+    drop(*session, session->runner);
     if (repeats > 0) require(seconds, "seconds");
     dlm::time_passes(session->bundle.manifest.denoiser, *session->bundle.engine,
                      session->passes.spare_context(), session->buffers, batch, tokens, cached, rows,

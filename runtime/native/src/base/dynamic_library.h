@@ -6,8 +6,7 @@
 
 namespace dlm {
 
-// A foreign message as one line of UTF-8 of bearable length; it may quote names out of a hostile
-// file.
+// A foreign message, which may quote a hostile file, as one line of UTF-8 of at most 600 bytes.
 std::string one_line(std::string text);
 
 struct LibrarySearch {
@@ -18,9 +17,8 @@ struct LibrarySearch {
 };
 
 // Opens the library at `given`, at the variable's path, or the first of the names that loads; *name
-// is what was opened. It is never closed: such libraries have threads, thread-local objects and
-// process-wide state that are not made for it, and opening the next bundle is quicker. Throws
-// Error(DLM_ENGINE_MISSING).
+// is what was opened. It is never closed: such libraries have threads and process-wide state that
+// are not made for it. Throws Error(DLM_ENGINE_MISSING).
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 
 }  // namespace dlm

@@ -5,6 +5,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -27,8 +28,30 @@ class Error : public std::runtime_error {
 // callback as the interpreter exits.
 using ThreadExit = abi::__forced_unwind;
 
-// The message for an exception of a callback that does not derive from std::exception.
-constexpr char kForeign[] = "a callback threw something that is not a std::exception";
+// What an exception becomes at the C ABI.
+struct Failure {
+  dlm_status status;
+  std::string message;
+};
+
+// The exception that is being handled. Without memory for its message, the lack of memory.
+inline Failure thrown() noexcept {
+  try {
+    try {
+      throw;
+    } catch (const Error& error) {
+      return {error.status(), error.what()};
+    } catch (const std::bad_alloc&) {
+    } catch (const std::exception& error) {
+      return {DLM_INTERNAL, error.what()};
+    } catch (...) {
+      return {DLM_INTERNAL, "a callback threw something that is not a std::exception"};
+    }
+  } catch (...) {
+  }
+  // Short enough for std::string to store it without an allocation.
+  return {DLM_OUT_OF_MEMORY, "out of memory"};
+}
 
 // Throws Error(status, printf-formatted message).
 [[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(dlm_status status,

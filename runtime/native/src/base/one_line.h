@@ -5,9 +5,8 @@
 
 namespace dlm {
 
-// A sentence may hold names and reasons out of a file, which must not steer the terminal that it is
-// printed on: ASCII's control characters become spaces, and U+0080 to U+009F, which are others of
-// them in UTF-8, two question marks.
+// A message may quote a file, and must not steer the terminal that it is printed on: control
+// characters become spaces, and those of U+0080 to U+009F two question marks.
 inline void make_one_line(char* text, size_t size) noexcept {
   for (size_t i = 0; i < size; ++i) {
     const auto byte = static_cast<unsigned char>(text[i]);

@@ -29,17 +29,24 @@ struct FileHash {
 // Effort levels of a bundle, fewest passes first.
 constexpr const char* kEfforts[] = {"instant", "low", "medium", "high"};
 
-using Policies =
-    std::vector<std::pair<std::string, dlm_policy>>;  // by name, in the manifest's order
+// By name, in the manifest's order.
+using Policies = std::vector<std::pair<std::string, dlm_policy>>;
+
+// The policy of that name, or NULL.
+inline const dlm_policy* find_policy(const Policies& policies, const std::string& name) {
+  for (const auto& [known, policy] : policies)
+    if (known == name) return &policy;
+  return nullptr;
+}
 
 struct Manifest {
-  std::string text;  // of manifest.json
+  std::string text;    // of manifest.json
+  std::string engine;  // that runs it: read_bundle's, or for "auto" the one that it was built for
   Denoiser denoiser;
   GraphSpec graph;
   std::vector<EngineSpec> engines;  // in the manifest's order
   bool is_for_gpus = false;         // built for them, though it may hold no engine yet
-  std::string
-      device_advice;  // what makes it run on a GPU, for messages; empty if it is not for GPUs
+  std::string device_advice;        // what makes it run on a GPU; empty if it is not for GPUs
   std::string default_preset;
   Policies presets;           // strings are static
   Policies efforts;           // levels fitted on data, fewest passes first; empty where none were

@@ -6,7 +6,6 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
@@ -41,8 +40,7 @@ constexpr FileSystem kTrusted[] = {
     {0xE0F5E1E2, true},   // EROFS
 };
 
-// A text that differs for any two states of files. A record is exactly this text, so reading one
-// needs no parser.
+// A text that differs for any two states of files. A record is this text, so it needs no parser.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
   std::snprintf(text, sizeof text,

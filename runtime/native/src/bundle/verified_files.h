@@ -14,8 +14,7 @@
 //     documentation);
 //   - its file system is not in the list of those that update time stamps on every write: network
 //     file systems and FUSE leave that to others, and tmpfs does not notice writes through mmap.
-// Without a cache directory that belongs to the user alone there are no records, and files are
-// hashed on every open.
+// Without a cache directory of the user's own there are no records: every open hashes the files.
 #pragma once
 
 #include <string>

@@ -77,8 +77,7 @@ void Winner::see(int32_t token, double log_weight) {
   scale_ = std::exp(-best_) * (1 + 1e-9);
 }
 
-// Of `count` tokens from an even one on, 1 - u as its first 24 bits have it, which is no more. One
-// more is written where count is odd.
+// The first 24 bits of 1 - u, for `count` tokens from an even one on; one more if count is odd.
 void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
   const auto bound = [](uint32_t word) {
     return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
@@ -99,8 +98,7 @@ void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best,
                      double temperature) {
   constexpr int32_t kSome = 128;
-  // Halves, because the difference of two finite floats can overflow. A slope of 0 makes NaN only
-  // of -inf, and its bound is 0.
+  // Halves, because differences can overflow. A slope of 0 makes NaN only of -inf: its bound is 0.
   const auto slope = static_cast<float>(std::min(2 * kLog2E / temperature, 1e30));
   const float half_best = 0.5f * best;
   std::array<float, kSome> weights, spare;
@@ -152,8 +150,7 @@ Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
   temper({logits, best, sampling.temperature}, vocab_size, left_out);
   cut(logits, sampling);
   if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
-    // The others of the top_k best tokens are too unlikely for a draw from the whole row; a
-    // constraint may need them.
+    // The others of the top_k tokens are too unlikely for any draw, but a constraint may need them.
     kept_.clear();
     for (int32_t token = 0; token < vocab_size; ++token)
       if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
@@ -212,8 +209,7 @@ void Sampler::keep_best(const float* logits, int32_t top_k) {
 // Finds what is kept in linear time, by halving the part in which the cut must lie.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
-  // All tokens of a smaller weight come to less than what top_p leaves out, so that none of them is
-  // kept.
+  // All tokens of smaller weight together weigh less than what top_p leaves out: none is kept.
   const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
   for (size_t token = 0; token < weights_.size(); ++token)
     if (weights_[token] > 0 && weights_[token] >= least)
@@ -222,8 +218,8 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // The token of rank `first` is kept, and those from `last` on are not; `before` weigh those in
-  // front of `first`.
+  // Rank `first` is kept, ranks from `last` on are not; `before`: the weight of ranks below
+  // `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;

@@ -18,8 +18,7 @@
 
 namespace dlm {
 
-// A layer's keys (or values) are [B, kv_heads, rows, head_size], B the requests of a batch; a row
-// that has a scale has it behind.
+// A layer's keys (or values) are [B, kv_heads, rows, head_size], with a scale after each int8 row.
 struct CacheLayer {
   int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
 
@@ -77,8 +76,7 @@ class Context {
   // were kept, or of the last pass if that kept its own.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
-  // What the keys and values of this batch take now. Rows grow with the canvas, or by what is
-  // appended, and not with the passes.
+  // Bytes of the batch's keys and values now: of the canvas, or of what was appended.
   virtual uint64_t cache_bytes() const = 0;
 };
 
@@ -88,31 +86,27 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  // A context of this engine, which must outlive it; one thread at a time uses it. Of a cache that
-  // is appended to it never holds room for more than `longest` rows, the denoiser's
-  // max_canvas_length.
+  // A context of this engine, which must outlive it; one thread at a time uses it. `longest`: rows
+  // that an appended cache has room for at most, the denoiser's max_canvas_length.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
 
-  // Whether requests may share a pass as segments of one row of tokens. Where not, they go alone,
-  // or in lockstep.
+  // Whether requests may share a pass as segments of a row of tokens. If not, they go in lockstep.
   virtual bool takes_segments() const { return false; }
 
-  // Keys and values, `rows` of them in all, of requests that do; it must not outlive the engine.
-  // NULL where they don't.
+  // `rows` rows of keys and values for requests that do, else NULL. The engine must outlive it.
   virtual std::unique_ptr<Arena> open_arena(int64_t rows);
 
   // One line for people: name, version, provider.
   virtual std::string description() const = 0;
 
-  // How many rows a pass of T tokens over S cached ones may score; 0: the engine takes no such
-  // pass.
-  virtual int32_t max_rows(int32_t tokens, int32_t cached) const;
+  // How many rows a pass of T `tokens` over S `cached` ones may score; 0: it takes no such pass.
+  virtual int32_t max_rows(int32_t /*tokens*/, int32_t /*cached*/) const { return INT32_MAX; }
 
   // How many requests a pass may have (B).
-  virtual int32_t max_batch() const;
+  virtual int32_t max_batch() const { return INT32_MAX; }
 
   // The sizes behind max_rows, for people; "" where there is no limit.
-  virtual std::string limits() const;
+  virtual std::string limits() const { return ""; }
 };
 
 // An engine that is told in dlm_pass where everything of a pass is. Its contexts keep the cache,
@@ -148,12 +142,11 @@ struct PortNames {
 
 // What an engine must know of a bundle's graph; the manifest says it.
 struct GraphSpec {
-  std::string path;  // of denoiser.onnx
-  std::string
-      device_path;  // of device.onnx, the same graph as GPUs run it; empty if the bundle holds none
+  std::string path;         // of denoiser.onnx
+  std::string device_path;  // of device.onnx, the same graph for GPUs; empty if there is none
   int32_t vocab_size, top_k;
   CacheShape cache;
-  int32_t cache_type;  // ElementType of engines/graph_contract.h
+  int32_t cache_type;  // an element type of engines/graph_contract.h
   bool simulated;   // quantised values are computed on in floating point, as the graph is written
   PortNames ports;  // as many layers as cache
 };
@@ -196,15 +189,13 @@ struct ProviderChoice {
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
                                          int threads, const ProviderChoice& provider);
 
-// Loads TensorRT (library, or the places that dlm_open_options names) and the one of the bundle's
-// engines that fits it and the device. Throws Error(DLM_ENGINE_MISSING) without library or driver,
-// Error(DLM_UNSUPPORTED) if none fits.
+// Loads TensorRT (library, or the places that dlm_open_options names) and the engine that fits it
+// and the device. Throws Error(DLM_ENGINE_MISSING), or Error(DLM_UNSUPPORTED) if none fits.
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::vector<EngineSpec>& engines,
                                       const std::string& library);
 
-// A row whose logits hold NaN or +infinity gets a probability of NaN, as other engines compute it,
-// so that its request ends.
+// A row with a logit of NaN or +infinity gets a probability of NaN, which ends its request.
 std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const Denoiser& denoiser);
 
 // For bundles that are opened to be looked at: every pass is refused with Error(DLM_UNSUPPORTED).

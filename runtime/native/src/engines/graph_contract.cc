@@ -31,25 +31,9 @@ size_t element_bytes(int32_t type) {
 
 std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached,
                                    int32_t rows) const {
+  const int64_t sizes[] = {tokens, cached, rows, batch};  // of kT, kS, kR and kB: -1 and downwards
   std::array<int64_t, 4> out{};
-  for (size_t i = 0; i < dims.size(); ++i) {
-    switch (dims[i]) {
-      case kB:
-        out[i] = batch;
-        break;
-      case kT:
-        out[i] = tokens;
-        break;
-      case kS:
-        out[i] = cached;
-        break;
-      case kR:
-        out[i] = rows;
-        break;
-      default:
-        out[i] = dims[i];
-    }
-  }
+  for (size_t i = 0; i < dims.size(); ++i) out[i] = dims[i] < 0 ? sizes[-1 - dims[i]] : dims[i];
   return out;
 }
 
@@ -83,8 +67,7 @@ Port* find_port(std::vector<Port>& ports, const std::string& name) {
 
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims) {
-  // What changes from pass to pass must be left open in the graph; a number may be left open too,
-  // as passes check it.
+  // Sizes that change must be open in the graph. Numbers may be open too, as passes check them.
   const auto fits = [](int64_t there, int64_t wanted) { return there < 0 || there == wanted; };
   if (type != port.type ||
       !std::equal(dims.begin(), dims.end(), port.dims.begin(), port.dims.end(), fits)) {
@@ -113,8 +96,7 @@ void check_finite(const float* top_probs, size_t count) {
 }
 
 void check_pass(const dlm_pass& pass) {
-  // No rows to score is refused too: ONNX Runtime before 1.31 then divides by zero in a kernel,
-  // which ends the process.
+  // Without rows ONNX Runtime before 1.31 divides by zero in a kernel, which ends the process.
   if (pass.batch < 1 || pass.tokens < 1 || pass.cached < 0 || pass.rows < 1) {
     fail(DLM_INTERNAL, "a pass of %d x %d tokens, %d cached and %d rows", pass.batch, pass.tokens,
          pass.cached, pass.rows);

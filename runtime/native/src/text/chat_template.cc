@@ -11,13 +11,8 @@ namespace {
 
 constexpr size_t kMostBytes = size_t{1} << 28;
 
-// What Python's str.strip takes away.
-bool is_stripped(char32_t point) {
-  return (point >= 9 && point <= 13) || (point >= 0x1C && point <= 0x20) || point == 0x85 ||
-         point == 0xA0 || point == 0x1680 || (point >= 0x2000 && point <= 0x200A) ||
-         point == 0x2028 || point == 0x2029 || point == 0x202F || point == 0x205F ||
-         point == 0x3000;
-}
+// What Python's str.strip takes away: white space, and four separators of ASCII.
+bool is_stripped(char32_t point) { return is_space(point) || (point >= 0x1C && point <= 0x1F); }
 
 std::string_view stripped(std::string_view text) {
   size_t first = text.size(), last = 0;
@@ -54,8 +49,7 @@ size_t role_of(const TextFile& file, const std::string& where, std::string_view 
 
 std::string_view content_of(const TextFile& file, const std::string& where, size_t context,
                             std::string_view content) {
-  if (!json::is_utf8(content))
-    fail(DLM_INVALID_ARGUMENT, "%s: the content is no UTF-8", where.c_str());
+  if (!is_utf8(content)) fail(DLM_INVALID_ARGUMENT, "%s: the content is no UTF-8", where.c_str());
   const int32_t transform = file.chat_transforms[context];
   if (transform == TextFile::refused)
     refuse(where,

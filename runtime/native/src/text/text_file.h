@@ -61,8 +61,7 @@ struct TextFile {
   // The text of each token; `whole`: a piece of that text is that token, whatever merges say.
   Strings tokens;
   View<uint8_t> token_flags;
-  // What a piece starts from: the tokens of characters, and of the bytes of all others; -1: a byte
-  // is left out.
+  // What a piece starts from: tokens of characters, and of bytes for all others; -1: left out.
   Numbers byte_ids, char_points, char_ids;
   Numbers merges;  // [M, 3]: left, right, what they become; the first is merged first
   // Texts that are a token of their own wherever they stand: `raw_added` in the text as given, the
@@ -83,9 +82,8 @@ struct TextFile {
   // plus 1 (0: none), plus 1 where a match ends before that character.
   Numbers split_starts, split_tables;
 
-  // Canonical composition (NFC). A class is 0 where a character stays as it is next to all others,
-  // 255 where it is none of these but starts what it is part of, and else the character's combining
-  // class.
+  // Canonical composition (NFC). The class of a character is 0 if it never changes, 255 if it is a
+  // starter that may change, and else its combining class.
   CodePointTable nfc;
   Numbers decomposed, decomposition_starts, decomposition_points;
   Numbers compositions;  // [F, 3]: first, second, what they become; ascending

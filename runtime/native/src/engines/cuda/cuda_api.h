@@ -91,12 +91,10 @@ class Cuda {
 #undef DLM_CUDA_MEMBER
 };
 
-// A device and its primary context, which libraries over the CUDA runtime, as TensorRT and ONNX
-// Runtime are, use as well.
+// A device and its primary context, which TensorRT and ONNX Runtime use too.
 class CudaDevice {
  public:
-  // Throws Error(DLM_ENGINE_MISSING) if there is no device, Error(DLM_INVALID_ARGUMENT) if there is
-  // none of this index.
+  // Throws Error(DLM_ENGINE_MISSING) without any device, DLM_INVALID_ARGUMENT without this one.
   explicit CudaDevice(int index = 0);
   ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;
@@ -106,8 +104,7 @@ class CudaDevice {
   int32_t sm() const { return sm_; }  // 89 = 8.9
   const std::string& name() const { return name_; }
 
-  // Makes the device's context the thread's for as long as it lives; what the caller had there
-  // comes back.
+  // Makes the device's context the thread's current one, until it is destroyed.
   class Use {
    public:
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {

@@ -24,8 +24,7 @@ inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
 
 class DeviceCache {
  public:
-  // A tensor of keys or of values: [B, kv_heads, S, head_size] and [B, kv_heads, T, head_size].
-  // Each has room for S + T rows.
+  // A tensor of keys or of values, [B, kv_heads, S or T, head_size], each with room for S + T rows.
   struct Place {
     CUdeviceptr past, present;
   };

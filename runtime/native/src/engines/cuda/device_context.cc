@@ -1,6 +1,5 @@
 #include "engines/cuda/device_context.h"
 
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -135,8 +134,7 @@ class DeviceContext final : public Context {
     const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
     fail(DLM_OUT_OF_MEMORY,
          "the keys and values of %d canvas%s of %d tokens take %zu MiB of the device, and %zu of "
-         "its %zu MiB are free: %s of %zu "
-         "tokens would fit, or fewer at once (max_batch)",
+         "its %zu MiB are free: %s of %zu tokens would fit, or fewer at once (max_batch)",
          batch, batch == 1 ? "" : "es", length, in_mib(needed), in_mib(memory.free),
          in_mib(memory.total), batch == 1 ? "one" : "as many", fitting);
   }

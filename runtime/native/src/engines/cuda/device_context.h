@@ -1,5 +1,4 @@
-// Contexts that keep keys and values on a CUDA device, for engines whose passes read and write them
-// there.
+// Contexts that keep keys and values on a CUDA device.
 #pragma once
 
 #include <memory>
@@ -9,9 +8,9 @@
 
 namespace dlm {
 
-// A context of the engine, which outlives it and its device; `longest` is Engine::open_context's.
-// Of a pass, the keys and values lie on the device, all else in host memory; whatever the engine
-// does there is done when its `run` returns.
+// A context of the engine, which outlives it; `longest` is Engine::open_context's. Keys and values
+// of a pass lie on the device, all else in host memory. The engine's `run` returns when all is
+// done.
 std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device,
                                              const CacheShape& shape, int32_t longest);
 

@@ -72,4 +72,8 @@ class TensorRt final : public Engine {
   std::mutex mutex_;  // of createExecutionContext
 };
 
+// What a session has on the device: allocates everything that passes need. Throws
+// Error(DLM_ENGINE_FAILED), Error(DLM_OUT_OF_MEMORY).
+std::unique_ptr<Context> open_session(TensorRt& engine);
+
 }  // namespace dlm::trt
