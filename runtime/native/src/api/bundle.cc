@@ -71,7 +71,7 @@ std::unique_ptr<dlm::Engine> open_none(const Opening& with) {
   return dlm::make_none(with.manifest.denoiser.cache);
 }
 
-// The engines of bundles; "auto" is one of them, which the manifest decides.
+// The engines of bundles. "auto" is one of them: the manifest decides.
 struct EngineKind {
   const char* name;
   std::unique_ptr<dlm::Engine> (*open)(const Opening& with);
@@ -112,8 +112,7 @@ int available_cores() {
 
 // More threads than cores only wait for each other, and thousands take minutes to start.
 int limit_threads(int32_t wanted) {
-  if (wanted < 0 || wanted > 4096)
-    dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", wanted);
+  dlm::check_range("threads", wanted, 0, 4096);
   const int cores = available_cores();
   return cores > 0 ? std::min<int>(wanted, cores) : wanted;
 }
@@ -231,7 +230,6 @@ dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn ru
                                     char* message, size_t message_capacity, dlm_bundle** bundle) {
   return dlm::make(bundle, "bundle", message, message_capacity, [&] {
     require(denoiser, "denoiser");
-    require(reinterpret_cast<const void*>(run), "run");
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest.denoiser =
         dlm::check_denoiser(dlm::take(*denoiser, default_denoiser(), "dlm_denoiser"));

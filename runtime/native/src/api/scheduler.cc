@@ -39,11 +39,6 @@ dlm_scheduler_options default_scheduler_options() {
   return options;
 }
 
-void check_range(const char* name, int32_t value, int32_t lowest, int32_t highest) {
-  if (value < lowest || value > highest)
-    dlm::fail(DLM_INVALID_ARGUMENT, "%s = %d is outside %d..%d", name, value, lowest, highest);
-}
-
 void check_time(const char* name, double value) {
   if (!(value >= 0 && std::isfinite(value)))
     dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is no time: give milliseconds", name, value);
@@ -100,9 +95,9 @@ dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options*
     dlm::require(bundle, "bundle");
     dlm_scheduler_options chosen = default_scheduler_options();
     if (options != nullptr) chosen = dlm::take(*options, chosen, "dlm_scheduler_options");
-    check_range("max_running", chosen.max_running, 1, dlm::kMostRequests);
-    check_range("max_waiting", chosen.max_waiting, 1, kMostWaiting);
-    check_range("max_tokens", chosen.max_tokens, 1, INT32_MAX);
+    dlm::check_range("max_running", chosen.max_running, 1, dlm::kMostRequests);
+    dlm::check_range("max_waiting", chosen.max_waiting, 1, kMostWaiting);
+    dlm::check_range("max_tokens", chosen.max_tokens, 1, INT32_MAX);
     const dlm::Denoiser& denoiser = bundle->manifest.denoiser;
     dlm::Engine& engine = *bundle->engine;
     const dlm::PassCost cost = check_cost(chosen, engine);
@@ -124,9 +119,8 @@ dlm_status dlm_scheduler_submit(dlm_scheduler* scheduler, const dlm_request* req
   return dlm::make(job, "job", message, message_capacity, [&] {
     dlm::require(scheduler, "scheduler");
     dlm::Wanted wanted = dlm::read_request(scheduler->bundle, request);
-    auto handle = std::make_unique<dlm_job>();
-    handle->job = scheduler->runner.submit(std::move(wanted.request), std::move(wanted.options));
-    return handle.release();
+    return new dlm_job{
+        scheduler->runner.submit(std::move(wanted.request), std::move(wanted.options))};
   });
 }
 

@@ -1,5 +1,6 @@
 // The C ABI of sessions: requests on the caller's thread.
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -27,8 +28,7 @@ struct dlm_session {
   dlm::Buffers buffers;  // of passes without a request
   std::mutex jobs_mutex;
   std::vector<std::shared_ptr<dlm::Job>> jobs;  // of the requests that were started last
-  dlm_before_pass_fn before_pass = nullptr;
-  void* before_pass_user = nullptr;
+  std::function<bool()> before_pass = [] { return true; };  // false: to stop
   std::string last_error;
   bool is_running = false;  // inside a call, perhaps inside one of its callbacks
 };
@@ -42,15 +42,13 @@ dlm_status guarded(dlm_session* session, Body body) {
     session->last_error = text;
     dlm::make_one_line(session->last_error.data(), session->last_error.size());
   };
-  if (session->is_running) {
-    // It would pull the request, or the buffers of the pass, from under the call that is under way.
-    const auto refuse = [] {
-      dlm::fail(DLM_INVALID_ARGUMENT,
-                "a call on this session is under way: a callback may make no other, and each "
-                "thread takes a session of its own, or a scheduler");
-    };
-    return dlm::guarded(refuse, report);
-  }
+  // It would pull the request, or the buffers of the pass, from under the call that is under way.
+  const auto refuse = [] {
+    dlm::fail(DLM_INVALID_ARGUMENT,
+              "a call on this session is under way: a callback may make no other, and each thread "
+              "takes a session of its own, or a scheduler");
+  };
+  if (session->is_running) return dlm::guarded(refuse, report);
   session->is_running = true;
   session->last_error.clear();
   const dlm_status status = dlm::guarded(body, report);
@@ -71,18 +69,14 @@ void drop(dlm_session& session, Runner& runner) {
 
 bool is_done(const dlm::Job& job) { return job.wait(dlm::Clock::duration(0)); }
 
-bool ask_before_pass(const dlm_session& session) {
-  return session.before_pass == nullptr || session.before_pass(session.before_pass_user) == 0;
-}
-
 void require_before_pass(const dlm_session& session) {
-  if (!ask_before_pass(session)) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
+  if (!session.before_pass()) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
 // Runs jobs of the session; if that fails, they are dropped.
 void run(dlm_session& session, Runner& runner, Runner::Until until) {
   try {
-    runner.run(until, [&] { return ask_before_pass(session); });
+    runner.run(until, session.before_pass);
   } catch (...) {
     drop(session, runner);
     throw;
@@ -131,8 +125,7 @@ int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
-// Runs the requests, at most max_batch at a time, in a runner whose passes they share if the engine
-// takes segments, else in lockstep in the session's own.
+// Runs the requests, at most max_batch at a time: they share passes, or go in lockstep.
 void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t max_batch) {
   const auto most = static_cast<size_t>(max_batch);
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
@@ -176,8 +169,7 @@ const char* dlm_session_last_error(const dlm_session* session) {
 dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass,
                                    void* user) {
   return guarded(session, [&] {
-    session->before_pass = before_pass;
-    session->before_pass_user = user;
+    session->before_pass = [=] { return before_pass == nullptr || before_pass(user) == 0; };
   });
 }
 
@@ -196,9 +188,7 @@ dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_request* c
                                       size_t request_count, int32_t max_batch) {
   return guarded(session, [&] {
     drop(*session, session->runner);
-    if (max_batch < 1 || max_batch > dlm::kMostRequests)
-      dlm::fail(DLM_INVALID_ARGUMENT, "max_batch = %d is outside 1..%d", max_batch,
-                dlm::kMostRequests);
+    dlm::check_range("max_batch", max_batch, 1, dlm::kMostRequests);
     if (request_count > 0) require(requests, "requests");
     const auto name_of = [](size_t i) { return "request " + std::to_string(i) + ": "; };
     std::vector<dlm::Wanted> wanted;

@@ -2,11 +2,10 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <cstdlib>
 
 #include "base/error.h"
-#include "base/utf8.h"
+#include "base/one_line.h"
 
 namespace dlm {
 namespace {
@@ -19,16 +18,6 @@ void* try_library(const std::string& name, std::string* reason) {
 }
 
 }  // namespace
-
-std::string one_line(std::string text) {
-  if (text.size() > 600) text.replace(600, std::string::npos, "...");
-  std::replace_if(
-      text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, ' ');
-  if (!is_utf8(text))
-    std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c > 0x7F; }, '?');
-  while (!text.empty() && text.back() == ' ') text.pop_back();
-  return text;
-}
 
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name) {
   const char* const variable = std::getenv(search.variable);

@@ -6,9 +6,6 @@
 
 namespace dlm {
 
-// A foreign message, which may quote a hostile file, as one line of UTF-8 of at most 600 bytes.
-std::string one_line(std::string text);
-
 struct LibrarySearch {
   const char* what;                // for messages: "ONNX Runtime"
   const char* variable;            // of the environment, a path; comes after `given`
@@ -17,8 +14,8 @@ struct LibrarySearch {
 };
 
 // Opens the library at `given`, at the variable's path, or the first of the names that loads; *name
-// is what was opened. It is never closed: such libraries have threads and process-wide state that
-// are not made for it. Throws Error(DLM_ENGINE_MISSING).
+// is what was opened. It is never closed, as such libraries have threads. Throws
+// Error(DLM_ENGINE_MISSING).
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 
 }  // namespace dlm

@@ -24,8 +24,7 @@ class Error : public std::runtime_error {
 };
 
 // pthread_exit() in a callback unwinds the thread's stack with this. A handler for all exceptions
-// must throw it on, or the process aborts. CPython up to 3.13 ends the threads so that are in a
-// callback as the interpreter exits.
+// must throw it on, or the process aborts. CPython up to 3.13 does so at exit.
 using ThreadExit = abi::__forced_unwind;
 
 // What an exception becomes at the C ABI.
@@ -62,6 +61,13 @@ inline Failure thrown() noexcept {
   std::vsnprintf(message, sizeof message, format, arguments);
   va_end(arguments);
   throw Error(status, message);
+}
+
+inline void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest) {
+  if (value < lowest || value > highest)
+    fail(DLM_INVALID_ARGUMENT, "%s = %lld is outside %lld..%lld", name,
+         static_cast<long long>(value), static_cast<long long>(lowest),
+         static_cast<long long>(highest));
 }
 
 }  // namespace dlm

@@ -339,47 +339,24 @@ void Value::append_canonical(std::string& out, std::string_view without) const {
     }
     out += '"';
   };
-  const auto separate = [&](char open) {
-    if (out.back() != open) out += ',';
-  };
-  switch (kind_) {
-    case Kind::null:
-      out += "null";
-      break;
-    case Kind::boolean:
-      out += truth_ ? "true" : "false";
-      break;
-    case Kind::number:
-      out += std::to_string(integer(INT64_MIN, INT64_MAX));
-      break;
-    case Kind::string:
-      append_text(text_);
-      break;
-    case Kind::array:
-      out += '[';
-      for (const Value& item : items_) {
-        separate('[');
-        item.append_canonical(out, {});
-      }
-      out += ']';
-      break;
-    case Kind::object: {
-      std::vector<const Value*> sorted;
-      for (const Value& item : items_)
-        if (without.empty() || item.key_ != without) sorted.push_back(&item);
-      std::sort(sorted.begin(), sorted.end(),
-                [](const Value* a, const Value* b) { return a->key_ < b->key_; });
-      out += '{';
-      for (const Value* const item : sorted) {
-        separate('{');
-        append_text(item->key_);
-        out += ':';
-        item->append_canonical(out, {});
-      }
-      out += '}';
-      break;
-    }
+  if (kind_ == Kind::null) out += "null";
+  if (kind_ == Kind::boolean) out += truth_ ? "true" : "false";
+  if (kind_ == Kind::number) out += std::to_string(integer(INT64_MIN, INT64_MAX));
+  if (kind_ == Kind::string) append_text(text_);
+  if (kind_ != Kind::array && kind_ != Kind::object) return;
+  std::vector<const Value*> items;
+  for (const Value& item : items_)
+    if (without.empty() || item.key_ != without) items.push_back(&item);
+  if (kind_ == Kind::object)
+    std::sort(items.begin(), items.end(),
+              [](const Value* a, const Value* b) { return a->key_ < b->key_; });
+  out += kind_ == Kind::array ? '[' : '{';
+  for (const Value* const item : items) {
+    if (item != items.front()) out += ',';
+    if (kind_ == Kind::object) append_text(item->key_), out += ':';
+    item->append_canonical(out, {});
   }
+  out += kind_ == Kind::array ? ']' : '}';
 }
 
 void Value::refuse_unknown(const std::vector<std::string_view>& known) const {

@@ -1,12 +1,10 @@
-// A strict reader of JSON (RFC 8259) for text that may be damaged or hostile, as what lies in a
-// bundle may be.
+// A strict reader of JSON (RFC 8259), for text that may be damaged or hostile.
 //
 // Refused, beyond what the RFC refuses: a byte order mark, invalid UTF-8, an unpaired surrogate, an
 // escaped NUL (strings go on as C strings), a number that no double holds, duplicate keys, nesting
 // beyond kMaxDepth, text beyond the caller's limit. Every failure is Error(DLM_BAD_BUNDLE). While
 // reading it starts with "line N: "; afterwards the accessors name the value by its path:
-// `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text is escaped and at most
-// 60 characters long.
+// `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text is escaped and cut.
 //
 // A value takes about 120 bytes, so reading n bytes of text may take 100 n bytes of memory.
 #pragma once

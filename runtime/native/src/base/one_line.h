@@ -1,7 +1,11 @@
 // Sentences as callers get them: of one line, and fit for a terminal.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <string>
+
+#include "base/utf8.h"
 
 namespace dlm {
 
@@ -15,6 +19,16 @@ inline void make_one_line(char* text, size_t size) noexcept {
     else if (i > 0 && text[i - 1] == '\xC2' && byte >= 0x80 && byte <= 0x9F)
       text[i - 1] = text[i] = '?';
   }
+}
+
+// A foreign message, which may quote a hostile file, as one line of UTF-8 of at most 600 bytes.
+inline std::string one_line(std::string text) {
+  if (text.size() > 600) text.replace(600, std::string::npos, "...");
+  make_one_line(text.data(), text.size());
+  if (!is_utf8(text))
+    std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c > 0x7F; }, '?');
+  while (!text.empty() && text.back() == ' ') text.pop_back();
+  return text;
 }
 
 }  // namespace dlm

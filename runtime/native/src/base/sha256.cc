@@ -68,8 +68,7 @@ void compress_portable(uint32_t* state, const uint8_t* blocks, size_t count) {
 }
 
 #if defined(__x86_64__)
-// cpuid itself: compilers disagree on whether __builtin_cpu_supports knows "sha". Only SSE
-// registers are used, which every x86-64 system saves.
+// By cpuid, as not every compiler's __builtin_cpu_supports knows "sha".
 bool has_instructions() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0) return false;

@@ -43,8 +43,7 @@ std::string read_file(const std::string& path, int64_t limit, const char* what) 
   return data;
 }
 
-// A link may lead out of the bundle's folder, wherever its name lies. The folder itself may be
-// reached by one: the caller gave that path.
+// Links may lead out of the bundle's folder. The caller's path to the folder may have links.
 void refuse_links(const std::string& folder, const std::string& name) {
   for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
     const std::string path = folder + "/" + name.substr(0, end);
@@ -79,16 +78,11 @@ std::string read_manifest(const std::string& folder) {
 
 // A file's name may lead down from the bundle's folder, never out of it.
 bool is_safe_name(const std::string& name) {
-  if (name.empty() || name.size() > 255 || name.front() == '/' || name.back() == '/') return false;
-  size_t start = 0;
-  while (start <= name.size()) {
-    const size_t end = std::min(name.find('/', start), name.size());
-    const std::string part = name.substr(start, end - start);
-    if (part.empty() || part == "." || part == "..") return false;
-    start = end + 1;
-  }
-  return std::all_of(name.begin(), name.end(),
-                     [](unsigned char c) { return c > ' ' && c < 127 && c != '\\'; });
+  for (const char* const part : {"//", "/./", "/../"})
+    if (("/" + name + "/").find(part) != std::string::npos) return false;
+  return name.size() <= 255 && std::all_of(name.begin(), name.end(), [](unsigned char c) {
+           return c > ' ' && c < 127 && c != '\\';
+         });
 }
 
 const std::string& read_hash(const json::Value& object, const char* key) {
@@ -189,15 +183,9 @@ PortNames read_ports(const json::Value& graph) {
   const json::Value& ports = graph.object("ports");
   ports.refuse_unknown({"input_ids", "position_ids", "score_rows", "segments", "top_token",
                         "top_prob", "entropy", "logits", "layers"});
-  PortNames names{name(ports, "input_ids"),
-                  name(ports, "position_ids"),
-                  name(ports, "score_rows"),
-                  name(ports, "top_token"),
-                  name(ports, "top_prob"),
-                  name(ports, "entropy"),
-                  name(ports, "logits"),
-                  "",
-                  {}};
+  PortNames names{name(ports, "input_ids"), name(ports, "position_ids"), name(ports, "score_rows"),
+                  name(ports, "top_token"), name(ports, "top_prob"),     name(ports, "entropy"),
+                  name(ports, "logits")};
   if (ports.find("segments") != nullptr) names.segments = name(ports, "segments");
   for (const json::Value& layer : ports.array("layers")) {
     layer.refuse_unknown(
@@ -269,8 +257,7 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// What makes a bundle for GPUs run there. "targets" is the exporter's to check: where it names no
-// device, neither does the command.
+// What makes a bundle for GPUs run there. The exporter checks "targets": it may name no device.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");
@@ -481,9 +468,8 @@ Manifest read_bundle(const std::string& path, bool check_hashes, const std::stri
 }
 
 Denoiser check_denoiser(const dlm_denoiser& d) {
-  const auto in_range = [](const char* name, int32_t value, int32_t low, int32_t high) {
-    if (value < low || value > high)
-      fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: %s = %d is outside %d..%d", name, value, low, high);
+  const auto in_range = [](const std::string& name, int64_t value, int64_t low, int64_t high) {
+    check_range(("dlm_denoiser: " + name).c_str(), value, low, high);
   };
   in_range("vocab_size", d.vocab_size, 3, 1 << 24);
   in_range("mask_token_id", d.mask_token_id, 0, d.vocab_size - 1);
@@ -495,9 +481,7 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   in_range("kv_element_bytes", d.kv_element_bytes, 1, 8);
   in_range("shift", d.shift, 0, 1);
   in_range("max_new_tokens", d.max_new_tokens, 1, 1 << 24);
-  if (d.visible_block < 0 || d.visible_block > 1 << 24)
-    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: visible_block = %lld is outside 0..%d",
-         static_cast<long long>(d.visible_block), 1 << 24);
+  in_range("visible_block", d.visible_block, 0, 1 << 24);
   if (d.eos_count > 0 && d.eos_token_ids == nullptr)
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
   if (d.eos_count > 1024)

@@ -1,10 +1,9 @@
-// A bundle on disk: manifest.json read and checked, every file's size and hash compared, nothing
-// executed.
+// A bundle on disk: reads and checks manifest.json, and compares sizes and hashes of its files.
 //
 // docs/bundle.md and manifest.schema.json say what it is. The folder is hostile until checked:
 // names may not leave it, sizes are bounded before anything is allocated, and what this reader does
-// not know is refused by name. It reads `loop` and `files`, which are all that it needs; what
-// describes the bundle is for people and for the exporter.
+// not know is refused by name. It reads `loop` and `files`; the rest is for people and for the
+// exporter.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,4 @@
-// Remembers which files had the right SHA-256, so that opening a bundle of gigabytes again does not
-// hash it again.
+// Remembers which files had the right SHA-256, so that they are not hashed on every open.
 //
 // A record is a small file in the user's cache directory, $XDG_CACHE_HOME/dlm-runtime or
 // ~/.cache/dlm-runtime. It holds the file's device, inode, size, modification and change time, and

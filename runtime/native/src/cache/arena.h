@@ -40,8 +40,8 @@ class Arena {
   Handle take(int32_t rows);
   void give_back(Handle place) { places_.erase(place); }
 
-  // As Context::run, of all parts in order: the caller has set everything of the pass but the keys
-  // and values, B = 1 and T the sum of the parts'.
+  // As Context::run, for all parts in order. All of the pass but keys and values is set, with B =
+  // 1.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
   // As Context::keep_outside, of one request.

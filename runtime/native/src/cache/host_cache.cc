@@ -89,8 +89,7 @@ class HostContext final : public Context {
     return starts;
   }
 
-  // For `rows` of each head, and up to `most` if the storage has room. It never shrinks. The old
-  // block is freed before a larger one is taken.
+  // For `rows` of each head, and up to `most` if the storage has room. It never shrinks.
   void lay_out(int32_t batch, int32_t rows, int32_t most) {
     used_bytes_ = 0;
     size_t bytes = starts_of(batch, rows).back();

@@ -20,8 +20,8 @@ class ExactSum {
     uint32_t bits;
     std::memcpy(&bits, &logit, sizeof bits);
     const uint32_t exponent = bits >> 23 & 0xFF, fraction = bits & 0x7FFFFF;
-    const uint64_t significand =
-        exponent == 0 ? fraction : fraction | 0x800000;  // exponent 0: zero and denormals
+    // Exponent 0: zero and denormals.
+    const uint64_t significand = exponent == 0 ? fraction : fraction | 0x800000;
     const uint32_t shift = exponent == 0 ? 0 : exponent - 1;
     const size_t word = shift / 64, bit = shift % 64;
     words_[word] = significand << bit;
@@ -65,8 +65,7 @@ class ExactSum {
 
 // Fewer ruled-out tokens are better, then fewer cut tokens, then the larger sum.
 struct ExactWeight {
-  int64_t avoided = 0;  // kRuledOut a token that the denoiser rules out (logit -inf), and kCut one
-                        // that top_k or top_p cuts
+  int64_t avoided = 0;  // kRuledOut for each token of logit -inf, kCut for each cut by top_k, top_p
   ExactSum sum;         // of the logits of all other tokens, each less the best logit of its row
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;

@@ -1,5 +1,4 @@
-// The adapter for engines that take one shape a pass: requests of the same shape go in lockstep,
-// others take turns.
+// For engines that take one shape a pass: requests of one shape go in lockstep, others take turns.
 //
 // A lane is a context of the engine and the requests in it. Over a cache, its rows are moved for
 // all of them alike: a request that has finished a stage waits for the slowest, its rows computed

@@ -82,9 +82,8 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   for (int32_t request = 0; request < batch; ++request) {
     std::vector<int32_t>& canvas = made_up.emplace_back(static_cast<size_t>(length));
     for (int32_t i = 0; i < length; ++i)
-      canvas[static_cast<size_t>(i)] = i >= cached && i < cached + rows
-                                           ? denoiser.mask_token_id
-                                           : (i + request) % denoiser.vocab_size;
+      canvas[i] = i >= cached && i < cached + rows ? denoiser.mask_token_id
+                                                   : (i + request) % denoiser.vocab_size;
   }
   const auto prepare = [&](Range range) {
     std::vector<Piece> pieces;

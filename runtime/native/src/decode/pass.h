@@ -55,12 +55,10 @@ struct Piece {
 // A pass of `batch` requests over the pieces: only its inputs are set.
 dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& buffers);
 
-// Makes the pass score the rows in buffers.score_rows, [B, R], and gives it room for their
-// candidates and for what is needed beside them.
+// Makes the pass score buffers.score_rows, [B, R], with room for candidates and for `needs`.
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
 
-// What the pass says to a request whose scored rows start at row `first`; those of its second
-// canvas, for guidance, are `apart` rows later.
+// What the pass says to a request. first and apart: Member's first_row and apart.
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 

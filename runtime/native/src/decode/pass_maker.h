@@ -60,8 +60,7 @@ class PassMaker {
   // There must be room.
   virtual std::unique_ptr<Member> start(Request& request) = 0;
 
-  // Who takes part in the next pass, by number, at least one. members: all that run, those first
-  // that have waited longest.
+  // Who takes part in the next pass, at least one. members: all that run, by time of waiting.
   virtual std::vector<size_t> choose(const std::vector<Member*>& members,
                                      const PassLimits& limits) = 0;
 

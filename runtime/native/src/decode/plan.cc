@@ -92,9 +92,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
   int32_t stored = 0;
   for (const Block& block : blocks) {
     const auto [start, end] = block.range;
-    // A denoiser that predicts the next position decides the block's first one by the row before
-    // it, which lies in the pass that stores what is before the block; without a cache that is a
-    // pass of its own, so that canvases are equal.
+    // A shifted denoiser decides the block's first position by the row before it, in the pass that
+    // stores what is before the block; without a cache in a separate pass, for equal canvases.
     const PassKind before = &block == &blocks.front() ? PassKind::prefill : PassKind::store;
     const int32_t size =
         policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();
@@ -140,8 +139,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       }
       if (has_undecided(undecided, decided))
         add(rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps);
-      // Over the rest of the block as that pass left it, and with the row that predicts its first
-      // one.
+      // Over the rest of the block as that pass left it, with the row that predicts its first
+      // position.
       const Range part{std::max(start, decided.first - shift), decided.last};
       const int32_t around = end - part.tokens();
       add(part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise, true,

@@ -1,5 +1,4 @@
-// The plan of a request's passes: what each one computes, what it reads from the cache, and what
-// becomes of its rows.
+// The plan of a request's passes: what each computes, reads from the cache, and keeps.
 //
 // Caches: `none` runs the whole canvas every pass. `prefix` and `dual` (Fast-dLLM,
 // arXiv:2505.22618) run it once a block and then only [block start, end of canvas) or the block
@@ -16,8 +15,7 @@
 // follow each other. A request goes through the stages once, leaves out those without work, and
 // never goes back. What a stage reads was kept by an earlier one: `append` reads the positions
 // before `rows`; `read` and `refresh` all but `rows`, with block-causal attention up to the block's
-// end. Each undecided position of a block is in `decided` of one of its repeated stages at least,
-// so a block that was gone through is decided.
+// end. Each undecided position of a block is in `decided` of one of its repeated stages.
 #pragma once
 
 #include <cstdint>

@@ -48,11 +48,9 @@ void check(const char* name, Number given, Number& value, double lowest, double 
 dlm_policy default_policy() {
   dlm_policy policy{};
   policy.struct_size = sizeof policy;
-#define DLM_CHOICE(field, type) policy.field = k##type##Names[0];
-#define DLM_NUMBER(field, type, initial, ...) policy.field = initial;
-  DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
-#undef DLM_CHOICE
-#undef DLM_NUMBER
+#define DLM_SET_CHOICE(field, type) policy.field = k##type##Names[0];
+#define DLM_SET_NUMBER(field, type, initial, ...) policy.field = initial;
+  DLM_POLICY_FIELDS(DLM_SET_CHOICE, DLM_SET_NUMBER)
   return policy;
 }
 
@@ -65,12 +63,10 @@ const char* canonical_choice(const dlm_policy_field& field, const std::string& v
 Policy check_policy(const dlm_policy& given) {
   const dlm_policy policy = take(given, default_policy(), "dlm_policy");
   Policy out{};
-#define DLM_CHOICE(field, type) check(#field, policy.field, k##type##Names, out.field);
-#define DLM_NUMBER(field, type, initial, lowest, highest) \
+#define DLM_CHECK_CHOICE(field, type) check(#field, policy.field, k##type##Names, out.field);
+#define DLM_CHECK_NUMBER(field, type, initial, lowest, highest) \
   check(#field, policy.field, out.field, lowest, static_cast<double>(highest));
-  DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
-#undef DLM_CHOICE
-#undef DLM_NUMBER
+  DLM_POLICY_FIELDS(DLM_CHECK_CHOICE, DLM_CHECK_NUMBER)
   if (out.refresh > 0 && !is_full(out.cache))
     fail(DLM_INVALID_ARGUMENT,
          "policy: refresh = %d, but cache = \"%s\" keeps no rows to refresh: use cache = "
@@ -125,9 +121,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
   if (policy.commit != Commit::sequential)
     std::stable_sort(order.begin(), order.end(),
                      [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
-  const auto ranked = [&](int32_t rank) {
-    return scores[static_cast<size_t>(order[static_cast<size_t>(rank)])];
-  };
+  const auto ranked = [&](int32_t rank) { return scores[order[static_cast<size_t>(rank)]]; };
   planned = std::max(1, std::min(planned, size));
   const auto above = [&] {
     int32_t count = 0;

@@ -1,5 +1,4 @@
-// What to commit after a pass: the fields of a policy, said once, the policy in checked form, and
-// its rules as pure functions.
+// What to commit after a pass: a policy's fields, its checked form, and its rules.
 //
 // Definitions: LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream (arXiv:2508.15487),
 // SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857).
@@ -22,8 +21,8 @@
 
 namespace dlm {
 
-// The values of the fields that callers spell: each enum, and below it the names of its values in
-// the same order, the default first, NULL at the end.
+// The values that callers spell: each enum, and below it their names in its order, ending with
+// NULL. The first one is the default.
 enum class Select { argmax, sample };
 inline constexpr const char* kSelectNames[] = {"argmax", "sample", nullptr};
 enum class Score { confidence, margin, entropy, random };
@@ -137,9 +136,8 @@ int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 // Dream's share of the masked positions, in fp32 as published: at least 1, at the last step all.
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
 
-// Orders indices into scores, which are in order of position, by what commits first: score
-// descending, position ascending (sequential: position). Returns how many commit, if any then 1 at
-// least.
+// Orders indices into scores, which are in order of position: score descending, then position
+// (sequential: position). Returns how many of them commit, at least 1.
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 

@@ -1,6 +1,5 @@
-// The seam between a pass and the choice of what commits: of each scored row a proposer says which
-// token its position would take, and how sure that is. Argmax, a draw, and what a constraint leaves
-// are kinds of it.
+// The seam between a pass and the choice of what commits: for each scored row a proposer gives the
+// token that its position would take, and a score. Argmax, draws and constraints are kinds of it.
 //
 // Each request has its own, which lives as long as it does, so that requests of different kinds
 // share passes. The choice itself (decode/policy.h) stays pure: it ranks scores.
@@ -27,8 +26,7 @@ struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
   const float* probs;     // [R, K], softmax with the mask token excluded
   const float* entropy;   // [R], sum p ln p; NULL unless it was needed
-  const float* logits;    // [R, V], raw: the mask token has one too, which no proposer may look at;
-                          // NULL unless they were needed
+  const float* logits;    // [R, V], raw, not to be read for the mask token; NULL unless needed
 };
 
 // A pass that scored positions of a request.
@@ -70,8 +68,8 @@ class Proposer {
   // are not finite end the request. An edit's scores are the proposed tokens' probabilities.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
 
-  // Limits what commits together: may take rows out of `chosen`, which the policy would commit,
-  // surest first. One has to stay, unless the turn edits.
+  // May take rows out of `chosen`, which the policy would commit, surest first. At least one has to
+  // stay, unless the turn edits.
   virtual void limit(const Turn&, const Proposals&, std::vector<int32_t>& /*chosen*/) const {}
 
   // Adds the undecided positions of `range` that have only one legal token; they are then decided.
@@ -87,8 +85,7 @@ class Proposer {
   virtual void complete(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         std::vector<int32_t>& /*guess*/) {}
 
-  // Called for every token that the request takes: certain, committed, edited, or after an end
-  // token.
+  // Called for every token that the request decides or edits.
   virtual void note(int32_t /*position*/, int32_t /*token*/) {}
 };
 
@@ -98,8 +95,7 @@ std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& 
 // The probability of a token by its row's logits, from that of the row's best one.
 double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
 
-// How sure the policy is of a row whose proposed token has this probability, by what the denoiser
-// predicts. For proposers; `row` counts the turn's.
+// The policy's score of a row, by the denoiser's predictions. prob: of the proposed token.
 double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions,
                  int32_t top_k, size_t row, double prob);
 

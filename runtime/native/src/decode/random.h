@@ -1,5 +1,4 @@
-// Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as
-// 1, 2, 3" (SC 2011).
+// Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 //
 // A draw is a pure function of key and counter, so a seeded run repeats on any engine.
 #pragma once

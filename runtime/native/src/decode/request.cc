@@ -100,8 +100,7 @@ size_t Request::find_positions() {
   const Range range = is_editing_ ? stage().block : stage().decided;
   positions_.clear();
   for (int32_t i = range.first; i < range.last; ++i)
-    if (is_editing_ ? !is_given_[static_cast<size_t>(i)] : undecided_[static_cast<size_t>(i)] != 0)
-      positions_.push_back(i);
+    if (is_editing_ ? !is_given_[i] : undecided_[i] != 0) positions_.push_back(i);
   return positions_.size();
 }
 
@@ -185,8 +184,8 @@ void Request::commit(const Proposals& proposals) {
   order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned, order_)));
   limit(proposals, order_);
   for (size_t row = 0; row < positions_.size(); ++row) {
-    guess_[static_cast<size_t>(positions_[row])] = proposals.tokens[row];
-    score_[static_cast<size_t>(positions_[row])] = static_cast<float>(proposals.scores[row]);
+    guess_[positions_[row]] = proposals.tokens[row];
+    score_[positions_[row]] = static_cast<float>(proposals.scores[row]);
   }
   take(proposals, order_);
 }
@@ -195,12 +194,11 @@ void Request::commit(const Proposals& proposals) {
 void Request::edit(const Proposals& proposals) {
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row)
-    if (proposals.tokens[row] != canvas_[static_cast<size_t>(positions_[row])] &&
+    if (proposals.tokens[row] != canvas_[positions_[row]] &&
         proposals.scores[row] > policy_.edit_threshold)
       order_.push_back(static_cast<int32_t>(row));
-  std::stable_sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
-    return proposals.scores[static_cast<size_t>(a)] > proposals.scores[static_cast<size_t>(b)];
-  });
+  std::stable_sort(order_.begin(), order_.end(),
+                   [&](int32_t a, int32_t b) { return proposals.scores[a] > proposals.scores[b]; });
   limit(proposals, order_);
   take(proposals, order_);
 }
@@ -251,9 +249,7 @@ void Request::end(Finish why) {
 }
 
 void Request::drop() noexcept {
-  if (done()) return;
-  finish_ = Finish::cancelled;
-  stage_ = plan_.size();
+  if (!done()) finish_ = Finish::cancelled, stage_ = plan_.size();
 }
 
 dlm_result Request::result() const {
@@ -297,8 +293,7 @@ double Request::loss_of(const Certain& certain, const Predictions* predictions) 
   return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
 }
 
-// Goes on to the stage that has a pass to make. predictions: of the pass that was made just now, if
-// one was.
+// Goes on to the next stage that has a pass to make. predictions: of the last pass, if any.
 void Request::settle(const Predictions* predictions) {
   while (!done()) {
     const Stage& now = stage();

@@ -2,9 +2,8 @@
 //
 // It is always either done or at a stage that has a pass to make: the constructor and step() call
 // settle(), which goes on to the next such stage. The order for a pass is find_positions, needs,
-// the pass, step. step() proposes, commits (or edits, once the block is full), and settles. Every
-// decided token is written by take(), which tells the proposer, so a constraint knows all that is
-// decided.
+// the pass, step. step() proposes, commits (or edits, once the block is full), and settles. take()
+// writes every decided token and tells the proposer of it.
 #pragma once
 
 #include <cstdint>

@@ -125,8 +125,7 @@ void Runner::run(Until until, const std::function<bool()>& before_pass) {
   if (is_paused) fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// The loop of run(), which holds the lock at its start and between passes. False: before_pass asked
-// to stop.
+// The loop of run(): takes the lock over, and frees it to work. False: before_pass asked to stop.
 bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
                          std::unique_lock<std::mutex>& lock) {
   while (!is_stopping_) {
@@ -358,8 +357,7 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// A mean over about the last ten passes, in which none that was held up counts much. Passes that
-// are quicker than the cost says do not count.
+// A mean over about ten passes. Slow ones count for kMost at most, quick ones not at all.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

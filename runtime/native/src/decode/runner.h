@@ -1,13 +1,11 @@
-// Runs requests: admits those that have room, plans one pass of them, makes it, commits, and tells
-// who asked, until all have ended.
+// Runs requests: admits them, makes passes of several, commits, and reports steps, until all end.
 //
 // A session runs until its requests have ended, on the caller's thread. A scheduler is the same
 // with a thread of its own: any thread submits, one thread is in run().
 //
 // Who owns what. A Job owns its Request, statistics and result. Its handle and, until it has ended,
 // the runner hold it. The PassMaker owns keys and values; a running job has a Member there.
-// finish() destroys the member first, so its rows are free before a thread learns that the job has
-// ended.
+// finish() destroys the member first, so the rows are free before anyone sees that the job ended.
 //
 // The lock is the Board's mutex. It guards waiting_, failure_, is_running_, is_stopping_, stats_
 // and Job::is_done_. All else, running_ too, belongs to the thread in run(). Other threads read a
@@ -16,8 +14,7 @@
 //
 // The order of one round: end the jobs that are due, start waiting ones, ask before_pass, do both
 // again (before_pass may cancel), choose, make the pass, commit for all its jobs, end those that
-// are due, and tell of each one's step; last, finish the jobs that are done. A step is told before
-// its job is finished.
+// are due, and tell of each one's step; last, finish the jobs that are done.
 //
 // How a job ends: its last step, end() or fail_job() makes its request done, for good. Only
 // finish_done(), fail_all_with_thrown() and drop_all() take a job out of running_, and each calls
@@ -62,9 +59,8 @@ class Runner {
 
   enum class Until { stopped, idle, pass };
 
-  // Makes passes until stop() is called, or no job is left, or one pass was made. before_pass is
-  // called before each pass. If it returns false, this throws Error(DLM_CANCELLED), and the jobs
-  // stay as they are for the next call.
+  // Makes passes until stop(), until no job is left, or one pass. Calls before_pass before each. If
+  // that returns false, throws Error(DLM_CANCELLED), and the jobs stay for the next call.
   //
   // An error of one job ends that job alone. Any other error ends every job with its status and
   // message, and is thrown; until the next call, submit() throws it too. Throws

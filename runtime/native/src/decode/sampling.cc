@@ -15,8 +15,7 @@ constexpr double kLog2E = 1.4426950408889634;
 // No less than 2^power, and no more than 1.07 times that unless it is tiny: what a float's bits
 // mean, 2^n (1 + f) >= 2^(n + f), with a thousandth for what was rounded.
 float exp_bound(float power) {
-  constexpr float kOne = 127,
-                  kStep = 8388608;  // the exponent of 1, and the bits of a step of the exponent
+  constexpr float kOne = 127, kStep = 8388608;  // the exponent of 1; bits of a step of it
   const float exponent = power + kOne;
   const auto bits =
       static_cast<int32_t>((exponent > 0 ? exponent < 254 ? exponent : 254 : 0) * kStep);
@@ -105,11 +104,11 @@ void Winner::see_row(const float* logits, int32_t first, int32_t last, float bes
   for (int32_t from = first / 2 * 2; from < last; from += kSome) {
     const int32_t count = std::min(kSome, last - from), skipped = std::max(0, first - from);
     for (int32_t i = skipped; i < count; ++i)
-      weights[static_cast<size_t>(i)] = exp_bound((0.5f * logits[from + i] - half_best) * slope);
+      weights[i] = exp_bound((0.5f * logits[from + i] - half_best) * slope);
     find_spare(from, count, spare.data());
     const auto scale = static_cast<float>(std::min(scale_ * 1.0001, 1e30));
     for (int32_t i = skipped; i < count; ++i) {
-      if (spare[static_cast<size_t>(i)] > weights[static_cast<size_t>(i)] * scale) continue;
+      if (spare[i] > weights[i] * scale) continue;
       const double behind =
           (static_cast<double>(logits[from + i]) - static_cast<double>(best)) / temperature;
       if (behind >= -kFarthest) see(from + i, behind);
@@ -137,7 +136,7 @@ void Sampler::temper(const Tempered& tempered, int32_t vocab_size, int32_t left_
   for (int32_t token = 0; token < vocab_size; ++token) {
     const double behind = tempered(token);
     const double weight = behind < -kFarthest || token == left_out ? 0 : std::exp(behind);
-    weights_[static_cast<size_t>(token)] = weight;
+    weights_[token] = weight;
     total += weight;
   }
   total_ = total;
@@ -180,7 +179,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   temper(tempered, vocab_size, left_out);
   double sum = 1, second = 0, product = 0;
   const auto count = [&](int32_t token) {
-    const double weight = weights_[static_cast<size_t>(token)];
+    const double weight = weights_[token];
     if (weight == 0 || token == best) return;
     sum += weight;
     second = std::max(second, weight);
@@ -194,7 +193,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
     for (int32_t token = 0; token < vocab_size; ++token) count(token);
   }
   // ln p is a tempered logit less the sum's logarithm.
-  return {winner.token(), weights_[static_cast<size_t>(winner.token())] / sum, (1 - second) / sum,
+  return {winner.token(), weights_[winner.token()] / sum, (1 - second) / sum,
           product / sum - std::log(sum)};
 }
 
@@ -218,15 +217,13 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // Rank `first` is kept, ranks from `last` on are not; `before`: the weight of ranks below
-  // `first`.
+  // Rank `first` is kept, rank `last` is not; `before`: the weight of ranks below `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;
     std::nth_element(at(first), at(middle), at(last), is_before);
     double sum = before;
-    for (size_t rank = first; rank < middle; ++rank)
-      sum += weights_[static_cast<size_t>(kept_[rank])];
+    for (size_t rank = first; rank < middle; ++rank) sum += weights_[kept_[rank]];
     if (sum > sampling.top_p * total_)
       last = middle;
     else

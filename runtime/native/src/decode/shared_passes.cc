@@ -1,5 +1,4 @@
-// Passes that requests of all kinds share: each canvas is a segment of one row of tokens, and has a
-// place in the arena.
+// Passes that requests share: each canvas is a segment of a row of tokens, with an arena place.
 //
 // Pieces, arena parts, and therefore segments have one order: member by member, canvas by canvas.
 // Before the pass the arena moves the rows of members that read other rows than last time (kept). A

@@ -55,8 +55,7 @@ enum class CacheUse {
   write,  // S is 0; the T new rows are kept for keep_outside, and all others forgotten, B with them
   read,   // over the S rows that keep_outside kept
   refresh,  // over them as well, and the T new rows are kept with them
-  append    // over those of the positions [0, S), S being 0 or kept; the T new rows are kept behind
-            // them, all others forgotten
+  append    // over positions [0, S), none or kept; the T new rows are kept behind them, no others
 };
 
 // Whether the new rows are kept.
@@ -72,8 +71,8 @@ class Context {
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
   // Makes the rows of the positions outside [first, last) what the next passes read, in any order:
-  // every row of a pass sees them, and keys are encoded with their positions. They are rows that
-  // were kept, or of the last pass if that kept its own.
+  // every row of a pass sees them, and keys are encoded with their positions. They were kept, or
+  // are the last pass's.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
   // Bytes of the batch's keys and values now: of the canvas, or of what was appended.
@@ -118,9 +117,8 @@ class HostEngine : public Engine {
   std::unique_ptr<Context> open_context(int32_t longest) override;
   std::unique_ptr<Arena> open_arena(int64_t rows) override;
 
-  // Runs a pass with all of dlm_pass set; called from one thread a context and from several
-  // contexts at once. segments: of its tokens, B being 1 and S all rows that there are; none where
-  // the pass has no other requests than those of B.
+  // Runs a pass with all of dlm_pass set; called by several contexts at once. segments: of its
+  // tokens, with B = 1 and S = all rows; none if the requests are those of B.
   virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments) = 0;
 
  protected:
@@ -136,8 +134,8 @@ struct PortNames {
     std::string past_key, past_value, present_key, present_value;
   };
   std::string input_ids, position_ids, score_rows, top_token, top_prob, entropy, logits;
-  std::string segments;  // "": the graph has none
-  std::vector<Layer> layers;
+  std::string segments{};  // "": the graph has none
+  std::vector<Layer> layers{};
 };
 
 // What an engine must know of a bundle's graph; the manifest says it.

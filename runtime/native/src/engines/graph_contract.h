@@ -30,6 +30,8 @@ struct Port {
 
   // The dims in a pass of B requests, T tokens, S cached ones and R rows; at most 4.
   std::array<int64_t, 4> shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const;
+  // Of such a shape. Throws Error(DLM_OUT_OF_MEMORY).
+  size_t bytes(const std::array<int64_t, 4>& shape) const;
 };
 
 // inputs: input_ids, position_ids, score_rows, then past key and past value of every layer;

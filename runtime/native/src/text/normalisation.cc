@@ -41,7 +41,7 @@ void decompose(const TextFile& file, char32_t point, std::vector<Point>& out) {
     return out.push_back({point, order_of(file, point)});
   const int32_t* const starts = file.decomposition_starts.data + (found - file.decomposed.begin());
   for (int32_t i = starts[0]; i < starts[1]; ++i) {
-    const auto part = static_cast<char32_t>(file.decomposition_points[static_cast<size_t>(i)]);
+    const auto part = static_cast<char32_t>(file.decomposition_points[i]);
     out.push_back({part, order_of(file, part)});
   }
 }

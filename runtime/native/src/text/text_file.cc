@@ -182,8 +182,7 @@ void check_strings(const TextFile& file, const Reader& reader) {
       reader.refuse("added", "do not ascend");
   }
   for (const int32_t literal : file.literals)
-    if (file.chat_strings[static_cast<size_t>(literal)].empty())
-      reader.refuse("literals", "have one of no length");
+    if (file.chat_strings[literal].empty()) reader.refuse("literals", "have one of no length");
   for (size_t token = 0; token < file.tokens.size(); ++token) {
     const bool is_byte = (file.token_flags[token] & TextFile::byte) != 0;
     if (file.tokens[token].size() > kMostTokenBytes)

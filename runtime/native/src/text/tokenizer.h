@@ -1,5 +1,4 @@
-// Text to token ids and back, as a bundle's compiled text file says it; what is the same as
-// Python's tokenizers does, by proof.
+// Text to token ids and back, by a compiled text file. Builds compare it with Python's tokenizers.
 //
 // Byte pair encoding, over bytes or over characters with bytes for those that the vocabulary lacks.
 #pragma once
@@ -57,7 +56,7 @@ class Text {
  private:
   friend class Encoding;
   bool is_special(int32_t token) const {
-    return (file_.token_flags[static_cast<size_t>(token)] & TextFile::special) != 0;
+    return (file_.token_flags[token] & TextFile::special) != 0;
   }
 
   TextFile file_;
@@ -71,8 +70,8 @@ class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}
 
-  // Appends what `count` further ids add; those that the vocabulary does not have, and special
-  // ones, add nothing. `is_last`: no others will come.
+  // Appends what `count` further ids add. Unknown and special ids add nothing. `is_last`: of all
+  // ids.
   void operator()(const int32_t* ids, size_t count, bool is_last, std::string& out);
 
  private:

@@ -121,11 +121,8 @@ class Encoding {
                  last = stage == 0 ? file_.raw_added : file_.added.size();
     size_t done = 0;
     for (size_t at = 0; first < last && at < text.size();) {
-      if (starts[static_cast<uint8_t>(text[at])] == 0) {
-        ++at;
-        continue;
-      }
-      const size_t found = longest_added(text.substr(at), first, last);
+      const bool is_start = starts[static_cast<uint8_t>(text[at])] != 0;
+      const size_t found = is_start ? longest_added(text.substr(at), first, last) : last;
       if (found == last) {
         ++at;
         continue;
@@ -249,9 +246,8 @@ class Encoding {
 
   // Byte pair encoding of one piece: merges the pair that was learned first, leftmost first.
   void merge(std::string_view text) {
-    const int32_t whole = text_.wholes_.find(hash_of(text), [&](int32_t token) {
-      return file_.tokens[static_cast<size_t>(token)] == text;
-    });
+    const int32_t whole = text_.wholes_.find(
+        hash_of(text), [&](int32_t token) { return file_.tokens[token] == text; });
     if (whole >= 0) return put(whole);
     start_symbols(text);
     heap_.clear();
@@ -283,7 +279,7 @@ class Encoding {
       fail(DLM_INVALID_ARGUMENT,
            "the text has %s, which is a special token, and the vocabulary has no ordinary tokens "
            "for it: change the text, or allow special tokens in it",
-           json::quoted(file_.tokens[static_cast<size_t>(id)]).c_str());
+           json::quoted(file_.tokens[id]).c_str());
     out_.push_back(id);
   }
 
@@ -303,7 +299,7 @@ class Encoding {
       const int32_t* const found =
           std::lower_bound(file_.char_points.begin(), file_.char_points.end(), point);
       if (found != file_.char_points.end() && *found == point) {
-        put(file_.char_ids[static_cast<size_t>(found - file_.char_points.begin())]);
+        put(file_.char_ids[found - file_.char_points.begin()]);
         continue;
       }
       for (size_t i = start; i < at; ++i) put(file_.byte_ids[static_cast<uint8_t>(text[i])]);

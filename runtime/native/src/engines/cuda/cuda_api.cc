@@ -6,6 +6,7 @@
 
 #include "base/dynamic_library.h"
 #include "base/error.h"
+#include "base/one_line.h"
 
 namespace dlm {
 namespace {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <mutex>
 #include <optional>
@@ -19,7 +20,7 @@
 #include "base/dynamic_library.h"
 #include "base/error.h"
 #include "engines/cuda/cuda_api.h"
-#include "engines/cuda/device_context.h"
+#include "engines/cuda/device_cache.h"
 #include "engines/engine.h"
 #include "engines/graph_contract.h"
 #include "engines/onnxruntime/custom_ops.h"
@@ -47,24 +48,18 @@ struct Library {
   std::string version;
 };
 
-LibrarySearch where_to_look() {
+// `provider`: who is to run the graph.
+Library load_library(const std::string& given, const ProviderChoice& provider) {
+  // The official builds store a device id and send telemetry from CreateEnv on. Only this variable
+  // stops that in time (their docs/Privacy.md). What the program chose stays.
+  setenv("ORT_DISABLE_TELEMETRY", "1", 0);
   // The project's name, the development link, then Debian's names, which have the minor version.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
   for (long minor = 40; minor >= long{ort::kOpsetVersion}; --minor)
     names.push_back("libonnxruntime.so.1." + std::to_string(minor));
-  return {"ONNX Runtime", "DLM_ONNXRUNTIME", std::move(names), kAdvice};
-}
-
-// The official builds store a device id and send telemetry from CreateEnv on, and this variable
-// alone keeps them from it (their docs/Privacy.md): DisableTelemetryEvents takes the environment
-// that CreateEnv made. What the program chose stays.
-void switch_telemetry_off() { setenv("ORT_DISABLE_TELEMETRY", "1", 0); }
-
-// `provider`: who is to run the graph.
-Library load_library(const std::string& given, const ProviderChoice& provider) {
-  switch_telemetry_off();
   std::string name;
-  void* const handle = open_library(where_to_look(), given, &name);
+  void* const handle =
+      open_library({"ONNX Runtime", "DLM_ONNXRUNTIME", std::move(names), kAdvice}, given, &name);
   const auto get_base = reinterpret_cast<ort::GetApiBase>(dlsym(handle, "OrtGetApiBase"));
   if (get_base == nullptr)
     throw Error(DLM_ENGINE_MISSING,
@@ -146,12 +141,9 @@ class OnnxRuntime final : public HostEngine {
         device_memory_(api()),
         session_(api()),
         ports_(list_ports(graph, kB)) {
-    check(api(), api().call<ort::CreateEnv>(ort::kLogFatal, "dlm", env_.out()),
-          "starting ONNX Runtime");
-    check(api(),
-          api().call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault,
-                                               memory_.out()),
-          "starting ONNX Runtime");
+    set(api().call<ort::CreateEnv>(ort::kLogFatal, "dlm", env_.out()));
+    set(api().call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault,
+                                             memory_.out()));
     open_session(threads, provider);
     verify_ports<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>(
         "input", ports_.inputs);
@@ -181,8 +173,8 @@ class OnnxRuntime final : public HostEngine {
     check_pass(pass);
     Values values(api(), input_names_.size(), ports_.outputs.size());
     // Keys and values are where the context is. All else is in host memory; the library copies it.
-    const OrtMemoryInfo *const host = memory_.get(), *const cache =
-                                                         device_ ? device_memory_.get() : host;
+    const OrtMemoryInfo* const host = memory_.get();
+    const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
     // The C API has one kind of tensor over foreign memory; the library only reads inputs.
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
       values.inputs.push_back(tensor(pass, port, const_cast<void*>(data), where));
@@ -199,12 +191,12 @@ class OnnxRuntime final : public HostEngine {
     read(0, pass.input_ids), read(1, pass.position_ids), read(2, pass.score_rows);
     write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.entropy),
         write(3, pass.logits);
-    for (size_t i = 0; i < layers(); ++i) {
+    for (size_t i = 0; i < graph_.cache.size(); ++i) {
       read(kFirstPast + 2 * i, pass.past_keys[i]);
       read(kFirstPast + 2 * i + 1, pass.past_values[i]);
-      write(kFirstPresent + 2 * i, pass.present_keys != nullptr ? pass.present_keys[i] : nullptr);
-      write(kFirstPresent + 2 * i + 1,
-            pass.present_values != nullptr ? pass.present_values[i] : nullptr);
+      if (pass.present_keys == nullptr) continue;  // the pass keeps no rows
+      write(kFirstPresent + 2 * i, pass.present_keys[i]);
+      write(kFirstPresent + 2 * i + 1, pass.present_values[i]);
     }
     if (!segments.empty()) {
       Port port = segments_port();
@@ -228,17 +220,15 @@ class OnnxRuntime final : public HostEngine {
 
  private:
   const ort::Api& api() const { return library_.api; }
-  size_t layers() const { return graph_.cache.size(); }
 
   using SessionOptions = Owned<OrtSessionOptions, ort::ReleaseSessionOptions>;
 
   void open_session(int threads, const ProviderChoice& provider) {
     SessionOptions options(api());
     set_up(options, threads);
-    if (provider.is_gpu())
-      open_on_device(options, provider);
-    else
-      set_up_processor(options), check_session(try_session(options));
+    if (provider.is_gpu()) return open_on_device(options, provider);
+    set_up_processor(options);
+    check_session(try_session(options));
   }
 
   void set(OrtStatus* reported) const { check(api(), reported, "setting up ONNX Runtime"); }
@@ -270,8 +260,7 @@ class OnnxRuntime final : public HostEngine {
   void set_up_processor(const SessionOptions& options) {
     // Products of unsigned by signed bytes saturate without VNNI. This makes both unsigned.
     configure(options, "session.x64quantprecision", "1");
-    // The library's fusions use FP8 arithmetic that it lacks. Off: it dequantises constants at
-    // load.
+    // The library's fusions use FP8 arithmetic that it lacks; without, it dequantises at load.
     if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
@@ -280,10 +269,9 @@ class OnnxRuntime final : public HostEngine {
     }
   }
 
-  // ONNX Runtime adds the domain of our operators to a table of the process when the first session
-  // opens. It looks the domain up and adds it without holding a lock in between, so of two first
-  // sessions at once one fails. Sessions therefore open one at a time until one has succeeded in
-  // this library.
+  // The first session adds the domain of our operators to a table of the process. The library holds
+  // no lock between looking it up and adding it, so of two first sessions at once one fails.
+  // Sessions therefore open one at a time until one has succeeded in this library.
   OrtStatus* try_session(const SessionOptions& options) {
     static std::mutex first;
     static std::atomic<const void*> has_domain{nullptr};
@@ -309,23 +297,20 @@ class OnnxRuntime final : public HostEngine {
           load_failure(api(), reported));
   }
 
-  // Nothing is left to the CPU in silence: the library refuses that, and is then asked what it
-  // would have left, which takes the session that may.
+  // The CPU runs no node in silence: the library refuses that session, and a second one names the
+  // nodes.
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);
     add_provider(api(), provider, options.get());
-    check(api(),
-          api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device},
-                                            ort::kMemTypeDefault, device_memory_.out()),
-          "setting up ONNX Runtime");
+    set(api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device},
+                                          ort::kMemTypeDefault, device_memory_.out()));
     configure(options, kRecordPlacement, "1");
     configure(options, kNoFallback, provider.allow_fallback ? "0" : "1");
     OrtStatus* reported = try_session(options);
     const bool is_refused =
         reported != nullptr && !provider.allow_fallback &&
-        std::string(api().call<ort::GetErrorMessage>(reported)).find(kFallbackRefused) !=
-            std::string::npos;
+        std::strstr(api().call<ort::GetErrorMessage>(reported), kFallbackRefused) != nullptr;
     if (is_refused) {
       api().call<ort::ReleaseStatus>(reported);
       configure(options, kNoFallback, "0");
@@ -363,18 +348,18 @@ class OnnxRuntime final : public HostEngine {
     ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
       Port* const port = find_port(ports, name);
       if (port != nullptr) return verify_port(kind, *port, info);
-      if (&ports == &ports_.inputs) {
+      if (&ports == &ports_.inputs)
         refuse_port(path_, kind, name,
                     "is not known to this runtime; the graph was written for a newer one?");
-      }
     });
     check_complete(path_, kind, ports);
   }
 
+  void ask(OrtStatus* reported) const { check(api(), reported, path_, DLM_BAD_BUNDLE); }
+
   // Calls visit(name, info) for each of the session's ports of a kind.
   template <class GetCount, class GetName, class GetTypeInfo, class Visit>
   void ports_of(Visit visit) {
-    const auto ask = [&](OrtStatus* reported) { check(api(), reported, path_, DLM_BAD_BUNDLE); };
     OrtAllocator* allocator = nullptr;
     size_t count = 0;
     ask(api().call<ort::GetAllocatorWithDefaultOptions>(&allocator));
@@ -406,7 +391,6 @@ class OnnxRuntime final : public HostEngine {
   }
 
   void verify_port(const char* kind, Port& port, const OrtTypeInfo* info) const {
-    const auto ask = [&](OrtStatus* reported) { check(api(), reported, path_, DLM_BAD_BUNDLE); };
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
     int type = 0;
     size_t rank = 0;
@@ -423,12 +407,7 @@ class OnnxRuntime final : public HostEngine {
   OrtValue* tensor(const dlm_pass& pass, const Port& port, void* data,
                    const OrtMemoryInfo* where) const {
     const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
-    size_t bytes = element_bytes(port.type);
-    for (size_t i = 0; i < port.dims.size(); ++i) {
-      if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
-        fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", port.name.c_str());
-      }
-    }
+    const size_t bytes = port.bytes(shape);
     if (data == nullptr && bytes > 0)
       fail(DLM_INTERNAL, "a pass without \"%s\"", port.name.c_str());
     OrtValue* value = nullptr;

@@ -1,5 +1,4 @@
-// The part of ONNX Runtime's C API that the engine uses, declared here because no pip wheel holds
-// the header.
+// The part of ONNX Runtime's C API that the engine uses, as no pip wheel holds the header.
 //
 // The library exports one function, OrtGetApiBase. It leads to OrtApi, a table of function pointers
 // that only grows at its end (the library's own onnxruntime_c_api.cc asserts where each version's

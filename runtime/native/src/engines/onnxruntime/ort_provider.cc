@@ -59,8 +59,8 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
 }
 
 void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
-  // fp32 is fp32: TensorFloat-32, which is on by default, keeps ten bits of it. The arena takes
-  // what is asked for, as keys and values lie outside of it.
+  // TensorFloat-32, which is on by default, keeps ten bits of fp32. The arena does not
+  // over-allocate.
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};

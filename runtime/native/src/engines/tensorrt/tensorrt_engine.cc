@@ -1,5 +1,4 @@
-// The TensorRT engine: which of a bundle's engine files is opened, and that it is what the manifest
-// says.
+// The TensorRT engine: which of a bundle's engine files is opened, and its check by the manifest.
 //
 // An engine file is code for one compute capability and one version, so both are compared before a
 // byte of it is read. Then its ports and profiles are, as buffers have the manifest's sizes.

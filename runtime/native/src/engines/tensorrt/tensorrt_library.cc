@@ -4,6 +4,7 @@
 
 #include "base/dynamic_library.h"
 #include "base/error.h"
+#include "base/one_line.h"
 
 namespace dlm::trt {
 namespace {

@@ -1,5 +1,4 @@
-// What the TensorRT engine decides without a GPU, as pure functions: which engine fits, which
-// profile a pass takes, and how its sizes are rounded.
+// What the TensorRT engine decides without a GPU: which engine fits, a pass's profile and rows.
 #pragma once
 
 #include <algorithm>
@@ -48,8 +47,8 @@ inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t 
   return -1;
 }
 
-// Rows that a pass scores if R are asked for: the next multiple of 8, so that few different passes
-// exist, within what the profile takes and at most T.
+// Rows that a pass scores if R are asked for: the next multiple of 8, so that passes repeat, at
+// most T, and within the profile.
 inline int32_t rows_bucket(int32_t rows, int32_t tokens, const Sizes& sizes) {
   const int32_t rounded = std::min({(rows + 7) / 8 * 8, std::max(rows, tokens), sizes.largest});
   return std::max(rounded, sizes.smallest);

@@ -1,8 +1,8 @@
 // A session of the TensorRT engine holds on the device, in one allocation: inputs, outputs, the
 // rows of the last pass (present), the rows that were kept (past), and TensorRT's own working
 // memory. Addresses never change, so that passes can be replayed as CUDA graphs. Passes read token
-// ids from, and write candidates to, pinned host memory; logits are copied only if asked for. The
-// host waits once a pass.
+// ids from, and write candidates to, pinned host memory; logits are copied if asked for. The host
+// waits once a pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -105,12 +105,7 @@ class Session {
   static constexpr size_t kLogits = 3;  // the output behind these
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
-    size_t bytes = element_bytes(port.type);
-    const auto shape = port.shape(1, sizes.tokens, sizes.cached, sizes.rows);
-    for (size_t i = 0; i < port.dims.size(); ++i)
-      if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes))
-        fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", port.name.c_str());
-    return bytes;
+    return port.bytes(port.shape(1, sizes.tokens, sizes.cached, sizes.rows));
   }
 
   // Inputs, outputs, working memory.
@@ -168,8 +163,7 @@ class Session {
         engine_.fail_call("setInputShape(\"" + port.name + "\")");
   }
 
-  // Puts the pass's inputs where the device copies them from. Surplus rows score the first one's
-  // row.
+  // Puts the pass's inputs where the device copies them from. Surplus rows repeat the first.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
     const auto put = [&](Staged part, const int64_t* from, int32_t count) {
       std::memcpy(staging_.host(staging_offsets_[part]), from,
