@@ -13,9 +13,8 @@ struct LibrarySearch {
   const char* advice;              // what to do where it is missing
 };
 
-// Opens the library at `given`, at the variable's path, or the first of the names that loads; *name
-// is what was opened. It is never closed, as such libraries have threads. Throws
-// Error(DLM_ENGINE_MISSING).
+// Opens `given`, else the variable's path, else the first of the names that loads; *name is what
+// was opened. It is never closed: such libraries have threads. Throws Error(DLM_ENGINE_MISSING).
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 
 }  // namespace dlm

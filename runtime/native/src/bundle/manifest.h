@@ -2,8 +2,7 @@
 //
 // docs/bundle.md and manifest.schema.json say what it is. The folder is hostile until checked:
 // names may not leave it, sizes are bounded before anything is allocated, and what this reader does
-// not know is refused by name. It reads `loop` and `files`; the rest is for people and for the
-// exporter.
+// not know is refused by name. It reads `loop` and `files` alone.
 #pragma once
 
 #include <memory>

@@ -40,8 +40,7 @@ class Arena {
   Handle take(int32_t rows);
   void give_back(Handle place) { places_.erase(place); }
 
-  // As Context::run, for all parts in order. All of the pass but keys and values is set, with B =
-  // 1.
+  // As Context::run, for all parts in order, with B = 1. All but keys and values is set.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
   // As Context::keep_outside, of one request.

@@ -139,8 +139,7 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       }
       if (has_undecided(undecided, decided))
         add(rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps);
-      // Over the rest of the block as that pass left it, with the row that predicts its first
-      // position.
+      // Over the rest of the block as that pass left it, and the row that predicts its start.
       const Range part{std::max(start, decided.first - shift), decided.last};
       const int32_t around = end - part.tokens();
       add(part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise, true,

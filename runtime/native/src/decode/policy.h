@@ -21,8 +21,7 @@
 
 namespace dlm {
 
-// The values that callers spell: each enum, and below it their names in its order, ending with
-// NULL. The first one is the default.
+// Each enum, and below it the names of its values in the same order, the default first, then NULL.
 enum class Select { argmax, sample };
 inline constexpr const char* kSelectNames[] = {"argmax", "sample", nullptr};
 enum class Score { confidence, margin, entropy, random };

@@ -68,8 +68,7 @@ class Proposer {
   // are not finite end the request. An edit's scores are the proposed tokens' probabilities.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
 
-  // May take rows out of `chosen`, which the policy would commit, surest first. At least one has to
-  // stay, unless the turn edits.
+  // May take rows out of `chosen`, surest first. One at least has to stay, unless the turn edits.
   virtual void limit(const Turn&, const Proposals&, std::vector<int32_t>& /*chosen*/) const {}
 
   // Adds the undecided positions of `range` that have only one legal token; they are then decided.

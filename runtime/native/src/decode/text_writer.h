@@ -29,8 +29,8 @@ class TextWriter {
   TextWriter(const Denoiser& denoiser, Decode decode, size_t start, bool tells_pieces,
              std::vector<std::string> stop_strings);
 
-  // Called after a pass, and once the request is done. Returns false if a stop string ended the
-  // text: the request must then end.
+  // Called after a pass and once done. False: a stop string ended the text, so the request must
+  // end.
   bool read(const Request& request);
 
   const std::string& text() const { return text_; }

@@ -70,9 +70,8 @@ class Context {
   // Throws Error(DLM_ENGINE_FAILED) or whatever else ends the request.
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
-  // Makes the rows of the positions outside [first, last) what the next passes read, in any order:
-  // every row of a pass sees them, and keys are encoded with their positions. They were kept, or
-  // are the last pass's.
+  // Makes the rows of the positions outside [first, last) what the next passes read, in any order,
+  // as keys are encoded with their positions. They were kept, or are the last pass's.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
   // Bytes of the batch's keys and values now: of the canvas, or of what was appended.

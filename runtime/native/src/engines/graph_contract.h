@@ -1,5 +1,5 @@
-// What the engines of a bundle share: the inputs and outputs that the manifest makes a graph have,
-// and the checks of a file that somebody sent, and of a pass, against them.
+// What the engines of a bundle share: the inputs and outputs that the manifest gives a graph, and
+// the checks of files and passes against them.
 #pragma once
 
 #include <array>

@@ -1,8 +1,8 @@
 // A bundle's compiled text file: tables of its tokenizer and of its chat template.
 //
 // exporter/dlm_export/text/layout.py writes it, and docs/bundle.md says what it holds. It is data
-// alone: numbers in little-endian int32 behind a header of sizes, then bytes. All of it is checked
-// when it is read.
+// alone: numbers in little-endian int32 behind a header of sizes, then bytes. All is checked at
+// reading.
 #pragma once
 
 #include <cstddef>

@@ -70,7 +70,7 @@ class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}
 
-  // Appends what `count` further ids add. Unknown and special ids add nothing. `is_last`: of all
+  // Appends what `count` further ids add; unknown and special ones add nothing. is_last: of all
   // ids.
   void operator()(const int32_t* ids, size_t count, bool is_last, std::string& out);
 

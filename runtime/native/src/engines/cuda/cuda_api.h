@@ -1,7 +1,6 @@
-// The part of CUDA's driver API that engines use: libcuda, opened at run time, and declared here,
-// as few machines that build this library have CUDA's headers. Names are those that libcuda
-// exports, types and numbers those of cuda.h (tests/cuda_calls_check.cc compares them). Enums are
-// passed as int.
+// The part of CUDA's driver API that engines use. libcuda is opened at run time, and declared here,
+// as few build machines have CUDA's headers. Names are those that libcuda exports, types and
+// numbers those of cuda.h (tests/cuda_calls_check.cc compares them). Enums are passed as int.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,4 @@
-// Keys and values on a CUDA device: rows that were kept (past) and rows of the last pass (present),
-// and the contexts that keep them there.
+// Keys and values on a CUDA device: rows that were kept (past), rows of the last pass (present).
 #pragma once
 
 #include <algorithm>

@@ -297,8 +297,7 @@ class OnnxRuntime final : public HostEngine {
           load_failure(api(), reported));
   }
 
-  // The CPU runs no node in silence: the library refuses that session, and a second one names the
-  // nodes.
+  // The library refuses a session that leaves nodes to the CPU. A second session names them.
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);

@@ -59,8 +59,7 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
 }
 
 void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
-  // TensorFloat-32, which is on by default, keeps ten bits of fp32. The arena does not
-  // over-allocate.
+  // TensorFloat-32, the default, keeps ten bits of fp32. The arena takes no more than is asked for.
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};

@@ -1,7 +1,7 @@
 // A session of the TensorRT engine holds on the device, in one allocation: inputs, outputs, the
 // rows of the last pass (present), the rows that were kept (past), and TensorRT's own working
 // memory. Addresses never change, so that passes can be replayed as CUDA graphs. Passes read token
-// ids from, and write candidates to, pinned host memory; logits are copied if asked for. The host
+// ids from, and write candidates to, pinned host memory; logits are copied on demand. The host
 // waits once a pass.
 #include <algorithm>
 #include <cstring>
