@@ -2,6 +2,7 @@
 // whose canonical form is its own.
 #include "base/error.h"
 #include "base/json.h"
+#include "base/utf8.h"
 #include "fuzz.h"
 
 namespace {
@@ -17,7 +18,7 @@ void ask(Ask ask) {
 
 void walk(const dlm::json::Value& value) {
   CLAIM(value.line() >= 1 && !value.path().empty() && value.path().size() < 1000);
-  CLAIM(dlm::json::is_utf8(value.key()));
+  CLAIM(dlm::is_utf8(value.key()));
   using Kind = dlm::json::Value::Kind;
   switch (value.kind()) {  // what it is, and one thing that it is not: refusals are slow
     case Kind::null:
@@ -31,7 +32,7 @@ void walk(const dlm::json::Value& value) {
       ask([&] { value.integer(INT64_MIN, INT64_MAX); });
       break;
     case Kind::string:
-      CLAIM(dlm::json::is_utf8(value.string())), ask([&] { value.members(); });
+      CLAIM(dlm::is_utf8(value.string())), ask([&] { value.members(); });
       break;
     case Kind::array: {
       for (const auto& each : value.elements()) walk(each);

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "api/handles.h"
-#include "base/json.h"
+#include "base/utf8.h"
 #include "fuzz.h"
 
 namespace {
@@ -32,12 +32,12 @@ void decode(const dlm_text* text, const std::vector<int32_t>& ids) {
   std::string whole(size, '\0'), pieces;
   CLAIM(dlm_text_decode(text, ids.data(), ids.size(), message, sizeof message, whole.data(), size,
                         &size) == DLM_OK);
-  CLAIM(size == whole.size() && dlm::json::is_utf8(whole));
+  CLAIM(size == whole.size() && dlm::is_utf8(whole));
   dlm::TextDecoder decoder(text->text);
   for (size_t i = 0; i <= ids.size(); ++i) {
     std::string added;
-    decoder.push(ids.data() + i, i < ids.size() ? 1 : 0, i == ids.size(), added);
-    CLAIM(dlm::json::is_utf8(added));
+    decoder(ids.data() + i, i < ids.size() ? 1 : 0, i == ids.size(), added);
+    CLAIM(dlm::is_utf8(added));
     pieces += added;
   }
   CLAIM(pieces == whole);

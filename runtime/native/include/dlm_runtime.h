@@ -168,7 +168,6 @@ typedef struct dlm_policy {
                        is given masked, and logits are without + (w + 1)(with - without); 0: none.
                        UNSUPPORTED where the engine takes one request a pass */
 } dlm_policy;
-/* LLaDA's: static, confidence, blocks of 32, no cache. */
 /* LLaDA's loop: static, confidence, blocks of 32, no cache. */
 DLM_API void dlm_policy_init(dlm_policy* policy, size_t struct_size);
 
@@ -208,7 +207,9 @@ typedef struct dlm_open_options {
   int32_t threads;            /* of onnxruntime, 0..4096; 0: all cores. At most as many as the cores
                                  that the process may use are started */
   int32_t check_hashes;   /* 1 (default): compare every file with the SHA-256 in the manifest; 0:
-                             sizes only */
+                             sizes only. A large file that has not changed since its hash was right
+                             is not hashed again, unless $DLM_HASH_FILES is "always" (default:
+                             "changed") or engine is "none" */
   const char* provider;   /* of onnxruntime: "cpu" (default) | "cuda" | "tensorrt" |
                              "nv_tensorrt_rtx"; a GPU provider makes engine "auto" onnxruntime */
   int32_t device;         /* the GPU's number for these providers, from 0, as CUDA counts */

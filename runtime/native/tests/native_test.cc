@@ -17,6 +17,7 @@
 #include "base/error.h"
 #include "base/json.h"
 #include "base/sha256.h"
+#include "base/utf8.h"
 #include "decode/lockstep_passes.h"
 #include "decode/runner.h"
 #include "engines/cuda/device_cache.h"
@@ -116,7 +117,7 @@ void test_json_accessors_name_the_path(Tally& tally) {
   CHECK_ERROR(file.refuse_unknown({"bytes"}), bad,
               "files.\"denoiser.onnx\".sha256: unknown key; written by a newer dlm-export?");
   file.refuse_unknown({"sha256", "bytes"});
-  CHECK(dlm::json::is_utf8("\xc3\xa9") && !dlm::json::is_utf8("\xc3"));
+  CHECK(dlm::is_utf8("\xc3\xa9") && !dlm::is_utf8("\xc3"));
   CHECK(dlm::json::quoted("a\"\n\x7f\xff") == "\"a\\\"\\x0a\\x7f\\xff\"");
   CHECK(dlm::json::quoted(std::string(500, 'x')).size() <= 64);
 }

@@ -194,7 +194,6 @@ static_assert(ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 ==
 static_assert(ORT_NO_SUCHFILE == static_cast<OrtErrorCode>(dlm::ort::kNoSuchFile));
 static_assert(ORT_NO_MODEL == static_cast<OrtErrorCode>(dlm::ort::kNoModel));
 static_assert(ORT_INVALID_PROTOBUF == static_cast<OrtErrorCode>(dlm::ort::kInvalidProtobuf));
-static_assert(ORT_NOT_IMPLEMENTED == static_cast<OrtErrorCode>(dlm::ort::kNotImplemented));
 static_assert(ORT_INVALID_GRAPH == static_cast<OrtErrorCode>(dlm::ort::kInvalidGraph));
 static_assert(ORT_LOGGING_LEVEL_FATAL == dlm::ort::kLogFatal &&
               ORT_SEQUENTIAL == dlm::ort::kSequential);

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "base/json.h"
 #include "base/utf8.h"
 #include "text/chat_template.h"
 #include "text/tokenizer.h"
@@ -56,13 +55,13 @@ void use(const std::shared_ptr<const dlm::Text>& text) {
   dlm::TextDecoder decoder(text);
   std::string decoded;
   for (int32_t id = -2; id < std::min(text->file().vocab_size + 2, 4000); ++id)
-    decoder.push(&id, 1, false, decoded);
-  decoder.push(ids.data(), ids.size(), true, decoded);
-  CHECK(dlm::json::is_utf8(decoded));
+    decoder(&id, 1, false, decoded);
+  decoder(ids.data(), ids.size(), true, decoded);
+  CHECK(dlm::is_utf8(decoded));
   for (const char* const role : {"system", "user", "assistant", "tool"})
     for (const char* const content : {"", " x ", "</think>"}) {
       try {
-        CHECK(dlm::json::is_utf8(
+        CHECK(dlm::is_utf8(
             dlm::render_chat(
                 text->file(),
                 {{role, content}, {"user", content}, {"assistant", "y"}, {role, content}})
@@ -122,7 +121,7 @@ void test_utf8() {
     std::string one;
     dlm::append_char(point, one);
     size_t at = 0;
-    CHECK(dlm::json::is_utf8(one) && dlm::next_char(one, at) == point && at == one.size());
+    CHECK(dlm::is_utf8(one) && dlm::next_char(one, at) == point && at == one.size());
     const dlm::Utf8Start start = dlm::utf8_start(one);
     CHECK(start.kind == dlm::Utf8Start::whole && start.bytes == one.size());
     for (size_t cut = 1; cut < one.size(); ++cut) {

@@ -7,11 +7,10 @@
 #include <memory>
 #include <string>
 #include <thread>
-#include <utility>
 
 #include "api/handles.h"
 
-using dlm::guarded, dlm::require;
+using dlm::require;
 
 namespace {
 
@@ -40,62 +39,82 @@ dlm_open_options default_open_options() {
   return options;
 }
 
-// The engine and provider that are asked for. Providers of GPUs are ONNX Runtime's alone.
-struct EngineChoice {
-  std::string engine;
+dlm::ProviderChoice provider_of(const dlm_open_options& options) {
+  return {options.provider == nullptr ? "" : options.provider, options.device,
+          options.allow_fallback != 0};
+}
+
+// What an engine is opened with.
+struct Opening {
+  const dlm::Manifest& manifest;
+  std::string library;
+  int threads;
   dlm::ProviderChoice provider;
 };
 
-EngineChoice choose_engine(const dlm_open_options& options) {
-  EngineChoice choice{options.engine == nullptr ? "" : options.engine, {}};
-  choice.provider.name = options.provider == nullptr ? "" : options.provider;
-  choice.provider.device = options.device;
-  choice.provider.allow_fallback = options.allow_fallback != 0;
-  const std::string& engine = choice.engine;
-  if (engine != "auto" && engine != "onnxruntime" && engine != "tensorrt" && engine != "none")
-    dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: auto, onnxruntime, tensorrt, none",
-              engine.c_str());
-  if (!choice.provider.is_gpu()) return choice;
-  if (engine == "tensorrt")
+std::unique_ptr<dlm::Engine> open_onnxruntime(const Opening& with) {
+  return dlm::open_onnxruntime(with.manifest.graph, with.library, with.threads, with.provider);
+}
+
+std::unique_ptr<dlm::Engine> open_tensorrt(const Opening& with) {
+  const dlm::Manifest& manifest = with.manifest;
+  if (manifest.engines.empty())
+    dlm::fail(
+        DLM_UNSUPPORTED,
+        "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the "
+        "CPU, or with a provider such as \"cuda\"",
+        manifest.is_for_gpus ? manifest.device_advice.c_str() : "Build it with --target for GPUs");
+  return dlm::open_tensorrt(manifest.graph, manifest.engines, with.library);
+}
+
+std::unique_ptr<dlm::Engine> open_none(const Opening& with) {
+  return dlm::make_none(with.manifest.denoiser.cache);
+}
+
+// The engines of bundles. "auto" is one of them: the manifest decides.
+struct EngineKind {
+  const char* name;
+  std::unique_ptr<dlm::Engine> (*open)(const Opening& with);
+};
+constexpr EngineKind kEngines[] = {
+    {"onnxruntime", open_onnxruntime}, {"tensorrt", open_tensorrt}, {"none", open_none}};
+
+const EngineKind* find_engine(const std::string& name) {
+  for (const EngineKind& kind : kEngines)
+    if (name == kind.name) return &kind;
+  return nullptr;
+}
+
+// The engine that is asked for, perhaps "auto". Providers of GPUs are ONNX Runtime's alone.
+std::string choose_engine(const dlm_open_options& options) {
+  const std::string engine = options.engine == nullptr ? "" : options.engine;
+  if (engine != "auto" && find_engine(engine) == nullptr) {
+    std::string names = "auto";
+    for (const EngineKind& kind : kEngines) names += std::string(", ") + kind.name;
+    dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: %s", engine.c_str(), names.c_str());
+  }
+  const dlm::ProviderChoice provider = provider_of(options);
+  if (engine == "tensorrt" && provider.is_gpu())
     dlm::fail(
         DLM_INVALID_ARGUMENT,
         "provider \"%.40s\" is for engine \"onnxruntime\": engine \"tensorrt\" runs engine files",
-        choice.provider.name.c_str());
-  if (engine == "auto") choice.engine = "onnxruntime";
-  return choice;
+        provider.name.c_str());
+  return engine == "auto" && provider.is_gpu() ? "onnxruntime" : engine;
 }
 
 // The cores that this process may use; 0 if the system does not say.
 int available_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
-  return static_cast<int>(
-      std::thread::hardware_concurrency());  // a machine of more cores than the set holds
+  // The machine has more cores than the set holds.
+  return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// More threads than cores only wait for each other, and the engine takes minutes to start
-// thousands.
+// More threads than cores only wait for each other, and thousands take minutes to start.
 int limit_threads(int32_t wanted) {
-  if (wanted < 0 || wanted > 4096)
-    dlm::fail(DLM_INVALID_ARGUMENT, "threads = %d is outside 0..4096", wanted);
+  dlm::check_range("threads", wanted, 0, 4096);
   const int cores = available_cores();
   return cores > 0 ? std::min<int>(wanted, cores) : wanted;
-}
-
-std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const EngineChoice& choice,
-                                         const std::string& library, int threads) {
-  const std::string& name = choice.engine;
-  if (name == "none") return dlm::make_none(manifest.denoiser.cache);
-  if (name == "tensorrt" || (name == "auto" && manifest.is_for_gpus)) {
-    if (manifest.engines.empty())
-      dlm::fail(DLM_UNSUPPORTED,
-                "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\": "
-                "on the CPU, or with a provider such as \"cuda\"",
-                manifest.is_for_gpus ? manifest.device_advice.c_str()
-                                     : "Build it with --target for GPUs");
-    return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
-  }
-  return dlm::open_onnxruntime(manifest.graph, library, threads, choice.provider);
 }
 
 std::string names_of(const dlm::Policies& policies) {
@@ -104,15 +123,8 @@ std::string names_of(const dlm::Policies& policies) {
   return names;
 }
 
-// The policy of that name; NULL: there is none.
-const dlm_policy* find_policy(const dlm::Policies& policies, const std::string& name) {
-  for (const auto& [known, policy] : policies)
-    if (known == name) return &policy;
-  return nullptr;
-}
-
 const dlm_policy& find_preset(const dlm::Manifest& manifest, const std::string& name) {
-  if (const dlm_policy* const found = find_policy(manifest.presets, name)) return *found;
+  if (const dlm_policy* const found = dlm::find_policy(manifest.presets, name)) return *found;
   dlm::fail(DLM_NOT_FOUND, "preset \"%.40s\" is not one of this bundle's: %s", name.c_str(),
             manifest.presets.empty() ? "it has none" : names_of(manifest.presets).c_str());
 }
@@ -128,7 +140,7 @@ const dlm_policy& find_effort(const dlm::Manifest& manifest, const char* preset,
     dlm::fail(DLM_INVALID_ARGUMENT,
               "effort %.40s was fitted for preset %.40s, not for %.40s: give one of the two",
               level.c_str(), manifest.effort_preset.c_str(), preset);
-  if (const dlm_policy* const found = find_policy(manifest.efforts, level)) return *found;
+  if (const dlm_policy* const found = dlm::find_policy(manifest.efforts, level)) return *found;
   dlm::fail(DLM_NOT_FOUND, "effort \"%.40s\" is not one of %s", level.c_str(),
             names_of(manifest.efforts).c_str());
 }
@@ -162,32 +174,12 @@ uint32_t dlm_abi_version(void) { return DLM_ABI_VERSION; }
 const char* dlm_version(void) { return DLM_VERSION; }
 
 const char* dlm_status_name(dlm_status status) {
-  switch (status) {
-    case DLM_OK:
-      return "OK";
-    case DLM_INVALID_ARGUMENT:
-      return "INVALID_ARGUMENT";
-    case DLM_NOT_FOUND:
-      return "NOT_FOUND";
-    case DLM_BAD_BUNDLE:
-      return "BAD_BUNDLE";
-    case DLM_UNSUPPORTED:
-      return "UNSUPPORTED";
-    case DLM_ENGINE_FAILED:
-      return "ENGINE_FAILED";
-    case DLM_OUT_OF_MEMORY:
-      return "OUT_OF_MEMORY";
-    case DLM_CANCELLED:
-      return "CANCELLED";
-    case DLM_INTERNAL:
-      return "INTERNAL";
-    case DLM_ENGINE_MISSING:
-      return "ENGINE_MISSING";
-    case DLM_BUSY:
-      return "BUSY";
-    default:
-      return "unknown status";
-  }
+  static constexpr const char* kNames[] = {
+      "OK",          "INVALID_ARGUMENT", "NOT_FOUND",     "BAD_BUNDLE",
+      "UNSUPPORTED", "ENGINE_FAILED",    "OUT_OF_MEMORY", "CANCELLED",
+      "INTERNAL",    "ENGINE_MISSING",   "BUSY"};
+  static_assert(std::size(kNames) == DLM_BUSY + 1);
+  return status >= 0 && status <= DLM_BUSY ? kNames[status] : "unknown status";
 }
 
 void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size) {
@@ -208,46 +200,42 @@ void dlm_open_options_init(dlm_open_options* options, size_t struct_size) {
 
 dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message,
                            size_t message_capacity, dlm_bundle** bundle) {
-  if (bundle != nullptr) *bundle = nullptr;
-  return guarded(message, message_capacity, [&] {
-    require(bundle, "bundle");
+  return dlm::make(bundle, "bundle", message, message_capacity, [&] {
     require(path, "path");
     dlm_open_options chosen = default_open_options();
     if (options != nullptr) chosen = dlm::take(*options, chosen, "dlm_open_options");
-    const EngineChoice choice = choose_engine(chosen);
-    const int threads = limit_threads(chosen.threads);
+    const std::string engine = choose_engine(chosen);
     auto opened = std::make_unique<dlm_bundle>();
-    opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, choice.engine);
-    const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
+    const Opening opening{opened->manifest,
+                          chosen.engine_library == nullptr ? "" : chosen.engine_library,
+                          limit_threads(chosen.threads), provider_of(chosen)};
+    opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
     // On a thread of its own, if one is to be had, while the engine maps the files.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
-      opened->engine = open_engine(opened->manifest, choice, library, threads);
+      opened->engine = find_engine(opened->manifest.engine)->open(opening);
     } catch (...) {
       hashed.get();  // a damaged file explains what an engine says of it
       throw;
     }
     hashed.get();
     finish_opening(*opened);
-    *bundle = opened.release();
+    return opened.release();
   });
 }
 
 dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn run, void* user,
                                     char* message, size_t message_capacity, dlm_bundle** bundle) {
-  if (bundle != nullptr) *bundle = nullptr;
-  return guarded(message, message_capacity, [&] {
-    require(bundle, "bundle");
+  return dlm::make(bundle, "bundle", message, message_capacity, [&] {
     require(denoiser, "denoiser");
-    if (run == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "run is NULL");
     auto opened = std::make_unique<dlm_bundle>();
     opened->manifest.denoiser =
         dlm::check_denoiser(dlm::take(*denoiser, default_denoiser(), "dlm_denoiser"));
     opened->engine = dlm::make_callback(run, user, opened->manifest.denoiser);
     finish_opening(*opened);
-    *bundle = opened.release();
+    return opened.release();
   });
 }
 
@@ -267,7 +255,7 @@ const char* dlm_bundle_engine(const dlm_bundle* bundle) {
 
 dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset, const char* effort,
                              char* message, size_t message_capacity, dlm_policy* policy) {
-  return guarded(message, message_capacity, [&] {
+  return dlm::guarded(message, message_capacity, [&] {
     require(bundle, "bundle");
     require(policy, "policy");
     dlm::take(*policy, *policy, "dlm_policy");  // whether it was set up

@@ -1,14 +1,11 @@
-// What the files of the C ABI share: handles, checks of arguments, and `guarded`, which no
-// exception crosses.
+// What the files of the C ABI share: handles, checks of arguments, and the exception boundary.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -51,28 +48,19 @@ inline void copy_message(const char* text, char* message, size_t capacity) {
   make_one_line(message, std::strlen(message));
 }
 
-// Runs `body`. An exception becomes a status, and its message goes to `report`. Throws nothing but
-// ThreadExit.
+// Runs `body`. An exception becomes a status and a message for `report`; only ThreadExit passes.
 template <typename Body, typename Report>
 dlm_status guarded(Body body, Report report) {
   try {
     try {
       body();
       return DLM_OK;
-    } catch (const dlm::Error& error) {
-      report(error.what());
-      return error.status();
-    } catch (const std::bad_alloc&) {
-      report("out of memory");
-      return DLM_OUT_OF_MEMORY;
-    } catch (const std::exception& error) {
-      report(error.what());
-      return DLM_INTERNAL;
     } catch (const ThreadExit&) {
       throw;
     } catch (...) {
-      report(kForeign);
-      return DLM_INTERNAL;
+      const Failure failure = thrown();
+      report(failure.message.c_str());
+      return failure.status;
     }
   } catch (const ThreadExit&) {
     throw;
@@ -89,6 +77,16 @@ dlm_status guarded(char* message, size_t capacity, Body body) {
 
 inline void require(const void* pointer, const char* name) {
   if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
+}
+
+// A call that makes *out, which `body` returns. NULL if it fails.
+template <typename Out, typename Body>
+dlm_status make(Out** out, const char* name, char* message, size_t capacity, Body body) {
+  if (out != nullptr) *out = nullptr;
+  return guarded(message, capacity, [&] {
+    require(out, name);
+    *out = body();
+  });
 }
 
 // `given`, or the bundle's default.
@@ -110,8 +108,7 @@ std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens
 
 constexpr double kLongestMs = 1e12;  // 31 years, which clocks hold
 
-// A checked dlm_request, ready to be submitted. Throws Error(DLM_INVALID_ARGUMENT,
-// DLM_UNSUPPORTED).
+// A checked dlm_request, ready to be submitted. Throws Error.
 struct Wanted {
   Request request;
   JobOptions options;

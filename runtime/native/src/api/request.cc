@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "api/handles.h"
-#include "base/json.h"
+#include "base/utf8.h"
 #include "constraints/constrained.h"
 
 namespace dlm {
@@ -62,7 +62,7 @@ std::vector<std::string> stop_strings_of(const dlm_request& request) {
   for (size_t i = 0; i < request.stop_count; ++i) {
     require(request.stop_strings[i], "stop_strings");
     found.emplace_back(request.stop_strings[i]);
-    if (found.back().empty() || !json::is_utf8(found.back()))
+    if (found.back().empty() || !is_utf8(found.back()))
       fail(DLM_INVALID_ARGUMENT, "stop string %zu is %s: give text, or leave it out", i,
            found.back().empty() ? "empty" : "not UTF-8");
   }
@@ -77,16 +77,9 @@ std::unique_ptr<TextWriter> writer_of(dlm_bundle& bundle, const dlm_request& req
     fail(DLM_INVALID_ARGUMENT, "text_start = %d is outside the canvas (0..%zu), and not -1",
          request.text_start, length);
   const size_t start = request.text_start >= 0 ? static_cast<size_t>(request.text_start)
-                       : given < length        ? given
-                                               : 0;
-  Decode decode;
-  if (request.decode != nullptr)
-    decode = decode_by_windows(request.decode, request.user);
-  else
-    decode = [decoder = TextDecoder(text_of(bundle).text)](const int32_t* ids, size_t count,
-                                                           bool is_last, std::string& out) mutable {
-      decoder.push(ids, count, is_last, out);
-    };
+                                               : given % length;  // 0 if nothing is added
+  Decode decode = request.decode != nullptr ? decode_by_windows(request.decode, request.user)
+                                            : TextDecoder(text_of(bundle).text);
   return std::make_unique<TextWriter>(bundle.manifest.denoiser, std::move(decode), start,
                                       request.text == DLM_TEXT_STEPS, std::move(stops));
 }
@@ -94,11 +87,9 @@ std::unique_ptr<TextWriter> writer_of(dlm_bundle& bundle, const dlm_request& req
 }  // namespace
 
 Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given) {
-  if (given != nullptr) return check_policy(*given);
   const Manifest& manifest = bundle.manifest;
-  for (const auto& [name, preset] : manifest.presets)
-    if (name == manifest.default_preset) return check_policy(preset);
-  return check_policy(default_policy());
+  const dlm_policy* const preset = find_policy(manifest.presets, manifest.default_preset);
+  return check_policy(given != nullptr ? *given : preset != nullptr ? *preset : default_policy());
 }
 
 std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,

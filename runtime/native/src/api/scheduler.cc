@@ -39,11 +39,6 @@ dlm_scheduler_options default_scheduler_options() {
   return options;
 }
 
-void check_range(const char* name, int32_t value, int32_t lowest, int32_t highest) {
-  if (value < lowest || value > highest)
-    dlm::fail(DLM_INVALID_ARGUMENT, "%s = %d is outside %d..%d", name, value, lowest, highest);
-}
-
 void check_time(const char* name, double value) {
   if (!(value >= 0 && std::isfinite(value)))
     dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is no time: give milliseconds", name, value);
@@ -96,15 +91,13 @@ void dlm_scheduler_options_init(dlm_scheduler_options* options, size_t struct_si
 
 dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options* options,
                                 char* message, size_t message_capacity, dlm_scheduler** scheduler) {
-  if (scheduler != nullptr) *scheduler = nullptr;
-  return dlm::guarded(message, message_capacity, [&] {
-    dlm::require(scheduler, "scheduler");
+  return dlm::make(scheduler, "scheduler", message, message_capacity, [&] {
     dlm::require(bundle, "bundle");
     dlm_scheduler_options chosen = default_scheduler_options();
     if (options != nullptr) chosen = dlm::take(*options, chosen, "dlm_scheduler_options");
-    check_range("max_running", chosen.max_running, 1, dlm::kMostRequests);
-    check_range("max_waiting", chosen.max_waiting, 1, kMostWaiting);
-    check_range("max_tokens", chosen.max_tokens, 1, INT32_MAX);
+    dlm::check_range("max_running", chosen.max_running, 1, dlm::kMostRequests);
+    dlm::check_range("max_waiting", chosen.max_waiting, 1, kMostWaiting);
+    dlm::check_range("max_tokens", chosen.max_tokens, 1, INT32_MAX);
     const dlm::Denoiser& denoiser = bundle->manifest.denoiser;
     dlm::Engine& engine = *bundle->engine;
     const dlm::PassCost cost = check_cost(chosen, engine);
@@ -113,7 +106,7 @@ dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options*
     if (passes == nullptr)
       passes = std::make_unique<dlm::LockstepPasses>(denoiser, engine, rows,
                                                      static_cast<size_t>(chosen.max_running));
-    *scheduler = new dlm_scheduler(
+    return new dlm_scheduler(
         *bundle, std::move(passes),
         {chosen.max_running, chosen.max_waiting, chosen.max_tokens, chosen.max_pass_ms, cost});
   });
@@ -123,14 +116,11 @@ void dlm_scheduler_destroy(dlm_scheduler* scheduler) { delete scheduler; }
 
 dlm_status dlm_scheduler_submit(dlm_scheduler* scheduler, const dlm_request* request, char* message,
                                 size_t message_capacity, dlm_job** job) {
-  if (job != nullptr) *job = nullptr;
-  return dlm::guarded(message, message_capacity, [&] {
-    dlm::require(job, "job");
+  return dlm::make(job, "job", message, message_capacity, [&] {
     dlm::require(scheduler, "scheduler");
     dlm::Wanted wanted = dlm::read_request(scheduler->bundle, request);
-    auto handle = std::make_unique<dlm_job>();
-    handle->job = scheduler->runner.submit(std::move(wanted.request), std::move(wanted.options));
-    *job = handle.release();
+    return new dlm_job{
+        scheduler->runner.submit(std::move(wanted.request), std::move(wanted.options))};
   });
 }
 

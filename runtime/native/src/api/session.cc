@@ -1,8 +1,9 @@
 // The C ABI of sessions: requests on the caller's thread.
 #include <algorithm>
-#include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,8 +28,7 @@ struct dlm_session {
   dlm::Buffers buffers;  // of passes without a request
   std::mutex jobs_mutex;
   std::vector<std::shared_ptr<dlm::Job>> jobs;  // of the requests that were started last
-  dlm_before_pass_fn before_pass = nullptr;
-  void* before_pass_user = nullptr;
+  std::function<bool()> before_pass = [] { return true; };  // false: to stop
   std::string last_error;
   bool is_running = false;  // inside a call, perhaps inside one of its callbacks
 };
@@ -42,15 +42,13 @@ dlm_status guarded(dlm_session* session, Body body) {
     session->last_error = text;
     dlm::make_one_line(session->last_error.data(), session->last_error.size());
   };
-  if (session->is_running) {
-    // It would pull the request, or the buffers of the pass, from under the call that is under way.
-    const auto refuse = [] {
-      dlm::fail(DLM_INVALID_ARGUMENT,
-                "a call on this session is under way: a callback may make no other, and each "
-                "thread takes a session of its own, or a scheduler");
-    };
-    return dlm::guarded(refuse, report);
-  }
+  // It would pull the request, or the buffers of the pass, from under the call that is under way.
+  const auto refuse = [] {
+    dlm::fail(DLM_INVALID_ARGUMENT,
+              "a call on this session is under way: a callback may make no other, and each thread "
+              "takes a session of its own, or a scheduler");
+  };
+  if (session->is_running) return dlm::guarded(refuse, report);
   session->is_running = true;
   session->last_error.clear();
   const dlm_status status = dlm::guarded(body, report);
@@ -64,38 +62,33 @@ void set_jobs(dlm_session& session, std::vector<std::shared_ptr<dlm::Job>> jobs)
   session.jobs.swap(jobs);
 }
 
-void drop(dlm_session& session) {
-  session.runner.drop_all();
+void drop(dlm_session& session, Runner& runner) {
+  runner.drop_all();
   set_jobs(session, {});
 }
 
-bool ask_before_pass(const dlm_session& session) {
-  return session.before_pass == nullptr || session.before_pass(session.before_pass_user) == 0;
-}
+bool is_done(const dlm::Job& job) { return job.wait(dlm::Clock::duration(0)); }
 
 void require_before_pass(const dlm_session& session) {
-  if (!ask_before_pass(session)) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
+  if (!session.before_pass()) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
 // Runs jobs of the session; if that fails, they are dropped.
 void run(dlm_session& session, Runner& runner, Runner::Until until) {
   try {
-    runner.run(until, [&] { return ask_before_pass(session); });
+    runner.run(until, session.before_pass);
   } catch (...) {
-    runner.drop_all();
-    set_jobs(session, {});
+    drop(session, runner);
     throw;
   }
 }
 
 void start(dlm_session& session, const dlm_request* request) {
-  drop(session);
+  drop(session, session.runner);
   dlm::Wanted wanted = dlm::read_request(session.bundle, request);
-  std::vector<std::shared_ptr<dlm::Job>> jobs(1);
   session.runner.set_most_running(1);
   session.passes.set_together(1);
-  jobs[0] = session.runner.submit(std::move(wanted.request), std::move(wanted.options));
-  set_jobs(session, std::move(jobs));
+  set_jobs(session, {session.runner.submit(std::move(wanted.request), std::move(wanted.options))});
 }
 
 void throw_error(const dlm::Job& job, const std::string& name = "") {
@@ -103,8 +96,10 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// Puts each request, by number, into the first batch that has room for it and that it fits into.
-std::vector<std::vector<size_t>> group(const std::vector<dlm::Wanted>& requests, size_t max_batch) {
+// The numbers of the requests, in an order in which those that go in lockstep follow each other:
+// each joins the first batch that has room for it and that it fits into.
+std::vector<size_t> lockstep_order(const dlm::Engine& engine,
+                                   const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<std::vector<size_t>> batches;
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto takes = [&](const auto& batch) {
@@ -113,14 +108,8 @@ std::vector<std::vector<size_t>> group(const std::vector<dlm::Wanted>& requests,
     const auto found = std::find_if(batches.begin(), batches.end(), takes);
     (found == batches.end() ? batches.emplace_back() : *found).push_back(i);
   }
-  return batches;
-}
-
-// Requests that may go in lockstep follow each other.
-std::vector<size_t> lockstep_order(const dlm::Engine& engine,
-                                   const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<size_t> order;
-  for (const std::vector<size_t>& batch : group(requests, max_batch)) {
+  for (const std::vector<size_t>& batch : batches) {
     dlm::check_batch(engine, static_cast<int32_t>(batch.size()));
     order.insert(order.end(), batch.begin(), batch.end());
   }
@@ -133,13 +122,10 @@ int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   for (const dlm::Wanted& wanted : requests) rows.push_back(dlm::rows_of(wanted.request));
   std::sort(rows.rbegin(), rows.rend());
   rows.resize(std::min(rows.size(), most));
-  int64_t sum = 0;
-  for (const int64_t each : rows) sum += each;
-  return sum;
+  return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
-// Runs the requests, at most max_batch at a time, in a runner whose passes they share if the engine
-// takes segments, else in lockstep in the session's own.
+// Runs the requests, at most max_batch at a time: they share passes, or go in lockstep.
 void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t max_batch) {
   const auto most = static_cast<size_t>(max_batch);
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
@@ -156,7 +142,7 @@ void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t 
   if (const auto shared = dlm::make_shared_passes(denoiser, engine, most_rows(requests, most))) {
     Runner runner(denoiser, *shared, {});
     std::vector<size_t> order(requests.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::iota(order.begin(), order.end(), size_t{0});
     run_in(runner, order);
   } else {
     session.passes.set_together(most);
@@ -168,11 +154,9 @@ void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t 
 
 dlm_status dlm_session_create(dlm_bundle* bundle, char* message, size_t message_capacity,
                               dlm_session** session) {
-  if (session != nullptr) *session = nullptr;
-  return dlm::guarded(message, message_capacity, [&] {
-    require(session, "session");
+  return dlm::make(session, "session", message, message_capacity, [&] {
     require(bundle, "bundle");
-    *session = new dlm_session(*bundle);
+    return new dlm_session(*bundle);
   });
 }
 
@@ -185,8 +169,7 @@ const char* dlm_session_last_error(const dlm_session* session) {
 dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass,
                                    void* user) {
   return guarded(session, [&] {
-    session->before_pass = before_pass;
-    session->before_pass_user = user;
+    session->before_pass = [=] { return before_pass == nullptr || before_pass(user) == 0; };
   });
 }
 
@@ -204,10 +187,8 @@ dlm_status dlm_session_generate(dlm_session* session, const dlm_request* request
 dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_request* const* requests,
                                       size_t request_count, int32_t max_batch) {
   return guarded(session, [&] {
-    drop(*session);
-    if (max_batch < 1 || max_batch > dlm::kMostRequests)
-      dlm::fail(DLM_INVALID_ARGUMENT, "max_batch = %d is outside 1..%d", max_batch,
-                dlm::kMostRequests);
+    drop(*session, session->runner);
+    dlm::check_range("max_batch", max_batch, 1, dlm::kMostRequests);
     if (request_count > 0) require(requests, "requests");
     const auto name_of = [](size_t i) { return "request " + std::to_string(i) + ": "; };
     std::vector<dlm::Wanted> wanted;
@@ -234,8 +215,8 @@ dlm_status dlm_session_step(dlm_session* session, const dlm_step** step) {
     if (session->jobs.size() != 1)
       dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
     const dlm::Job& job = *session->jobs[0];
-    if (!job.wait(dlm::Clock::duration(0))) run(*session, session->runner, Runner::Until::pass);
-    if (job.wait(dlm::Clock::duration(0))) throw_error(job);
+    if (!is_done(job)) run(*session, session->runner, Runner::Until::pass);
+    if (is_done(job)) throw_error(job);
     *step = &job.step();
   });
 }
@@ -244,7 +225,7 @@ dlm_status dlm_session_result(dlm_session* session, size_t number, const dlm_res
   if (result != nullptr) *result = nullptr;
   return guarded(session, [&] {
     require(result, "result");
-    if (number >= session->jobs.size() || !session->jobs[number]->wait(dlm::Clock::duration(0)))
+    if (number >= session->jobs.size() || !is_done(*session->jobs[number]))
       dlm::fail(DLM_INVALID_ARGUMENT,
                 "request %zu has no result: the session started %zu requests last, and a result is "
                 "there once the request has ended",
@@ -264,7 +245,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
                               const int32_t* rows, size_t row_count, float* logits,
                               size_t capacity) {
   return guarded(session, [&] {
-    drop(*session);
+    drop(*session, session->runner);
     const dlm::Denoiser& denoiser = session->bundle.manifest.denoiser;
     const std::vector<int32_t> canvas = make_canvas(denoiser, tokens, count, 0);
     require(rows, "rows");
@@ -284,11 +265,10 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
     if (most == 0)
       dlm::fail(DLM_INVALID_ARGUMENT,
                 "a pass over the whole canvas has %d tokens, but the engine takes %s: give fewer "
-                "tokens, or build the engine "
-                "again with a larger --canvas",
+                "tokens, or build the engine again with a larger --canvas",
                 length, engine.limits().c_str());
     dlm::Buffers& buffers = session->buffers;
-    dlm_pass pass = dlm::prepare_pass({&canvas}, 0, length, buffers);
+    dlm_pass pass = dlm::prepare_pass({{&canvas, {0, length}}}, 1, buffers);
     for (size_t first = 0; first < row_count; first += static_cast<size_t>(pass.rows)) {
       pass.rows = static_cast<int32_t>(std::min(most, row_count - first));
       const size_t last = first + static_cast<size_t>(pass.rows);
@@ -304,7 +284,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
 dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t tokens,
                                    int32_t cached, int32_t rows, double* seconds, size_t repeats) {
   return guarded(session, [&] {
-    drop(*session);
+    drop(*session, session->runner);
     if (repeats > 0) require(seconds, "seconds");
     dlm::time_passes(session->bundle.manifest.denoiser, *session->bundle.engine,
                      session->passes.spare_context(), session->buffers, batch, tokens, cached, rows,

@@ -1,25 +1,36 @@
 // The C ABI of text: encoding, decoding, and chats.
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "api/handles.h"
-#include "base/error.h"
 #include "text/chat_template.h"
-#include "text/tokenizer.h"
 
-using dlm::guarded, dlm::require, dlm::text_of, dlm::view_of;
+using dlm::require, dlm::text_of, dlm::view_of;
 
 namespace {
 
-// As much as there is room for; the whole size is told.
-template <class Element>
-void give(const Element* from, size_t count, Element* to, size_t capacity, size_t* size) {
-  const size_t written = std::min(count, capacity);
-  if (written > 0) std::memcpy(to, from, written * sizeof(Element));
-  *size = count;
+// A call that writes the text or ids that `body` returns, up to capacity; *count is all there is.
+template <class Element, class Body>
+dlm_status give(const dlm_text* text, char* message, size_t message_capacity, Element* to,
+                size_t capacity, size_t* count, Body body) {
+  if (count != nullptr) *count = 0;
+  return dlm::guarded(message, message_capacity, [&] {
+    constexpr bool is_text = std::is_same_v<Element, char>;
+    require(text, "text");
+    require(count, is_text ? "size" : "count");
+    if (capacity > 0) require(to, is_text ? "string" : "tokens");
+    const auto found = body();
+    std::copy_n(found.data(), std::min(found.size(), capacity), to);
+    *count = found.size();
+  });
+}
+
+void check_flags(int32_t flags, int32_t known, const char* names) {
+  if ((flags & ~known) != 0)
+    dlm::fail(DLM_INVALID_ARGUMENT, "flags = %d has others than %s", flags, names);
 }
 
 dlm::RenderedChat render(const dlm_text& text, const dlm_message* messages, size_t count) {
@@ -63,21 +74,17 @@ std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messag
 
 dlm_status dlm_bundle_text(dlm_bundle* bundle, char* message, size_t message_capacity,
                            const dlm_text** text) {
-  if (text != nullptr) *text = nullptr;
-  return guarded(message, message_capacity, [&] {
+  return dlm::make(text, "text", message, message_capacity, [&] {
     require(bundle, "bundle");
-    require(text, "text");
-    *text = &text_of(*bundle);
+    return &text_of(*bundle);
   });
 }
 
 dlm_status dlm_text_read(const void* data, size_t size, char* message, size_t message_capacity,
                          dlm_text** text) {
-  if (text != nullptr) *text = nullptr;
-  return guarded(message, message_capacity, [&] {
-    require(text, "text");
+  return dlm::make(text, "text", message, message_capacity, [&] {
     require(data, "data");
-    *text = new dlm_text{std::make_shared<dlm::Text>(data, size, "the text file")};
+    return new dlm_text{std::make_shared<dlm::Text>(data, size, "the text file")};
   });
 }
 
@@ -86,60 +93,38 @@ void dlm_text_destroy(dlm_text* text) { delete text; }
 dlm_status dlm_text_encode(const dlm_text* text, const char* string, size_t size, int32_t flags,
                            char* message, size_t message_capacity, int32_t* tokens, size_t capacity,
                            size_t* count) {
-  if (count != nullptr) *count = 0;
-  return guarded(message, message_capacity, [&] {
-    require(text, "text");
-    require(count, "count");
-    if (capacity > 0) require(tokens, "tokens");
-    constexpr int32_t known = DLM_ENCODE_PROMPT | DLM_ENCODE_SPECIAL;
-    if ((flags & ~known) != 0)
-      dlm::fail(DLM_INVALID_ARGUMENT,
-                "flags = %d has others than DLM_ENCODE_PROMPT and DLM_ENCODE_SPECIAL", flags);
+  return give(text, message, message_capacity, tokens, capacity, count, [&] {
+    check_flags(flags, DLM_ENCODE_PROMPT | DLM_ENCODE_SPECIAL,
+                "DLM_ENCODE_PROMPT and DLM_ENCODE_SPECIAL");
     std::vector<int32_t> found;
     const dlm::Encode how{(flags & DLM_ENCODE_PROMPT) != 0, (flags & DLM_ENCODE_SPECIAL) != 0};
     text->text->encode(view_of(string, size, "string"), how, found);
-    give(found.data(), found.size(), tokens, capacity, count);
+    return found;
   });
 }
 
 dlm_status dlm_text_decode(const dlm_text* text, const int32_t* tokens, size_t count, char* message,
                            size_t message_capacity, char* string, size_t capacity, size_t* size) {
-  if (size != nullptr) *size = 0;
-  return guarded(message, message_capacity, [&] {
-    require(text, "text");
-    require(size, "size");
+  return give(text, message, message_capacity, string, capacity, size, [&] {
     if (count > 0) require(tokens, "tokens");
-    if (capacity > 0) require(string, "string");
     std::string found;
-    dlm::TextDecoder(text->text).push(tokens, count, true, found);
-    give(found.data(), found.size(), string, capacity, size);
+    dlm::TextDecoder(text->text)(tokens, count, true, found);
+    return found;
   });
 }
 
 dlm_status dlm_chat_render(const dlm_text* text, const dlm_message* messages, size_t message_count,
                            char* message, size_t message_capacity, char* string, size_t capacity,
                            size_t* size) {
-  if (size != nullptr) *size = 0;
-  return guarded(message, message_capacity, [&] {
-    require(text, "text");
-    require(size, "size");
-    if (capacity > 0) require(string, "string");
-    const std::string found = render(*text, messages, message_count).text;
-    give(found.data(), found.size(), string, capacity, size);
-  });
+  return give(text, message, message_capacity, string, capacity, size,
+              [&] { return render(*text, messages, message_count).text; });
 }
 
 dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* messages, size_t message_count,
                            int32_t flags, char* message, size_t message_capacity, int32_t* tokens,
                            size_t capacity, size_t* count) {
-  if (count != nullptr) *count = 0;
-  return guarded(message, message_capacity, [&] {
-    require(text, "text");
-    require(count, "count");
-    if (capacity > 0) require(tokens, "tokens");
-    if ((flags & ~DLM_ENCODE_SPECIAL) != 0)
-      dlm::fail(DLM_INVALID_ARGUMENT, "flags = %d has others than DLM_ENCODE_SPECIAL", flags);
-    const std::vector<int32_t> found = dlm::encode_chat(*text, messages, message_count, flags != 0);
-    give(found.data(), found.size(), tokens, capacity, count);
+  return give(text, message, message_capacity, tokens, capacity, count, [&] {
+    check_flags(flags, DLM_ENCODE_SPECIAL, "DLM_ENCODE_SPECIAL");
+    return dlm::encode_chat(*text, messages, message_count, flags != 0);
   });
 }

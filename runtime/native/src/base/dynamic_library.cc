@@ -2,11 +2,10 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <cstdlib>
 
 #include "base/error.h"
-#include "base/json.h"
+#include "base/one_line.h"
 
 namespace dlm {
 namespace {
@@ -14,37 +13,25 @@ namespace {
 // The handle, or NULL and dlerror's reason.
 void* try_library(const std::string& name, std::string* reason) {
   void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-  const char* const message = handle == nullptr ? dlerror() : nullptr;
-  *reason = message != nullptr ? one_line(message) : "";
+  if (handle == nullptr) *reason = one_line(dlerror());
   return handle;
 }
 
 }  // namespace
 
-std::string one_line(std::string text) {
-  if (text.size() > 600) text.replace(600, std::string::npos, "...");
-  std::replace_if(
-      text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, ' ');
-  if (!json::is_utf8(text))
-    std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c > 0x7F; }, '?');
-  while (!text.empty() && text.back() == ' ') text.pop_back();
-  return text;
-}
-
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name) {
   const char* const variable = std::getenv(search.variable);
   const std::string what = search.what;
-  std::string reason;
+  std::string reason, first_reason;
   if (!given.empty() || (variable != nullptr && *variable != '\0')) {
     // A library that was asked for by name is not replaced by another one in silence.
     *name = !given.empty() ? given : variable;
     if (void* const handle = try_library(*name, &reason)) return handle;
     const std::string origin =
-        !given.empty() ? "the given path" : std::string("$") + search.variable;
+        given.empty() ? std::string("$") + search.variable : "the given path";
     throw Error(DLM_ENGINE_MISSING,
                 "cannot load " + what + " from " + origin + ": " + reason + ". " + search.advice);
   }
-  std::string first_reason;
   for (const std::string& candidate : search.names) {
     *name = candidate;
     if (void* const handle = try_library(candidate, &reason)) return handle;

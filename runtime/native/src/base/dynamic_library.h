@@ -6,10 +6,6 @@
 
 namespace dlm {
 
-// A foreign message as one line of UTF-8 of bearable length; it may quote names out of a hostile
-// file.
-std::string one_line(std::string text);
-
 struct LibrarySearch {
   const char* what;                // for messages: "ONNX Runtime"
   const char* variable;            // of the environment, a path; comes after `given`
@@ -17,10 +13,8 @@ struct LibrarySearch {
   const char* advice;              // what to do where it is missing
 };
 
-// Opens the library at `given`, at the variable's path, or the first of the names that loads; *name
-// is what was opened. It is never closed: such libraries have threads, thread-local objects and
-// process-wide state that are not made for it, and opening the next bundle is quicker. Throws
-// Error(DLM_ENGINE_MISSING).
+// Opens `given`, else the variable's path, else the first of the names that loads; *name is what
+// was opened. It is never closed: such libraries have threads. Throws Error(DLM_ENGINE_MISSING).
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 
 }  // namespace dlm

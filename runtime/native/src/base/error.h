@@ -5,6 +5,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -23,12 +24,33 @@ class Error : public std::runtime_error {
 };
 
 // pthread_exit() in a callback unwinds the thread's stack with this. A handler for all exceptions
-// must throw it on, or the process aborts. CPython up to 3.13 ends the threads so that are in a
-// callback as the interpreter exits.
+// must throw it on, or the process aborts. CPython up to 3.13 does so at exit.
 using ThreadExit = abi::__forced_unwind;
 
-// The message for an exception of a callback that does not derive from std::exception.
-constexpr char kForeign[] = "a callback threw something that is not a std::exception";
+// What an exception becomes at the C ABI.
+struct Failure {
+  dlm_status status;
+  std::string message;
+};
+
+// The exception that is being handled. Without memory for its message, the lack of memory.
+inline Failure thrown() noexcept {
+  try {
+    try {
+      throw;
+    } catch (const Error& error) {
+      return {error.status(), error.what()};
+    } catch (const std::bad_alloc&) {
+    } catch (const std::exception& error) {
+      return {DLM_INTERNAL, error.what()};
+    } catch (...) {
+      return {DLM_INTERNAL, "a callback threw something that is not a std::exception"};
+    }
+  } catch (...) {
+  }
+  // Short enough for std::string to store it without an allocation.
+  return {DLM_OUT_OF_MEMORY, "out of memory"};
+}
 
 // Throws Error(status, printf-formatted message).
 [[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(dlm_status status,
@@ -39,6 +61,13 @@ constexpr char kForeign[] = "a callback threw something that is not a std::excep
   std::vsnprintf(message, sizeof message, format, arguments);
   va_end(arguments);
   throw Error(status, message);
+}
+
+inline void check_range(const char* name, int64_t value, int64_t lowest, int64_t highest) {
+  if (value < lowest || value > highest)
+    fail(DLM_INVALID_ARGUMENT, "%s = %lld is outside %lld..%lld", name,
+         static_cast<long long>(value), static_cast<long long>(lowest),
+         static_cast<long long>(highest));
 }
 
 }  // namespace dlm

@@ -6,41 +6,10 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/utf8.h"
 
 namespace dlm::json {
 namespace {
-
-// Length of the well-formed UTF-8 sequence at the start of text, 0 if there is none (Unicode 15,
-// table 3-7: no overlong forms, no surrogates, nothing beyond U+10FFFF).
-size_t utf8_length(std::string_view text) {
-  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned char lead = byte(0);
-  if (lead < 0x80) return 1;
-  if (lead < 0xC2 || lead > 0xF4) return 0;
-  const size_t length = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
-  if (text.size() < length) return 0;
-  for (size_t i = 1; i < length; ++i) {
-    if ((byte(i) & 0xC0) != 0x80) return 0;
-  }
-  const unsigned char second = byte(1);
-  if ((lead == 0xE0 && second < 0xA0) || (lead == 0xED && second > 0x9F)) return 0;
-  if ((lead == 0xF0 && second < 0x90) || (lead == 0xF4 && second > 0x8F)) return 0;
-  return length;
-}
-
-void append_utf8(std::string& out, uint32_t code) {
-  const auto put = [&](uint32_t byte) { out.push_back(static_cast<char>(byte)); };
-  if (code < 0x80) {
-    put(code);
-  } else if (code < 0x800) {
-    put(0xC0 | code >> 6), put(0x80 | (code & 0x3F));
-  } else if (code < 0x10000) {
-    put(0xE0 | code >> 12), put(0x80 | (code >> 6 & 0x3F)), put(0x80 | (code & 0x3F));
-  } else {
-    put(0xF0 | code >> 18), put(0x80 | (code >> 12 & 0x3F)), put(0x80 | (code >> 6 & 0x3F)),
-        put(0x80 | (code & 0x3F));
-  }
-}
 
 // A number for a message, as short as it reads back.
 std::string shown(double number) {
@@ -61,28 +30,15 @@ bool is_plain(std::string_view key) {
 
 }  // namespace
 
-bool is_utf8(std::string_view text) {
-  while (!text.empty()) {
-    const size_t length = utf8_length(text);
-    if (length == 0) return false;
-    text.remove_prefix(length);
-  }
-  return true;
-}
-
 std::string quoted(std::string_view text) {
   constexpr size_t kMost = 60;
   std::string out = "\"";
   for (const char c : text) {
     char escaped[8];
-    if (c == '"' || c == '\\') {
-      std::snprintf(escaped, sizeof escaped, "\\%c", c);
-    } else if (c >= 0x20 && c < 0x7F) {
-      std::snprintf(escaped, sizeof escaped, "%c", c);
-    } else {
-      std::snprintf(escaped, sizeof escaped, "\\x%02x",
-                    static_cast<unsigned>(static_cast<unsigned char>(c)));
-    }
+    const char* const format = c == '"' || c == '\\'   ? "\\%c"
+                               : c >= 0x20 && c < 0x7F ? "%c"
+                                                       : "\\x%02x";
+    std::snprintf(escaped, sizeof escaped, format, static_cast<unsigned char>(c));
     if (out.size() + std::strlen(escaped) > kMost) return out + "...\"";
     out += escaped;
   }
@@ -199,10 +155,10 @@ class Reader {
       } else if (static_cast<unsigned char>(c) < 0x20) {
         error("a control character in a string must be escaped: " + here());
       } else {
-        const size_t length = utf8_length(text_);
-        if (length == 0) error("invalid UTF-8: " + here());
-        out.append(text_.substr(0, length));
-        text_.remove_prefix(length);
+        const Utf8Start start = utf8_start(text_);
+        if (start.kind != Utf8Start::whole) error("invalid UTF-8: " + here());
+        out.append(text_.substr(0, start.bytes));
+        text_.remove_prefix(start.bytes);
       }
     }
     text_.remove_prefix(1);
@@ -223,7 +179,7 @@ class Reader {
       if (code >= 0xD800 && code <= 0xDFFF)
         error("unpaired surrogate: " + quoted(from.substr(0, 6)));
       if (code == 0) error("a string holds NUL: " + quoted(from.substr(0, 6)));
-      append_utf8(out, code);
+      append_char(code, out);
       return;
     }
     const char* const found = name == '\0' ? nullptr : std::strchr(kNames, name);
@@ -304,21 +260,10 @@ void Value::refuse(const std::string& reason) const {
 }
 
 std::string Value::found() const {
-  switch (kind_) {
-    case Kind::null:
-      return "null";
-    case Kind::boolean:
-      return truth_ ? "true" : "false";
-    case Kind::number:
-      return text_.size() <= 60 ? text_ : text_.substr(0, 57) + "...";
-    case Kind::string:
-      return quoted(text_);
-    case Kind::array:
-      return "an array";
-    case Kind::object:
-      return "an object";
-  }
-  return "";
+  if (kind_ == Kind::number) return text_.size() <= 60 ? text_ : text_.substr(0, 57) + "...";
+  if (kind_ == Kind::string) return quoted(text_);
+  if (kind_ == Kind::boolean) return truth_ ? "true" : "false";
+  return kind_ == Kind::null ? "null" : kind_ == Kind::array ? "an array" : "an object";
 }
 
 void Value::expected(const std::string& what) const {
@@ -394,47 +339,24 @@ void Value::append_canonical(std::string& out, std::string_view without) const {
     }
     out += '"';
   };
-  const auto separate = [&](char open) {
-    if (out.back() != open) out += ',';
-  };
-  switch (kind_) {
-    case Kind::null:
-      out += "null";
-      break;
-    case Kind::boolean:
-      out += truth_ ? "true" : "false";
-      break;
-    case Kind::number:
-      out += std::to_string(integer(INT64_MIN, INT64_MAX));
-      break;
-    case Kind::string:
-      append_text(text_);
-      break;
-    case Kind::array:
-      out += '[';
-      for (const Value& item : items_) {
-        separate('[');
-        item.append_canonical(out, {});
-      }
-      out += ']';
-      break;
-    case Kind::object: {
-      std::vector<const Value*> sorted;
-      for (const Value& item : items_)
-        if (without.empty() || item.key_ != without) sorted.push_back(&item);
-      std::sort(sorted.begin(), sorted.end(),
-                [](const Value* a, const Value* b) { return a->key_ < b->key_; });
-      out += '{';
-      for (const Value* const item : sorted) {
-        separate('{');
-        append_text(item->key_);
-        out += ':';
-        item->append_canonical(out, {});
-      }
-      out += '}';
-      break;
-    }
+  if (kind_ == Kind::null) out += "null";
+  if (kind_ == Kind::boolean) out += truth_ ? "true" : "false";
+  if (kind_ == Kind::number) out += std::to_string(integer(INT64_MIN, INT64_MAX));
+  if (kind_ == Kind::string) append_text(text_);
+  if (kind_ != Kind::array && kind_ != Kind::object) return;
+  std::vector<const Value*> items;
+  for (const Value& item : items_)
+    if (without.empty() || item.key_ != without) items.push_back(&item);
+  if (kind_ == Kind::object)
+    std::sort(items.begin(), items.end(),
+              [](const Value* a, const Value* b) { return a->key_ < b->key_; });
+  out += kind_ == Kind::array ? '[' : '{';
+  for (const Value* const item : items) {
+    if (item != items.front()) out += ',';
+    if (kind_ == Kind::object) append_text(item->key_), out += ':';
+    item->append_canonical(out, {});
   }
+  out += kind_ == Kind::array ? ']' : '}';
 }
 
 void Value::refuse_unknown(const std::vector<std::string_view>& known) const {

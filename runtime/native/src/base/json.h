@@ -1,15 +1,12 @@
-// A strict reader of JSON (RFC 8259) for text that may be damaged or hostile, as what lies in a
-// bundle may be.
+// A strict reader of JSON (RFC 8259), for text that may be damaged or hostile.
 //
 // Refused, beyond what the RFC refuses: a byte order mark, invalid UTF-8, an unpaired surrogate, an
 // escaped NUL (strings go on as C strings), a number that no double holds, duplicate keys, nesting
 // beyond kMaxDepth, text beyond the caller's limit. Every failure is Error(DLM_BAD_BUNDLE). While
 // reading it starts with "line N: "; afterwards the accessors name the value by its path:
-// `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text is escaped and at most
-// 60 characters long.
+// `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text is escaped and cut.
 //
-// A value costs about 120 bytes, so a text of n bytes may take 100 n while it is read: choose the
-// limit accordingly.
+// A value takes about 120 bytes, so reading n bytes of text may take 100 n bytes of memory.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +20,7 @@ namespace dlm::json {
 
 constexpr int kMaxDepth = 64;
 
-// Whether all of text is well-formed UTF-8.
-bool is_utf8(std::string_view text);
-
-// text as it may stand in a message: in double quotes, everything but printable ASCII escaped, cut
-// after 60 characters.
+// text for a message: in double quotes, escaped but for printable ASCII, cut after 60 characters.
 std::string quoted(std::string_view text);
 
 class Value {
@@ -75,13 +68,11 @@ class Value {
   const Value& object(std::string_view key) const;
 
   // The value as the one text that means it: keys sorted, no white space, integers in decimal;
-  // `without` names a member that is left out. Refuses fractions, and text with other characters
-  // than printable ASCII. Python writes the same with json.dumps(value, sort_keys=True,
-  // separators=(",", ":")).
+  // `without` names a member that is left out. Refuses fractions and all text but printable ASCII.
+  // Equals Python's json.dumps(value, sort_keys=True, separators=(",", ":")).
   std::string canonical(std::string_view without = {}) const;
 
-  // Refuses the first member whose key is not among known: a reader that skipped it would do
-  // something else than meant.
+  // Refuses the first member whose key is not among known: skipping it would change the meaning.
   void refuse_unknown(const std::vector<std::string_view>& known) const;
 
  private:

@@ -4,9 +4,8 @@
 
 namespace dlm {
 
-// One request of several in a row of tokens: `cached` of the rows that lie in past from `start` on
-// are its own, and of the new tokens `tokens` from `first` on. A row of the graph's port
-// "segments".
+// One request of several in a row of tokens, and a row of the graph's port "segments". Its cached
+// rows are [start, start + cached) of past, its new tokens [first, first + tokens) of the row.
 struct Segment {
   int64_t start, cached, first, tokens;
 };

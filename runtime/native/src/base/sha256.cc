@@ -1,5 +1,4 @@
-// SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2): one portable compression function and two over
-// special instructions.
+// SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2): portable, and with two instruction sets.
 #include "base/sha256.h"
 
 #include <fcntl.h>
@@ -25,8 +24,7 @@
 namespace dlm {
 namespace {
 
-// The first 32 bits of the fractional parts of the cube roots of the first 64 primes (FIPS 180-4,
-// section 4.2.2).
+// The first 32 bits of the fractions of the cube roots of the first 64 primes (section 4.2.2).
 alignas(16) constexpr uint32_t kRounds[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
     0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
@@ -70,8 +68,7 @@ void compress_portable(uint32_t* state, const uint8_t* blocks, size_t count) {
 }
 
 #if defined(__x86_64__)
-// cpuid itself: compilers disagree on whether __builtin_cpu_supports knows "sha". Only SSE
-// registers are used, which every x86-64 system saves.
+// By cpuid, as not every compiler's __builtin_cpu_supports knows "sha".
 bool has_instructions() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0) return false;
@@ -120,8 +117,7 @@ __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* stat
 #elif defined(__aarch64__) && defined(__linux__)
 bool has_instructions() { return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0; }
 
-// sha256h and sha256h2 do four rounds, sha256su0 and sha256su1 make four words of the schedule (Arm
-// ARM, section C7.2).
+// sha256h and sha256h2 do four rounds, sha256su0 and sha256su1 make four words of the schedule.
 __attribute__((target("+crypto"))) void compress_special(uint32_t* state, const uint8_t* blocks,
                                                          size_t count) {
   uint32x4_t abcd = vld1q_u32(state), efgh = vld1q_u32(state + 4);
@@ -177,8 +173,7 @@ void Sha256::update(const void* data, size_t bytes) {
 }
 
 std::array<uint8_t, 32> Sha256::digest() {
-  // Padding: a one bit, zeros, the length in bits as 64 bits, to a multiple of 64 bytes
-  // (section 5.1.1).
+  // Padding to 64 bytes: a one bit, zeros, the length in bits as 64 bits (section 5.1.1).
   uint8_t padding[72] = {0x80};
   const size_t zeros_end = (pending_bytes_ < 56 ? 56 : 120) - pending_bytes_;
   for (size_t i = 0; i < 8; ++i)

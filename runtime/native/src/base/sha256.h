@@ -16,7 +16,7 @@ class Sha256 {
   // portable: keep to the portable code, which tests compare with the fast one.
   explicit Sha256(bool portable = false);
   void update(const void* data, size_t bytes);
-  // Ends the message; the object is spent afterwards.
+  // Ends the message; the object is spent afterwards. hex: in lower case.
   std::array<uint8_t, 32> digest();
   std::string hex();
 
@@ -32,13 +32,18 @@ class Sha256 {
   uint64_t total_bytes_ = 0;
 };
 
-// Lower-case hex of a file's hash, read in pieces of 1 MiB. Error(DLM_NOT_FOUND) if there is no
-// such file, Error(DLM_BAD_BUNDLE) if it cannot be read or is not a plain file (a pipe or a device
-// might never end).
+// The hash of a text.
+inline std::string sha256_hex(const std::string& text) {
+  Sha256 hash;
+  hash.update(text.data(), text.size());
+  return hash.hex();
+}
+
+// The hash of a file. Error(DLM_NOT_FOUND) if there is no such file, Error(DLM_BAD_BUNDLE) if it
+// cannot be read or is not a plain file (a pipe or a device might never end).
 std::string sha256_file_hex(const std::string& path);
 
-// The same of a file that is open for reading, from its current position on; `path` is for
-// messages.
+// The same of an open file, from its current position on. `path` is for messages.
 std::string sha256_file_hex(int descriptor, const std::string& path);
 
 }  // namespace dlm

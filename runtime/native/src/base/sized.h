@@ -1,5 +1,4 @@
-// Structs of the C ABI that may grow: their first member, struct_size, says where they end for the
-// program that made them.
+// Structs of the C ABI that may grow. Their first member, struct_size, is the caller's size.
 #pragma once
 
 #include <algorithm>
@@ -20,9 +19,8 @@ void give(const Struct& value, size_t size, Struct* to) {
   to->struct_size = size;
 }
 
-// A program's struct, with the defaults for the fields that it lacks. Throws
-// Error(DLM_INVALID_ARGUMENT) for a struct that is larger than this library knows, or was not set
-// up. name: the struct's, for messages.
+// A program's struct, with defaults for the fields that it lacks. Throws
+// Error(DLM_INVALID_ARGUMENT) if it is larger than this library knows, or not set up.
 template <class Struct>
 Struct take(const Struct& given, Struct defaults, const char* name) {
   const size_t size = given.struct_size;

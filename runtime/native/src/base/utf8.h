@@ -9,8 +9,7 @@
 namespace dlm {
 
 constexpr char32_t kCodePoints = 0x110000;
-constexpr std::string_view kReplacement =
-    "\xEF\xBF\xBD";  // U+FFFD, what stands for bytes that are no character
+constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, for bytes that are no text
 
 // Bytes of the character that starts with `lead`, in checked text.
 inline size_t char_bytes(char lead) {
@@ -55,33 +54,44 @@ inline bool is_scalar(int32_t point) {
   return point >= 0 && point < 0x110000 && (point < 0xD800 || point > 0xDFFF);
 }
 
-// What bytes start with: a whole character, the longest start of one that goes on otherwise, or one
-// that is cut off.
+// What bytes start with: a whole character, a broken one, or one that is cut off.
 struct Utf8Start {
   enum Kind : uint8_t { whole, broken, cut } kind;
   size_t bytes;
 };
 
-// `bytes` is not empty. As Unicode advises, and Rust does: what was a start of a character is one
-// U+FFFD.
+// `bytes` is not empty. The start of a broken character counts as one, as Unicode advises, so that
+// one U+FFFD replaces it. Overlong forms and surrogates are broken (Unicode 15, table 3-7).
 inline Utf8Start utf8_start(std::string_view bytes) {
   const auto lead = static_cast<uint8_t>(bytes[0]);
   if (lead < 0x80) return {Utf8Start::whole, 1};
   if (lead < 0xC2 || lead > 0xF4) return {Utf8Start::broken, 1};
   const size_t size = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
-  const uint8_t lowest = lead == 0xE0   ? 0xA0
-                         : lead == 0xF0 ? 0x90
-                                        : 0x80,
-                highest = lead == 0xED   ? 0x9F
-                          : lead == 0xF4 ? 0x8F
-                                         : 0xBF;
+  int lowest = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
+  int highest = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
   for (size_t i = 1; i < size; ++i) {
     if (i == bytes.size()) return {Utf8Start::cut, i};
     const auto byte = static_cast<uint8_t>(bytes[i]);
-    if (byte < (i == 1 ? lowest : 0x80) || byte > (i == 1 ? highest : 0xBF))
-      return {Utf8Start::broken, i};
+    if (byte < lowest || byte > highest) return {Utf8Start::broken, i};
+    lowest = 0x80, highest = 0xBF;
   }
   return {Utf8Start::whole, size};
+}
+
+inline bool is_utf8(std::string_view text) {
+  while (!text.empty()) {
+    const Utf8Start start = utf8_start(text);
+    if (start.kind != Utf8Start::whole) return false;
+    text.remove_prefix(start.bytes);
+  }
+  return true;
+}
+
+// Unicode's white space.
+inline bool is_space(char32_t point) {
+  return (point >= 9 && point <= 13) || point == ' ' || point == 0x85 || point == 0xA0 ||
+         point == 0x1680 || (point >= 0x2000 && point <= 0x200A) || point == 0x2028 ||
+         point == 0x2029 || point == 0x202F || point == 0x205F || point == 0x3000;
 }
 
 }  // namespace dlm

@@ -6,14 +6,11 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <set>
-#include <utility>
 
 #include "base/error.h"
 #include "base/json.h"
 #include "base/sha256.h"
-#include "decode/policy.h"
 #include "engines/graph_contract.h"
 #include "kernels/kernels.h"
 
@@ -21,21 +18,32 @@ namespace dlm {
 namespace {
 
 constexpr int64_t kSchemaVersion = 1;
-constexpr size_t kManifestLimitBytes = 4 << 20;
-constexpr int64_t kTextLimitBytes = 256 << 20;
+constexpr int64_t kManifestLimitBytes = 4 << 20, kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAgain = "Build or copy the bundle again.";
 
-int64_t file_bytes(const std::string& path) {
+// Bytes of a plain file. missing: the status where there is none.
+int64_t file_bytes(const std::string& path, const char* advice = kAgain,
+                   dlm_status missing = DLM_NOT_FOUND) {
   struct stat info{};
   if (stat(path.c_str(), &info) != 0)
-    fail(DLM_NOT_FOUND, "%s: %s. %s", path.c_str(), std::strerror(errno), kAgain);
+    fail(missing, "%s: %s. %s", path.c_str(), std::strerror(errno), advice);
   if (!S_ISREG(info.st_mode)) fail(DLM_BAD_BUNDLE, "%s: not a plain file", path.c_str());
   return info.st_size;
 }
 
-// A link may lead out of the bundle's folder, wherever its name lies. The folder itself may be
-// reached by one: the caller gave that path.
+std::string read_file(const std::string& path, int64_t limit, const char* what) {
+  const int64_t bytes = file_bytes(path);
+  if (bytes > limit)
+    fail(DLM_BAD_BUNDLE, "%s: %lld bytes is too large for %s", path.c_str(),
+         static_cast<long long>(bytes), what);
+  std::string data(static_cast<size_t>(bytes), '\0');
+  std::ifstream file(path, std::ios::binary);
+  if (!file.read(data.data(), bytes)) fail(DLM_BAD_BUNDLE, "%s: cannot read", path.c_str());
+  return data;
+}
+
+// Links may lead out of the bundle's folder. The caller's path to the folder may have links.
 void refuse_links(const std::string& folder, const std::string& name) {
   for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
     const std::string path = folder + "/" + name.substr(0, end);
@@ -43,8 +51,7 @@ void refuse_links(const std::string& folder, const std::string& name) {
     if (lstat(path.c_str(), &info) == 0 && S_ISLNK(info.st_mode))
       fail(DLM_BAD_BUNDLE,
            "%s: not a plain file but a symbolic link, which may lead out of the bundle. Copy the "
-           "bundle with what its links "
-           "point to: cp -rL.",
+           "bundle with what its links point to: cp -rL.",
            path.c_str());
     if (end == std::string::npos) return;
   }
@@ -66,28 +73,16 @@ std::string read_manifest(const std::string& folder) {
     fail(DLM_NOT_FOUND,
          "%s: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.",
          folder.c_str());
-  const int64_t bytes = file_bytes(path);
-  if (bytes > static_cast<int64_t>(kManifestLimitBytes))
-    fail(DLM_BAD_BUNDLE, "%s: %lld bytes is too large for a manifest", path.c_str(),
-         static_cast<long long>(bytes));
-  std::ifstream file(path, std::ios::binary);
-  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  if (!file.good() && !file.eof()) fail(DLM_BAD_BUNDLE, "%s: cannot read", path.c_str());
-  return text;
+  return read_file(path, kManifestLimitBytes, "a manifest");
 }
 
 // A file's name may lead down from the bundle's folder, never out of it.
 bool is_safe_name(const std::string& name) {
-  if (name.empty() || name.size() > 255 || name.front() == '/' || name.back() == '/') return false;
-  size_t start = 0;
-  while (start <= name.size()) {
-    const size_t end = std::min(name.find('/', start), name.size());
-    const std::string part = name.substr(start, end - start);
-    if (part.empty() || part == "." || part == "..") return false;
-    start = end + 1;
-  }
-  return std::all_of(name.begin(), name.end(),
-                     [](unsigned char c) { return c > ' ' && c < 127 && c != '\\'; });
+  for (const char* const part : {"//", "/./", "/../"})
+    if (("/" + name + "/").find(part) != std::string::npos) return false;
+  return name.size() <= 255 && std::all_of(name.begin(), name.end(), [](unsigned char c) {
+           return c > ' ' && c < 127 && c != '\\';
+         });
 }
 
 const std::string& read_hash(const json::Value& object, const char* key) {
@@ -119,10 +114,7 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
     const char* const advice = is_engine ? "Copy it again, or see dlm-export engine: --force "
                                            "builds it again, --remove takes it out."
                                          : kAgain;
-    struct stat info{};
-    if (is_engine && stat(path.c_str(), &info) != 0)
-      fail(DLM_BAD_BUNDLE, "%s: %s. %s", path.c_str(), std::strerror(errno), advice);
-    const int64_t found = file_bytes(path);
+    const int64_t found = file_bytes(path, advice, is_engine ? DLM_BAD_BUNDLE : DLM_NOT_FOUND);
     if (found != expected)
       fail(DLM_BAD_BUNDLE,
            "%s: %lld bytes, but the manifest says %lld: the file is truncated or was replaced. %s",
@@ -175,17 +167,13 @@ CacheShape read_cache(const json::Value& graph) {
   return cache;
 }
 
-constexpr size_t kPortNameLimit = 128;
-
-// Names reach an engine's library and messages for people: short, printable, and each of one port
-// only.
+// Names reach an engine's library and messages, so they are short, printable and unique.
 PortNames read_ports(const json::Value& graph) {
   std::set<std::string> taken;
   const auto name = [&](const json::Value& object, const char* key) {
     const std::string& text = object.string(key);
     const auto is_plain = [](unsigned char c) { return c > ' ' && c < 127; };
-    if (text.empty() || text.size() > kPortNameLimit ||
-        !std::all_of(text.begin(), text.end(), is_plain))
+    if (text.empty() || text.size() > 128 || !std::all_of(text.begin(), text.end(), is_plain))
       object.at(key).refuse(
           "expected a port's name: 1 to 128 characters of printable ASCII without spaces");
     if (!taken.insert(text).second)
@@ -195,15 +183,9 @@ PortNames read_ports(const json::Value& graph) {
   const json::Value& ports = graph.object("ports");
   ports.refuse_unknown({"input_ids", "position_ids", "score_rows", "segments", "top_token",
                         "top_prob", "entropy", "logits", "layers"});
-  PortNames names{name(ports, "input_ids"),
-                  name(ports, "position_ids"),
-                  name(ports, "score_rows"),
-                  name(ports, "top_token"),
-                  name(ports, "top_prob"),
-                  name(ports, "entropy"),
-                  name(ports, "logits"),
-                  "",
-                  {}};
+  PortNames names{name(ports, "input_ids"), name(ports, "position_ids"), name(ports, "score_rows"),
+                  name(ports, "top_token"), name(ports, "top_prob"),     name(ports, "entropy"),
+                  name(ports, "logits")};
   if (ports.find("segments") != nullptr) names.segments = name(ports, "segments");
   for (const json::Value& layer : ports.array("layers")) {
     layer.refuse_unknown(
@@ -264,14 +246,10 @@ Profile read_profile(const json::Value& profile) {
 
 // "10.14.1.48", or without the build number.
 bool is_version(const std::string& text) {
-  size_t numbers = 1;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const bool is_dot = text[i] == '.';
-    if (!is_dot && (text[i] < '0' || text[i] > '9')) return false;
-    if (is_dot && (i == 0 || i + 1 == text.size() || text[i + 1] == '.')) return false;
-    numbers += is_dot ? 1 : 0;
-  }
-  return !text.empty() && text.size() <= 40 && (numbers == 3 || numbers == 4);
+  const auto dots = std::count(text.begin(), text.end(), '.');
+  return (dots == 2 || dots == 3) && text.size() <= 40 && text.front() != '.' &&
+         text.back() != '.' && text.find("..") == std::string::npos &&
+         text.find_first_not_of("0123456789.") == std::string::npos;
 }
 
 bool is_target_name(const std::string& name) {
@@ -279,23 +257,20 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// What makes a bundle for GPUs run there. "targets" is the exporter's to check: where it names no
-// device, neither does the command.
+// What makes a bundle for GPUs run there. The exporter checks "targets": it may name no device.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");
-  const bool is_list =
-      targets != nullptr && targets->kind() == Kind::array && !targets->elements().empty();
-  const json::Value* const first = is_list ? &targets->elements()[0] : nullptr;
-  const bool is_name =
-      first != nullptr && first->kind() == Kind::string && is_target_name(first->string());
-  if (is_name && first->string() == "cuda") return "Open it with provider \"cuda\"";
+  std::string first;
+  if (targets != nullptr && targets->kind() == Kind::array && !targets->elements().empty() &&
+      targets->elements()[0].kind() == Kind::string)
+    first = targets->elements()[0].string();
+  if (first == "cuda") return "Open it with provider \"cuda\"";
   return "Build one: dlm-export engine " + folder + " --target " +
-         (is_name ? first->string() : "TARGET");
+         (is_target_name(first) ? first : "TARGET");
 }
 
-// One of the bundle's engines. `is_run`: an engine is to be run, so what the entry rests on is
-// compared too.
+// One of the bundle's engines. `is_run`: hashes of what the engine was built from are compared too.
 EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files,
                        const std::string& folder, bool is_run) {
   const std::string& target = entry.key();
@@ -334,10 +309,7 @@ EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const
     if (read_hash(built_from, key) != read_hash(files.object(file), "sha256") && is_run)
       built_from.at(key).refuse("was built from another graph than this bundle's " + file + ": " +
                                 again);
-  const std::string text = entry.canonical("seal");
-  Sha256 hash;
-  hash.update(text.data(), text.size());
-  if (read_hash(entry, "seal") != hash.hex() && is_run)
+  if (read_hash(entry, "seal") != sha256_hex(entry.canonical("seal")) && is_run)
     entry.refuse("was edited after it was written: " + again);
   return engine;
 }
@@ -415,8 +387,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
          "schema_version %lld: this runtime reads version %lld only. Build the bundle again with "
          "`dlm-export build CHECKPOINT -o %s --force`, or update dlm-export if the bundle is newer",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion), folder.c_str());
-  // All but loop and files describe the bundle to people and to the exporter, which checks them by
-  // manifest.schema.json.
+  // Only loop and files are read here. The exporter checks the others by manifest.schema.json.
   root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source",
                         "precision", "kernels", "targets", "tokenizer", "chat_template",
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
@@ -444,7 +415,8 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
     manifest.efforts = read_efforts(loop.object("effort"), presets);
     manifest.effort_preset = loop.object("effort").string("preset");
   }
-  const bool is_run = engine == "tensorrt" || (engine == "auto" && manifest.is_for_gpus);
+  manifest.engine = engine != "auto" ? engine : manifest.is_for_gpus ? "tensorrt" : "onnxruntime";
+  const bool is_run = manifest.engine == "tensorrt";
   if (loop.find("engines") != nullptr)
     for (const json::Value& entry : loop.object("engines").members())
       manifest.engines.push_back(read_engine(entry, graph, files, folder, is_run));
@@ -472,20 +444,10 @@ std::shared_ptr<const Text> read_text(const Manifest& manifest) {
          "this bundle holds no compiled text: %s. Give token ids instead, or use Python, which "
          "runs any tokenizer",
          manifest.text_refusal.c_str());
-  const int64_t bytes = file_bytes(path);
-  if (bytes > kTextLimitBytes)
-    fail(DLM_BAD_BUNDLE, "%s: %lld bytes is too large for it", path.c_str(),
-         static_cast<long long>(bytes));
-  std::string data(static_cast<size_t>(bytes), '\0');
-  std::ifstream file(path, std::ios::binary);
-  if (!file.read(data.data(), static_cast<std::streamsize>(data.size())))
-    fail(DLM_BAD_BUNDLE, "%s: cannot read", path.c_str());
-  if (!manifest.text_sha256.empty()) {
-    // The file was hashed when the bundle was opened, and may have been replaced since.
-    Sha256 hash;
-    hash.update(data.data(), data.size());
-    if (hash.hex() != manifest.text_sha256) refuse_hash(path, kAgain);
-  }
+  const std::string data = read_file(path, kTextLimitBytes, "it");
+  // The file was hashed when the bundle was opened, and may have been replaced since.
+  if (!manifest.text_sha256.empty() && sha256_hex(data) != manifest.text_sha256)
+    refuse_hash(path, kAgain);
   return std::make_shared<const Text>(data.data(), data.size(), path);
 }
 
@@ -506,9 +468,8 @@ Manifest read_bundle(const std::string& path, bool check_hashes, const std::stri
 }
 
 Denoiser check_denoiser(const dlm_denoiser& d) {
-  const auto in_range = [](const char* name, int32_t value, int32_t low, int32_t high) {
-    if (value < low || value > high)
-      fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: %s = %d is outside %d..%d", name, value, low, high);
+  const auto in_range = [](const std::string& name, int64_t value, int64_t low, int64_t high) {
+    check_range(("dlm_denoiser: " + name).c_str(), value, low, high);
   };
   in_range("vocab_size", d.vocab_size, 3, 1 << 24);
   in_range("mask_token_id", d.mask_token_id, 0, d.vocab_size - 1);
@@ -520,9 +481,7 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   in_range("kv_element_bytes", d.kv_element_bytes, 1, 8);
   in_range("shift", d.shift, 0, 1);
   in_range("max_new_tokens", d.max_new_tokens, 1, 1 << 24);
-  if (d.visible_block < 0 || d.visible_block > 1 << 24)
-    fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: visible_block = %lld is outside 0..%d",
-         static_cast<long long>(d.visible_block), 1 << 24);
+  in_range("visible_block", d.visible_block, 0, 1 << 24);
   if (d.eos_count > 0 && d.eos_token_ids == nullptr)
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
   if (d.eos_count > 1024)

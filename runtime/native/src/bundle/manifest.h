@@ -1,10 +1,8 @@
-// A bundle on disk: manifest.json read and checked, every file's size and hash compared, nothing
-// executed.
+// A bundle on disk: reads and checks manifest.json, and compares sizes and hashes of its files.
 //
 // docs/reference/bundle.md and manifest.schema.json say what it is. The folder is hostile until
 // checked: names may not leave it, sizes are bounded before anything is allocated, and what this
-// reader does not know is refused by name. It reads `loop` and `files`, which are all that it
-// needs; what describes the bundle is for people and for the exporter.
+// reader does not know is refused by name. It reads `loop` and `files` alone.
 #pragma once
 
 #include <memory>
@@ -29,17 +27,24 @@ struct FileHash {
 // Effort levels of a bundle, fewest passes first.
 constexpr const char* kEfforts[] = {"instant", "low", "medium", "high"};
 
-using Policies =
-    std::vector<std::pair<std::string, dlm_policy>>;  // by name, in the manifest's order
+// By name, in the manifest's order.
+using Policies = std::vector<std::pair<std::string, dlm_policy>>;
+
+// The policy of that name, or NULL.
+inline const dlm_policy* find_policy(const Policies& policies, const std::string& name) {
+  for (const auto& [known, policy] : policies)
+    if (known == name) return &policy;
+  return nullptr;
+}
 
 struct Manifest {
-  std::string text;  // of manifest.json
+  std::string text;    // of manifest.json
+  std::string engine;  // that runs it: read_bundle's, or for "auto" the one that it was built for
   Denoiser denoiser;
   GraphSpec graph;
   std::vector<EngineSpec> engines;  // in the manifest's order
   bool is_for_gpus = false;         // built for them, though it may hold no engine yet
-  std::string
-      device_advice;  // what makes it run on a GPU, for messages; empty if it is not for GPUs
+  std::string device_advice;        // what makes it run on a GPU; empty if it is not for GPUs
   std::string default_preset;
   Policies presets;           // strings are static
   Policies efforts;           // levels fitted on data, fewest passes first; empty where none were

@@ -6,7 +6,6 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
@@ -41,8 +40,7 @@ constexpr FileSystem kTrusted[] = {
     {0xE0F5E1E2, true},   // EROFS
 };
 
-// A text that differs for any two states of files. A record is exactly this text, so reading one
-// needs no parser.
+// A text that differs for any two states of files. A record is this text, so it needs no parser.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
   std::snprintf(text, sizeof text,
@@ -54,8 +52,7 @@ std::string describe(const struct stat& info, const std::string& sha256) {
   return text;
 }
 
-// There are 65,536 names, so records never take much room. Two files of one name replace each
-// other's record, and are hashed more often.
+// At most 65,536 names, so records take little room. Two files with one name replace each other's.
 std::string record_name(const struct stat& info) {
   char text[16];
   std::snprintf(text, sizeof text, "%04x",
@@ -80,13 +77,10 @@ bool is_ours_alone(const struct stat& info) {
 // The user's cache directory by the XDG Base Directory Specification; empty if there is none. A
 // program with raised privileges has none: its environment belongs to somebody else.
 std::string cache_home() {
-  const char* const chosen = secure_getenv("XDG_CACHE_HOME");
-  std::string found;
-  if (chosen != nullptr && *chosen == '/') {
-    found = chosen;
-  } else if (const char* const home = secure_getenv("HOME"); home != nullptr && *home == '/') {
-    found = std::string(home) + "/.cache";
-  }
+  const auto is_absolute = [](const char* path) { return path != nullptr && *path == '/'; };
+  const char *const chosen = secure_getenv("XDG_CACHE_HOME"), *const home = secure_getenv("HOME");
+  std::string found = is_absolute(chosen) ? chosen : "";
+  if (found.empty() && is_absolute(home)) found = std::string(home) + "/.cache";
   while (found.size() > 1 && found.back() == '/') found.pop_back();
   return found;
 }
@@ -160,8 +154,7 @@ bool will_show_changes(int descriptor, const struct stat& info) {
   if (fstatfs(descriptor, &system) != 0) return false;
   for (const FileSystem& trusted : kTrusted) {
     if (static_cast<uint32_t>(system.f_type) != trusted.magic) continue;
-    // A page that a program wrote through mmap stays writable to it, without any further update of
-    // the time, until the page is flushed.
+    // Until it is flushed, a page can be written through mmap again without an update of the time.
     return trusted.is_read_only || fsync(descriptor) == 0;
   }
   return false;

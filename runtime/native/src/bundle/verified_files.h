@@ -1,5 +1,4 @@
-// Remembers which files had the right SHA-256, so that opening a bundle of gigabytes again does not
-// hash it again.
+// Remembers which files had the right SHA-256, so that they are not hashed on every open.
 //
 // A record is a small file in the user's cache directory, $XDG_CACHE_HOME/dlm-runtime or
 // ~/.cache/dlm-runtime. It holds the file's device, inode, size, modification and change time, and
@@ -14,8 +13,7 @@
 //     documentation);
 //   - its file system is not in the list of those that update time stamps on every write: network
 //     file systems and FUSE leave that to others, and tmpfs does not notice writes through mmap.
-// Without a cache directory that belongs to the user alone there are no records, and files are
-// hashed on every open.
+// Without a cache directory of the user's own there are no records: every open hashes the files.
 #pragma once
 
 #include <string>

@@ -20,8 +20,8 @@ Arena::Arena(HostEngine& engine, const CacheShape& shape, int64_t rows)
     starts_.push_back(end);
     row_sum_ += row;
   }
-  past_keys_.reserve(shape.size()),
-      past_values_.reserve(shape.size());  // so that make_room makes all of it, or nothing
+  // So that make_room makes all of it, or nothing.
+  past_keys_.reserve(shape.size()), past_values_.reserve(shape.size());
 }
 
 std::byte* Arena::rows_of(const Place& place, size_t tensor, size_t head) const {
@@ -30,18 +30,17 @@ std::byte* Arena::rows_of(const Place& place, size_t tensor, size_t head) const 
 }
 
 bool Arena::has_room(const std::vector<int32_t>& wanted) const {
-  std::vector<std::pair<int64_t, int64_t>>
-      gaps;  // start and length, as places are taken from them: the first that fits
+  std::vector<int64_t> gaps;  // their lengths; each place is taken from the first that fits
   int64_t end = 0;
   for (const Place& place : places_) {
-    gaps.push_back({end, place.start - end});
+    gaps.push_back(place.start - end);
     end = place.start + place.rows;
   }
-  gaps.push_back({end, rows_ - end});
+  gaps.push_back(rows_ - end);
   return std::all_of(wanted.begin(), wanted.end(), [&](int32_t rows) {
     const auto gap =
-        std::find_if(gaps.begin(), gaps.end(), [&](const auto& one) { return one.second >= rows; });
-    if (gap != gaps.end()) gap->second -= rows;
+        std::find_if(gaps.begin(), gaps.end(), [&](int64_t length) { return length >= rows; });
+    if (gap != gaps.end()) *gap -= rows;
     return gap != gaps.end();
   });
 }
@@ -63,20 +62,17 @@ Arena::Handle Arena::take(int32_t rows) {
 }
 
 void Arena::make_room() {
-  storage_.reset(
-      new std::byte[starts_.back()]);  // not make_unique, which would write zeros to all of it
+  storage_.reset(new std::byte[starts_.back()]);  // make_unique would write zeros to all of it
   for (size_t i = 0; i < 2 * shape_.size(); ++i)
     (i % 2 == 0 ? past_keys_ : past_values_).push_back(storage_.get() + starts_[i]);
 }
 
 void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
-  const bool has_past =
-      std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.cached > 0; });
-  const bool keeps = std::any_of(parts.begin(), parts.end(),
-                                 [](const Part& part) { return keeps_rows(part.use); });
+  bool has_past = false, keeps = false;
   segments_.clear();
   int64_t first = 0;
   for (const Part& part : parts) {
+    has_past |= part.cached > 0, keeps |= keeps_rows(part.use);
     if (part.cached > 0 && part.place->slots.kept() != part.cached)
       fail(DLM_INTERNAL, "a pass over %d cached rows a head, and %d are kept", part.cached,
            part.place->slots.kept());

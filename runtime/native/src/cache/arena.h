@@ -1,5 +1,4 @@
-// Keys and values, in host memory, of requests that come and go and share passes as segments of one
-// row of tokens.
+// Keys and values in host memory of requests that share passes as segments of one row of tokens.
 #pragma once
 
 #include <cstddef>
@@ -27,13 +26,11 @@ class Arena {
   // A request's part of a pass.
   struct Part {
     Handle place;
-    int32_t first, tokens,
-        cached;  // positions [first, first + tokens), over so many rows of its own
+    int32_t first, tokens, cached;  // positions [first, first + tokens) over so many own rows
     CacheUse use;
   };
 
-  // Memory is taken with the first request that wants some of it, and touched as rows are stored.
-  // Throws std::bad_alloc.
+  // Memory is allocated with the first request that keeps rows. Throws std::bad_alloc.
   Arena(HostEngine& engine, const CacheShape& shape, int64_t rows);
 
   // Whether `wanted` rows that follow each other are free.
@@ -43,8 +40,7 @@ class Arena {
   Handle take(int32_t rows);
   void give_back(Handle place) { places_.erase(place); }
 
-  // As Context::run, of all parts in order: the caller has set everything of the pass but the keys
-  // and values, B = 1 and T the sum of the parts'.
+  // As Context::run, for all parts in order, with B = 1. All but keys and values is set.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
   // As Context::keep_outside, of one request.
@@ -71,8 +67,7 @@ class Arena {
   const int64_t rows_;
   std::list<Place> places_;                       // in order of start
   std::unique_ptr<std::byte[]> storage_, fresh_;  // all rows; those of a pass that are to be stored
-  std::vector<size_t>
-      starts_;  // [2 * layers + 1] of the tensors in storage_: keys, values, keys, ...
+  std::vector<size_t> starts_;  // [2 * layers + 1] of the tensors in storage_: keys, values, ...
   size_t fresh_bytes_ = 0, row_sum_ = 0;  // a row of all heads of all tensors
   uint64_t used_bytes_ = 0;
   std::vector<const void*> nothing_, past_keys_, past_values_;

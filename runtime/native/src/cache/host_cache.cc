@@ -1,7 +1,5 @@
-// Contexts in host memory, for the engines whose passes run there. Each holds one copy of a
-// request's keys and values.
+// Contexts that keep keys and values in host memory, one copy each.
 #include <algorithm>
-#include <climits>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -31,8 +29,7 @@ class HostContext final : public Context {
     dlm_pass pass = wanted;
     pass.layers = static_cast<int32_t>(cache_.size());
     pass.past_keys = pass.past_values = nothing_.data();
-    const bool is_read = use != CacheUse::none && pass.cached > 0;
-    const bool is_written = keeps_rows(use);
+    const bool is_read = use != CacheUse::none && pass.cached > 0, is_written = keeps_rows(use);
     for (const Group& group : groups_)
       if (is_read && group.slots.kept() != pass.cached)
         fail(DLM_INTERNAL, "a pass over %d cached rows a head, and %d are kept", pass.cached,
@@ -92,22 +89,24 @@ class HostContext final : public Context {
     return starts;
   }
 
-  // For `rows` of each head, and up to `most` where the storage has room. It grows and never
-  // shrinks; what it held is given back first.
+  // For `rows` of each head, and up to `most` if the storage has room. It never shrinks.
   void lay_out(int32_t batch, int32_t rows, int32_t most) {
     used_bytes_ = 0;
     size_t bytes = starts_of(batch, rows).back();
     if (bytes > storage_bytes_) {
       storage_bytes_ = 0;
       storage_.reset();
-      storage_.reset(
-          new std::byte[bytes]);  // not make_unique, which would write zeros to all of it
+      storage_.reset(new std::byte[bytes]);  // make_unique would write zeros to all of it
       storage_bytes_ = bytes;
     }
     capacity_ = static_cast<int32_t>(
         std::min(static_cast<size_t>(most), storage_bytes_ / (bytes / static_cast<size_t>(rows))));
     starts_ = starts_of(batch, capacity_);
     used_bytes_ = bytes;
+    lay_out_slots(batch);
+  }
+
+  void lay_out_slots(int32_t batch) {
     for (Group& group : groups_)
       group.slots.lay_out(static_cast<size_t>(batch) * static_cast<size_t>(group.kv_heads),
                           capacity_);
@@ -131,8 +130,7 @@ class HostContext final : public Context {
       storage_bytes_ = starts.back();
       starts_ = std::move(starts);
       capacity_ = most;
-      for (Group& group : groups_)
-        group.slots.lay_out(static_cast<size_t>(batch) * static_cast<size_t>(group.kv_heads), most);
+      lay_out_slots(batch);
     }
     used_bytes_ = std::max(used_bytes_, starts_of(batch, rows).back());
   }
@@ -174,12 +172,6 @@ class None final : public HostEngine {
 };
 
 }  // namespace
-
-int32_t Engine::max_rows(int32_t, int32_t) const { return INT32_MAX; }
-
-int32_t Engine::max_batch() const { return INT32_MAX; }
-
-std::string Engine::limits() const { return ""; }
 
 std::unique_ptr<Context> HostEngine::open_context(int32_t longest) {
   return std::make_unique<HostContext>(*this, cache_, longest);

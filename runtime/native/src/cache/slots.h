@@ -14,20 +14,17 @@ namespace dlm {
 // position and every head of all requests of a batch. A pass reads [heads, S] at the start and
 // writes [heads, T] behind them; S + T is L, which is the canvas, or grows by what is appended.
 //
-// As cached rows may stand in any order, another S or other positions move only the rows that are
-// outside their head's new part: as many as a few blocks have, times the heads before, however long
-// the canvas is.
+// Cached rows may stand in any order. A change of S or of the positions therefore moves only rows
+// outside their head's new part: a few blocks' rows for each head before, for any canvas.
 class Slots {
  public:
-  // Rows [from, from + rows) of a tensor go to `to`, or change places with what is there; the two
-  // do not overlap.
+  // Rows [from, from + rows) of a tensor go to `to`, or are swapped with it. They do not overlap.
   struct Move {
     size_t from, to, rows;
     bool is_swap;
   };
 
-  // Makes room for `capacity` rows a head; those that were kept stay where they are if there are as
-  // many heads.
+  // Makes room for `capacity` rows a head. Kept rows stay if the number of heads is the same.
   void lay_out(size_t heads, int32_t capacity) {
     const std::vector<size_t> before(
         row_at_.begin(),
@@ -55,8 +52,7 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
-  // Gives each head's rows of the stored positions outside [first, last) the head's part of the
-  // start; all others are lost.
+  // Moves each head's rows outside positions [first, last) to the head's part of the start.
   std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};
@@ -74,9 +70,8 @@ class Slots {
     }
     std::vector<Move> moves;
     for (size_t n = 0; n < heads_; ++n) {
-      const size_t head =
-          kept < kept_ ? n
-                       : heads_ - 1 - n;  // the way in which parts shift, so that little is in it
+      // In the direction in which parts shift, so that little is in the way.
+      const size_t head = kept < kept_ ? n : heads_ - 1 - n;
       const Range part{head * kept, (head + 1) * kept},
           own{head * stride_, head * stride_ + length_};
       const auto belongs = [&](size_t row) {
@@ -86,19 +81,16 @@ class Slots {
       auto row = rows[head].begin();
       for (const size_t slot : slots[head]) {
         if (!part.holds(slot) || belongs(row_at_[slot])) continue;
-        while (!belongs(*row) || part.holds(slot_of_[*row]))
-          ++row;  // there are as many as such slots
+        while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;  // as many as such slots
         const size_t from = slot_of_[*row];
         const bool is_swap = !hole.holds(row_at_[slot] % stride_);
         put(row_at_[slot], from);
         put(*row, slot);
         // Rows of one head go together alone: they come from outside its part, so that what goes to
         // the part cannot overlap them. The next head's may start where this one's arrived.
-        const Move* const last_move = moves.size() == begun ? nullptr : &moves.back();
-        const bool goes_on = last_move != nullptr && last_move->is_swap == is_swap &&
-                             last_move->from + last_move->rows == from &&
-                             last_move->to + last_move->rows == slot;
-        if (goes_on)
+        const Move before = moves.size() == begun ? Move{} : moves.back();
+        if (before.rows > 0 && before.is_swap == is_swap && before.from + before.rows == from &&
+            before.to + before.rows == slot)
           ++moves.back().rows;
         else
           moves.push_back({from, slot, 1, is_swap});
@@ -131,8 +123,8 @@ class Slots {
   size_t stride_ = 1;              // rows a head that there is room for
   size_t kept_ = 0;  // S: rows of each head at the start, of all positions outside hole_
   Range hole_{0, 0};
-  std::vector<size_t> row_at_,
-      slot_of_;  // [heads * stride]; the row of head h and position i is h * stride + i
+  // [heads * stride] both. The row of head h and position i is h * stride + i.
+  std::vector<size_t> row_at_, slot_of_;
 };
 
 // Does the moves in a tensor whose rows have `row` bytes.

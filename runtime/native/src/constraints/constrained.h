@@ -2,10 +2,9 @@
 // most likely one or a draw, so that any of them may commit together. A request that ends before
 // its time is completed to the text with the fewest tokens that has what was proposed.
 //
-// The constraint is of the positions from the first undecided one of the request up to the last,
-// and of given ones in front of them where it is told so. Given tokens among them are part of the
-// text. Behind a block a text only has to be possible: in the room that is left, with what is
-// decided there.
+// The constraint covers the positions from the request's first undecided one to the last, and
+// `given` tokens before them. Given tokens among them are part of the text. After a block, a text
+// only has to be possible in the room that is left, with what is decided there.
 #pragma once
 
 #include <memory>

@@ -232,8 +232,8 @@ void TextSums<Weight>::draw(const DrawKey& key, const Ways& ways, std::vector<in
   }
 }
 
-// Shares out how likely a state is, all ways on from which are `all` together, to its edges' groups
-// and the states behind them.
+// Splits a state's probability among its edges' groups and next states. all: the sum of its ways
+// on.
 template <class Weight>
 void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   const int32_t first = automaton_.edge_starts[at(state)],

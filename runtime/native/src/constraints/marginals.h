@@ -25,14 +25,12 @@
 
 namespace dlm {
 
-// How likely a token of a position is among all texts; and of all its tokens p1 - p2 and sum p ln
-// p.
+// The probability of a position's token among all texts; and of its tokens p1 - p2 and sum p ln p.
 struct Marginal {
   double prob, margin, entropy;
 };
 
-// The weight of some texts together, as a logarithm in double. A text with a ruled-out or cut token
-// weighs nothing.
+// The log weight of some texts, in double. A text with a ruled-out or cut token weighs nothing.
 struct RoundedWeight {
   double log = -std::numeric_limits<double>::infinity();
 
@@ -48,8 +46,7 @@ struct RoundedWeight {
   double ratio(const RoundedWeight& other, double) const { return log - other.log; }
 };
 
-// The same without rounding of logits. The weight is exp(sum * slope + rest), of the texts that
-// avoid the most.
+// The same without rounding: exp(sum * slope + rest), of the texts with the fewest avoided tokens.
 struct ExactTexts {
   ExactWeight logits = ExactWeight::never();
   double rest = 0;  // stays small: the logarithm of numbers of texts that are about as likely
@@ -146,9 +143,8 @@ class Texts {
   Texts(const Automaton& automaton, int32_t left_out)
       : ways_(automaton), rounded_(automaton, left_out), exact_(automaton, left_out) {}
 
-  // Sums over all ways from `state` to a state of `ends` (1 or 0 a state). Must be called before
-  // the functions below. Tokens of a place without logits are equally likely. Returns false if
-  // there is no way.
+  // Sums over all ways from `state` to a state of `ends` (1 or 0 a state); false if there is none.
+  // Must be called before the functions below. Without logits a place's tokens are equally likely.
   bool sum(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
            const Sampling& sampling);
 

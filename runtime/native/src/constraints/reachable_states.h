@@ -1,5 +1,4 @@
-// The ways of an automaton over some positions of a canvas: what may stand at each, and the states
-// that can be met there.
+// The ways of an automaton over positions of a canvas: tokens and states that are possible there.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +22,7 @@ struct Place {
   int32_t best = -1;  // of the logits: the lowest of the tokens whose logit is the highest; -1:
                       // none, without logits
 
-  // What token logits are compared with, so that sums stay small: the best logit, or 0 if the
-  // denoiser rules out all tokens.
+  // What logits are counted from, so that sums stay small: the best one, or 0 if all are ruled out.
   float base() const { return is_ruled_out(logits[best]) ? 0 : logits[best]; }
 };
 
@@ -37,8 +35,7 @@ class Ways {
   void meet(int32_t state, const std::vector<Place>& places);
   const std::vector<int32_t>& before(size_t place) const { return met_[place]; }  // ascending
 
-  // The states, 1 or 0 each, from which `places` lead to a text that may end `room` tokens behind
-  // them at the latest.
+  // The states (1 or 0 each) from which `places` lead to a text that can end within `room` tokens.
   std::vector<uint8_t> reaching(const std::vector<Place>& places, int32_t room);
 
   // Says which place the next questions are of; then, whether a token of a group may stand there.
@@ -46,8 +43,7 @@ class Ways {
   bool may_stand(int32_t group);
 
  private:
-  // Turns edges_to_ and is_open_, which are of the states `before`, into those of `now`; both
-  // ascend.
+  // Turns edges_to_ and is_open_ of the states `before` into those of `now`; both lists ascend.
   void move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now);
   static void list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states);
 

@@ -47,8 +47,7 @@ bool is_better(const Place& place, int32_t token, int32_t other) {
   return weight > other_weight || (weight == other_weight && token < other);
 }
 
-// The highest of a run of logits; four at a time, as no compiler does by itself what NaN makes
-// depend on the order.
+// The highest of a run of logits, four at a time: NaN keeps compilers from doing that.
 float max_of_run(const float* logits) {
   using Four = float __attribute__((vector_size(16)));
   constexpr size_t kFours = kRun / 4;
@@ -66,8 +65,7 @@ void fetch_run(const float* logits) {
   for (size_t i = 0; i < kRun; i += kLine) __builtin_prefetch(logits + i);
 }
 
-// The first of the tokens whose logit is the highest; the first of all where none is above minus
-// infinity.
+// The first of the tokens with the highest logit; the first of all if every logit is -inf.
 int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
   constexpr size_t kStretch = 32 * kLanes;  // short enough to look through once more
   float highest = kNone;
@@ -91,8 +89,7 @@ int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
 
 }  // namespace
 
-// A class that has any of the tokens that reach a bound, which are a row's highest ones, has its
-// best one among them.
+// If a class has one of the row's highest tokens, its best token is among these.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = at(automaton_.vocab_size), runs = vocab_size / kRun;
@@ -206,8 +203,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
     const std::vector<int32_t>& met = ways_.before(i);
     layer.ahead.resize(met.size());
     layer.groups.clear();
-    // Where the row behind was read, the one in front will be: it comes nearer while states are
-    // gone through.
+    // Prefetches the next position's row of logits while states are visited.
     const float* const next = looked_at_ == place_ + 1 && i > 0 ? places[i - 1].logits : nullptr;
     for (size_t from = 0; from < met.size(); ++from) {
       if (next != nullptr && (from + 1) * kRun <= at(automaton_.vocab_size))
@@ -230,8 +226,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// Like `solve`, for texts that all need ruled-out tokens or logits so far apart that sums in double
-// lose the smaller ones.
+// Like `solve`, for texts with ruled-out tokens, or with logits too far apart for sums in double.
 bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
                             const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
   struct Step {
@@ -285,8 +280,7 @@ bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// The state behind the first step of the best way on; of equally good ones the one with the lowest
-// token.
+// The state after the first step of the best way on; of equal ones the lowest token's.
 int32_t Viterbi::find_step(size_t place, int32_t state, int32_t& token) {
   const std::vector<Weighed>& groups = layers_[place].groups;
   const std::vector<int32_t>& behind = ways_.before(place + 1);

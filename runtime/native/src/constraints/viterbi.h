@@ -1,5 +1,5 @@
-// The most likely text of a constraint over some positions of a canvas (Viterbi, 1967; of diffusion
-// models: DINGO, arXiv:2505.23061).
+// The most likely text of a constraint over positions of a canvas (Viterbi, 1967; DINGO,
+// arXiv:2505.23061).
 //
 // A token weighs its logit less the best logit of its row; without logits 0, or -1 where another
 // token is marked as the best. A text with fewer ruled-out tokens (logit -inf) is always better;
@@ -25,13 +25,12 @@ class Viterbi {
  public:
   explicit Viterbi(const Automaton& automaton) : automaton_(automaton), ways_(automaton) {}
 
-  // Fills tokens, one a place, with those of the most likely way from `state` to a state of `ends`
-  // (1 or 0 a state); False where there is no way.
+  // Fills tokens, one a place, by the most likely way from `state` to one of `ends` (1 or 0 a
+  // state); false if there is none.
   bool solve(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
              std::vector<int32_t>& tokens);
 
-  // Of each place the only class that a way from `state` to a state of `ends` has there, or -1
-  // where there are others.
+  // For each place the only class that ways from `state` to one of `ends` have there, or -1.
   void find_only(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
                  std::vector<int32_t>& classes);
 

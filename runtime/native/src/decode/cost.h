@@ -1,5 +1,4 @@
-// What passes cost on a machine, by what they compute, as `dlm-export bench --cost` fits it to
-// passes that it measured.
+// What passes cost on a machine, as `dlm-export bench --cost` fits it to measured passes.
 #pragma once
 
 namespace dlm {

@@ -1,6 +1,5 @@
-// The weight of a text without any rounding: how many of its tokens are ruled out or cut, and the
-// exact sum of the logits of the others. Sums in double lose small logits beside large ones; this
-// one loses nothing.
+// The exact weight of a text: how many of its tokens are ruled out or cut, and the exact sum of the
+// logits of the others. Sums in double lose small logits beside large ones.
 #pragma once
 
 #include <array>
@@ -11,8 +10,7 @@
 
 namespace dlm {
 
-// A finite float is an integer times 2^-149, below 2^277 in magnitude, so that 320 bits hold sums
-// of 2^40 floats.
+// A finite float is an integer below 2^277 times 2^-149, so 320 bits hold sums of 2^40 floats.
 class ExactSum {
  public:
   ExactSum() = default;
@@ -22,8 +20,8 @@ class ExactSum {
     uint32_t bits;
     std::memcpy(&bits, &logit, sizeof bits);
     const uint32_t exponent = bits >> 23 & 0xFF, fraction = bits & 0x7FFFFF;
-    const uint64_t significand =
-        exponent == 0 ? fraction : fraction | 0x800000;  // exponent 0: zero and denormals
+    // Exponent 0: zero and denormals.
+    const uint64_t significand = exponent == 0 ? fraction : fraction | 0x800000;
     const uint32_t shift = exponent == 0 ? 0 : exponent - 1;
     const size_t word = shift / 64, bit = shift % 64;
     words_[word] = significand << bit;
@@ -65,11 +63,9 @@ class ExactSum {
   std::array<uint64_t, kWords> words_{};  // two's complement, the lowest word first
 };
 
-// Fewer ruled-out tokens are better, whatever the logits; then fewer cut tokens; then the larger
-// sum.
+// Fewer ruled-out tokens are better, then fewer cut tokens, then the larger sum.
 struct ExactWeight {
-  int64_t avoided = 0;  // kRuledOut a token that the denoiser rules out (logit -inf), and kCut one
-                        // that top_k or top_p cuts
+  int64_t avoided = 0;  // kRuledOut for each token of logit -inf, kCut for each cut by top_k, top_p
   ExactSum sum;         // of the logits of all other tokens, each less the best logit of its row
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;

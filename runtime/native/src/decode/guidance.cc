@@ -20,8 +20,7 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
     const float with = conditional.logits[i], without = unconditional[i];
     const double guided = static_cast<double>(without) +
                           (scale + 1) * (static_cast<double>(with) - static_cast<double>(without));
-    // A token that either pass rules out stays ruled out; one that neither does is not, however low
-    // it becomes.
+    // A token is ruled out if either pass rules it out, and never because it becomes too low.
     logits_[i] = with == -kInfinite || without == -kInfinite ? -kInfinite
                  : guided < static_cast<double>(kLowest)     ? kLowest
                  : guided > -static_cast<double>(kLowest)    ? kInfinite

@@ -1,9 +1,7 @@
-// Classifier-free guidance: predictions are moved away from what the denoiser says without the
-// prompt.
+// Classifier-free guidance: moves predictions away from those without the prompt.
 //
 // l = l_u + (w + 1)(l_c - l_u), l_u being the logits of a canvas whose given tokens are masked, as
-// in LLaDA's loop (arXiv:2502.09992). Both canvases are requests of one pass, each with its own
-// keys and values, so that every cache stays what it is.
+// in LLaDA's loop (arXiv:2502.09992). One pass runs both canvases.
 #pragma once
 
 #include <cstddef>

@@ -7,14 +7,13 @@ namespace dlm {
 class LockstepPasses::LaneMember final : public Member {
  public:
   LaneMember(Request& request, LockstepPasses& passes, std::list<Lane>::iterator lane)
-      : Member(request), passes_(passes), lane(lane) {}
+      : Member(request), lane(lane), passes_(passes) {}
   ~LaneMember() override { passes_.leave(*this); }
+
+  const std::list<Lane>::iterator lane;
 
  private:
   LockstepPasses& passes_;
-
- public:
-  const std::list<Lane>::iterator lane;
 };
 
 struct LockstepPasses::Lane {
@@ -28,8 +27,7 @@ struct LockstepPasses::Lane {
   std::vector<LaneMember*> members;
   std::vector<Row> rows;  // of the last pass
   bool has_begun = false;
-  Range kept{0, 0};  // outside of which the cache's rows were kept, and no row was stored since;
-                     // or of no tokens
+  Range kept{0, 0};  // see Member::kept
 
   const LaneMember& slowest() const {
     return **std::min_element(members.begin(), members.end(), [](const auto* a, const auto* b) {
@@ -124,11 +122,12 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   lane.lay_out_rows();
   const Stage stage = members.front()->request.stage();
   const Range rows = stage.rows;
-  std::vector<const std::vector<int32_t>*> canvases;
+  std::vector<Piece> pieces;
   for (const Lane::Row& row : lane.rows)
-    canvases.push_back(row.member == nullptr ? &members.front()->request.canvas()
-                                             : &row.member->request.canvas(row.canvas));
-  dlm_pass pass = prepare_pass(canvases, rows.first, rows.last, buffers);
+    pieces.push_back({row.member == nullptr ? &members.front()->request.canvas()
+                                            : &row.member->request.canvas(row.canvas),
+                      rows});
+  dlm_pass pass = prepare_pass(pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
   size_t most = 1;  // a pass scores one row at least, whether or not a request looks at it
   for (const Member* const member : members)

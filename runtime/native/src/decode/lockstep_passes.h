@@ -1,10 +1,15 @@
-// The adapter for engines that take one shape a pass: requests of the same shape go in lockstep,
-// others take turns.
+// For engines that take one shape a pass: requests of one shape go in lockstep, others take turns.
 //
 // A lane is a context of the engine and the requests in it. Over a cache, its rows are moved for
 // all of them alike: a request that has finished a stage waits for the slowest, its rows computed
 // and ignored. A request that has ended leaves at the next pass that reads no cache, which over the
 // cache `block` means the first block alone. Without a cache each goes at its own pace.
+//
+// Invariants. A lane has a context while it has a member, and the context goes back to spare_ with
+// the last one. Nobody joins a lane after its first pass, because the cache lacks the newcomer's
+// rows. Lane::rows maps the batch of the last pass to members: as long as passes read the cache,
+// the batch keeps that order, and the rows of a member that has left run another member's tokens,
+// which nobody reads. leave() runs in a destructor: start() reserves what it needs.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +23,7 @@ namespace dlm {
 
 class LockstepPasses final : public PassMaker {
  public:
-  // rows: of keys and values that requests may have together. lanes: that are open at once.
-  // denoiser and engine must outlive it.
+  // rows: of keys and values of all requests. lanes: open at once. denoiser and engine outlive it.
   LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes);
   ~LockstepPasses() override;
 

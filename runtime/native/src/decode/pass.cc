@@ -4,19 +4,17 @@
 
 namespace dlm {
 
-dlm_pass prepare_pass(const std::vector<const std::vector<int32_t>*>& canvases, int32_t first,
-                      int32_t last, Buffers& buffers) {
-  buffers.input_ids.clear();
-  buffers.position_ids.clear();
-  for (const std::vector<int32_t>* const canvas : canvases) {
-    buffers.input_ids.insert(buffers.input_ids.end(), canvas->begin() + first,
-                             canvas->begin() + last);
-    for (int32_t i = first; i < last; ++i) buffers.position_ids.push_back(i);
+dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& buffers) {
+  buffers.input_ids.clear(), buffers.position_ids.clear();
+  for (const auto& [canvas, rows] : pieces) {
+    buffers.input_ids.insert(buffers.input_ids.end(), canvas->begin() + rows.first,
+                             canvas->begin() + rows.last);
+    for (int32_t i = rows.first; i < rows.last; ++i) buffers.position_ids.push_back(i);
   }
   dlm_pass pass{};
   pass.struct_size = sizeof pass;
-  pass.batch = static_cast<int32_t>(canvases.size());
-  pass.tokens = last - first;
+  pass.batch = batch;
+  pass.tokens = static_cast<int32_t>(buffers.input_ids.size()) / batch;
   pass.input_ids = buffers.input_ids.data();
   pass.position_ids = buffers.position_ids.data();
   return pass;
@@ -54,8 +52,7 @@ void check_batch(const Engine& engine, int32_t batch) {
   if (batch <= engine.max_batch()) return;
   fail(DLM_UNSUPPORTED,
        "a pass of %d requests, but the engine takes %d at a time: give max_batch = %d, or open the "
-       "bundle with engine "
-       "\"onnxruntime\", which takes any number",
+       "bundle with engine \"onnxruntime\", which takes any number",
        batch, engine.max_batch(), engine.max_batch());
 }
 
@@ -69,8 +66,7 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
       cached > longest - tokens)
     fail(DLM_INVALID_ARGUMENT,
          "a pass of %d tokens over %d cached ones that scores %d rows: tokens must be 1 or more, "
-         "with the cached ones at most %d, "
-         "and rows in 1..tokens",
+         "with the cached ones at most %d, and rows in 1..tokens",
          tokens, cached, rows, longest);
   if (cached > 0 && !denoiser.has_cache)
     fail(DLM_UNSUPPORTED, "this denoiser keeps no keys and values: cached must be 0");
@@ -86,21 +82,23 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   for (int32_t request = 0; request < batch; ++request) {
     std::vector<int32_t>& canvas = made_up.emplace_back(static_cast<size_t>(length));
     for (int32_t i = 0; i < length; ++i)
-      canvas[static_cast<size_t>(i)] = i >= cached && i < cached + rows
-                                           ? denoiser.mask_token_id
-                                           : (i + request) % denoiser.vocab_size;
+      canvas[i] = i >= cached && i < cached + rows ? denoiser.mask_token_id
+                                                   : (i + request) % denoiser.vocab_size;
   }
-  std::vector<const std::vector<int32_t>*> canvases;
-  for (const std::vector<int32_t>& canvas : made_up) canvases.push_back(&canvas);
+  const auto prepare = [&](Range range) {
+    std::vector<Piece> pieces;
+    for (const std::vector<int32_t>& canvas : made_up) pieces.push_back({&canvas, range});
+    return prepare_pass(pieces, batch, buffers);
+  };
   if (cached > 0) {
-    dlm_pass full = prepare_pass(canvases, 0, length, buffers);
-    buffers.score_rows.assign(canvases.size(), 0);
+    dlm_pass full = prepare({0, length});
+    buffers.score_rows.assign(made_up.size(), 0);
     prepare_scores(denoiser, full, {}, buffers);
     before_pass();
     context.run(full, CacheUse::write);
     context.keep_outside(cached, length);
   }
-  dlm_pass pass = prepare_pass(canvases, cached, length, buffers);
+  dlm_pass pass = prepare({cached, length});
   pass.cached = cached;
   buffers.score_rows.clear();
   for (int32_t request = 0; request < batch; ++request)

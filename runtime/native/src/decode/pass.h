@@ -1,4 +1,11 @@
 // The inputs and outputs of one pass, and what it says to each request.
+//
+// The order of calls: prepare_pass sets the inputs, the maker of the pass fills buffers.score_rows,
+// prepare_scores makes room for the outputs, the engine runs, and predictions_of gives each request
+// its part. A dlm_pass points into its Buffers: it is valid until they are prepared again.
+//
+// Scored rows are one array, [B, R]. A request's rows follow each other from Member::first_row on,
+// in the order of its positions. Those of its second canvas follow Member::apart rows later.
 #pragma once
 
 #include <chrono>
@@ -12,8 +19,7 @@
 
 namespace dlm {
 
-// Inputs and outputs of passes. They outlive a pass, so that the next one of the same size
-// allocates nothing.
+// Inputs and outputs of passes. They are kept, so that passes of the same size allocate nothing.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens;
@@ -40,17 +46,19 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// A pass over positions [first, last) of the canvases, with its inputs set. Scored rows and outputs
-// are left unset.
-dlm_pass prepare_pass(const std::vector<const std::vector<int32_t>*>& canvases, int32_t first,
-                      int32_t last, Buffers& buffers);
+// Positions of a canvas that a pass runs over.
+struct Piece {
+  const std::vector<int32_t>* canvas;
+  Range rows;
+};
 
-// Makes the pass score the rows in buffers.score_rows, [B, R], and gives it room for their
-// candidates and for what is needed beside them.
+// A pass of `batch` requests over the pieces: only its inputs are set.
+dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& buffers);
+
+// Makes the pass score buffers.score_rows, [B, R], with room for candidates and for `needs`.
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
 
-// What the pass says to a request whose scored rows start at row `first`; those of its second
-// canvas, for guidance, are `apart` rows later.
+// What the pass says to a request. first and apart: Member's first_row and apart.
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 
@@ -59,8 +67,7 @@ void check_batch(const Engine& engine, int32_t batch);
 
 // The seconds of each of `repeats` passes of B = `batch` requests, `tokens` over `cached` ones that
 // score `rows`, on made-up tokens; a full pass fills the cache before them. before_pass is called
-// before each, untimed. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), and what the context
-// and before_pass throw.
+// before each, untimed. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
                  int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
                  size_t repeats, const std::function<void()>& before_pass);

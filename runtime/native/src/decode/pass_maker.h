@@ -2,6 +2,10 @@
 //
 // Engines that take segments run requests of all kinds in one pass (make_shared_passes). Engines
 // that take one shape a pass run requests of the same shape together (decode/lockstep_passes.h).
+//
+// A request's way through it: has_room, start (which makes its Member), then any number of rounds
+// of choose and run, until the Member is destroyed. All calls come from the runner's thread. A
+// Member refers to its Request and its PassMaker: both outlive it, and the request does not move.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +31,9 @@ class Member {
   Needs needs;                      // of the next pass, once the runner has found its positions
   size_t first_row = 0, apart = 0;  // of the last pass: see predictions_of
   uint64_t cache_bytes = 0;         // of its keys and values now
+  // The cache was told to keep the rows outside of these, and no row was stored since. Of no tokens
+  // if that does not hold: the next pass that reads the cache has to tell it.
+  Range kept{0, 0};
 };
 
 // What a pass that several requests share keeps within.
@@ -53,8 +60,7 @@ class PassMaker {
   // There must be room.
   virtual std::unique_ptr<Member> start(Request& request) = 0;
 
-  // Who takes part in the next pass, by number. members: all that run, those first that have waited
-  // longest for a pass. Never empty.
+  // Who takes part in the next pass, at least one. members: all that run, by time of waiting.
   virtual std::vector<size_t> choose(const std::vector<Member*>& members,
                                      const PassLimits& limits) = 0;
 
@@ -82,8 +88,7 @@ inline Needs needs_of(const std::vector<Member*>& members) {
   return needs;
 }
 
-// NULL if the engine takes no segments. rows: of keys and values in all. denoiser and engine must
-// outlive it.
+// NULL if the engine takes no segments. rows: of keys and values. Both references outlive it.
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
                                               int64_t rows);
 

@@ -12,13 +12,6 @@ struct Block {
   int32_t steps;
 };
 
-template <class Value>
-const char* name_of(Value value) {
-  for (const Choice<Value>& choice : Choices<Value>::all)
-    if (choice.value == value) return choice.name;
-  return "";
-}
-
 bool has_undecided(const std::vector<uint8_t>& undecided, Range range) {
   const auto last = undecided.begin() + range.last;
   return std::find(undecided.begin() + range.first, last, 1) != last;
@@ -82,8 +75,7 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
   return plan;
 }
 
-// How many of `tokens` a pass over `cached` ones takes, in blocks of `block_length`; all where the
-// engine takes no block.
+// How many of `tokens` a pass over `cached` ones takes, in whole blocks; all if not even one block.
 int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
   for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
     if (engine.max_rows(most, cached) > 0) return most;
@@ -100,9 +92,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
   int32_t stored = 0;
   for (const Block& block : blocks) {
     const auto [start, end] = block.range;
-    // A denoiser that predicts the next position decides the block's first one by the row before
-    // it, which lies in the pass that stores what is before the block; without a cache that is a
-    // pass of its own, so that canvases are equal.
+    // A shifted denoiser decides the block's first position by the row before it, in the pass that
+    // stores what is before the block; without a cache in a separate pass, for equal canvases.
     const PassKind before = &block == &blocks.front() ? PassKind::prefill : PassKind::store;
     const int32_t size =
         policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();
@@ -112,48 +103,27 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
     };
     const Range opened{start, std::min(start + size, end)};
     const bool is_opened = policy.store == Store::open && has_undecided(undecided, opened);
+    const auto add = [&](Range rows, int32_t cached, CacheUse use, PassKind kind, bool is_repeated,
+                         Range decided, int32_t steps, bool is_last = false) {
+      plan.push_back({rows, cached, use, kind, is_repeated, decided, steps, block.range, is_last});
+    };
     while (has_cache && stored < start) {
       const int32_t wanted = is_opened ? end : start;
       const int32_t at_once =
           stored + tokens_at_once(engine, wanted - stored, stored, visible_block);
-      if (is_opened &&
-          at_once ==
-              end) {  // with the block's own rows, in whose place later passes over it put theirs
-        plan.push_back({{stored, end},
-                        stored,
-                        CacheUse::append,
-                        before,
-                        false,
-                        opened,
-                        steps_of(0),
-                        block.range,
-                        false});
+      if (is_opened && at_once == end) {
+        // With the block's own rows, in whose place later passes over it put theirs.
+        add({stored, end}, stored, CacheUse::append, before, false, opened, steps_of(0));
         stored = start;
         break;
       }
       const int32_t last = std::min(at_once, start);
       const Range decided{start, last == start ? start + shift : start};
-      plan.push_back({{stored, last},
-                      stored,
-                      CacheUse::append,
-                      before,
-                      false,
-                      decided,
-                      1,
-                      block.range,
-                      false});
+      add({stored, last}, stored, CacheUse::append, before, false, decided, 1);
       stored = last;
     }
     if (!has_cache && shift > 0 && start > 0)
-      plan.push_back({whole,
-                      0,
-                      CacheUse::none,
-                      PassKind::denoise,
-                      false,
-                      {start, start + shift},
-                      1,
-                      block.range,
-                      false});
+      add(whole, 0, CacheUse::none, PassKind::denoise, false, {start, start + shift}, 1);
     const Range rows = has_cache ? block.range : whole;
     const int32_t cached = has_cache ? start : 0;
     const CacheUse use = policy.store == Store::reuse ? CacheUse::append
@@ -162,20 +132,18 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
     for (int32_t number = 0; number < count; ++number) {
       const Range decided{start + number * size, std::min(start + (number + 1) * size, end)};
       const int32_t steps = steps_of(number);
+      const bool is_last = number == count - 1;
       if (!has_parts) {
-        plan.push_back({rows, cached, use, PassKind::denoise, true, decided, steps, block.range,
-                        number == count - 1});
+        add(rows, cached, use, PassKind::denoise, true, decided, steps, is_last);
         continue;
       }
       if (has_undecided(undecided, decided))
-        plan.push_back({rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps,
-                        block.range, false});
-      // Over the rest of the block as that pass left it. The row that predicts the sub-block's
-      // first position is one of it.
+        add(rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps);
+      // Over the rest of the block as that pass left it, and the row that predicts its start.
       const Range part{std::max(start, decided.first - shift), decided.last};
       const int32_t around = end - part.tokens();
-      plan.push_back({part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise,
-                      true, decided, steps, block.range, number == count - 1});
+      add(part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise, true,
+          decided, steps, is_last);
     }
     if (policy.store == Store::reuse) stored = end;
   }
@@ -185,13 +153,12 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
 }  // namespace
 
 Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
-  const char* const cache = name_of(policy.cache);
+  const char* const cache = kCacheNames[static_cast<size_t>(policy.cache)];
   if (visible_block == 0) {
     if (policy.cache == Cache::block || policy.cache == Cache::block_dual)
       fail(DLM_UNSUPPORTED,
            "policy: cache = \"%s\" is for block-causal attention, and this denoiser's is full: use "
-           "cache = \"dual\", \"prefix\" or "
-           "\"none\"",
+           "cache = \"dual\", \"prefix\" or \"none\"",
            cache);
     if (policy.sub_block_length > 0)
       fail(DLM_UNSUPPORTED,
@@ -202,14 +169,13 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
     if (is_full(policy.cache))
       fail(DLM_UNSUPPORTED,
            "policy: cache = \"%s\" is for full attention, and this denoiser's is block-causal, in "
-           "blocks of %d: use cache = "
-           "\"block\", which is exact, or \"none\"",
+           "blocks of %d: use cache = \"block\", which is exact, or \"none\"",
            cache, visible_block);
     if (policy.block_length % visible_block != 0)
       fail(DLM_INVALID_ARGUMENT,
            "policy: block_length = %d does not suit this denoiser, whose attention is block-causal "
-           "in blocks of %d: give a multiple "
-           "of %d, or 0 for %d; sub_block_length decides fewer positions at a time",
+           "in blocks of %d: give a multiple of %d, or 0 for %d; sub_block_length decides fewer "
+           "positions at a time",
            policy.block_length, visible_block, visible_block, visible_block);
     if (policy.block_length == 0) policy.block_length = visible_block;
     if (policy.sub_block_length > 0 && policy.block_length % policy.sub_block_length != 0)
@@ -221,8 +187,8 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
       if (policy.block_length != visible_block)
         fail(DLM_UNSUPPORTED,
              "policy: cache = \"block-dual\" keeps rows of the block that is decided, all of which "
-             "see each other, as do %d positions of "
-             "this denoiser: use block_length = %d, or cache = \"block\"",
+             "see each other, as do %d positions of this denoiser: use block_length = %d, or cache "
+             "= \"block\"",
              visible_block, visible_block);
       if (policy.remask == Remask::edit)
         fail(DLM_UNSUPPORTED,
@@ -234,14 +200,12 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
   if (policy.remask == Remask::edit)
     fail(DLM_UNSUPPORTED,
          "policy: remask = \"edit\" predicts every position of a block by its own row, and this "
-         "denoiser's rows predict the next "
-         "position: use remask = \"none\"");
+         "denoiser's rows predict the next position: use remask = \"none\"");
   if (policy.store != Store::pass)
     fail(DLM_UNSUPPORTED,
          "policy: store = \"%s\" leaves out the pass that predicts a block's first position, and "
-         "this denoiser's rows predict the "
-         "next position: use store = \"pass\"",
-         name_of(policy.store));
+         "this denoiser's rows predict the next position: use store = \"pass\"",
+         kStoreNames[static_cast<size_t>(policy.store)]);
   return policy;
 }
 

@@ -1,5 +1,4 @@
-// The plan of a request's passes: what each one computes, what it reads from the cache, and what
-// becomes of its rows.
+// The plan of a request's passes: what each computes, reads from the cache, and keeps.
 //
 // Caches: `none` runs the whole canvas every pass. `prefix` and `dual` (Fast-dLLM,
 // arXiv:2505.22618) run it once a block and then only [block start, end of canvas) or the block
@@ -11,6 +10,12 @@
 // `block-dual` (Fast-dLLM v2, arXiv:2509.26328) is `dual` inside of a block: a pass over the block
 // opens each sub-block, whose other passes run it alone over what that one made of the rest.
 // exporter/dlm_export/network/passes.py states the same plan.
+//
+// Invariants that requests and pass makers rely on. Blocks come in order, and the stages of a block
+// follow each other. A request goes through the stages once, leaves out those without work, and
+// never goes back. What a stage reads was kept by an earlier one: `append` reads the positions
+// before `rows`; `read` and `refresh` all but `rows`, with block-causal attention up to the block's
+// end. Each undecided position of a block is in `decided` of one of its repeated stages.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +32,7 @@ struct Range {
   bool operator==(const Range& other) const { return first == other.first && last == other.last; }
 };
 
-// For dlm_stats: prefill fills or refreshes a cache before a block is decided, store stores
-// what is finished.
+// For dlm_stats. prefill: fills or refreshes a cache before a block. store: stores a finished one.
 enum class PassKind { prefill, denoise, store };
 
 // Passes of one kind over one range.

@@ -1,8 +1,6 @@
 #include "decode/policy.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <numeric>
 
 #include "base/error.h"
@@ -25,14 +23,12 @@ static_assert(covers_dlm_policy(),
               "dlm_policy has a field that DLM_POLICY_FIELDS lacks, or in another place");
 
 template <class Enum>
-void check(const char* name, const char* given, Enum& value) {
+void check(const char* name, const char* given, const char* const* names, Enum& value) {
   std::string known;
-  for (const Choice<Enum>& choice : Choices<Enum>::all) {
-    if (given != nullptr && std::strcmp(given, choice.name) == 0) {
-      value = choice.value;
-      return;
-    }
-    known += std::string(known.empty() ? "" : ", ") + choice.name;
+  for (int number = 0; names[number] != nullptr; ++number) {
+    value = static_cast<Enum>(number);
+    if (given != nullptr && std::strcmp(given, names[number]) == 0) return;
+    known += std::string(number == 0 ? "" : ", ") + names[number];
   }
   fail(DLM_INVALID_ARGUMENT, "policy: %s = \"%.40s\" is not one of: %s", name,
        given == nullptr ? "" : given, known.c_str());
@@ -52,11 +48,9 @@ void check(const char* name, Number given, Number& value, double lowest, double 
 dlm_policy default_policy() {
   dlm_policy policy{};
   policy.struct_size = sizeof policy;
-#define DLM_CHOICE(field, type) policy.field = Choices<type>::all[0].name;
-#define DLM_NUMBER(field, type, initial, ...) policy.field = initial;
-  DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
-#undef DLM_CHOICE
-#undef DLM_NUMBER
+#define DLM_SET_CHOICE(field, type) policy.field = k##type##Names[0];
+#define DLM_SET_NUMBER(field, type, initial, ...) policy.field = initial;
+  DLM_POLICY_FIELDS(DLM_SET_CHOICE, DLM_SET_NUMBER)
   return policy;
 }
 
@@ -69,12 +63,10 @@ const char* canonical_choice(const dlm_policy_field& field, const std::string& v
 Policy check_policy(const dlm_policy& given) {
   const dlm_policy policy = take(given, default_policy(), "dlm_policy");
   Policy out{};
-#define DLM_CHOICE(field, type) check(#field, policy.field, out.field);
-#define DLM_NUMBER(field, type, initial, lowest, highest) \
+#define DLM_CHECK_CHOICE(field, type) check(#field, policy.field, k##type##Names, out.field);
+#define DLM_CHECK_NUMBER(field, type, initial, lowest, highest) \
   check(#field, policy.field, out.field, lowest, static_cast<double>(highest));
-  DLM_POLICY_FIELDS(DLM_CHOICE, DLM_NUMBER)
-#undef DLM_CHOICE
-#undef DLM_NUMBER
+  DLM_POLICY_FIELDS(DLM_CHECK_CHOICE, DLM_CHECK_NUMBER)
   if (out.refresh > 0 && !is_full(out.cache))
     fail(DLM_INVALID_ARGUMENT,
          "policy: refresh = %d, but cache = \"%s\" keeps no rows to refresh: use cache = "
@@ -108,8 +100,7 @@ int32_t even_count(int32_t masked, int32_t step, int32_t steps) {
 
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
   if (step >= steps - 1) return masked;
-  // torch.linspace(1, eps, steps + 1) in fp32: from either end by the rounded increment, one
-  // rounding a value.
+  // torch.linspace(1, eps, steps + 1) in fp32: from either end, by the rounded increment.
   const int32_t half = steps / 2 + steps % 2;  // of steps + 1, which may be no int32
   const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(steps);
   const auto t = [&](int32_t i) {
@@ -130,9 +121,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
   if (policy.commit != Commit::sequential)
     std::stable_sort(order.begin(), order.end(),
                      [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
-  const auto ranked = [&](int32_t rank) {
-    return scores[static_cast<size_t>(order[static_cast<size_t>(rank)])];
-  };
+  const auto ranked = [&](int32_t rank) { return scores[order[static_cast<size_t>(rank)]]; };
   planned = std::max(1, std::min(planned, size));
   const auto above = [&] {
     int32_t count = 0;

@@ -91,18 +91,6 @@ class Sampled final : public Proposer {
 
 }  // namespace
 
-void Proposer::limit(const Turn&, const Proposals&, std::vector<int32_t>&) const {}
-
-void Proposer::scaffold(const std::vector<int32_t>&, const std::vector<uint8_t>&, Range,
-                        std::vector<Certain>&) {}
-
-bool Proposer::is_whole() const { return false; }
-
-void Proposer::complete(const std::vector<int32_t>&, const std::vector<uint8_t>&,
-                        std::vector<int32_t>&) {}
-
-void Proposer::note(int32_t, int32_t) {}
-
 std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& policy) {
   if (policy.select == Select::sample) return std::make_unique<Sampled>(denoiser, policy);
   return std::make_unique<Argmax>(denoiser, policy);

@@ -1,11 +1,9 @@
-// The seam between a pass and the choice of what commits: of each scored row a proposer says which
-// token its position would take, and how sure that is. Argmax, a draw, and what a constraint leaves
-// are kinds of it.
+// The seam between a pass and the choice of what commits: for each scored row a proposer gives the
+// token that its position would take, and a score. Argmax, draws and constraints are kinds of it.
 //
 // Each request has its own, which lives as long as it does, so that requests of different kinds
-// share passes. The choice itself (decode/policy.h) stays pure: it ranks scores and never asks
-// where they come from. exporter/dlm_export/network/proposers.py states the same seam, with the
-// same names.
+// share passes. The choice itself (decode/policy.h) stays pure: it ranks scores.
+// exporter/dlm_export/network/proposers.py states the same seam, with the same names.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +15,8 @@
 
 namespace dlm {
 
-// What a proposer wants of a pass beside the candidates, which every pass gives: K tokens a row
-// with their probabilities, best first. All rows of a pass are given what one request of its batch
-// needs.
+// What a proposer needs of a pass beside candidates (K tokens a row with their probabilities, best
+// first). All rows of a pass get what one of its requests needs.
 struct Needs {
   bool entropy = false, logits = false;
 };
@@ -29,8 +26,7 @@ struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
   const float* probs;     // [R, K], softmax with the mask token excluded
   const float* entropy;   // [R], sum p ln p; NULL unless it was needed
-  const float* logits;    // [R, V], raw: the mask token has one too, which no proposer may look at;
-                          // NULL unless they were needed
+  const float* logits;    // [R, V], raw, not to be read for the mask token; NULL unless needed
 };
 
 // A pass that scored positions of a request.
@@ -46,11 +42,10 @@ struct Turn {
 // What is proposed, by row.
 struct Proposals {
   std::vector<int32_t> tokens;  // never the mask token
-  std::vector<double>
-      scores;  // higher is surer: in 0..1, or where the policy's score is an entropy at most 0
-  std::vector<double> probs;   // of the tokens, in the softmax of what the denoiser said
-  std::vector<double> losses;  // ln p of the row's best token minus ln p of the proposed one,
-                               // filled by the loop: what a constraint costs
+  std::vector<double> scores;   // higher is surer: in 0..1, or an entropy of at most 0
+  std::vector<double> probs;    // of the tokens, in the softmax of what the denoiser said
+  std::vector<double> losses;   // ln p of the row's best token minus ln p of the proposed one,
+                                // filled by the loop: what a constraint costs
 
   void resize(size_t rows) {
     tokens.resize(rows), scores.resize(rows), probs.resize(rows), losses.assign(rows, 0);
@@ -73,29 +68,24 @@ class Proposer {
   // are not finite end the request. An edit's scores are the proposed tokens' probabilities.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
 
-  // Limits what commits together: may take rows out of `chosen`, which the policy would commit,
-  // surest first. One has to stay, unless the turn edits.
-  virtual void limit(const Turn& turn, const Proposals& proposals,
-                     std::vector<int32_t>& chosen) const;
+  // May take rows out of `chosen`, surest first. One at least has to stay, unless the turn edits.
+  virtual void limit(const Turn&, const Proposals&, std::vector<int32_t>& /*chosen*/) const {}
 
-  // Adds what is certain of the undecided positions of `range`, given what is decided. Asked of the
-  // whole canvas before the first pass, and of a block before each of its own; what it adds is
-  // decided then.
-  virtual void scaffold(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
-                        Range range, std::vector<Certain>& certain);
+  // Adds the undecided positions of `range` that have only one legal token; they are then decided.
+  // Called for the canvas before the first pass, and for a block before each of its passes.
+  virtual void scaffold(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
+                        Range /*range*/, std::vector<Certain>& /*certain*/) {}
 
   // Whether the text is whole once all is decided, though there was no room for an end token.
-  virtual bool is_whole() const;
+  virtual bool is_whole() const { return false; }
 
-  // Of a request that ends before all is decided: adds to `guess`, which holds what its last pass
-  // proposed for undecided positions and -1 elsewhere, what the others take. Where -1 stays, an end
-  // token does.
-  virtual void complete(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
-                        std::vector<int32_t>& guess);
+  // For a request that ends early. `guess` has what the last pass proposed for undecided positions,
+  // else -1. Replaces -1 by the token that the position takes; -1 becomes an end token.
+  virtual void complete(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
+                        std::vector<int32_t>& /*guess*/) {}
 
-  // Told of every token that the request takes: certain, committed, changed by an edit, or written
-  // behind an end token.
-  virtual void note(int32_t position, int32_t token);
+  // Called for every token that the request decides or edits.
+  virtual void note(int32_t /*position*/, int32_t /*token*/) {}
 };
 
 // The proposer that a policy asks for. denoiser must outlive it.
@@ -104,8 +94,7 @@ std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& 
 // The probability of a token by its row's logits, from that of the row's best one.
 double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
 
-// How sure the policy is of a row whose proposed token has this probability, by what the denoiser
-// predicts. For proposers; `row` counts the turn's.
+// The policy's score of a row, by the denoiser's predictions. prob: of the proposed token.
 double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions,
                  int32_t top_k, size_t row, double prob);
 

@@ -1,8 +1,6 @@
-// Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as
-// 1, 2, 3" (SC 2011).
+// Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 //
-// A draw is a pure function of its key and counter, so a seeded run repeats on any engine and any
-// thread count.
+// A draw is a pure function of key and counter, so a seeded run repeats on any engine.
 #pragma once
 
 #include <array>

@@ -36,8 +36,7 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
     if (engine.max_batch() < 2)
       fail(DLM_UNSUPPORTED,
            "policy: cfg_scale = %.10g takes two canvases a pass, one without the prompt, and the "
-           "engine takes one: use cfg_scale = "
-           "0, or open the bundle with engine \"onnxruntime\"",
+           "engine takes one: use cfg_scale = 0, or open the bundle with engine \"onnxruntime\"",
            guidance());
     unconditional_ = canvas_;
     for (size_t at = 0; at < canvas_.size(); ++at)
@@ -81,8 +80,7 @@ void Request::check_limits(const Engine& engine) const {
                      : "choose a smaller block_length";
     fail(DLM_INVALID_ARGUMENT,
          "this request needs a pass of %d tokens over %d cached ones that scores %d rows, but the "
-         "engine takes %s: %s, or build "
-         "the engine again with a larger --canvas or --block",
+         "engine takes %s: %s, or build the engine again with a larger --canvas or --block",
          tokens, stage.cached, rows, engine.limits().c_str(), advice);
   }
 }
@@ -93,8 +91,7 @@ bool Request::fits(const Request& other) const {
   };
   if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
   if (!has_cache()) return true;
-  // A pass more, for a slower request, would store other rows than the last one that this one's
-  // block took.
+  // One more pass, for a slower request, would store other rows than this request's last pass.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -103,8 +100,7 @@ size_t Request::find_positions() {
   const Range range = is_editing_ ? stage().block : stage().decided;
   positions_.clear();
   for (int32_t i = range.first; i < range.last; ++i)
-    if (is_editing_ ? !is_given_[static_cast<size_t>(i)] : undecided_[static_cast<size_t>(i)] != 0)
-      positions_.push_back(i);
+    if (is_editing_ ? !is_given_[i] : undecided_[i] != 0) positions_.push_back(i);
   return positions_.size();
 }
 
@@ -169,13 +165,11 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
     proposals.losses[row] = log_prob_loss(
         predictions.probs[row * static_cast<size_t>(denoiser_.top_k)], proposals.probs[row]);
-  // Of a block's passes, over a cache of full attention and a shifted denoiser, only the opening
-  // one has the row before the block, which predicts its first position: that position is taken as
-  // sure there, so that it commits.
+  // If a shifted denoiser runs over a cache of full attention, only a block's opening pass has the
+  // row that predicts the block's first position. That position therefore has to commit in it.
   const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
-    // Never below another, whatever the graph calls a probability: left undecided, it would be
-    // scored by row -1.
+    // No other score may be higher: if it stayed undecided, row -1 would score it next.
     const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
     proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
   }
@@ -190,8 +184,8 @@ void Request::commit(const Proposals& proposals) {
   order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned, order_)));
   limit(proposals, order_);
   for (size_t row = 0; row < positions_.size(); ++row) {
-    guess_[static_cast<size_t>(positions_[row])] = proposals.tokens[row];
-    score_[static_cast<size_t>(positions_[row])] = static_cast<float>(proposals.scores[row]);
+    guess_[positions_[row]] = proposals.tokens[row];
+    score_[positions_[row]] = static_cast<float>(proposals.scores[row]);
   }
   take(proposals, order_);
 }
@@ -200,12 +194,11 @@ void Request::commit(const Proposals& proposals) {
 void Request::edit(const Proposals& proposals) {
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row)
-    if (proposals.tokens[row] != canvas_[static_cast<size_t>(positions_[row])] &&
+    if (proposals.tokens[row] != canvas_[positions_[row]] &&
         proposals.scores[row] > policy_.edit_threshold)
       order_.push_back(static_cast<int32_t>(row));
-  std::stable_sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
-    return proposals.scores[static_cast<size_t>(a)] > proposals.scores[static_cast<size_t>(b)];
-  });
+  std::stable_sort(order_.begin(), order_.end(),
+                   [&](int32_t a, int32_t b) { return proposals.scores[a] > proposals.scores[b]; });
   limit(proposals, order_);
   take(proposals, order_);
 }
@@ -218,8 +211,7 @@ void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) co
 }
 
 void Request::take(const Proposals& proposals, const std::vector<int32_t>& chosen) {
-  // A constraint may force a token whose probability rounds to 0. Its logarithm stays finite: sums
-  // of it do, and JSON has no infinity.
+  // A constraint may force a token whose probability rounds to 0. JSON has no infinity.
   constexpr double least = std::numeric_limits<double>::denorm_min();
   for (const int32_t number : chosen) {
     const auto row = static_cast<size_t>(number);
@@ -257,9 +249,7 @@ void Request::end(Finish why) {
 }
 
 void Request::drop() noexcept {
-  if (done()) return;
-  finish_ = Finish::cancelled;
-  stage_ = plan_.size();
+  if (!done()) finish_ = Finish::cancelled, stage_ = plan_.size();
 }
 
 dlm_result Request::result() const {
@@ -291,8 +281,7 @@ void Request::scaffold(Range range, const Predictions* predictions) {
   committed_ += static_cast<int32_t>(certain_.size());
 }
 
-// The loss of a token that needs no pass, by the last pass's predictions; 0 if that pass did not
-// score its position.
+// The loss of a token that needs no pass, by the last pass; 0 if that did not score its position.
 double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
   const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
   if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
@@ -304,16 +293,15 @@ double Request::loss_of(const Certain& certain, const Predictions* predictions) 
   return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
 }
 
-// Goes on to the stage that has a pass to make. predictions: of the pass that was made just now, if
-// one was.
+// Goes on to the next stage that has a pass to make. predictions: of the last pass, if any.
 void Request::settle(const Predictions* predictions) {
   while (!done()) {
     const Stage& now = stage();
     scaffold(now.block, predictions);
     const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
-    // A pass that opens a block or a sub-block is for that alone, unless the next one's reaches
-    // back no farther than to it.
+    // The pass that opens a block can be left out if nothing of the block is undecided. With
+    // `refresh` it cannot: the next opening pass does not reach back beyond it.
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided))

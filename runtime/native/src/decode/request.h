@@ -1,4 +1,9 @@
 // One request: its canvas, the stages of its plan, and what a pass commits.
+//
+// It is always either done or at a stage that has a pass to make: the constructor and step() call
+// settle(), which goes on to the next such stage. The order for a pass is find_positions, needs,
+// the pass, step. step() proposes, commits (or edits, once the block is full), and settles. take()
+// writes every decided token and tells the proposer of it.
 #pragma once
 
 #include <cstdint>
@@ -24,15 +29,13 @@ enum class Finish : int32_t {
   constraint = DLM_FINISH_CONSTRAINT
 };
 
-// A request's canvas: which of its positions passes score, and what commits of what its proposer
-// makes of them. It makes no passes itself.
+// A request's canvas: which positions a pass scores, and what commits. It makes no passes itself.
 class Request {
  public:
-  // undecided says for each position of the canvas whether a token is wanted there, whatever token
-  // passes shall see until then; ids and lengths are checked already. steps > 0 plans that many
-  // passes for the whole generation. proposer: NULL for the policy's own. Throws
-  // Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), also if it may need a pass that the engine does
-  // not take.
+  // undecided: 1 for each position of the canvas that wants a token; passes see the canvas's token
+  // until then. Ids and lengths are checked already. steps > 0: passes planned for the whole
+  // generation. proposer: NULL for the policy's own. Throws Error(DLM_INVALID_ARGUMENT,
+  // DLM_UNSUPPORTED), also if the engine cannot take a pass that it may need.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
           std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
           std::unique_ptr<Proposer> proposer = nullptr);
@@ -62,19 +65,16 @@ class Request {
   // What the passes ahead compute of which a stage may take several, the costliest of them.
   PassLoad usual_load(const PassCost& cost) const;
 
-  // Finds the positions that the next pass scores; returns how many they are. None where it only
-  // stores.
+  // Finds the positions that the next pass scores, and returns their number: 0 if it only stores.
   size_t find_positions();
   const std::vector<int32_t>& positions() const { return positions_; }  // ascending
   Needs needs() const;  // of that pass; nothing where it scores none
 
-  // Commits after a pass that scored what find_positions found. Throws Error(DLM_ENGINE_FAILED) for
-  // impossible predictions.
+  // Commits after a pass over find_positions' positions. Throws Error(DLM_ENGINE_FAILED).
   void step(const Predictions& predictions, Proposals& proposals);
 
-  // Ends a request before all is decided; nothing once it is done. What is undecided takes what the
-  // last pass proposed there, and where that scored nothing what its proposer completes it by, or
-  // an end token; it stays undecided.
+  // Ends a request early; does nothing once it is done. Undecided positions take what the last pass
+  // proposed, else what the proposer completes, else an end token. They stay undecided.
   void end(Finish why);
   void drop() noexcept;  // like end, but leaves the canvas as it is: needs no memory
 
@@ -105,10 +105,8 @@ class Request {
   std::vector<Stage> plan_;
   size_t stage_ = 0;
   bool is_made_ = false, is_editing_ = false;  // of the stage: a pass was made; its block is full
-  int32_t step_ = 0,
-          masked_ = 0;  // of its positions: passes made, and how many were undecided before
-  int32_t edits_ = 0;   // passes over its full block
-  int32_t nfe_ = 0;
+  int32_t step_ = 0, masked_ = 0;   // passes made of the stage; positions undecided before them
+  int32_t edits_ = 0, nfe_ = 0;     // passes over its full block; passes of the request
   std::vector<int32_t> positions_;  // what find_positions found
   bool is_constrained_;
   std::unique_ptr<Proposer> proposer_;

@@ -1,8 +1,6 @@
 #include "decode/runner.h"
 
 #include <algorithm>
-#include <exception>
-#include <new>
 #include <numeric>
 #include <utility>
 
@@ -20,25 +18,6 @@ void Runner::guard(Job& job, Body body) {
   } catch (...) {
     fail_job(job, thrown());
   }
-}
-
-// The current exception. Without memory for its message, the lack of memory.
-Runner::Failure Runner::thrown() noexcept {
-  try {
-    try {
-      throw;
-    } catch (const Error& error) {
-      return {error.status(), error.what()};
-    } catch (const std::bad_alloc&) {
-    } catch (const std::exception& error) {
-      return {DLM_INTERNAL, error.what()};
-    } catch (...) {
-      return {DLM_INTERNAL, kForeign};
-    }
-  } catch (...) {
-  }
-  // Short enough for std::string to store it without an allocation.
-  return {DLM_OUT_OF_MEMORY, "out of memory"};
 }
 
 // Ends a job with its current canvas; if that fails, with the error.
@@ -84,13 +63,12 @@ void Runner::fail_all_with_thrown() noexcept {
 
 void Runner::drop_all() noexcept {
   failure_.reset();
-  for (Jobs* const jobs : {&running_, &waiting_}) {
-    while (!jobs->empty()) {
-      const std::shared_ptr<Job> job = jobs->front();
-      jobs->pop_front();
-      end(*job, Finish::cancelled);
-      finish(*job);
-    }
+  running_.splice(running_.end(), waiting_);
+  while (!running_.empty()) {
+    const std::shared_ptr<Job> job = running_.front();
+    running_.pop_front();
+    end(*job, Finish::cancelled);
+    finish(*job);
   }
 }
 
@@ -147,8 +125,7 @@ void Runner::run(Until until, const std::function<bool()>& before_pass) {
   if (is_paused) fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// The loop of run(), which holds the lock at its start and between passes. False: before_pass asked
-// to stop.
+// The loop of run(): takes the lock over, and frees it to work. False: before_pass asked to stop.
 bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
                          std::unique_lock<std::mutex>& lock) {
   while (!is_stopping_) {
@@ -225,24 +202,20 @@ void Runner::admit() {
     running_.splice(running_.end(), waiting_, waiting_.begin());
   }
   // Jobs that ended while they waited.
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    const auto next = std::next(it);
-    if ((*it)->request_.done()) running_.splice(running_.end(), waiting_, it);
-    it = next;
-  }
+  for (auto it = waiting_.begin(); it != waiting_.end();)
+    if (const auto job = it++; (*job)->request_.done())
+      running_.splice(running_.end(), waiting_, job);
   stats_.running = static_cast<int32_t>(running_.size());
 }
 
 void Runner::finish_done() {
   for (auto it = running_.begin(); it != running_.end();) {
-    const auto next = std::next(it);
-    if ((*it)->request_.done()) {
-      const std::shared_ptr<Job> job = *it;
-      if (job->status_ == DLM_OK && !job->was_told_done_) guard(*job, [&] { tell(*job); });
-      running_.erase(it);
-      finish(*job);
-    }
-    it = next;
+    const auto place = it++;
+    const std::shared_ptr<Job> job = *place;
+    if (!job->request_.done()) continue;
+    if (job->status_ == DLM_OK && !job->was_told_done_) guard(*job, [&] { tell(*job); });
+    running_.erase(place);
+    finish(*job);
   }
 }
 
@@ -384,8 +357,7 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// A mean over about the last ten passes, in which none that was held up counts much. Passes that
-// are quicker than the cost says do not count.
+// A mean over about ten passes. Slow ones count for kMost at most, quick ones not at all.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

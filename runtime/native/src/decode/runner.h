@@ -1,8 +1,24 @@
-// Runs requests: admits those that have room, plans one pass of them, makes it, commits, and tells
-// who asked, until all have ended.
+// Runs requests: admits them, makes passes of several, commits, and reports steps, until all end.
 //
 // A session runs until its requests have ended, on the caller's thread. A scheduler is the same
 // with a thread of its own: any thread submits, one thread is in run().
+//
+// Who owns what. A Job owns its Request, statistics and result. Its handle and, until it has ended,
+// the runner hold it. The PassMaker owns keys and values; a running job has a Member there.
+// finish() destroys the member first, so the rows are free before anyone sees that the job ended.
+//
+// The lock is the Board's mutex. It guards waiting_, failure_, is_running_, is_stopping_, stats_
+// and Job::is_done_. All else, running_ too, belongs to the thread in run(). Other threads read a
+// result only after they have seen is_done_. Passes, commits and callbacks run without the lock, so
+// that submit(), cancel() and wait() never wait for a pass.
+//
+// The order of one round: end the jobs that are due, start waiting ones, ask before_pass, do both
+// again (before_pass may cancel), choose, make the pass, commit for all its jobs, end those that
+// are due, and tell of each one's step; last, finish the jobs that are done.
+//
+// How a job ends: its last step, end() or fail_job() makes its request done, for good. Only
+// finish_done(), fail_all_with_thrown() and drop_all() take a job out of running_, and each calls
+// finish() once for it. finish() throws nothing, so every wait ends.
 #pragma once
 
 #include <cstdint>
@@ -31,23 +47,20 @@ class Runner {
   // denoiser and pass_maker must outlive it.
   Runner(const Denoiser& denoiser, PassMaker& pass_maker, const Options& options)
       : denoiser_(denoiser), pass_maker_(pass_maker), options_(options) {}
-  // Must not be called while a thread is in run(). Cancels the jobs that have not ended, without
-  // telling of another step.
+  // Must not be called while a thread is in run(). Cancels all jobs, without telling of a step.
   ~Runner() { drop_all(); }
 
   // Between runs, while no job is left.
   void set_most_running(int32_t requests) { options_.most_running = requests; }
 
-  // From any thread. Throws Error(DLM_BUSY) if most_waiting requests wait,
-  // Error(DLM_INVALID_ARGUMENT) if there can never be room for the request, and the error that
-  // ended the last run().
+  // From any thread. Throws Error(DLM_BUSY) if most_waiting requests wait, DLM_INVALID_ARGUMENT if
+  // there can never be room for the request, or the error that ended the last run().
   std::shared_ptr<Job> submit(Request request, JobOptions options);
 
   enum class Until { stopped, idle, pass };
 
-  // Makes passes until stop() is called, or no job is left, or one pass was made. before_pass is
-  // called before each pass. If it returns false, this throws Error(DLM_CANCELLED), and the jobs
-  // stay as they are for the next call.
+  // Makes passes until stop(), until no job is left, or one pass. Calls before_pass before each. If
+  // that returns false, throws Error(DLM_CANCELLED), and the jobs stay for the next call.
   //
   // An error of one job ends that job alone. Any other error ends every job with its status and
   // message, and is thrown; until the next call, submit() throws it too. Throws
@@ -63,12 +76,6 @@ class Runner {
 
  private:
   using Jobs = std::list<std::shared_ptr<Job>>;
-
-  // A status and its sentence.
-  struct Failure {
-    dlm_status status;
-    std::string message;
-  };
 
   // How much of the cost's time a pass may be planned for.
   double most_ms() const { return options_.most_ms / pace_; }
@@ -90,7 +97,6 @@ class Runner {
   // The error boundary of a job: what `body` throws ends that job alone.
   template <class Body>
   static void guard(Job& job, Body body);
-  static Failure thrown() noexcept;
   static void end(Job& job, Finish why) noexcept;
   static void fail_job(Job& job, const Failure& failure) noexcept;
   void fail_all_with_thrown() noexcept;
@@ -101,7 +107,7 @@ class Runner {
   Options options_;
   const std::shared_ptr<Board> board_ = std::make_shared<Board>();
   Buffers buffers_;
-  Jobs waiting_, running_;  // in the order of submission
+  Jobs waiting_, running_;  // in the order of submission; a job is in at most one of them
   bool is_running_ = false, is_stopping_ = false;
   std::optional<Failure> failure_;  // that ended the last run; under the board's mutex
   uint64_t passes_ = 0;

@@ -15,8 +15,7 @@ constexpr double kLog2E = 1.4426950408889634;
 // No less than 2^power, and no more than 1.07 times that unless it is tiny: what a float's bits
 // mean, 2^n (1 + f) >= 2^(n + f), with a thousandth for what was rounded.
 float exp_bound(float power) {
-  constexpr float kOne = 127,
-                  kStep = 8388608;  // the exponent of 1, and the bits of a step of the exponent
+  constexpr float kOne = 127, kStep = 8388608;  // the exponent of 1; bits of a step of it
   const float exponent = power + kOne;
   const auto bits =
       static_cast<int32_t>((exponent > 0 ? exponent < 254 ? exponent : 254 : 0) * kStep);
@@ -77,8 +76,7 @@ void Winner::see(int32_t token, double log_weight) {
   scale_ = std::exp(-best_) * (1 + 1e-9);
 }
 
-// Of `count` tokens from an even one on, 1 - u as its first 24 bits have it, which is no more. One
-// more is written where count is odd.
+// The first 24 bits of 1 - u, for `count` tokens from an even one on; one more if count is odd.
 void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
   const auto bound = [](uint32_t word) {
     return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
@@ -99,19 +97,18 @@ void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best,
                      double temperature) {
   constexpr int32_t kSome = 128;
-  // Halves, because the difference of two finite floats can overflow. A slope of 0 makes NaN only
-  // of -inf, and its bound is 0.
+  // Halves, because differences can overflow. A slope of 0 makes NaN only of -inf: its bound is 0.
   const auto slope = static_cast<float>(std::min(2 * kLog2E / temperature, 1e30));
   const float half_best = 0.5f * best;
   std::array<float, kSome> weights, spare;
   for (int32_t from = first / 2 * 2; from < last; from += kSome) {
     const int32_t count = std::min(kSome, last - from), skipped = std::max(0, first - from);
     for (int32_t i = skipped; i < count; ++i)
-      weights[static_cast<size_t>(i)] = exp_bound((0.5f * logits[from + i] - half_best) * slope);
+      weights[i] = exp_bound((0.5f * logits[from + i] - half_best) * slope);
     find_spare(from, count, spare.data());
     const auto scale = static_cast<float>(std::min(scale_ * 1.0001, 1e30));
     for (int32_t i = skipped; i < count; ++i) {
-      if (spare[static_cast<size_t>(i)] > weights[static_cast<size_t>(i)] * scale) continue;
+      if (spare[i] > weights[i] * scale) continue;
       const double behind =
           (static_cast<double>(logits[from + i]) - static_cast<double>(best)) / temperature;
       if (behind >= -kFarthest) see(from + i, behind);
@@ -139,7 +136,7 @@ void Sampler::temper(const Tempered& tempered, int32_t vocab_size, int32_t left_
   for (int32_t token = 0; token < vocab_size; ++token) {
     const double behind = tempered(token);
     const double weight = behind < -kFarthest || token == left_out ? 0 : std::exp(behind);
-    weights_[static_cast<size_t>(token)] = weight;
+    weights_[token] = weight;
     total += weight;
   }
   total_ = total;
@@ -152,8 +149,7 @@ Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
   temper({logits, best, sampling.temperature}, vocab_size, left_out);
   cut(logits, sampling);
   if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
-    // The others of the top_k best tokens are too unlikely for a draw from the whole row; a
-    // constraint may need them.
+    // The others of the top_k tokens are too unlikely for any draw, but a constraint may need them.
     kept_.clear();
     for (int32_t token = 0; token < vocab_size; ++token)
       if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
@@ -183,7 +179,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   temper(tempered, vocab_size, left_out);
   double sum = 1, second = 0, product = 0;
   const auto count = [&](int32_t token) {
-    const double weight = weights_[static_cast<size_t>(token)];
+    const double weight = weights_[token];
     if (weight == 0 || token == best) return;
     sum += weight;
     second = std::max(second, weight);
@@ -197,7 +193,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
     for (int32_t token = 0; token < vocab_size; ++token) count(token);
   }
   // ln p is a tempered logit less the sum's logarithm.
-  return {winner.token(), weights_[static_cast<size_t>(winner.token())] / sum, (1 - second) / sum,
+  return {winner.token(), weights_[winner.token()] / sum, (1 - second) / sum,
           product / sum - std::log(sum)};
 }
 
@@ -212,8 +208,7 @@ void Sampler::keep_best(const float* logits, int32_t top_k) {
 // Finds what is kept in linear time, by halving the part in which the cut must lie.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
-  // All tokens of a smaller weight come to less than what top_p leaves out, so that none of them is
-  // kept.
+  // All tokens of smaller weight together weigh less than what top_p leaves out: none is kept.
   const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
   for (size_t token = 0; token < weights_.size(); ++token)
     if (weights_[token] > 0 && weights_[token] >= least)
@@ -222,15 +217,13 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // The token of rank `first` is kept, and those from `last` on are not; `before` weigh those in
-  // front of `first`.
+  // Rank `first` is kept, rank `last` is not; `before`: the weight of ranks below `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;
     std::nth_element(at(first), at(middle), at(last), is_before);
     double sum = before;
-    for (size_t rank = first; rank < middle; ++rank)
-      sum += weights_[static_cast<size_t>(kept_[rank])];
+    for (size_t rank = first; rank < middle; ++rank) sum += weights_[kept_[rank]];
     if (sum > sampling.top_p * total_)
       last = middle;
     else

@@ -7,16 +7,14 @@
 #pragma once
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 namespace dlm {
 
-// What is drawn from: the `top_k` best tokens (0: all), of which as few of the best as have a
-// probability of more than top_p together, at a temperature above 0. Both cuts are of the tempered
-// distribution.
+// What is drawn from, at a temperature above 0: the `top_k` best tokens (0: all), and of those the
+// fewest best ones with a probability of more than top_p together, both of the tempered softmax.
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;
@@ -28,22 +26,18 @@ struct DrawKey {
   uint32_t step, position;
 };
 
-// A token whose tempered logit is farther behind the best one's cannot win: noise spans less, from
-// -ln(53 ln 2) to 53 ln 2.
+// A token this far behind the best tempered logit cannot win: noise is in -ln(53 ln 2)..53 ln 2.
 constexpr double kFarthest = 42;
 
-// The token whose noise and log weight are the largest together, of those that it is shown, one at
-// least.
+// Of the tokens that it is shown, at least one, the one with the largest noise plus log weight.
 class Winner {
  public:
   explicit Winner(const DrawKey& key) : key_(key) {}
 
   void see(int32_t token, double log_weight);
-  // Makes `see` quicker for most of the tokens below vocab_size: worth it where many of them are
-  // shown. `spare` outlives it.
+  // Makes `see` quicker for most tokens below vocab_size, if many are shown. `spare` outlives it.
   void prepare(int32_t vocab_size, std::vector<float>& spare);
-  // The tokens [first, last), whose log weights, at most 0, are (logits[token] - best) /
-  // temperature. best: of tokens seen before.
+  // Sees tokens [first, last) of log weights (logits[token] - best) / temperature, none above 0.
   void see_row(const float* logits, int32_t first, int32_t last, float best, double temperature);
   int32_t token() const { return token_; }
 
@@ -60,8 +54,7 @@ class Winner {
          scale_ = std::numeric_limits<double>::infinity();
 };
 
-// The last token that is drawn from, by descending logits and then by ids; the default is none,
-// which keeps all.
+// The last token that is drawn from, by descending logits, then ids. The default keeps all.
 struct Cut {
   float logit = -std::numeric_limits<float>::infinity();
   int32_t token = std::numeric_limits<int32_t>::max();
@@ -73,20 +66,17 @@ struct Cut {
   }
 };
 
-// A draw, and the distribution that it is from. Not finite, none of them, where a logit is NaN or
-// infinitely large.
+// A draw and its distribution. All numbers are NaN if a logit is NaN or +infinity.
 struct Draw {
   int32_t token;
   double prob;             // of the token
   double margin, entropy;  // of the distribution: p1 - p2, sum p ln p
 };
 
-// What is asked of a draw beside its token: nothing but whether the logits are finite, its
-// distribution, or that with its entropy.
+// What a draw tells: its token and whether logits are finite, also the distribution, also entropy.
 enum class Told { token, distribution, entropy };
 
-// Draws a token from logits [vocab_size] other than `left_out`, of which there is one at least.
-// Holds the memory that it takes.
+// Draws a token other than `left_out` from logits [vocab_size]. Holds the memory that it needs.
 class Sampler {
  public:
   // What is not told is of no meaning where it is finite.

@@ -1,5 +1,8 @@
-// A pass that requests of all kinds share: each canvas is a segment of one row of tokens, and has a
-// place in an arena.
+// Passes that requests share: each canvas is a segment of a row of tokens, with an arena place.
+//
+// Pieces, arena parts, and therefore segments have one order: member by member, canvas by canvas.
+// Before the pass the arena moves the rows of members that read other rows than last time (kept). A
+// member's places are its own until it is destroyed, so passes never see another request's rows.
 #include <algorithm>
 
 #include "cache/arena.h"
@@ -31,8 +34,6 @@ class SharingMember final : public Member {
   }
 
   std::vector<Arena::Handle> places;  // of its canvases
-  Range kept{0, 0};  // outside of which the cache's rows were kept, and no row was stored since;
-                     // or of no tokens
 
  private:
   Arena& arena_;
@@ -77,8 +78,10 @@ class SharedPasses final : public PassMaker {
 
   dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
                PassSeconds& seconds) override {
-    buffers.input_ids.clear(), buffers.position_ids.clear(), buffers.score_rows.clear();
+    buffers.score_rows.clear();
+    std::vector<Piece> pieces;
     std::vector<Arena::Part> parts;
+    int64_t first = 0;  // of a canvas's rows, in the pass
     for (Member* const each : members) {
       auto& member = static_cast<SharingMember&>(*each);
       const Request& request = member.request;
@@ -86,17 +89,13 @@ class SharedPasses final : public PassMaker {
       member.first_row = buffers.score_rows.size();
       member.apart = request.positions().size();
       for (size_t number = 0; number < request.canvases(); ++number) {
-        const std::vector<int32_t>& canvas = request.canvas(number);
-        const auto first = static_cast<int64_t>(buffers.input_ids.size());
-        buffers.input_ids.insert(buffers.input_ids.end(), canvas.begin() + stage.rows.first,
-                                 canvas.begin() + stage.rows.last);
-        for (int32_t i = stage.rows.first; i < stage.rows.last; ++i)
-          buffers.position_ids.push_back(i);
+        pieces.push_back({&request.canvas(number), stage.rows});
         for (const int32_t position : request.positions())
           buffers.score_rows.push_back(first + std::max(position - denoiser_.shift, 0) -
                                        stage.rows.first);
         parts.push_back({member.places[number], stage.rows.first, stage.rows.tokens(), stage.cached,
                          stage.use});
+        first += stage.rows.tokens();
       }
       if (stage.cached == 0 || member.kept == stage.rows) continue;
       const Stopwatch timer(seconds.cache);
@@ -106,12 +105,7 @@ class SharedPasses final : public PassMaker {
     }
     // A pass scores one row at least, whether or not a request looks at it.
     if (buffers.score_rows.empty()) buffers.score_rows.push_back(0);
-    dlm_pass pass{};
-    pass.struct_size = sizeof pass;
-    pass.batch = 1;
-    pass.tokens = static_cast<int32_t>(buffers.input_ids.size());
-    pass.input_ids = buffers.input_ids.data();
-    pass.position_ids = buffers.position_ids.data();
+    dlm_pass pass = prepare_pass(pieces, 1, buffers);
     prepare_scores(denoiser_, pass, needs_of(members), buffers);
     {
       const Stopwatch timer(seconds.engine);

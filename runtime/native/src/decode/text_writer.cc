@@ -4,25 +4,23 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/json.h"
+#include "base/utf8.h"
 
 namespace dlm {
 namespace {
-
-constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD
 
 class WindowDecoder {
  public:
   WindowDecoder(dlm_decode_fn decode, void* user) : decode_(decode), user_(user) {}
 
-  void push(const int32_t* ids, size_t count, bool is_last, std::string& out) {
+  void operator()(const int32_t* ids, size_t count, bool is_last, std::string& out) {
     window_.insert(window_.end(), ids, ids + count);
     const std::string decoded = text_of(window_);
     std::string_view whole = decoded;
     // Bytes at the end that are no character yet may become one.
-    while (!is_last && whole.size() >= kReplacement.size() &&
-           whole.substr(whole.size() - kReplacement.size()) == kReplacement)
-      whole.remove_suffix(kReplacement.size());
+    const size_t mark = kReplacement.size();
+    while (!is_last && whole.size() >= mark && whole.substr(whole.size() - mark) == kReplacement)
+      whole.remove_suffix(mark);
     out += whole.substr(std::min(told_, whole.size()));
     told_ = std::max(told_, whole.size());
     if (whole.size() < decoded.size() || count == window_.size()) return;
@@ -43,7 +41,7 @@ class WindowDecoder {
              dlm_status_name(status));
       if (size > found.size()) continue;
       found.resize(size);
-      if (!json::is_utf8(found))
+      if (!is_utf8(found))
         fail(DLM_INVALID_ARGUMENT, "the decode callback gave text that is not UTF-8");
       return found;
     }
@@ -57,12 +55,7 @@ class WindowDecoder {
 
 }  // namespace
 
-Decode decode_by_windows(dlm_decode_fn decode, void* user) {
-  return [decoder = WindowDecoder(decode, user)](const int32_t* ids, size_t count, bool is_last,
-                                                 std::string& out) mutable {
-    decoder.push(ids, count, is_last, out);
-  };
-}
+Decode decode_by_windows(dlm_decode_fn decode, void* user) { return WindowDecoder(decode, user); }
 
 TextWriter::TextWriter(const Denoiser& denoiser, Decode decode, size_t start, bool tells_pieces,
                        std::vector<std::string> stop_strings)

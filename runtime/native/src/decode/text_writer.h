@@ -19,20 +19,18 @@ namespace dlm {
 using Decode =
     std::function<void(const int32_t* ids, size_t count, bool is_last, std::string& out)>;
 
-// Makes a Decode of a function that gives the text of a run of ids. It decodes a window of the last
-// two runs each time: the ids before a token may change how the token is spelled, but only those
-// close to it.
+// Makes a Decode of a function that decodes whole runs of ids. It decodes the last two runs each
+// time, because the ids just before a token may change how it is spelled.
 Decode decode_by_windows(dlm_decode_fn decode, void* user);
 
 class TextWriter {
  public:
-  // start: the position of the canvas where the text starts. tells_pieces: what each step adds is
-  // wanted too. denoiser must outlive it.
+  // start: of the text in the canvas. tells_pieces: the text that each step adds is wanted too.
   TextWriter(const Denoiser& denoiser, Decode decode, size_t start, bool tells_pieces,
              std::vector<std::string> stop_strings);
 
-  // After a pass, or once the request is done. Returns false if the text ended at a stop string:
-  // the request is then to end. Throws what Decode throws.
+  // Called after a pass and once done. False: a stop string ended the text, so the request must
+  // end.
   bool read(const Request& request);
 
   const std::string& text() const { return text_; }

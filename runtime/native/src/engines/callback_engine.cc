@@ -1,5 +1,4 @@
-// The engine whose passes the caller makes: tests drive the loop with a torch denoiser, services
-// with whatever they have.
+// The engine whose passes the caller makes, such as tests that run a torch denoiser.
 #include <limits>
 
 #include "base/error.h"

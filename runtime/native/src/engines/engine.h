@@ -18,8 +18,7 @@
 
 namespace dlm {
 
-// A layer's keys (or values) are [B, kv_heads, rows, head_size], B the requests of a batch; a row
-// that has a scale has it behind.
+// A layer's keys (or values) are [B, kv_heads, rows, head_size], with a scale after each int8 row.
 struct CacheLayer {
   int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
 
@@ -56,8 +55,7 @@ enum class CacheUse {
   write,  // S is 0; the T new rows are kept for keep_outside, and all others forgotten, B with them
   read,   // over the S rows that keep_outside kept
   refresh,  // over them as well, and the T new rows are kept with them
-  append    // over those of the positions [0, S), S being 0 or kept; the T new rows are kept behind
-            // them, all others forgotten
+  append    // over positions [0, S), none or kept; the T new rows are kept behind them, no others
 };
 
 // Whether the new rows are kept.
@@ -72,13 +70,11 @@ class Context {
   // Throws Error(DLM_ENGINE_FAILED) or whatever else ends the request.
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
-  // Makes the rows of the positions outside [first, last) what the next passes read, in any order:
-  // every row of a pass sees them, and keys are encoded with their positions. They are rows that
-  // were kept, or of the last pass if that kept its own.
+  // Makes the rows of the positions outside [first, last) what the next passes read, in any order,
+  // as keys are encoded with their positions. They were kept, or are the last pass's.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
-  // What the keys and values of this batch take now. Rows grow with the canvas, or by what is
-  // appended, and not with the passes.
+  // Bytes of the batch's keys and values now: of the canvas, or of what was appended.
   virtual uint64_t cache_bytes() const = 0;
 };
 
@@ -88,31 +84,27 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  // A context of this engine, which must outlive it; one thread at a time uses it. Of a cache that
-  // is appended to it never holds room for more than `longest` rows, the denoiser's
-  // max_canvas_length.
+  // A context of this engine, which must outlive it; one thread at a time uses it. `longest`: rows
+  // that an appended cache has room for at most, the denoiser's max_canvas_length.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
 
-  // Whether requests may share a pass as segments of one row of tokens. Where not, they go alone,
-  // or in lockstep.
+  // Whether requests may share a pass as segments of a row of tokens. If not, they go in lockstep.
   virtual bool takes_segments() const { return false; }
 
-  // Keys and values, `rows` of them in all, of requests that do; it must not outlive the engine.
-  // NULL where they don't.
+  // `rows` rows of keys and values for requests that do, else NULL. The engine must outlive it.
   virtual std::unique_ptr<Arena> open_arena(int64_t rows);
 
   // One line for people: name, version, provider.
   virtual std::string description() const = 0;
 
-  // How many rows a pass of T tokens over S cached ones may score; 0: the engine takes no such
-  // pass.
-  virtual int32_t max_rows(int32_t tokens, int32_t cached) const;
+  // How many rows a pass of T `tokens` over S `cached` ones may score; 0: it takes no such pass.
+  virtual int32_t max_rows(int32_t /*tokens*/, int32_t /*cached*/) const { return INT32_MAX; }
 
   // How many requests a pass may have (B).
-  virtual int32_t max_batch() const;
+  virtual int32_t max_batch() const { return INT32_MAX; }
 
   // The sizes behind max_rows, for people; "" where there is no limit.
-  virtual std::string limits() const;
+  virtual std::string limits() const { return ""; }
 };
 
 // An engine that is told in dlm_pass where everything of a pass is. Its contexts keep the cache,
@@ -124,9 +116,8 @@ class HostEngine : public Engine {
   std::unique_ptr<Context> open_context(int32_t longest) override;
   std::unique_ptr<Arena> open_arena(int64_t rows) override;
 
-  // Runs a pass with all of dlm_pass set; called from one thread a context and from several
-  // contexts at once. segments: of its tokens, B being 1 and S all rows that there are; none where
-  // the pass has no other requests than those of B.
+  // Runs a pass with all of dlm_pass set; called by several contexts at once. segments: of its
+  // tokens, with B = 1 and S = all rows; none if the requests are those of B.
   virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments) = 0;
 
  protected:
@@ -142,18 +133,17 @@ struct PortNames {
     std::string past_key, past_value, present_key, present_value;
   };
   std::string input_ids, position_ids, score_rows, top_token, top_prob, entropy, logits;
-  std::string segments;  // "": the graph has none
-  std::vector<Layer> layers;
+  std::string segments{};  // "": the graph has none
+  std::vector<Layer> layers{};
 };
 
 // What an engine must know of a bundle's graph; the manifest says it.
 struct GraphSpec {
-  std::string path;  // of denoiser.onnx
-  std::string
-      device_path;  // of device.onnx, the same graph as GPUs run it; empty if the bundle holds none
+  std::string path;         // of denoiser.onnx
+  std::string device_path;  // of device.onnx, the same graph for GPUs; empty if there is none
   int32_t vocab_size, top_k;
   CacheShape cache;
-  int32_t cache_type;  // ElementType of engines/graph_contract.h
+  int32_t cache_type;  // an element type of engines/graph_contract.h
   bool simulated;   // quantised values are computed on in floating point, as the graph is written
   PortNames ports;  // as many layers as cache
 };
@@ -196,15 +186,13 @@ struct ProviderChoice {
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
                                          int threads, const ProviderChoice& provider);
 
-// Loads TensorRT (library, or the places that dlm_open_options names) and the one of the bundle's
-// engines that fits it and the device. Throws Error(DLM_ENGINE_MISSING) without library or driver,
-// Error(DLM_UNSUPPORTED) if none fits.
+// Loads TensorRT (library, or the places that dlm_open_options names) and the engine that fits it
+// and the device. Throws Error(DLM_ENGINE_MISSING), or Error(DLM_UNSUPPORTED) if none fits.
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::vector<EngineSpec>& engines,
                                       const std::string& library);
 
-// A row whose logits hold NaN or +infinity gets a probability of NaN, as other engines compute it,
-// so that its request ends.
+// A row with a logit of NaN or +infinity gets a probability of NaN, which ends its request.
 std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const Denoiser& denoiser);
 
 // For bundles that are opened to be looked at: every pass is refused with Error(DLM_UNSUPPORTED).

@@ -17,9 +17,8 @@ std::string type_text(int32_t type, const Dims& dims) {
                                            "complex128", "bfloat16"};
   const bool is_known = type >= 0 && static_cast<size_t>(type) < std::size(kNames);
   std::string text = is_known ? kNames[type] : "type " + std::to_string(type);
-  for (size_t i = 0; i < dims.size() && i < 8; ++i) {
+  for (size_t i = 0; i < dims.size() && i < 8; ++i)
     text += (i == 0 ? " [" : ", ") + (dims[i] < 0 ? "any" : std::to_string(dims[i]));
-  }
   return text + (dims.size() > 8 ? ", ...]" : dims.empty() ? " []" : "]");
 }
 
@@ -31,26 +30,18 @@ size_t element_bytes(int32_t type) {
 
 std::array<int64_t, 4> Port::shape(int32_t batch, int32_t tokens, int32_t cached,
                                    int32_t rows) const {
+  const int64_t sizes[] = {tokens, cached, rows, batch};  // of kT, kS, kR and kB: -1 and downwards
   std::array<int64_t, 4> out{};
-  for (size_t i = 0; i < dims.size(); ++i) {
-    switch (dims[i]) {
-      case kB:
-        out[i] = batch;
-        break;
-      case kT:
-        out[i] = tokens;
-        break;
-      case kS:
-        out[i] = cached;
-        break;
-      case kR:
-        out[i] = rows;
-        break;
-      default:
-        out[i] = dims[i];
-    }
-  }
+  for (size_t i = 0; i < dims.size(); ++i) out[i] = dims[i] < 0 ? sizes[-1 - dims[i]] : dims[i];
   return out;
+}
+
+size_t Port::bytes(const std::array<int64_t, 4>& shape) const {
+  size_t bytes = element_bytes(type);
+  for (size_t i = 0; i < dims.size(); ++i)
+    if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes))
+      fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", name.c_str());
+  return bytes;
 }
 
 Ports list_ports(const GraphSpec& graph, int64_t batch) {
@@ -83,22 +74,19 @@ Port* find_port(std::vector<Port>& ports, const std::string& name) {
 
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims) {
-  // What changes from pass to pass must be left open in the graph; a number may be left open too,
-  // as passes check it.
+  // Sizes that change must be open in the graph. Numbers may be open too, as passes check them.
   const auto fits = [](int64_t there, int64_t wanted) { return there < 0 || there == wanted; };
   if (type != port.type ||
-      !std::equal(dims.begin(), dims.end(), port.dims.begin(), port.dims.end(), fits)) {
+      !std::equal(dims.begin(), dims.end(), port.dims.begin(), port.dims.end(), fits))
     refuse_port(path, kind, port.name,
                 "is " + type_text(type, dims) + ", but the manifest makes it " +
                     type_text(port.type, port.dims));
-  }
   port.is_there = true;
 }
 
 void check_complete(const std::string& path, const char* kind, const std::vector<Port>& ports) {
-  for (const Port& port : ports) {
+  for (const Port& port : ports)
     if (!port.is_there) refuse_port(path, kind, port.name, "is missing");
-  }
 }
 
 void refuse_port(const std::string& path, const char* kind, const std::string& name,
@@ -113,12 +101,10 @@ void check_finite(const float* top_probs, size_t count) {
 }
 
 void check_pass(const dlm_pass& pass) {
-  // No rows to score is refused too: ONNX Runtime before 1.31 then divides by zero in a kernel,
-  // which ends the process.
-  if (pass.batch < 1 || pass.tokens < 1 || pass.cached < 0 || pass.rows < 1) {
+  // Without rows ONNX Runtime before 1.31 divides by zero in a kernel, which ends the process.
+  if (pass.batch < 1 || pass.tokens < 1 || pass.cached < 0 || pass.rows < 1)
     fail(DLM_INTERNAL, "a pass of %d x %d tokens, %d cached and %d rows", pass.batch, pass.tokens,
          pass.cached, pass.rows);
-  }
 }
 
 }  // namespace dlm

@@ -1,5 +1,5 @@
-// What the engines of a bundle share: the inputs and outputs that the manifest makes a graph have,
-// and the checks of a file that somebody sent, and of a pass, against them.
+// What the engines of a bundle share: the inputs and outputs that the manifest gives a graph, and
+// the checks of files and passes against them.
 #pragma once
 
 #include <array>
@@ -13,14 +13,7 @@
 namespace dlm {
 
 // TensorProto.DataType of ONNX, and ONNX Runtime's ONNXTensorElementDataType.
-enum ElementType : int32_t {
-  kFloat = 1,
-  kInt8 = 3,
-  kInt32 = 6,
-  kInt64 = 7,
-  kFloat16 = 10,
-  kBFloat16 = 16
-};
+constexpr int32_t kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBFloat16 = 16;
 
 size_t element_bytes(int32_t type);
 
@@ -35,9 +28,10 @@ struct Port {
   Dims dims;
   bool is_there = false;
 
-  // The dims in a pass of B requests, T tokens, S cached ones and R rows; as many as dims has, at
-  // most 4.
+  // The dims in a pass of B requests, T tokens, S cached ones and R rows; at most 4.
   std::array<int64_t, 4> shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const;
+  // Of such a shape. Throws Error(DLM_OUT_OF_MEMORY).
+  size_t bytes(const std::array<int64_t, 4>& shape) const;
 };
 
 // inputs: input_ids, position_ids, score_rows, then past key and past value of every layer;
@@ -65,8 +59,7 @@ void check_complete(const std::string& path, const char* kind, const std::vector
 [[noreturn]] void refuse_port(const std::string& path, const char* kind, const std::string& name,
                               const std::string& reason);
 
-// NaN anywhere in the denoiser ends up in top_probs [B, R, K], and would choose tokens that mean
-// nothing. Throws Error(DLM_ENGINE_FAILED).
+// NaN anywhere in the denoiser ends up in top_probs [B, R, K]. Throws Error(DLM_ENGINE_FAILED).
 void check_finite(const float* top_probs, size_t count);
 
 // Throws Error(DLM_INTERNAL) for sizes that the loop never asks for.

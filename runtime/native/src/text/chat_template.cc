@@ -11,13 +11,8 @@ namespace {
 
 constexpr size_t kMostBytes = size_t{1} << 28;
 
-// What Python's str.strip takes away.
-bool is_stripped(char32_t point) {
-  return (point >= 9 && point <= 13) || (point >= 0x1C && point <= 0x20) || point == 0x85 ||
-         point == 0xA0 || point == 0x1680 || (point >= 0x2000 && point <= 0x200A) ||
-         point == 0x2028 || point == 0x2029 || point == 0x202F || point == 0x205F ||
-         point == 0x3000;
-}
+// What Python's str.strip takes away: white space, and four separators of ASCII.
+bool is_stripped(char32_t point) { return is_space(point) || (point >= 0x1C && point <= 0x1F); }
 
 std::string_view stripped(std::string_view text) {
   size_t first = text.size(), last = 0;
@@ -36,7 +31,7 @@ size_t role_of(const TextFile& file, const std::string& where, std::string_view 
   std::string known;
   size_t found = file.roles.size;
   for (size_t role = 0; role < file.roles.size; ++role) {
-    const std::string_view each = file.chat_strings[static_cast<size_t>(file.roles[role])];
+    const std::string_view each = file.chat_strings[file.roles[role]];
     if (each == name && (found == file.roles.size || !is_first)) found = role;
     if (known.find(each) == std::string::npos)
       known += (known.empty() ? "" : ", ") + std::string(each);
@@ -54,14 +49,13 @@ size_t role_of(const TextFile& file, const std::string& where, std::string_view 
 
 std::string_view content_of(const TextFile& file, const std::string& where, size_t context,
                             std::string_view content) {
-  if (!json::is_utf8(content))
-    fail(DLM_INVALID_ARGUMENT, "%s: the content is no UTF-8", where.c_str());
+  if (!is_utf8(content)) fail(DLM_INVALID_ARGUMENT, "%s: the content is no UTF-8", where.c_str());
   const int32_t transform = file.chat_transforms[context];
   if (transform == TextFile::refused)
     refuse(where,
            "the chat template does more with such a message's content than put it in its place");
   for (size_t i = 0; i < file.literals.size; ++i) {
-    const std::string_view literal = file.chat_strings[static_cast<size_t>(file.literals[i])];
+    const std::string_view literal = file.chat_strings[file.literals[i]];
     if (static_cast<size_t>(file.literal_contexts[i]) == context &&
         content.find(literal) != std::string_view::npos)
       refuse(where, "the chat template looks for " + json::quoted(literal) +
@@ -95,7 +89,7 @@ RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& m
       refuse(where,
              "the chat template has no such order of roles, or looks further than to the message "
              "before");
-    out.text += file.chat_strings[static_cast<size_t>(gap)];
+    out.text += file.chat_strings[gap];
     const size_t first = out.text.size();
     out.text += content_of(file, where, context, messages[i].content);
     if (first < out.text.size()) out.contents.emplace_back(first, out.text.size());
@@ -108,7 +102,7 @@ RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& m
   if (end < 0)
     refuse("message " + std::to_string(messages.size() - 1),
            "the chat template lets nobody answer such a message");
-  out.text += file.chat_strings[static_cast<size_t>(end)];
+  out.text += file.chat_strings[end];
   return out;
 }
 

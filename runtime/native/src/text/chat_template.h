@@ -1,7 +1,6 @@
 // A conversation as the text that its denoiser was trained on, up to where the assistant answers.
 //
-// The chat template's program is not run: a text file holds what it puts before, between and behind
-// messages, by their roles.
+// The template is not run: the text file holds what it puts before, between and after messages.
 #pragma once
 
 #include <string>
@@ -19,8 +18,8 @@ struct ChatMessage {
 
 struct RenderedChat {
   std::string text;
-  std::vector<std::pair<size_t, size_t>>
-      contents;  // [first, last) bytes of each content that is not empty; ascending
+  // [first, last) bytes of each content that is not empty; ascending.
+  std::vector<std::pair<size_t, size_t>> contents;
 };
 
 // Throws Error(DLM_INVALID_ARGUMENT) for a role that there is none of, and Error(DLM_UNSUPPORTED)

@@ -9,9 +9,8 @@
 namespace dlm {
 namespace {
 
-constexpr uint8_t kStarts = 255;  // the class of what starts something and yet may change
-constexpr char32_t kFirstChange =
-    0x300;  // what lies below stays as it is next to all that does too
+constexpr uint8_t kStarts = 255;          // the class of what starts something and yet may change
+constexpr char32_t kFirstChange = 0x300;  // a text of characters below this is composed
 // Hangul syllables are put together by arithmetic (section 3.12 of the standard).
 constexpr char32_t kSyllables = 0xAC00, kLeads = 0x1100, kVowels = 0x1161, kTails = 0x11A7;
 constexpr char32_t kLeadCount = 19, kVowelCount = 21, kTailCount = 28,
@@ -40,10 +39,9 @@ void decompose(const TextFile& file, char32_t point, std::vector<Point>& out) {
       std::lower_bound(file.decomposed.begin(), file.decomposed.end(), wanted);
   if (found == file.decomposed.end() || *found != wanted)
     return out.push_back({point, order_of(file, point)});
-  const auto number = static_cast<size_t>(found - file.decomposed.begin());
-  for (int32_t i = file.decomposition_starts[number]; i < file.decomposition_starts[number + 1];
-       ++i) {
-    const auto part = static_cast<char32_t>(file.decomposition_points[static_cast<size_t>(i)]);
+  const int32_t* const starts = file.decomposition_starts.data + (found - file.decomposed.begin());
+  for (int32_t i = starts[0]; i < starts[1]; ++i) {
+    const auto part = static_cast<char32_t>(file.decomposition_points[i]);
     out.push_back({part, order_of(file, part)});
   }
 }
@@ -65,31 +63,26 @@ char32_t composed(const TextFile& file, char32_t first, char32_t second) {
              : 0;
 }
 
-// Characters that follow what they are part of, in the order of their classes.
-void sort_parts(std::vector<Point>& points) {
+// Sorts each run of combining marks by combining class.
+void sort_marks(std::vector<Point>& points) {
+  const auto is_start = [](const Point& each) { return each.order == 0; };
   for (auto first = points.begin(); first != points.end();) {
-    if (first->order == 0) {
-      ++first;
-      continue;
-    }
-    const auto last =
-        std::find_if(first, points.end(), [](const Point& each) { return each.order == 0; });
+    first = std::find_if_not(first, points.end(), is_start);
+    const auto last = std::find_if(first, points.end(), is_start);
     std::stable_sort(first, last, [](const Point& a, const Point& b) { return a.order < b.order; });
     first = last;
   }
 }
 
-// Takes into its start each part that nothing of the same class, nor another start, keeps from it.
+// Joins each mark with its starter, unless a mark of the same class or a starter blocks it.
 void join(const TextFile& file, std::vector<Point>& points) {
   size_t kept = 0, start = points.size();  // where the last start is; none yet
   for (size_t i = 0; i < points.size(); ++i) {
     const Point point = points[i];
-    const bool is_next = start + 1 == kept && start < kept;
-    const bool is_open =
-        start < kept &&
-        (is_next || (points[kept - 1].order != 0 && points[kept - 1].order < point.order));
-    if (const char32_t whole = is_open ? composed(file, points[start].point, point.point) : 0;
-        whole != 0) {
+    const bool is_open = start + 1 == kept || (start < kept && points[kept - 1].order != 0 &&
+                                               points[kept - 1].order < point.order);
+    const char32_t whole = is_open ? composed(file, points[start].point, point.point) : 0;
+    if (whole != 0) {
       points[start].point = whole;
       continue;
     }
@@ -110,7 +103,7 @@ bool compose(const TextFile& file, std::string_view text, std::string& out) {
   std::vector<Point> points;
   points.reserve(text.size());
   for (size_t at = 0; at < text.size();) decompose(file, next_char(text, at), points);
-  sort_parts(points);
+  sort_marks(points);
   join(file, points);
   out.clear();
   for (const Point& each : points) append_char(each.point, out);

@@ -8,8 +8,7 @@
 
 namespace dlm {
 
-// `text` composed, in `out`; false where it is composed already, and `out` is left as it was.
-// `file` has tables for it.
+// Composes `text` into `out`; false if it is composed already. `file` has tables for it.
 bool compose(const TextFile& file, std::string_view text, std::string& out);
 
 }  // namespace dlm

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "base/error.h"
-#include "base/json.h"
 #include "base/utf8.h"
 
 namespace dlm {
@@ -15,10 +14,9 @@ constexpr uint8_t kVersion = 1;
 constexpr size_t kMagicBytes = 8, kPages = kCodePoints / 256;
 constexpr int32_t kMostDecomposed = 18;  // code points of one; Unicode's longest has 4
 constexpr int32_t kMostAround = 1024, kMostRoles = 16, kMostClasses = 255;
-constexpr int32_t kMostSplits =
-    64;  // each cuts what the one before left; released tokenizers have up to four
-constexpr size_t kMostTokenBytes =
-    size_t{1} << 16;  // of one; a denoiser that writes it over and over must not fill the memory
+constexpr int32_t kMostSplits = 64;  // of released tokenizers up to four
+// Of one token: a denoiser that writes it over and over must not fill the memory.
+constexpr size_t kMostTokenBytes = size_t{1} << 16;
 
 // The header's sizes, in order.
 struct Sizes {
@@ -27,13 +25,8 @@ struct Sizes {
       flags, roles, literals, empties, strings, string_bytes;
 };
 constexpr size_t kSizes = sizeof(Sizes) / sizeof(int32_t);
-enum : int32_t {
-  kSpaceLetter = 1,
-  kStartsWithSpace = 2,
-  kByteFallback = 4,
-  kStripsSpace = 8,
-  kFlags = 15
-};
+constexpr int32_t kSpaceLetter = 1, kStartsWithSpace = 2, kByteFallback = 4, kStripsSpace = 8;
+constexpr int32_t kFlags = kSpaceLetter | kStartsWithSpace | kByteFallback | kStripsSpace;
 
 class Reader {
  public:
@@ -41,16 +34,17 @@ class Reader {
       : next_(reinterpret_cast<const uint8_t*>(storage)), left_(size), where_(std::move(where)) {}
 
   template <class T>
-  View<T> take(uint64_t count) {
-    if (count > left_ / sizeof(T)) refuse("sizes", "are more than its bytes");
-    const View<T> out{reinterpret_cast<const T*>(next_), static_cast<size_t>(count)};
-    next_ += count * sizeof(T);
-    left_ -= static_cast<size_t>(count) * sizeof(T);
+  View<T> take(int64_t count) {
+    const auto size = static_cast<size_t>(count);
+    if (size > left_ / sizeof(T)) refuse("sizes", "are more than its bytes");
+    const View<T> out{reinterpret_cast<const T*>(next_), size};
+    next_ += size * sizeof(T);
+    left_ -= size * sizeof(T);
     return out;
   }
 
   // Numbers of lowest..highest.
-  Numbers numbers(const char* name, uint64_t count, int32_t lowest, int32_t highest) {
+  Numbers numbers(const char* name, int64_t count, int32_t lowest, int32_t highest) {
     const Numbers out = take<int32_t>(count);
     for (const int32_t value : out)
       if (value < lowest || value > highest)
@@ -60,7 +54,7 @@ class Reader {
   }
 
   // `count` + 1 numbers from 0 up to `total`, none below the one before it.
-  Numbers starts(const char* name, uint64_t count, int32_t total) {
+  Numbers starts(const char* name, int64_t count, int32_t total) {
     const Numbers out = numbers(name, count + 1, 0, total);
     if (out[0] != 0 || out[out.size - 1] != total || !std::is_sorted(out.begin(), out.end()))
       refuse(name, "do not ascend");
@@ -87,8 +81,7 @@ class Reader {
 void check_sizes(const Sizes& s, const Reader& reader) {
   int32_t sizes[kSizes];
   std::memcpy(sizes, &s, sizeof s);
-  if (std::any_of(sizes, sizes + kSizes, [](int32_t size) { return size < 0; }))
-    reader.refuse("sizes", "are below 0");
+  if (*std::min_element(sizes, sizes + kSizes) < 0) reader.refuse("sizes", "are below 0");
   if (s.vocab < 1 || s.vocab > 1 << 24) reader.refuse("vocab_size", "is outside 1..16777216");
   if (s.raw_added > s.added || s.flags > kFlags) reader.refuse("sizes", "do not go together");
   if (s.classes > kMostClasses || s.splits > kMostSplits || s.roles > kMostRoles ||
@@ -102,16 +95,16 @@ void check_sizes(const Sizes& s, const Reader& reader) {
 void read_vocabulary(TextFile& file, const Sizes& s, Reader& reader) {
   const int32_t last = s.vocab - 1;
   file.vocab_size = s.vocab;
-  file.tokens.starts = reader.starts("token_starts", static_cast<uint64_t>(s.vocab), s.token_bytes);
+  file.tokens.starts = reader.starts("token_starts", s.vocab, s.token_bytes);
   file.byte_ids = reader.numbers("byte_ids", 256, -1, last);
-  file.char_points = reader.numbers("char_points", static_cast<uint64_t>(s.chars), 0,
-                                    static_cast<int32_t>(kCodePoints) - 1);
+  file.char_points =
+      reader.numbers("char_points", s.chars, 0, static_cast<int32_t>(kCodePoints) - 1);
   reader.require_ascending("char_points", file.char_points);
-  file.char_ids = reader.numbers("char_ids", static_cast<uint64_t>(s.chars), 0, last);
-  file.merges = reader.numbers("merges", 3 * static_cast<uint64_t>(s.merges), 0, last);
-  file.added_ids = reader.numbers("added_ids", static_cast<uint64_t>(s.added), 0, last);
-  file.added_flags = reader.numbers("added_flags", static_cast<uint64_t>(s.added), 0, 7);
-  file.added.starts = reader.starts("added_starts", static_cast<uint64_t>(s.added), s.added_bytes);
+  file.char_ids = reader.numbers("char_ids", s.chars, 0, last);
+  file.merges = reader.numbers("merges", int64_t{3} * s.merges, 0, last);
+  file.added_ids = reader.numbers("added_ids", s.added, 0, last);
+  file.added_flags = reader.numbers("added_flags", s.added, 0, 7);
+  file.added.starts = reader.starts("added_starts", s.added, s.added_bytes);
   file.raw_added = static_cast<size_t>(s.raw_added);
 }
 
@@ -119,16 +112,16 @@ void read_splits(TextFile& file, const Sizes& s, Reader& reader) {
   file.class_count = s.classes;
   if (s.splits > 0)
     file.classes.pages = reader.numbers("class_pages", kPages, 0, s.class_pages - 1);
-  file.split_starts = reader.starts("split_starts", static_cast<uint64_t>(s.splits), s.states);
-  const uint64_t width = static_cast<uint64_t>(s.classes) + 1;
-  file.split_tables = reader.take<int32_t>(static_cast<uint64_t>(s.states) * width);
+  file.split_starts = reader.starts("split_starts", s.splits, s.states);
+  const int64_t width = int64_t{s.classes} + 1;
+  file.split_tables = reader.take<int32_t>(s.states * width);
   for (size_t split = 0; split < static_cast<size_t>(s.splits); ++split) {
     const int32_t states = file.split_starts[split + 1] - file.split_starts[split];
     if (states < 1) reader.refuse("split_starts", "have a split without states");
-    const auto first = static_cast<size_t>(file.split_starts[split]) * width;
-    for (size_t i = 0; i < static_cast<size_t>(states) * width; ++i)
-      if (const int32_t entry = file.split_tables[first + i]; entry < 0 || entry / 2 > states)
-        reader.refuse("split_tables", "lead out of their split");
+    const int32_t* const first = file.split_tables.data + file.split_starts[split] * width;
+    if (std::any_of(first, first + states * width,
+                    [&](int32_t entry) { return entry < 0 || entry / 2 > states; }))
+      reader.refuse("split_tables", "lead out of their split");
   }
 }
 
@@ -140,20 +133,19 @@ void read_composition(TextFile& file, const Sizes& s, Reader& reader) {
   }
   const int32_t last = static_cast<int32_t>(kCodePoints) - 1;
   file.nfc.pages = reader.numbers("nfc_pages", kPages, 0, s.nfc_pages - 1);
-  file.decomposed = reader.numbers("decomposed", static_cast<uint64_t>(s.decomposed), 0, last);
+  file.decomposed = reader.numbers("decomposed", s.decomposed, 0, last);
   reader.require_ascending("decomposed", file.decomposed);
-  file.decomposition_starts = reader.starts(
-      "decomposition_starts", static_cast<uint64_t>(s.decomposed), s.decomposition_points);
+  file.decomposition_starts =
+      reader.starts("decomposition_starts", s.decomposed, s.decomposition_points);
   for (size_t i = 0; i < file.decomposed.size; ++i)
     if (const int32_t points = file.decomposition_starts[i + 1] - file.decomposition_starts[i];
         points < 1 || points > kMostDecomposed)
       reader.refuse("decomposition_starts", "have an entry of no length, or too long");
-  file.decomposition_points = reader.numbers(
-      "decomposition_points", static_cast<uint64_t>(s.decomposition_points), 0, last);
+  file.decomposition_points =
+      reader.numbers("decomposition_points", s.decomposition_points, 0, last);
   if (!std::all_of(file.decomposition_points.begin(), file.decomposition_points.end(), is_scalar))
     reader.refuse("decomposition_points", "hold half a character");
-  file.compositions =
-      reader.numbers("compositions", 3 * static_cast<uint64_t>(s.compositions), 0, last);
+  file.compositions = reader.numbers("compositions", int64_t{3} * s.compositions, 0, last);
   for (size_t i = 0; i < file.compositions.size; i += 3) {
     const int32_t* const entry = file.compositions.data + i;
     if (!is_scalar(entry[2])) reader.refuse("compositions", "hold half a character");
@@ -163,49 +155,41 @@ void read_composition(TextFile& file, const Sizes& s, Reader& reader) {
 }
 
 void read_chat(TextFile& file, const Sizes& s, Reader& reader) {
-  const auto roles = static_cast<uint64_t>(s.roles), literals = static_cast<uint64_t>(s.literals);
+  const int64_t roles = s.roles;
   const int32_t last = s.strings - 1, context = 2 * s.roles - 1;
   file.roles = reader.numbers("roles", roles, 0, last);
   file.chat_transforms = reader.numbers("chat_transforms", 2 * roles, 0, 2);
   file.chat_gaps = reader.numbers("chat_gaps", (roles + 1) * 2 * roles, -1, last);
   file.chat_ends = reader.numbers("chat_ends", roles, -1, last);
-  file.literal_contexts = reader.numbers("literal_contexts", literals, 0, context);
-  file.literals = reader.numbers("literals", literals, 0, last);
-  file.empty_contexts =
-      reader.numbers("empty_contexts", static_cast<uint64_t>(s.empties), 0, context);
-  file.chat_strings.starts =
-      reader.starts("string_starts", static_cast<uint64_t>(s.strings), s.string_bytes);
+  file.literal_contexts = reader.numbers("literal_contexts", s.literals, 0, context);
+  file.literals = reader.numbers("literals", s.literals, 0, last);
+  file.empty_contexts = reader.numbers("empty_contexts", s.empties, 0, context);
+  file.chat_strings.starts = reader.starts("string_starts", s.strings, s.string_bytes);
 }
 
 std::string_view bytes_of(Reader& reader, int32_t count) {
-  const View<char> view = reader.take<char>(static_cast<uint64_t>(count));
+  const View<char> view = reader.take<char>(count);
   return {view.data, view.size};
 }
 
-bool are_utf8(const Strings& strings) {
-  for (size_t i = 0; i < strings.size(); ++i)
-    if (!json::is_utf8(strings[i])) return false;
-  return true;
-}
-
 void check_strings(const TextFile& file, const Reader& reader) {
-  if (!are_utf8(file.added) || !are_utf8(file.chat_strings))
-    reader.refuse("strings", "are not all UTF-8");
+  for (const Strings* const strings : {&file.added, &file.chat_strings})
+    for (size_t i = 0; i < strings->size(); ++i)
+      if (!is_utf8((*strings)[i])) reader.refuse("strings", "are not all UTF-8");
   for (size_t i = 0; i < file.added.size(); ++i) {
     if (file.added[i].empty()) reader.refuse("added", "have one of no length");
     if (i > 0 && i != file.raw_added && file.added[i - 1] >= file.added[i])
       reader.refuse("added", "do not ascend");
   }
   for (const int32_t literal : file.literals)
-    if (file.chat_strings[static_cast<size_t>(literal)].empty())
-      reader.refuse("literals", "have one of no length");
+    if (file.chat_strings[literal].empty()) reader.refuse("literals", "have one of no length");
   for (size_t token = 0; token < file.tokens.size(); ++token) {
     const bool is_byte = (file.token_flags[token] & TextFile::byte) != 0;
     if (file.tokens[token].size() > kMostTokenBytes)
       reader.refuse("tokens", "have one of more than 65536 bytes");
     if (is_byte && file.tokens[token].size() != 1)
       reader.refuse("tokens", "have a byte that is not one");
-    if (file.is_byte_fallback && !is_byte && !json::is_utf8(file.tokens[token]))
+    if (file.is_byte_fallback && !is_byte && !is_utf8(file.tokens[token]))
       reader.refuse("tokens", "are not all UTF-8");
   }
 }
@@ -232,14 +216,14 @@ TextFile read_text_file(const void* data, size_t size, const std::string& where)
   read_vocabulary(file, s, reader);
   read_splits(file, s, reader);
   read_composition(file, s, reader);
-  file.prefix = reader.numbers("prefix", static_cast<uint64_t>(s.prefix), 0, s.vocab - 1);
-  file.suffix = reader.numbers("suffix", static_cast<uint64_t>(s.suffix), 0, s.vocab - 1);
+  file.prefix = reader.numbers("prefix", s.prefix, 0, s.vocab - 1);
+  file.suffix = reader.numbers("suffix", s.suffix, 0, s.vocab - 1);
   read_chat(file, s, reader);
-  file.token_flags = reader.take<uint8_t>(static_cast<uint64_t>(s.vocab));
-  file.classes.values = reader.take<uint8_t>(static_cast<uint64_t>(s.class_pages) * 256);
+  file.token_flags = reader.take<uint8_t>(s.vocab);
+  file.classes.values = reader.take<uint8_t>(int64_t{256} * s.class_pages);
   for (const uint8_t value : file.classes.values)
     if (value >= s.classes) reader.refuse("classes", "hold one that is none");
-  file.nfc.values = reader.take<uint8_t>(static_cast<uint64_t>(s.nfc_pages) * 256);
+  file.nfc.values = reader.take<uint8_t>(int64_t{256} * s.nfc_pages);
   file.tokens.bytes = bytes_of(reader, s.token_bytes);
   file.added.bytes = bytes_of(reader, s.added_bytes);
   file.chat_strings.bytes = bytes_of(reader, s.string_bytes);

@@ -1,9 +1,8 @@
-// A bundle's compiled text file: what turns text into token ids and back, and a conversation into
-// text.
+// A bundle's compiled text file: tables of its tokenizer and of its chat template.
 //
 // exporter/dlm_export/text/layout.py writes it, and docs/reference/bundle.md says what it holds. It
-// is data alone: numbers in little-endian int32 behind a header of sizes, then bytes. All of it is
-// checked as it is read, so what follows may rely on every number.
+// is data alone: numbers in little-endian int32 behind a header of sizes, then bytes. All is
+// checked at reading.
 #pragma once
 
 #include <cstddef>
@@ -61,12 +60,11 @@ struct TextFile {
   // The text of each token; `whole`: a piece of that text is that token, whatever merges say.
   Strings tokens;
   View<uint8_t> token_flags;
-  // What a piece starts from: the tokens of characters, and of the bytes of all others; -1: a byte
-  // is left out.
+  // What a piece starts from: tokens of characters, and of bytes for all others; -1: left out.
   Numbers byte_ids, char_points, char_ids;
   Numbers merges;  // [M, 3]: left, right, what they become; the first is merged first
-  // Texts that are a token of their own wherever they stand: `raw_added` in the text as given, the
-  // others once it is normalised. Each of both ascends.
+  // Texts that are always one token: the first `raw_added` in the text as given, the others in the
+  // normalised text. Both parts ascend.
   Numbers added_ids, added_flags;
   Strings added;
   size_t raw_added = 0;
@@ -83,9 +81,8 @@ struct TextFile {
   // plus 1 (0: none), plus 1 where a match ends before that character.
   Numbers split_starts, split_tables;
 
-  // Canonical composition (NFC). A class is 0 where a character stays as it is next to all others,
-  // 255 where it is none of these but starts what it is part of, and else the character's combining
-  // class.
+  // Canonical composition (NFC). Classes: 0 for characters that never change, 255 for starters that
+  // may change, else the combining class.
   CodePointTable nfc;
   Numbers decomposed, decomposition_starts, decomposition_points;
   Numbers compositions;  // [F, 3]: first, second, what they become; ascending
@@ -105,8 +102,7 @@ struct TextFile {
   Numbers empty_contexts;              // where it may not be empty
 };
 
-// Checks all of a file's content. `where` starts the messages. Throws Error(DLM_BAD_BUNDLE), and
-// Error(DLM_UNSUPPORTED) for a file of another version.
+// Reads and checks a file. `where` starts messages. Throws Error(DLM_BAD_BUNDLE, DLM_UNSUPPORTED).
 TextFile read_text_file(const void* data, size_t size, const std::string& where);
 
 }  // namespace dlm

@@ -1,5 +1,4 @@
-// Text to token ids and back, as a bundle's compiled text file says it; what is the same as
-// Python's tokenizers does, by proof.
+// Text to token ids and back, by a compiled text file. Builds compare it with Python's tokenizers.
 //
 // Byte pair encoding, over bytes or over characters with bytes for those that the vocabulary lacks.
 #pragma once
@@ -49,35 +48,31 @@ class Text {
   const TextFile& file() const { return file_; }
 
   // Appends the ids of a text. `how.is_prompt` adds the tokens that the tokenizer puts around a
-  // prompt. Throws Error(DLM_INVALID_ARGUMENT) for invalid UTF-8, and for text that gives a special
-  // token all the same where these are off.
+  // prompt. Throws Error(DLM_INVALID_ARGUMENT) for invalid UTF-8 and unwanted special tokens.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
-  // The same for a rendered chat: special tokens are recognised in it, but not where they touch a
-  // message's content.
+  // The same for a chat: special tokens are recognised, unless they touch a message's content.
   void encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const;
 
  private:
   friend class Encoding;
   bool is_special(int32_t token) const {
-    return (file_.token_flags[static_cast<size_t>(token)] & TextFile::special) != 0;
+    return (file_.token_flags[token] & TextFile::special) != 0;
   }
 
   TextFile file_;
   const std::string where_;
   Index merges_, wholes_;
-  uint8_t starts_added_[2][256] =
-      {};  // whether an added text starts with a byte, before and behind normalising
+  uint8_t starts_added_[2][256] = {};  // added texts' first bytes, before and after normalising
 };
 
-// Text of ids that come piece by piece. What it gives out is whole characters, and does not depend
-// on how ids are cut into pieces.
+// Decodes ids that come in pieces into whole characters, the same however the pieces are cut.
 class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}
 
-  // Appends what `count` further ids add; those that the vocabulary does not have, and special
-  // ones, add nothing. `is_last`: no others will come.
-  void push(const int32_t* ids, size_t count, bool is_last, std::string& out);
+  // Appends what `count` further ids add; unknown and special ones add nothing. is_last: of all
+  // ids.
+  void operator()(const int32_t* ids, size_t count, bool is_last, std::string& out);
 
  private:
   void end_bytes(std::string& out);

@@ -1,10 +1,9 @@
-#include "base/json.h"
 #include "base/utf8.h"
 #include "text/tokenizer.h"
 
 namespace dlm {
 
-void TextDecoder::push(const int32_t* ids, size_t count, bool is_last, std::string& out) {
+void TextDecoder::operator()(const int32_t* ids, size_t count, bool is_last, std::string& out) {
   const TextFile& file = text_->file();
   for (size_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= file.vocab_size) continue;
@@ -35,7 +34,7 @@ void TextDecoder::push(const int32_t* ids, size_t count, bool is_last, std::stri
 }
 
 void TextDecoder::end_bytes(std::string& out) {
-  if (json::is_utf8(held_))
+  if (is_utf8(held_))
     put(held_, out);
   else
     for (size_t i = 0; i < held_.size(); ++i) put(kReplacement, out);

@@ -38,13 +38,6 @@ uint64_t hash_of(std::string_view text) {
   return mixed(mixed(hash ^ word));
 }
 
-// White space as Unicode has it.
-bool is_space(char32_t point) {
-  return (point >= 9 && point <= 13) || point == ' ' || point == 0x85 || point == 0xA0 ||
-         point == 0x1680 || (point >= 0x2000 && point <= 0x200A) || point == 0x2028 ||
-         point == 0x2029 || point == 0x202F || point == 0x205F || point == 0x3000;
-}
-
 // Where the white space that text ends with starts.
 size_t space_before(std::string_view text) {
   size_t end = text.size();
@@ -105,8 +98,7 @@ Text::Text(const void* data, size_t size, const std::string& where)
 // The working state of one call of Text::encode or encode_chat.
 class Encoding {
  public:
-  // `chat`: where contents are in a rendered chat; nullptr for other text, in which special tokens
-  // are recognised or not.
+  // `chat`: a rendered chat, which decides on special tokens by itself; nullptr for other text.
   Encoding(const Text& text, bool special_tokens, const RenderedChat* chat,
            std::vector<int32_t>& out)
       : text_(text), file_(text.file_), special_tokens_(special_tokens), chat_(chat), out_(out) {}
@@ -129,11 +121,8 @@ class Encoding {
                  last = stage == 0 ? file_.raw_added : file_.added.size();
     size_t done = 0;
     for (size_t at = 0; first < last && at < text.size();) {
-      if (starts[static_cast<uint8_t>(text[at])] == 0) {
-        ++at;
-        continue;
-      }
-      const size_t found = longest_added(text.substr(at), first, last);
+      const bool is_start = starts[static_cast<uint8_t>(text[at])] != 0;
+      const size_t found = is_start ? longest_added(text.substr(at), first, last) : last;
       if (found == last) {
         ++at;
         continue;
@@ -151,8 +140,7 @@ class Encoding {
     if (done < text.size()) piece(text.substr(done));
   }
 
-  // True if a special token's text in [start, end) is ordinary text. As in tokenizers, no added
-  // token is then found within it.
+  // Whether a special token's text is ordinary text here. If so, no added token is found within it.
   bool is_ordinary(size_t stage, size_t start, size_t end) const {
     if (chat_ == nullptr) return !special_tokens_;
     if (stage == 0) return touches_content(start, end);
@@ -160,8 +148,7 @@ class Encoding {
     if (touches_content(piece_start_, piece_start_ + piece_size_))
       fail(DLM_UNSUPPORTED,
            "%s: the chat has a special token in text that was normalised together with a message's "
-           "content. "
-           "Give the chat's tokens, or the chat in Python",
+           "content. Give the chat's tokens, or the chat in Python",
            text_.where_.c_str());
     return false;
   }
@@ -178,7 +165,6 @@ class Encoding {
   // The longest added text of [first, last) that `text` starts with; `last`: none.
   size_t longest_added(std::string_view text, size_t first, size_t last) const {
     size_t found = last;
-    const size_t none = last;
     for (size_t length = 1; first < last && length <= text.size(); ++length) {
       // Those that start alike lie together, the shortest first.
       const auto next = static_cast<uint8_t>(text[length - 1]);
@@ -199,7 +185,7 @@ class Encoding {
       first = low;
       if (first < last && file_.added[first].size() == length) found = first++;
     }
-    return found == none ? none : found;
+    return found;
   }
 
   std::string_view normalised(std::string_view text) {
@@ -258,12 +244,10 @@ class Encoding {
     });
   }
 
-  // Byte pair encoding of one piece: the pair that was learned first is merged first, the leftmost
-  // among equals.
+  // Byte pair encoding of one piece: merges the pair that was learned first, leftmost first.
   void merge(std::string_view text) {
-    const int32_t whole = text_.wholes_.find(hash_of(text), [&](int32_t token) {
-      return file_.tokens[static_cast<size_t>(token)] == text;
-    });
+    const int32_t whole = text_.wholes_.find(
+        hash_of(text), [&](int32_t token) { return file_.tokens[token] == text; });
     if (whole >= 0) return put(whole);
     start_symbols(text);
     heap_.clear();
@@ -294,9 +278,8 @@ class Encoding {
     if (!special_tokens_ && text_.is_special(id))
       fail(DLM_INVALID_ARGUMENT,
            "the text has %s, which is a special token, and the vocabulary has no ordinary tokens "
-           "for it: change "
-           "the text, or allow special tokens in it",
-           json::quoted(file_.tokens[static_cast<size_t>(id)]).c_str());
+           "for it: change the text, or allow special tokens in it",
+           json::quoted(file_.tokens[id]).c_str());
     out_.push_back(id);
   }
 
@@ -316,7 +299,7 @@ class Encoding {
       const int32_t* const found =
           std::lower_bound(file_.char_points.begin(), file_.char_points.end(), point);
       if (found != file_.char_points.end() && *found == point) {
-        put(file_.char_ids[static_cast<size_t>(found - file_.char_points.begin())]);
+        put(file_.char_ids[found - file_.char_points.begin()]);
         continue;
       }
       for (size_t i = start; i < at; ++i) put(file_.byte_ids[static_cast<uint8_t>(text[i])]);
@@ -355,12 +338,10 @@ void check(std::string_view text) {
   if (text.size() > kMostTextBytes)
     fail(DLM_INVALID_ARGUMENT, "a text of %zu bytes; at most %zu are encoded at once", text.size(),
          kMostTextBytes);
-  if (!json::is_utf8(text)) {
-    size_t at = 0;
-    for (Utf8Start start{}; (start = utf8_start(text.substr(at))).kind == Utf8Start::whole;)
-      at += start.bytes;
-    fail(DLM_INVALID_ARGUMENT, "the text is no UTF-8: byte %zu starts no whole character", at);
-  }
+  Utf8Start start{};
+  for (size_t at = 0; at < text.size(); at += start.bytes)
+    if ((start = utf8_start(text.substr(at))).kind != Utf8Start::whole)
+      fail(DLM_INVALID_ARGUMENT, "the text is no UTF-8: byte %zu starts no whole character", at);
 }
 
 }  // namespace

@@ -6,14 +6,14 @@
 
 #include "base/dynamic_library.h"
 #include "base/error.h"
+#include "base/one_line.h"
 
 namespace dlm {
 namespace {
 
 constexpr char kAdvice[] =
     "Install NVIDIA's driver (a Jetson's comes with JetPack), set DLM_CUDA_LIBRARY to its "
-    "libcuda.so.1, or run on the CPU: engine "
-    "\"onnxruntime\", provider \"cpu\".";
+    "libcuda.so.1, or run on the CPU: engine \"onnxruntime\", provider \"cpu\".";
 
 }  // namespace
 
@@ -48,10 +48,9 @@ CudaDevice::CudaDevice(int index) {
     cuda_.check(cuda_.cuDeviceGetCount(&count), "cuDeviceGetCount");
   }
   if (count == 0)
-    throw Error(
-        DLM_ENGINE_MISSING,
-        "the CUDA driver sees no device: $CUDA_VISIBLE_DEVICES may hide it; engine \"onnxruntime\" "
-        "with provider \"cpu\" needs none");
+    throw Error(DLM_ENGINE_MISSING,
+                "the CUDA driver sees no device: $CUDA_VISIBLE_DEVICES may hide it; engine "
+                "\"onnxruntime\" with provider \"cpu\" needs none");
   if (index < 0 || index >= count)
     fail(DLM_INVALID_ARGUMENT, "device %d is not one of the %d that the CUDA driver sees (0..%d)",
          index, count, count - 1);

@@ -1,7 +1,6 @@
-// The part of CUDA's driver API that engines use: libcuda, opened at run time, and declared here,
-// as few machines that build this library have CUDA's headers. Names are those that libcuda
-// exports, types and numbers those of cuda.h, which tests/cuda_calls_check.cc compares them with
-// wherever it is installed. Enums are passed as int.
+// The part of CUDA's driver API that engines use. libcuda is opened at run time, and declared here,
+// as few build machines have CUDA's headers. Names are those that libcuda exports, types and
+// numbers those of cuda.h (tests/cuda_calls_check.cc compares them). Enums are passed as int.
 #pragma once
 
 #include <cstddef>
@@ -91,12 +90,10 @@ class Cuda {
 #undef DLM_CUDA_MEMBER
 };
 
-// A device and its primary context, which libraries over the CUDA runtime, as TensorRT and ONNX
-// Runtime are, use as well.
+// A device and its primary context, which TensorRT and ONNX Runtime use too.
 class CudaDevice {
  public:
-  // Throws Error(DLM_ENGINE_MISSING) if there is no device, Error(DLM_INVALID_ARGUMENT) if there is
-  // none of this index.
+  // Throws Error(DLM_ENGINE_MISSING) without any device, DLM_INVALID_ARGUMENT without this one.
   explicit CudaDevice(int index = 0);
   ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;
@@ -106,8 +103,7 @@ class CudaDevice {
   int32_t sm() const { return sm_; }  // 89 = 8.9
   const std::string& name() const { return name_; }
 
-  // Makes the device's context the thread's for as long as it lives; what the caller had there
-  // comes back.
+  // Makes the device's context the thread's current one, until it is destroyed.
   class Use {
    public:
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {

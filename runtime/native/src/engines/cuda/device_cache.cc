@@ -1,6 +1,5 @@
 #include "engines/cuda/device_cache.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -83,15 +82,14 @@ void DeviceCache::move_rows(int32_t first, int32_t last, const CacheLayer& layer
   const int32_t length = kept_ + hole_.tokens(), kept = length - (last - first);
   const size_t row = layer.row_bytes();
   const auto heads = static_cast<size_t>(batch_) * static_cast<size_t>(layer.kv_heads);
-  const size_t staged =
-      layer.tensor_bytes(batch_, written_.tokens());  // present is as large as the longest canvas
+  // Behind present's rows: it has room for the longest canvas.
+  const size_t staged = layer.tensor_bytes(batch_, written_.tokens());
   const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows,
                         int32_t rows) {
     copy_rows(from, from_rows, to, to_rows, rows, heads, row, stream);
   };
   copy(past, kept_, present + staged, kept_, kept_);
-  // The positions [low, high) outside [first, last), all of them from the rows that start at
-  // position `at`.
+  // Takes positions [low, high) outside [first, last) from rows that start at position `at`.
   const auto take = [&, past = past](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low,
                                      int32_t high) {
     const auto part = [&](int32_t begin, int32_t end, int32_t to) {

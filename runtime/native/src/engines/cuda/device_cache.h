@@ -1,10 +1,10 @@
-// Keys and values of a session on a CUDA device: rows that were kept (past), rows that the last
-// pass wrote (present), and how the ones join the others.
+// Keys and values on a CUDA device: rows that were kept (past), rows of the last pass (present).
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "engines/cuda/cuda_api.h"
@@ -12,9 +12,8 @@
 
 namespace dlm {
 
-// Offsets of parts of these sizes in one allocation, and its size as the last element. Each part
-// starts at a multiple of 256 bytes, as TensorRT asks for, and takes at least as much, as it asks
-// for an address of its own for empty tensors too.
+// Offsets of parts of these sizes in one allocation, and its size as the last element. TensorRT
+// asks for multiples of 256 bytes, and for separate addresses of empty tensors too.
 inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
   std::vector<size_t> offsets = {0};
   for (const size_t part : bytes)
@@ -24,8 +23,7 @@ inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
 
 class DeviceCache {
  public:
-  // A tensor of keys or of values: [B, kv_heads, S, head_size] and [B, kv_heads, T, head_size].
-  // Each has room for S + T rows.
+  // A tensor of keys or of values, [B, kv_heads, S or T, head_size], each with room for S + T rows.
   struct Place {
     CUdeviceptr past, present;
   };
@@ -37,8 +35,7 @@ class DeviceCache {
 
   // The same with the rows that are kept, which are copied there in the order of the stream.
   void move(std::vector<Place> places, CUstream stream);
-  const Place& key(size_t layer) const { return places_[2 * layer]; }
-  const Place& value(size_t layer) const { return places_[2 * layer + 1]; }
+  const std::vector<Place>& places() const { return places_; }
 
   // Around a pass, which may fail in between. `use` is Context::run's.
   void begin(const dlm_pass& pass, CacheUse use);
@@ -71,5 +68,10 @@ class DeviceCache {
   int32_t kept_ = 0;                  // rows a head in past: of all positions outside hole_
   Range hole_{0, 0}, written_{0, 0};  // written_: the positions that present's rows are of
 };
+
+// A context of the engine, which outlives it; `longest` is Engine::open_context's. All of a pass
+// but keys and values is in host memory. The engine's `run` returns when all is done.
+std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device,
+                                             const CacheShape& shape, int32_t longest);
 
 }  // namespace dlm

@@ -1,6 +1,3 @@
-#include "engines/cuda/device_context.h"
-
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -62,8 +59,7 @@ class DeviceContext final : public Context {
   uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
-  // Past and present of keys and values, each of a whole canvas. Memory grows and never shrinks;
-  // what there was is given back first.
+  // Past and present, each of a whole canvas. The old block is freed before a larger one is taken.
   void make_room(int32_t batch, int32_t length) {
     const std::vector<size_t> offsets = offsets_of(batch, length);
     const CudaDevice::Use use(device_);
@@ -115,13 +111,11 @@ class DeviceContext final : public Context {
   }
 
   void point() {
-    for (auto* const pointers : {&present_keys_, &present_values_}) pointers->clear();
-    for (auto* const pointers : {&past_keys_, &past_values_}) pointers->clear();
-    for (size_t i = 0; i < shape_.size(); ++i) {
-      past_keys_.push_back(pointer(cache_.key(i).past));
-      past_values_.push_back(pointer(cache_.value(i).past));
-      present_keys_.push_back(pointer(cache_.key(i).present));
-      present_values_.push_back(pointer(cache_.value(i).present));
+    past_keys_.clear(), past_values_.clear(), present_keys_.clear(), present_values_.clear();
+    for (size_t i = 0; i < cache_.places().size(); ++i) {
+      const auto& [past, present] = cache_.places()[i];
+      (i % 2 == 0 ? past_keys_ : past_values_).push_back(pointer(past));
+      (i % 2 == 0 ? present_keys_ : present_values_).push_back(pointer(present));
     }
   }
 
@@ -135,8 +129,7 @@ class DeviceContext final : public Context {
     const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
     fail(DLM_OUT_OF_MEMORY,
          "the keys and values of %d canvas%s of %d tokens take %zu MiB of the device, and %zu of "
-         "its %zu MiB are free: %s of %zu "
-         "tokens would fit, or fewer at once (max_batch)",
+         "its %zu MiB are free: %s of %zu tokens would fit, or fewer at once (max_batch)",
          batch, batch == 1 ? "" : "es", length, in_mib(needed), in_mib(memory.free),
          in_mib(memory.total), batch == 1 ? "one" : "as many", fitting);
   }

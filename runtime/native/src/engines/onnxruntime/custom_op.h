@@ -15,7 +15,7 @@
 namespace dlm::ops {
 
 constexpr int kUint8 = 2, kBfloat16 = 16,
-              kFloat8 = 17;  // ElementType of engines/graph_contract.h has those of ports
+              kFloat8 = 17;  // engines/graph_contract.h has those of ports
 constexpr size_t kMostWeights = 3;
 constexpr size_t kMostPorts = 9, kMostDims = 5;
 constexpr size_t kSegments = 8;  // which input of attention they are; a graph may leave it out

@@ -3,14 +3,14 @@
 // Nothing of it is linked, so one build of ours runs with the pip wheel's library or the system's;
 // engines/onnxruntime/ort_api.h has the functions. The graph is a file that somebody sent: its
 // inputs and outputs are compared with the manifest when it is opened, and every output is bound to
-// a buffer of exactly the shape that the pass asks for, so that the library refuses to write
-// anything else.
+// a buffer of exactly the shape of the pass, so that the library writes nothing else.
 #include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <mutex>
 #include <optional>
@@ -20,7 +20,7 @@
 #include "base/dynamic_library.h"
 #include "base/error.h"
 #include "engines/cuda/cuda_api.h"
-#include "engines/cuda/device_context.h"
+#include "engines/cuda/device_cache.h"
 #include "engines/engine.h"
 #include "engines/graph_contract.h"
 #include "engines/onnxruntime/custom_ops.h"
@@ -34,15 +34,12 @@ namespace {
 
 constexpr char kAdvice[] =
     "Python finds what pip installs (onnxruntime). A C program finds the system's, 1.23 or later; "
-    "of any other, pip's too, "
-    "give the path of libonnxruntime.so (`dlm-export embed --engine` prints pip's): engine_library "
-    "of dlm_open_options, or "
-    "DLM_ONNXRUNTIME.";
+    "of any other, pip's too, give the path of libonnxruntime.so (`dlm-export embed --engine` "
+    "prints pip's): engine_library of dlm_open_options, or DLM_ONNXRUNTIME.";
 
 constexpr char kGpuAdvice[] =
     "Python finds what pip installs (onnxruntime-gpu). In C give the path of its "
-    "libonnxruntime.so: engine_library of "
-    "dlm_open_options, or DLM_ONNXRUNTIME.";
+    "libonnxruntime.so: engine_library of dlm_open_options, or DLM_ONNXRUNTIME.";
 
 // ---- The library ----
 
@@ -51,32 +48,24 @@ struct Library {
   std::string version;
 };
 
-LibrarySearch where_to_look() {
-  // The name that the project gives it, the development link, then Debian's names, which carry the
-  // minor version.
+// `provider`: who is to run the graph.
+Library load_library(const std::string& given, const ProviderChoice& provider) {
+  // The official builds store a device id and send telemetry from CreateEnv on. Only this variable
+  // stops that in time (their docs/Privacy.md). What the program chose stays.
+  setenv("ORT_DISABLE_TELEMETRY", "1", 0);
+  // The project's name, the development link, then Debian's names, which have the minor version.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
   for (long minor = 40; minor >= long{ort::kOpsetVersion}; --minor)
     names.push_back("libonnxruntime.so.1." + std::to_string(minor));
-  return {"ONNX Runtime", "DLM_ONNXRUNTIME", std::move(names), kAdvice};
-}
-
-// The official builds store a device id and send telemetry from CreateEnv on, and this variable
-// alone keeps them from it (their docs/Privacy.md): DisableTelemetryEvents takes the environment
-// that CreateEnv made. What the program chose stays.
-void switch_telemetry_off() { setenv("ORT_DISABLE_TELEMETRY", "1", 0); }
-
-// `provider`: who is to run the graph.
-Library load_library(const std::string& given, const ProviderChoice& provider) {
-  switch_telemetry_off();
   std::string name;
-  void* const handle = open_library(where_to_look(), given, &name);
+  void* const handle =
+      open_library({"ONNX Runtime", "DLM_ONNXRUNTIME", std::move(names), kAdvice}, given, &name);
   const auto get_base = reinterpret_cast<ort::GetApiBase>(dlsym(handle, "OrtGetApiBase"));
   if (get_base == nullptr)
     throw Error(DLM_ENGINE_MISSING,
                 name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
   const ort::ApiBase* const base = get_base();
-  // The version is read first: asked for a table that it does not have, the library complains on
-  // stderr.
+  // The version is read first: if it lacks the table, the library prints to stderr.
   const std::string version = one_line(base->get_version_string());
   char* point = nullptr;
   const long major = std::strtol(version.c_str(), &point, 10);
@@ -98,18 +87,11 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
 
 // Whether a graph that could not be loaded is to blame, or the library.
 dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
-  switch (reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0) {
-    case ort::kNoSuchFile:
-      return DLM_NOT_FOUND;
-    case ort::kNoModel:
-    case ort::kInvalidProtobuf:
-    case ort::kInvalidGraph:
-      return DLM_BAD_BUNDLE;
-    case ort::kNotImplemented:
-      return DLM_ENGINE_FAILED;
-    default:
-      return DLM_ENGINE_FAILED;
-  }
+  const int code = reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0;
+  if (code == ort::kNoSuchFile) return DLM_NOT_FOUND;
+  const bool is_bad =
+      code == ort::kNoModel || code == ort::kInvalidProtobuf || code == ort::kInvalidGraph;
+  return is_bad ? DLM_BAD_BUNDLE : DLM_ENGINE_FAILED;
 }
 
 // What the library says where a device has no memory left: its arena, or CUDA.
@@ -125,10 +107,24 @@ constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
 
 // ---- Passes ----
 
-// The values of one call. They are kept from pass to pass, so that a pass allocates nothing here.
-struct Scratch {
+// The inputs and outputs of one pass.
+class Values {
+ public:
+  Values(const ort::Api& api, size_t input_count, size_t output_count) : api_(api) {
+    inputs.reserve(input_count), outputs.reserve(output_count);  // so that adding one cannot fail
+  }
+  ~Values() {
+    for (OrtValue* const value : inputs) api_.call<ort::ReleaseValue>(value);
+    for (OrtValue* const value : outputs) api_.call<ort::ReleaseValue>(value);
+  }
+  Values(const Values&) = delete;
+  Values& operator=(const Values&) = delete;
+
   std::vector<OrtValue*> inputs, outputs;
   std::vector<const char*> output_names;
+
+ private:
+  const ort::Api& api_;
 };
 
 class OnnxRuntime final : public HostEngine {
@@ -145,12 +141,9 @@ class OnnxRuntime final : public HostEngine {
         device_memory_(api()),
         session_(api()),
         ports_(list_ports(graph, kB)) {
-    check(api(), api().call<ort::CreateEnv>(ort::kLogFatal, "dlm", env_.out()),
-          "starting ONNX Runtime");
-    check(api(),
-          api().call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault,
-                                               memory_.out()),
-          "starting ONNX Runtime");
+    set(api().call<ort::CreateEnv>(ort::kLogFatal, "dlm", env_.out()));
+    set(api().call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault,
+                                             memory_.out()));
     open_session(threads, provider);
     verify_ports<ort::SessionGetInputCount, ort::SessionGetInputName, ort::SessionGetInputTypeInfo>(
         "input", ports_.inputs);
@@ -178,37 +171,42 @@ class OnnxRuntime final : public HostEngine {
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
     check_pass(pass);
-    Lease lease(*this);
-    // Keys and values are where the context is; all else is in host memory, to and from which the
-    // library copies by itself.
-    const OrtMemoryInfo *const host = memory_.get(), *const cache =
-                                                         device_ ? device_memory_.get() : host;
-    const auto read = [&](size_t port, const void* data) {
-      lease.add_input(pass, ports_.inputs[port], data, port < kFirstPast ? host : cache);
+    Values values(api(), input_names_.size(), ports_.outputs.size());
+    // Keys and values are where the context is. All else is in host memory; the library copies it.
+    const OrtMemoryInfo* const host = memory_.get();
+    const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
+    // The C API has one kind of tensor over foreign memory; the library only reads inputs.
+    const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
+      values.inputs.push_back(tensor(pass, port, const_cast<void*>(data), where));
     };
-    const auto write = [&](size_t port, void* data) {
-      lease.add_output(pass, ports_.outputs[port], data, port < kFirstPresent ? host : cache);
+    const auto read = [&](size_t port, const void* data) {
+      add_input(ports_.inputs[port], data, port < kFirstPast ? host : cache);
+    };
+    const auto write = [&](size_t number, void* data) {
+      if (data == nullptr) return;  // not asked for
+      const Port& port = ports_.outputs[number];
+      values.output_names.push_back(port.name.c_str());
+      values.outputs.push_back(tensor(pass, port, data, number < kFirstPresent ? host : cache));
     };
     read(0, pass.input_ids), read(1, pass.position_ids), read(2, pass.score_rows);
     write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.entropy),
         write(3, pass.logits);
-    for (size_t i = 0; i < layers(); ++i) {
+    for (size_t i = 0; i < graph_.cache.size(); ++i) {
       read(kFirstPast + 2 * i, pass.past_keys[i]);
       read(kFirstPast + 2 * i + 1, pass.past_values[i]);
-      write(kFirstPresent + 2 * i, pass.present_keys != nullptr ? pass.present_keys[i] : nullptr);
-      write(kFirstPresent + 2 * i + 1,
-            pass.present_values != nullptr ? pass.present_values[i] : nullptr);
+      if (pass.present_keys == nullptr) continue;  // the pass keeps no rows
+      write(kFirstPresent + 2 * i, pass.present_keys[i]);
+      write(kFirstPresent + 2 * i + 1, pass.present_values[i]);
     }
     if (!segments.empty()) {
       Port port = segments_port();
       port.dims[0] = static_cast<int64_t>(segments.size());
-      lease.add_input(pass, port, segments.data(), host);
+      add_input(port, segments.data(), host);
     }
-    Scratch& scratch = *lease.scratch;
     OrtStatus* const reported = api().call<ort::Run>(
         session_.get(), static_cast<const OrtRunOptions*>(nullptr), input_names_.data(),
-        scratch.inputs.data(), scratch.inputs.size(), scratch.output_names.data(),
-        scratch.outputs.size(), scratch.outputs.data());
+        values.inputs.data(), values.inputs.size(), values.output_names.data(),
+        values.outputs.size(), values.outputs.data());
     if (reported != nullptr)
       check_memory(reported,
                    "a pass of " + std::to_string(pass.batch) + " x " + std::to_string(pass.tokens) +
@@ -221,63 +219,16 @@ class OnnxRuntime final : public HostEngine {
   }
 
  private:
-  // A Scratch for the length of one call; sessions on several threads each get their own.
-  class Lease {
-   public:
-    explicit Lease(OnnxRuntime& engine) : engine_(engine) {
-      const std::lock_guard<std::mutex> lock(engine_.mutex_);
-      if (engine_.idle_.empty()) {
-        // Room for every Scratch that exists is made here, so that giving one back cannot fail.
-        engine_.idle_.reserve(++engine_.scratches_);
-        scratch = std::make_unique<Scratch>();
-      } else {
-        scratch = std::move(engine_.idle_.back());
-        engine_.idle_.pop_back();
-      }
-      scratch->inputs.reserve(engine_.ports_.inputs.size());
-      scratch->outputs.reserve(engine_.ports_.outputs.size());
-      scratch->output_names.reserve(engine_.ports_.outputs.size());
-    }
-    ~Lease() {
-      for (OrtValue* const value : scratch->inputs) engine_.api().call<ort::ReleaseValue>(value);
-      for (OrtValue* const value : scratch->outputs) engine_.api().call<ort::ReleaseValue>(value);
-      scratch->inputs.clear(), scratch->outputs.clear(), scratch->output_names.clear();
-      const std::lock_guard<std::mutex> lock(engine_.mutex_);
-      engine_.idle_.push_back(std::move(scratch));
-    }
-    Lease(const Lease&) = delete;
-    Lease& operator=(const Lease&) = delete;
-
-    // The C API has one kind of tensor over foreign memory; the library only reads inputs.
-    void add_input(const dlm_pass& pass, const Port& port, const void* data,
-                   const OrtMemoryInfo* where) {
-      scratch->inputs.push_back(engine_.tensor(pass, port, const_cast<void*>(data), where));
-    }
-    void add_output(const dlm_pass& pass, const Port& port, void* data,
-                    const OrtMemoryInfo* where) {
-      if (data == nullptr) return;  // not asked for
-      scratch->outputs.push_back(engine_.tensor(pass, port, data, where));
-      scratch->output_names.push_back(port.name.c_str());
-    }
-
-    std::unique_ptr<Scratch> scratch;
-
-   private:
-    OnnxRuntime& engine_;
-  };
-
   const ort::Api& api() const { return library_.api; }
-  size_t layers() const { return graph_.cache.size(); }
 
   using SessionOptions = Owned<OrtSessionOptions, ort::ReleaseSessionOptions>;
 
   void open_session(int threads, const ProviderChoice& provider) {
     SessionOptions options(api());
     set_up(options, threads);
-    if (provider.is_gpu())
-      open_on_device(options, provider);
-    else
-      set_up_processor(options), check_session(try_session(options));
+    if (provider.is_gpu()) return open_on_device(options, provider);
+    set_up_processor(options);
+    check_session(try_session(options));
   }
 
   void set(OrtStatus* reported) const { check(api(), reported, "setting up ONNX Runtime"); }
@@ -288,33 +239,28 @@ class OnnxRuntime final : public HostEngine {
 
   void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
-    // The environment belongs to the process: another user of the library may have chosen a louder
-    // level before us.
+    // The environment belongs to the process: another user may have chosen a louder level.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
-    set(api().call<ort::SetIntraOpNumThreads>(
-        options.get(), threads));  // 0: the library's choice, all physical cores
+    // 0: the library's choice, all physical cores.
+    set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
     set(api().call<ort::SetInterOpNumThreads>(options.get(), 1));
     set(api().call<ort::SetSessionExecutionMode>(options.get(), ort::kSequential));
     set(api().call<ort::SetSessionGraphOptimizationLevel>(options.get(), ort::kOptimizeAll));
     // Threads of an idle session would otherwise spin on and take the cores from the next one.
     configure(options, "session.force_spinning_stop", "1");
-    // Without it the library would quantise the activations of INT4 layers to eight bits, which
-    // nobody asked for.
+    // Without it the library would quantise the activations of INT4 layers to eight bits.
     configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
-    // T, S and R change with every pass, and the library would keep a memory plan for each
-    // combination it meets, without a limit: 10 MB after 1200 shapes of a 6-layer denoiser, for no
-    // time gained. The arena stays: it levels off after the largest pass, where plain allocation
-    // swings by 20 MB.
+    // T, S and R change with every pass, and the library would keep a memory plan for every
+    // combination: 10 MB after 1200 shapes of a 6-layer denoiser, for no time gained. The arena
+    // stays: it levels off after the largest pass, where plain allocation swings by 20 MB.
     set(api().call<ort::DisableMemPattern>(options.get()));
   }
 
   // What is right on a processor, and our kernels for it.
   void set_up_processor(const SessionOptions& options) {
-    // Products of unsigned by signed bytes saturate on processors without VNNI; unsigned by
-    // unsigned, which this makes, do not.
+    // Products of unsigned by signed bytes saturate without VNNI. This makes both unsigned.
     configure(options, "session.x64quantprecision", "1");
-    // The library knows no FP8 arithmetic, yet its fusions try to use it. Off, it dequantises
-    // constants once at load.
+    // The library's fusions use FP8 arithmetic that it lacks; without, it dequantises at load.
     if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
@@ -323,10 +269,9 @@ class OnnxRuntime final : public HostEngine {
     }
   }
 
-  // ONNX Runtime adds the domain of our operators to a table of the process when the first session
-  // opens. It looks the domain up and adds it without holding a lock in between, so of two first
-  // sessions that open at once one fails. Sessions therefore open one at a time until one has
-  // succeeded in this library.
+  // The first session adds the domain of our operators to a table of the process. The library holds
+  // no lock between looking it up and adding it, so of two first sessions at once one fails.
+  // Sessions therefore open one at a time until one has succeeded in this library.
   OrtStatus* try_session(const SessionOptions& options) {
     static std::mutex first;
     static std::atomic<const void*> has_domain{nullptr};
@@ -345,31 +290,26 @@ class OnnxRuntime final : public HostEngine {
       throw Error(DLM_ENGINE_FAILED,
                   path_ + ": ONNX Runtime " + library_.version +
                       " reads weights through /proc, which is not mounted here. Mount it: `mount "
-                      "-t proc proc "
-                      "/proc`, in a chroot or container before the program starts. (" +
+                      "-t proc proc /proc`, in a chroot or container before the program starts. (" +
                       said + ")");
     }
     check(api(), reported, path_ + ": onnxruntime " + library_.version,
           load_failure(api(), reported));
   }
 
-  // Nothing is left to the CPU in silence: the library refuses that, and is then asked what it
-  // would have left, which takes the session that may.
+  // The library refuses a session that leaves nodes to the CPU. A second session names them.
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);
     add_provider(api(), provider, options.get());
-    check(api(),
-          api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device},
-                                            ort::kMemTypeDefault, device_memory_.out()),
-          "setting up ONNX Runtime");
+    set(api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device},
+                                          ort::kMemTypeDefault, device_memory_.out()));
     configure(options, kRecordPlacement, "1");
     configure(options, kNoFallback, provider.allow_fallback ? "0" : "1");
     OrtStatus* reported = try_session(options);
     const bool is_refused =
         reported != nullptr && !provider.allow_fallback &&
-        std::string(api().call<ort::GetErrorMessage>(reported)).find(kFallbackRefused) !=
-            std::string::npos;
+        std::strstr(api().call<ort::GetErrorMessage>(reported), kFallbackRefused) != nullptr;
     if (is_refused) {
       api().call<ort::ReleaseStatus>(reported);
       configure(options, kNoFallback, "0");
@@ -380,16 +320,14 @@ class OnnxRuntime final : public HostEngine {
     check_session(reported);
     left_ = left_behind(api(), session_.get(), *provider_);
     if (!provider.allow_fallback && (is_refused || !left_.empty()))
-      throw Error(
-          DLM_UNSUPPORTED,
-          path_ + ": ONNX Runtime's " + provider_->label + " provider does not run " +
-              (left_.empty() ? "all nodes" : left_) +
-              ". Build the bundle with --target cuda, or let the CPU run them (allow_fallback, "
-              "--allow-fallback)");
+      throw Error(DLM_UNSUPPORTED, path_ + ": ONNX Runtime's " + provider_->label +
+                                       " provider does not run " +
+                                       (left_.empty() ? "all nodes" : left_) +
+                                       ". Build the bundle with --target cuda, or let the CPU run "
+                                       "them (allow_fallback, --allow-fallback)");
   }
 
-  // Throws for what was reported because a device has no memory left; what else was reported stays
-  // the caller's.
+  // Throws if a device without free memory is the reason; the caller handles all other reports.
   void check_memory(OrtStatus* reported, const std::string& what, const std::string& advice) {
     const std::string message = api().call<ort::GetErrorMessage>(reported);
     if (!device_ || !is_out_of_memory(message)) return;
@@ -409,18 +347,18 @@ class OnnxRuntime final : public HostEngine {
     ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
       Port* const port = find_port(ports, name);
       if (port != nullptr) return verify_port(kind, *port, info);
-      if (&ports == &ports_.inputs) {
+      if (&ports == &ports_.inputs)
         refuse_port(path_, kind, name,
                     "is not known to this runtime; the graph was written for a newer one?");
-      }
     });
     check_complete(path_, kind, ports);
   }
 
+  void ask(OrtStatus* reported) const { check(api(), reported, path_, DLM_BAD_BUNDLE); }
+
   // Calls visit(name, info) for each of the session's ports of a kind.
   template <class GetCount, class GetName, class GetTypeInfo, class Visit>
   void ports_of(Visit visit) {
-    const auto ask = [&](OrtStatus* reported) { check(api(), reported, path_, DLM_BAD_BUNDLE); };
     OrtAllocator* allocator = nullptr;
     size_t count = 0;
     ask(api().call<ort::GetAllocatorWithDefaultOptions>(&allocator));
@@ -438,8 +376,7 @@ class OnnxRuntime final : public HostEngine {
 
   static Port segments_port(const std::string& name = {}) { return {name, kInt64, {kR, 4}}; }
 
-  // Whether the graph has the input of that name, which is none that every pass must have. Throws
-  // as verify_ports.
+  // Whether the graph has the optional input "segments". Throws as verify_ports.
   bool find_segments() {
     if (graph_.ports.segments.empty() || device_) return false;
     std::vector<Port> ports = {segments_port(graph_.ports.segments)};
@@ -453,7 +390,6 @@ class OnnxRuntime final : public HostEngine {
   }
 
   void verify_port(const char* kind, Port& port, const OrtTypeInfo* info) const {
-    const auto ask = [&](OrtStatus* reported) { check(api(), reported, path_, DLM_BAD_BUNDLE); };
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
     int type = 0;
     size_t rank = 0;
@@ -470,12 +406,7 @@ class OnnxRuntime final : public HostEngine {
   OrtValue* tensor(const dlm_pass& pass, const Port& port, void* data,
                    const OrtMemoryInfo* where) const {
     const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
-    size_t bytes = element_bytes(port.type);
-    for (size_t i = 0; i < port.dims.size(); ++i) {
-      if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
-        fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", port.name.c_str());
-      }
-    }
+    const size_t bytes = port.bytes(shape);
     if (data == nullptr && bytes > 0)
       fail(DLM_INTERNAL, "a pass without \"%s\"", port.name.c_str());
     OrtValue* value = nullptr;
@@ -501,9 +432,6 @@ class OnnxRuntime final : public HostEngine {
   Ports ports_;
   bool has_segments_ = false;
   std::vector<const char*> input_names_;
-  std::mutex mutex_;  // of the two below
-  std::vector<std::unique_ptr<Scratch>> idle_;
-  size_t scratches_ = 0;
 };
 
 }  // namespace

@@ -1,5 +1,4 @@
-// The part of ONNX Runtime's C API that the engine uses, declared here because no pip wheel holds
-// the header.
+// The part of ONNX Runtime's C API that the engine uses, as no pip wheel holds the header.
 //
 // The library exports one function, OrtGetApiBase. It leads to OrtApi, a table of function pointers
 // that only grows at its end (the library's own onnxruntime_c_api.cc asserts where each version's
@@ -47,14 +46,8 @@ struct ApiBase {
 };
 using GetApiBase = const ApiBase* (*)();  // the type of OrtGetApiBase
 
-enum ErrorCode : int {
-  kNoSuchFile = 3,
-  kNoModel = 4,
-  kInvalidProtobuf = 7,
-  kNotImplemented = 9,
-  kInvalidGraph = 10
-};
-constexpr int kInvalidArgument = 2;  // OrtErrorCode, as kernels report one
+constexpr int kInvalidArgument = 2, kNoSuchFile = 3, kNoModel = 4, kInvalidProtobuf = 7;
+constexpr int kInvalidGraph = 10;    // OrtErrorCode, as all before it
 constexpr int kLogFatal = 4;         // OrtLoggingLevel
 constexpr int kSequential = 0;       // ExecutionMode
 constexpr int kOptimizeAll = 99;     // GraphOptimizationLevel
@@ -154,8 +147,7 @@ using PlacedNodeGetDomain = Entry<411, OrtStatus*(const OrtEpAssignedNode*, cons
 using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
 // clang-format on
 
-// OrtCustomOp: an operator of ours, as the library asks for it. What ends in V2 is used instead of
-// the entry without.
+// OrtCustomOp: an operator of ours. An entry with V2 is used instead of the one without.
 struct CustomOp {
   uint32_t version;  // of the table that the entries below are from
   void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);

@@ -4,8 +4,8 @@
 #include <string>
 #include <string_view>
 
-#include "base/dynamic_library.h"
 #include "base/error.h"
+#include "base/one_line.h"
 #include "engines/onnxruntime/ort_api.h"
 
 namespace dlm {

@@ -19,22 +19,20 @@ constexpr Provider kProviders[] = {
 };
 constexpr char kFromWheel[] =
     "Run `pip uninstall onnxruntime onnxruntime-gpu`, then `pip install onnxruntime-gpu` (Linux on "
-    "x86-64), or set "
-    "DLM_ONNXRUNTIME to a library that has it.";
+    "x86-64), or set DLM_ONNXRUNTIME to a library that has it.";
 constexpr char kFromBuild[] =
     "No wheel of onnxruntime-gpu has it: set DLM_ONNXRUNTIME to a library that was built with it.";
 constexpr char kLibraries[] =
     "It needs CUDA's and cuDNN's libraries (provider \"tensorrt\" also TensorRT's) of the major "
-    "versions that it was built with: "
-    "`pip install 'onnxruntime-gpu[cuda,cudnn]'`, or name their folders in LD_LIBRARY_PATH.";
+    "versions that it was built with: `pip install 'onnxruntime-gpu[cuda,cudnn]'`, or name their "
+    "folders in LD_LIBRARY_PATH.";
 constexpr size_t kMostOperators = 8, kMostNames = 3;  // of what is listed
 
 bool is(const Provider& provider, const char* name) {
   return std::strcmp(provider.name, name) == 0;
 }
 
-// What a provider's library could not do, without the place in ONNX Runtime's sources in front of
-// it.
+// What a provider's library could not do, without the source line before it.
 void check_added(const ort::Api& api, OrtStatus* reported, const Provider& provider) {
   if (reported == nullptr) return;
   const std::string whole = api.call<ort::GetErrorMessage>(reported);
@@ -61,8 +59,7 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
 }
 
 void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
-  // fp32 is fp32: TensorFloat-32, which is on by default, keeps ten bits of it. The arena takes
-  // what is asked for, as keys and values lie outside of it.
+  // TensorFloat-32, the default, keeps ten bits of fp32. The arena takes no more than is asked for.
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};

@@ -1,5 +1,4 @@
-// ONNX Runtime's execution providers for NVIDIA's GPUs: how one is added to a session, and which
-// nodes it leaves behind.
+// ONNX Runtime's providers for NVIDIA's GPUs: adding one to a session, and what it does not run.
 #pragma once
 
 #include <string>
@@ -19,19 +18,16 @@ void check_provider_name(const std::string& name);
 // The provider of a name that was checked.
 const Provider& find_provider(const std::string& name);
 
-// Throws Error(DLM_ENGINE_MISSING), with what to install, if the library, of this version, was
-// built without the provider.
+// Throws Error(DLM_ENGINE_MISSING), with what to install, if the library lacks the provider.
 void check_provider_there(const ort::Api& api, const std::string& version,
                           const Provider& provider);
 
-// Adds the chosen provider and, where others may help out, the CUDA provider behind TensorRT's.
-// Throws Error(DLM_ENGINE_MISSING), with what to install, if the provider cannot load what it
-// needs.
+// Adds the chosen provider and, with allow_fallback, the CUDA provider after TensorRT's. Throws
+// Error(DLM_ENGINE_MISSING), with what to install, if it cannot load what it needs.
 void add_provider(const ort::Api& api, const ProviderChoice& choice, OrtSessionOptions* options);
 
-// The nodes of a session that another provider runs: "12 of 95 nodes: 8 BitShift (unpack_0,
-// unpack_1, ...), 4 Shape (...)". Empty if there are none. The session was made with
-// kRecordPlacement set.
+// The nodes of a session, made with kRecordPlacement, that another provider runs: "12 of 95 nodes:
+// 8 BitShift (unpack_0, ...), 4 Shape (...)". Empty if there are none.
 constexpr char kRecordPlacement[] = "session.record_ep_graph_assignment_info";
 std::string left_behind(const ort::Api& api, const OrtSession* session, const Provider& provider);
 

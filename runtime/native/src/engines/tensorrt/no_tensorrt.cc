@@ -8,8 +8,8 @@ std::unique_ptr<Engine> open_tensorrt(const GraphSpec&, const std::vector<Engine
                                       const std::string&) {
   fail(DLM_UNSUPPORTED,
        "this build of libdlm_runtime has no TensorRT: compile it with "
-       "-DDLM_TENSORRT_INCLUDE_DIR=..., or "
-       "use engine \"onnxruntime\", which runs the bundle's graph on the CPU");
+       "-DDLM_TENSORRT_INCLUDE_DIR=..., or use engine \"onnxruntime\", which runs the bundle's "
+       "graph on the CPU");
 }
 
 }  // namespace dlm

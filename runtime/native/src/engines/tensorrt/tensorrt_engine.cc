@@ -1,21 +1,18 @@
-// The TensorRT engine: which of a bundle's engine files is opened, and that it is what the manifest
-// says.
+// The TensorRT engine: which of a bundle's engine files is opened, and its check by the manifest.
 //
 // An engine file is code for one compute capability and one version, so both are compared before a
-// byte of it is read. Then its ports and profiles are compared with the manifest's, as a session's
-// buffers are as large as that says.
+// byte of it is read. Then its ports and profiles are, as buffers have the manifest's sizes.
 #include "engines/tensorrt/tensorrt_engine.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 
+#include "base/descriptor.h"
 #include "base/error.h"
-#include "engines/tensorrt/tensorrt_session.h"
 
 namespace dlm::trt {
 namespace {
@@ -39,15 +36,13 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path) {
-    const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
     struct stat information{};
-    const bool is_open = descriptor >= 0 && fstat(descriptor, &information) == 0;
+    const bool is_open = file.is_open() && fstat(file.number(), &information) == 0;
     bytes_ = is_open ? static_cast<size_t>(information.st_size) : 0;
-    if (bytes_ > 0) data_ = mmap(nullptr, bytes_, PROT_READ, MAP_PRIVATE, descriptor, 0);
-    const int reason = errno;
-    if (descriptor >= 0) close(descriptor);
+    if (bytes_ > 0) data_ = mmap(nullptr, bytes_, PROT_READ, MAP_PRIVATE, file.number(), 0);
     if (!is_open || data_ == MAP_FAILED)
-      throw Error(DLM_BAD_BUNDLE, path + ": cannot read: " + std::strerror(reason));
+      throw Error(DLM_BAD_BUNDLE, path + ": cannot read: " + std::strerror(errno));
   }
   ~MappedFile() {
     if (bytes_ > 0) munmap(data_, bytes_);
@@ -62,21 +57,16 @@ class MappedFile {
   size_t bytes_ = 0;
 };
 
+// 0 (undefined) for what no port may be.
 int32_t element_type(nvinfer1::DataType type) {
-  switch (type) {
-    case nvinfer1::DataType::kFLOAT:
-      return kFloat;
-    case nvinfer1::DataType::kHALF:
-      return kFloat16;
-    case nvinfer1::DataType::kBF16:
-      return kBFloat16;
-    case nvinfer1::DataType::kINT32:
-      return kInt32;
-    case nvinfer1::DataType::kINT64:
-      return kInt64;
-    default:
-      return 0;  // undefined: nothing that a port may be
-  }
+  using Type = nvinfer1::DataType;
+  for (const auto& [theirs, ours] : {std::pair{Type::kFLOAT, kFloat},
+                                     {Type::kHALF, kFloat16},
+                                     {Type::kBF16, kBFloat16},
+                                     {Type::kINT32, kInt32},
+                                     {Type::kINT64, kInt64}})
+    if (type == theirs) return ours;
+  return 0;
 }
 
 Dims dims_of(const nvinfer1::Dims& dims) { return Dims(dims.d, dims.d + std::max(dims.nbDims, 0)); }
@@ -145,8 +135,7 @@ void TensorRt::fail_call(const std::string& call) {
   throw Error(DLM_ENGINE_FAILED, std::string(kName) + ": " + call + " failed" + logger_.take());
 }
 
-// Refuses an engine that lacks one of the ports, has another one, or one with another type, shape
-// or place.
+// Refuses an engine whose ports are not the manifest's, in type, shape and place.
 void TensorRt::verify_ports() {
   for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
     const std::string name = engine_->getIOTensorName(i);

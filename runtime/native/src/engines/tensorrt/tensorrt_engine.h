@@ -72,4 +72,7 @@ class TensorRt final : public Engine {
   std::mutex mutex_;  // of createExecutionContext
 };
 
+// A context, with all memory that passes need. Throws Error(DLM_ENGINE_FAILED, DLM_OUT_OF_MEMORY).
+std::unique_ptr<Context> open_session(TensorRt& engine);
+
 }  // namespace dlm::trt

@@ -4,6 +4,7 @@
 
 #include "base/dynamic_library.h"
 #include "base/error.h"
+#include "base/one_line.h"
 
 namespace dlm::trt {
 namespace {
@@ -14,14 +15,12 @@ namespace {
 constexpr char kLibrary[] = "libtensorrt_rtx.so." DLM_TEXT(NV_TENSORRT_MAJOR);
 constexpr char kAdvice[] =
     "Install it (pip: tensorrt-rtx-cu13-libs) and give its path, as engine_library or in "
-    "DLM_TENSORRT, or open the bundle with "
-    "engine \"onnxruntime\".";
+    "DLM_TENSORRT, or open the bundle with engine \"onnxruntime\".";
 #else
 constexpr char kLibrary[] = "libnvinfer.so." DLM_TEXT(NV_TENSORRT_MAJOR);
 constexpr char kAdvice[] =
     "A Jetson's comes with JetPack; of any other (pip: tensorrt) give the path, as engine_library "
-    "or in DLM_TENSORRT. Or open the "
-    "bundle with engine \"onnxruntime\".";
+    "or in DLM_TENSORRT. Or open the bundle with engine \"onnxruntime\".";
 #endif
 
 }  // namespace

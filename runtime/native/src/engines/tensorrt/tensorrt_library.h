@@ -36,8 +36,7 @@ struct Library {
   std::string version;  // "10.14.1.48"
 };
 
-// Opens the library at `given`, or in the places that dlm_open_options names. Throws
-// Error(DLM_ENGINE_MISSING).
+// Opens `given`, or where dlm_open_options says. Throws Error(DLM_ENGINE_MISSING).
 Library load_library(const std::string& given);
 
 }  // namespace dlm::trt

@@ -1,12 +1,9 @@
-// What the TensorRT engine decides without a GPU, as pure functions: which engine fits, which
-// profile a pass takes, and how its sizes are rounded.
+// What the TensorRT engine decides without a GPU: which engine fits, a pass's profile and rows.
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "engines/engine.h"
 
@@ -41,8 +38,7 @@ inline bool holds(const Profile& profile, int32_t tokens, int32_t cached) {
 }
 
 // 0 (prefill) or 1 (block) for a pass of T tokens over S cached ones, -1 if neither takes it. Full
-// passes are prefill's even where the block profile would take them too: its kernels were tuned for
-// their length.
+// passes take prefill if both do: its kernels were tuned for their length.
 inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t cached) {
   const Profile* const profiles[] = {&engine.prefill, &engine.block};
   const int32_t preferred = cached == 0 ? 0 : 1;
@@ -51,9 +47,8 @@ inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t 
   return -1;
 }
 
-// Rows that a pass scores when R are asked for: the next multiple of 8, so that few different
-// passes exist, but no more than there are tokens (T) and than the profile takes, and no fewer than
-// it takes.
+// Rows that a pass scores if R are asked for: the next multiple of 8, so that passes repeat, at
+// most T, and within the profile.
 inline int32_t rows_bucket(int32_t rows, int32_t tokens, const Sizes& sizes) {
   const int32_t rounded = std::min({(rows + 7) / 8 * 8, std::max(rows, tokens), sizes.largest});
   return std::max(rounded, sizes.smallest);

@@ -1,17 +1,17 @@
 // A session of the TensorRT engine holds on the device, in one allocation: inputs, outputs, the
 // rows of the last pass (present), the rows that were kept (past), and TensorRT's own working
 // memory. Addresses never change, so that passes can be replayed as CUDA graphs. Passes read token
-// ids from, and write candidates to, pinned host memory; logits stay where they are unless asked
-// for. The host waits once a pass.
-#include "engines/tensorrt/tensorrt_session.h"
-
+// ids from, and write candidates to, pinned host memory; logits are copied on demand. The host
+// waits once a pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
 #include "engines/cuda/device_cache.h"
+#include "engines/tensorrt/tensorrt_engine.h"
 
 namespace dlm::trt {
 namespace {
@@ -75,9 +75,9 @@ class Session {
     const auto take = [&](Staged part, auto* to, size_t count) {
       std::memcpy(to, staging_.host(staging_offsets_[part]), count * sizeof *to);
     };
-    take(kStagedTokens, pass.top_tokens, rows * top_k);
-    take(kStagedProbs, pass.top_probs, rows * top_k);
-    if (pass.entropy != nullptr) take(kStagedEntropy, pass.entropy, rows);
+    take(kTokens, pass.top_tokens, rows * top_k);
+    take(kProbs, pass.top_probs, rows * top_k);
+    if (pass.entropy != nullptr) take(kEntropies, pass.entropy, rows);
     check_finite(pass.top_probs, rows * top_k);
     cache_.end(pass, use);
   }
@@ -91,9 +91,8 @@ class Session {
  private:
   // A captured pass is bound to its execution context: changing the context afterwards is
   // undefined, so TensorRT's developer guide (CUDA Graphs) asks for one context a graph, and lets
-  // them share their memory. A pass therefore runs on its profile's context the first time, which
-  // takes any size; one that comes again gets a context of its own, and is replayed from its third
-  // time on.
+  // them share their memory. A pass runs on its profile's context, which takes any size, the first
+  // time. The second time it gets its own context, and it is replayed from the third time on.
   struct Repeated {
     PassKey key;
     std::unique_ptr<nvinfer1::IExecutionContext> context;  // from the second time on
@@ -101,23 +100,12 @@ class Session {
   };
   static constexpr size_t kMostRepeated = 32;  // each costs an execution context's host memory
 
-  enum Staged : size_t {
-    kStagedIds,
-    kStagedPositions,
-    kStagedRows,
-    kStagedTokens,
-    kStagedProbs,
-    kStagedEntropy
-  };
-  enum Output : size_t { kTopToken, kTopProb, kEntropy, kLogits };
+  // Parts of the staging memory: the first three inputs, then the first three outputs.
+  enum Staged : size_t { kIds, kPositions, kRows, kTokens, kProbs, kEntropies };
+  static constexpr size_t kLogits = 3;  // the output behind these
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
-    size_t bytes = element_bytes(port.type);
-    const auto shape = port.shape(1, sizes.tokens, sizes.cached, sizes.rows);
-    for (size_t i = 0; i < port.dims.size(); ++i)
-      if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes))
-        fail(DLM_OUT_OF_MEMORY, "\"%s\" does not fit into memory", port.name.c_str());
-    return bytes;
+    return port.bytes(port.shape(1, sizes.tokens, sizes.cached, sizes.rows));
   }
 
   // Inputs, outputs, working memory.
@@ -133,10 +121,10 @@ class Session {
   static std::vector<size_t> lay_out_staging(const TensorRt& engine) {
     const Largest sizes = largest(engine.spec());
     const Ports& ports = engine.ports();
-    return lay_out({bytes_of(ports.inputs[0], sizes), bytes_of(ports.inputs[1], sizes),
-                    bytes_of(ports.inputs[2], sizes), bytes_of(ports.outputs[kTopToken], sizes),
-                    bytes_of(ports.outputs[kTopProb], sizes),
-                    bytes_of(ports.outputs[kEntropy], sizes)});
+    std::vector<size_t> bytes;
+    for (size_t i = 0; i < 3; ++i) bytes.push_back(bytes_of(ports.inputs[i], sizes));
+    for (size_t i = 0; i < 3; ++i) bytes.push_back(bytes_of(ports.outputs[i], sizes));
+    return lay_out(bytes);
   }
 
   CUdeviceptr input(size_t port) const { return memory_.device(offsets_[port]); }
@@ -148,8 +136,7 @@ class Session {
     cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
   }
 
-  // A context of the profile with every address set. Working memory is shared: passes follow each
-  // other on one stream.
+  // A context of the profile with every address set. They share working memory, on one stream.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
     auto context = engine_.create_context();
     const size_t working = offsets_.size() - 2;
@@ -176,17 +163,16 @@ class Session {
         engine_.fail_call("setInputShape(\"" + port.name + "\")");
   }
 
-  // The pass's inputs, in the memory that the device copies them from. Surplus rows score row 0's
-  // place again.
+  // Puts the pass's inputs where the device copies them from. Surplus rows repeat the first.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
     const auto put = [&](Staged part, const int64_t* from, int32_t count) {
       std::memcpy(staging_.host(staging_offsets_[part]), from,
                   static_cast<size_t>(count) * sizeof *from);
     };
-    put(kStagedIds, pass.input_ids, pass.tokens);
-    put(kStagedPositions, pass.position_ids, pass.tokens);
-    put(kStagedRows, pass.score_rows, pass.rows);
-    auto* const scored = reinterpret_cast<int64_t*>(staging_.host(staging_offsets_[kStagedRows]));
+    put(kIds, pass.input_ids, pass.tokens);
+    put(kPositions, pass.position_ids, pass.tokens);
+    put(kRows, pass.score_rows, pass.rows);
+    auto* const scored = reinterpret_cast<int64_t*>(staging_.host(staging_offsets_[kRows]));
     std::fill(scored + pass.rows, scored + rows, scored[0]);
   }
 
@@ -194,30 +180,29 @@ class Session {
   void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
     const auto tokens = static_cast<size_t>(key.tokens), rows = static_cast<size_t>(key.rows);
     const auto candidates = rows * static_cast<size_t>(engine_.graph().top_k);
-    const auto put = [&](Staged part, size_t port, size_t bytes) {
-      cuda_.check(cuda_.cuMemcpyHtoDAsync_v2(input(port), staging_.host(staging_offsets_[part]),
+    const auto put = [&](Staged part, size_t bytes) {
+      cuda_.check(cuda_.cuMemcpyHtoDAsync_v2(input(part), staging_.host(staging_offsets_[part]),
                                              bytes, stream_.get()),
                   "cuMemcpyHtoDAsync");
     };
-    const auto take = [&](Staged part, Output port, size_t bytes) {
-      cuda_.check(cuda_.cuMemcpyDtoHAsync_v2(staging_.host(staging_offsets_[part]), output(port),
-                                             bytes, stream_.get()),
+    const auto take = [&](Staged part, size_t bytes) {
+      cuda_.check(cuda_.cuMemcpyDtoHAsync_v2(staging_.host(staging_offsets_[part]),
+                                             output(part - kTokens), bytes, stream_.get()),
                   "cuMemcpyDtoHAsync");
     };
-    put(kStagedIds, 0, tokens * sizeof(int64_t));
-    put(kStagedPositions, 1, tokens * sizeof(int64_t));
-    put(kStagedRows, 2, rows * sizeof(int64_t));
+    put(kIds, tokens * sizeof(int64_t));
+    put(kPositions, tokens * sizeof(int64_t));
+    put(kRows, rows * sizeof(int64_t));
     if (!context.enqueueV3(stream_.get())) engine_.fail_call("enqueueV3");
-    take(kStagedTokens, kTopToken, candidates * sizeof(int32_t));
-    take(kStagedProbs, kTopProb, candidates * sizeof(float));
-    take(kStagedEntropy, kEntropy, rows * sizeof(float));
+    take(kTokens, candidates * sizeof(int32_t));
+    take(kProbs, candidates * sizeof(float));
+    take(kEntropies, rows * sizeof(float));
   }
 
   void launch(const PassKey& key) {
     for (auto known = repeated_.begin(); known != repeated_.end(); ++known) {
       if (!(known->key == key)) continue;
-      repeated_.splice(repeated_.begin(), repeated_,
-                       known);  // the one that goes first is the one not seen for longest
+      repeated_.splice(repeated_.begin(), repeated_, known);
       if (known->graph != nullptr) {
         cuda_.check(cuda_.cuGraphLaunch(known->graph.get(), stream_.get()), "cuGraphLaunch");
       } else if (known->context != nullptr) {
@@ -233,8 +218,7 @@ class Session {
     repeated_.push_front({key, nullptr, CudaGraphExec(nullptr, CudaDelete{&cuda_})});
   }
 
-  // The second time. A context's first pass of new shapes does work that must not be captured, so
-  // it runs as it is.
+  // The second time. A context's first pass of new shapes does work that must not be captured.
   void repeat(Repeated& known) {
     auto context = create_context(known.key.profile);
     set_shapes(*context, known.key);
@@ -243,8 +227,7 @@ class Session {
     capture(known);
   }
 
-  // Leaves known.graph empty where a pass cannot be captured: it then runs without, and gives the
-  // same.
+  // Leaves known.graph empty if the pass cannot be captured: it then runs without one.
   void capture(Repeated& known) {
     // Other threads' calls are none of this capture's business.
     if (cuda_.cuStreamBeginCapture_v2(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) !=
@@ -279,14 +262,12 @@ class TensorRtContext final : public Context {
  public:
   explicit TensorRtContext(TensorRt& engine) : device_(engine.device()) {
     const CudaDevice::Use use(device_);
-    session_ = std::make_unique<Session>(engine);
+    session_.emplace(engine);
   }
   ~TensorRtContext() override {
     const CudaDevice::Use use(device_, std::nothrow);
     session_.reset();
   }
-  TensorRtContext(const TensorRtContext&) = delete;
-  TensorRtContext& operator=(const TensorRtContext&) = delete;
 
   void run(const dlm_pass& pass, CacheUse use_of_cache) override {
     const CudaDevice::Use use(device_);
@@ -300,7 +281,7 @@ class TensorRtContext final : public Context {
 
  private:
   const CudaDevice& device_;
-  std::unique_ptr<Session> session_;
+  std::optional<Session> session_;
 };
 
 }  // namespace

@@ -1,6 +1,5 @@
-// Stands for CUDA's header of this name, which TensorRT's headers include for two opaque types. The
-// driver has the same types under other names (engines/cuda/cuda_api.h), so none of CUDA's headers
-// are needed.
+// Replaces CUDA's header of this name, which TensorRT's headers include for two opaque types, so
+// that CUDA's headers are not needed. engines/cuda/cuda_api.h has them under other names.
 #pragma once
 
 typedef struct CUstream_st* cudaStream_t;
