@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cache_rows.h"
+#include "kernels/norm.h"
 
 namespace {
 
@@ -10,9 +11,15 @@ constexpr float kLowest = -3.4028235e38f;
 constexpr int64_t kWidened =
     4096;  // numbers of stored rows that are held as floats at a time, in the first-level cache
 
-// x [D] of a head, the first rotary_size of it turned by a position's row of the tables,
-// rotate-half.
-inline void turn(const dlm::CachedAttention& a, const float* x, int64_t position, float* out) {
+// x [D] of a head, normed if there is a weight, and then the first rotary_size of it turned by a
+// position's row of the tables, rotate-half.
+inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const float* weight,
+                          int64_t position, float* out) {
+  alignas(64) float normed[dlm::kLargestHeadSize];
+  if (weight != nullptr) {
+    norm_row(x, weight, a.head_size, a.epsilon, normed);
+    x = normed;
+  }
   const int64_t half = a.rotary_size / 2;
   const float *const cos = a.cos + position * half, *const sin = a.sin + position * half;
   int64_t d = 0;
@@ -260,7 +267,7 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
   for (int64_t t = 0; t < T; ++t) {
     const int64_t token = part.token(a, t), from = (token * a.kv_heads + part.kv_head) * D;
-    turn(a, a.k + from, a.positions[token], keys + t * D);
+    norm_and_turn(a, a.k + from, a.k_norm, a.positions[token], keys + t * D);
     __builtin_memcpy(values + t * D, a.v + from, static_cast<size_t>(D) * sizeof(float));
   }
   if (a.cache == dlm::CacheType::fp32) return;
@@ -330,7 +337,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     for (int64_t lane = 0; lane < kQueries; ++lane) {
       const int64_t query = least(first + lane, last - 1);  // lanes without one repeat the last
       const int64_t position = a.positions[part.token(a, query / group)];
-      turn(a, a.q + offset(query), position, row);
+      norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);
       softmax.set_query(lane, row, scale);
       if (a.visible_block != 0) last_seen[lane] = a.last_seen(position);
     }

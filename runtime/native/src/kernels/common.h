@@ -35,6 +35,9 @@ inline F exp2(F x) {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
+// Fewer numbers than this are gone through faster than a second thread is woken.
+constexpr int64_t kFewNumbers = 100'000;
+
 // Calls body(0) to body(kCount - 1), each with a constant: arrays that it indexes stay in
 // registers.
 template <int... kNumbers, class Body>

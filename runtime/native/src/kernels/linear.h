@@ -278,8 +278,7 @@ template <class Product>
 void run_product(const Product& product, dlm::Parallel& parallel) {
   const dlm::Linear& layer = product.layer;
   const int64_t slices = product.slices();
-  // A few rows are quantised faster than a second thread is woken.
-  if (layer.rows * layer.inputs < 100'000)
+  if (layer.rows * layer.inputs < kFewNumbers)
     for (int64_t slice = 0; slice < slices; ++slice) product.quantise(slice);
   else
     parallel.each(static_cast<size_t>(slices),
