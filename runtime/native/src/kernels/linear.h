@@ -36,10 +36,6 @@ inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
 // 4 KiB; this crosses them. Measured on Zen 4: 2 to 8 KiB are equally good.
 constexpr uintptr_t kFetchedAhead = 4096;
 
-// Up to so many rows, memory is slower than the products: then every line is fetched, else every
-// other one, and the hardware fetches its neighbour.
-constexpr int kRowsAtMemorySpeed = 8;
-
 template <class Codes>
 struct Panel {
   const uint8_t* codes;
