@@ -88,6 +88,11 @@ template <class Stored>
 [[gnu::always_inline]] inline void fetch_ahead(const Stored* at, uintptr_t bytes) {
   simd::prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
 }
+// The same, into the second-level cache.
+template <class Stored>
+[[gnu::always_inline]] inline void fetch_far_ahead(const Stored* at, uintptr_t bytes) {
+  simd::prefetch_to_second(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
+}
 
 constexpr int64_t kTilesTogether =
     20;  // whose codes stay in the second-level cache while panels go by

@@ -34,6 +34,7 @@ inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
 
 // Weights are prefetched so many bytes before they are read. Hardware prefetchers stop at pages of
 // 4 KiB; this crosses them. Measured on Zen 4: 2 to 8 KiB are equally good.
+// Into the second-level cache: with the first, passes of 4 tokens took 2 to 5% longer.
 constexpr uintptr_t kFetchedAhead = 4096;
 
 template <class Codes>
@@ -104,8 +105,9 @@ template <class Codes, int kRows>
   constexpr int kVectors = Codes::kVectors;
   constexpr int64_t kRead = kPanel * kDot;
   for (int64_t k = 0; k < inputs; k += kDot * Codes::kParts) {
-    unroll<kRead / 64>(
-        [&](auto line) __attribute__((always_inline)) { fetch_ahead(weight, ahead + line * 64); });
+    unroll<kRead / 64>([&](auto line) __attribute__((always_inline)) {
+      fetch_far_ahead(weight, ahead + line * 64);
+    });
     unroll<Codes::kParts>([&](auto part) __attribute__((always_inline)) {
       typename Codes::Weights weights[kVectors];
       unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
