@@ -106,17 +106,13 @@ def test_what_is_told_of_it(checkpoint: Path) -> None:
     assert attention.head_size != network.hidden_size // attention.heads
 
 
-def test_attention_is_fused_behind_the_norms(bundle: Path) -> None:
-    """One call a layer, nothing of attention left beside it, and four norms a layer and one more."""
+def test_attention_is_fused_with_the_norms_of_its_heads(bundle: Path) -> None:
+    """One call a layer, with no other node of attention, and the other norms with their sums."""
     model = onnx.load(bundle / GRAPH_FILE, load_external_data=False)
     layers = a2d_qwen3_config()["num_hidden_layers"]
     found = Counter(node.op_type for node in model.graph.node)
-    assert (found["CachedAttention"], found["Attention"], found["RotaryEmbedding"]) == (
-        layers,
-        0,
-        0,
-    )
-    assert found["RMSNormalization"] == 4 * layers + 1
+    assert (found["NormedCachedAttention"], found["AddNorm"]) == (layers, 2 * layers)
+    assert (found["Attention"], found["RotaryEmbedding"], found["RMSNormalization"]) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])

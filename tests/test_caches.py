@@ -53,7 +53,7 @@ UNJUDGED = QuantiseOptions(effort=Effort("none"))
 
 
 def _model(
-    op_type: str, kinds: list[int], outputs: list[int], **attributes: int
+    op_type: str, kinds: list[int], outputs: list[int], **attributes: float
 ) -> onnx.ModelProto:
     """A graph of one call; inputs and outputs by their element types."""
     names, made = [f"i{i}" for i in range(len(kinds))], [f"o{i}" for i in range(len(outputs))]
@@ -221,16 +221,19 @@ def _call(
     kv_heads: int,
     rotary_size: int = 0,
     visible_block: int | None = None,
+    epsilon: float | None = None,
 ) -> onnx.ModelProto:
     kind, F = helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY[cache_dtype])), onnx.TensorProto.FLOAT
     kinds = [F, F, F, kind, kind, onnx.TensorProto.INT64, F, F, onnx.TensorProto.INT64]
-    name, settings = (
-        CALLS[cache_dtype],
-        {"heads": heads, "kv_heads": kv_heads, "rotary_size": rotary_size},
-    )
+    name, settings = CALLS[cache_dtype], dict[str, Any]()
+    settings |= {"heads": heads, "kv_heads": kv_heads, "rotary_size": rotary_size}
     if visible_block is not None:
         name = name.replace("Cached", f"{functions.BLOCK}Cached")
         settings["visible_block"] = visible_block
+    if epsilon is not None:
+        name = name.replace("Cached", f"{functions.NORMED}Cached")
+        settings["epsilon"] = epsilon
+        kinds += [F, F]
     return _model(name, kinds, [F, kind, kind], **settings)
 
 
@@ -274,6 +277,32 @@ def test_kernels_attend_as_the_functions_say(
     np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
     for ours, theirs in zip(by_kernel[1:], by_function[1:], strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("cache_dtype", CALLS)
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(shape=SHAPES, seed=st.integers(0, 99), visible_block=st.none() | st.integers(1, 60))
+def test_kernels_norm_queries_and_keys_as_the_functions_say(
+    kernels: str,  # noqa: F811
+    cache_dtype: str,
+    shape: tuple[int, ...],
+    seed: int,
+    visible_block: int | None,
+) -> None:
+    B, T, S, G, group, D = shape
+    rng = np.random.default_rng(seed)
+    feeds = _pass(rng, cache_dtype, B, T, S, G * group, G, D)
+    feeds += [rng.normal(size=D).astype(np.float32) for _ in range(2)]
+    model = _call(cache_dtype, G * group, G, 0, visible_block, epsilon=1e-3)
+    by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
+    np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
+    # Norms sum in another order, so a stored key may be rounded to the next code: a 100th of a row.
+    keys, expected = (_read(found[1], cache_dtype) for found in (by_kernel, by_function))
+    step = TOLERANCE if cache_dtype == "float32" else np.abs(expected).max(-1, keepdims=True) / 100
+    assert (np.abs(keys - expected) <= step + TOLERANCE).all()
+    np.testing.assert_array_equal(by_kernel[2], by_function[2])
 
 
 @pytest.mark.parametrize("cache_dtype", CALLS)

@@ -17,6 +17,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from checkpoints import a2d_qwen3_config, write_checkpoint
 from click.testing import CliRunner
 from engine_bundles import SMALL, gpu_bundle
 from onnx.reference import ReferenceEvaluator
@@ -27,7 +28,7 @@ from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
-from dlm_export.graph import functions, fuse, quantise, trace
+from dlm_export.graph import LAYER_KEY, functions, fuse, quantise, trace
 from dlm_export.graph.body import DOMAIN
 from dlm_export.network.spec import NetworkSpec
 
@@ -38,8 +39,9 @@ Build = Callable[[str, str, bool], Path]
 @pytest.fixture(scope="module")
 def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
     """Build a family in a precision, fused or not; each once, not to be changed."""
-    checkpoints = {"llada": llada_checkpoint, "dream": dream_checkpoint}
     with tempfile.TemporaryDirectory() as folder:
+        normed = write_checkpoint(Path(folder) / "checkpoint", a2d_qwen3_config(), seed=7)
+        checkpoints = {"llada": llada_checkpoint, "dream": dream_checkpoint, "a2d": normed}
 
         @functools.cache
         def make(family: str, precision: str, is_fused: bool) -> Path:
@@ -112,7 +114,7 @@ def _check_same(
         np.testing.assert_allclose(after[name], value, rtol=0, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("family", ["llada", "dream", "a2d"])
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4-rtn"])
 def test_a_graph_computes_the_same_fused(built: Build, family: str, precision: str) -> None:
     before, after = (_load(built(family, precision, is_fused)) for is_fused in (False, True))
@@ -127,11 +129,13 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
     layers = 2
     assert _calls(_load(built(family, "fp32", True))) == {
         "CachedAttention": layers,
+        "AddNorm": 2 * layers,  # before the MLP, and before the next layer or the head
         "Candidates": 1,
         "Sigmoid": layers,
     }
     assert _calls(_load(built(family, "int8", True))) == {
         "CachedAttention": layers,
+        "AddNorm": 2 * layers,  # before the MLP, and before the next layer or the head
         "Candidates": 1,
         "Int8Linear3": layers,  # q, k, v
         "Int8GatedLinear": layers,
@@ -139,6 +143,7 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
     }
     assert _calls(_load(built(family, "int4-rtn", True))) == {
         "CachedAttention": layers,
+        "AddNorm": 2 * layers,  # before the MLP, and before the next layer or the head
         "Candidates": 1,
         "Int4Linear3": layers,
         "Int4GatedLinear": layers,
@@ -305,6 +310,58 @@ def test_attention_with_a_setting_that_the_kernel_does_not_know_keeps_it(
     assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
 
 
+def test_norms_of_queries_and_keys_go_into_attention(built: Build) -> None:
+    model = _load(built("a2d", "fp32", True))
+    calls = _calls(model)
+    layers = a2d_qwen3_config()["num_hidden_layers"]
+    assert (calls["NormedCachedAttention"], calls["AddNorm"]) == (layers, 2 * layers)
+    assert [node.op_type for node in model.graph.node].count("RMSNormalization") == 1  # the first
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("epsilon", 0.5, "queries and keys whose norms differ in epsilon"),
+        ("axis", 3, "heads that are not cut from one product"),
+    ],
+)
+def test_heads_that_are_normed_in_another_way_keep_their_operators(
+    built: Build, name: str, value: float, reason: str
+) -> None:
+    bundle = built("a2d", "fp32", False)
+    checkpoint = bundle.parent / "checkpoint"
+    traced = _unfused(bundle, checkpoint)
+    norm = next(
+        node
+        for node in _nodes(traced, "RMSNormalization")
+        if ".q_norm" in node.metadata_props[LAYER_KEY]
+    )
+    kind = ir.AttributeType.INT if isinstance(value, int) else ir.AttributeType.FLOAT
+    norm.attributes[name] = ir.Attr(name, kind, value)
+    calls = _check_fused(traced, blocks_0_attention=reason)
+    layers = a2d_qwen3_config()["num_hidden_layers"]
+    assert (calls["Attention"], calls["NormedCachedAttention"]) == (1, layers - 1)
+
+
+def test_a_sum_that_is_normed_over_another_axis_stays(built: Build, llada_checkpoint: Path) -> None:
+    traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
+    for norm in _nodes(traced, "RMSNormalization")[1:3]:
+        norm.attributes["axis"] = ir.AttrInt64("axis", 2)  # the last one, by another name
+    assert _check_fused(traced)["AddNorm"] == 2
+
+
+def test_a_bias_before_a_norm_is_not_taken_for_a_sum(built: Build, llada_checkpoint: Path) -> None:
+    traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
+    norm = _nodes(traced, "RMSNormalization")[0]
+    bias = ir.node("Constant", [], {"value": ir.tensor(np.ones(64, np.float32))})
+    moved = ir.node(
+        "Add", [norm.inputs[0], bias.outputs[0]], metadata_props=dict(norm.metadata_props)
+    )
+    traced.model.graph.insert_before(norm, [bias, moved])
+    norm.replace_input_with(0, moved.outputs[0])
+    assert _check_fused(traced)["AddNorm"] == 4
+
+
 def test_queries_and_keys_that_turn_by_different_parts_stay(llada_checkpoint: Path) -> None:
     traced = trace_once(_network(llada_checkpoint), "fp32")
     node = _nodes(traced, "RotaryEmbedding")[0]
@@ -313,7 +370,7 @@ def test_queries_and_keys_that_turn_by_different_parts_stay(llada_checkpoint: Pa
     assert fused.plain == {
         "blocks.0.attention": "queries and keys that turn by different positions or tables"
     }
-    assert fused.calls == {"CachedAttention": 1, "Candidates": 1}
+    assert fused.calls == {"CachedAttention": 1, "AddNorm": 4, "Candidates": 1}
 
 
 def test_candidates_of_other_logits_than_those_returned_stay(
@@ -347,6 +404,7 @@ def test_an_int8_layer_without_its_neighbours_is_named(llada_checkpoint: Path) -
     assert fused.plain == dict.fromkeys(alone, "the only INT8 layer over its input")
     assert fused.calls == {
         "CachedAttention": 2,
+        "AddNorm": 4,
         "Int8Linear": 3,
         "Int8GatedLinear": 1,
         "Candidates": 1,
@@ -361,7 +419,13 @@ def test_layers_are_put_together_with_those_of_their_own_groups(llada_checkpoint
     )
     fused = fuse.fuse(traced)
     assert fused.plain == {"blocks.0.attention.k": "the only INT4 layer over its input"}
-    assert fused.calls == {"CachedAttention": 2, "Int4Linear": 1, "Int4Linear2": 1, "Candidates": 1}
+    assert fused.calls == {
+        "CachedAttention": 2,
+        "AddNorm": 4,
+        "Int4Linear": 1,
+        "Int4Linear2": 1,
+        "Candidates": 1,
+    }
     sizes = {
         node.op_type: node.attributes.get_int("group_size")
         for node in traced.model.graph
@@ -386,7 +450,7 @@ def test_what_keeps_plain_operators_is_said_by_the_build_and_by_inspect(
     assert json.loads(run(main, ["inspect", bundle, "--json"]).output)["kernels"] == kernels
     report = build(llada_checkpoint, tmp_path / "fp32", BuildOptions(check_parity=False))
     assert report.as_dict()["kernels"] == {
-        "calls": {"CachedAttention": 2, "Candidates": 1},
+        "calls": {"CachedAttention": 2, "AddNorm": 4, "Candidates": 1},
         "plain": {},
     }
 

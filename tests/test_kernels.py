@@ -373,21 +373,37 @@ def _cut(op_type: str, index: int, *shape: int) -> Edit:
     return _replaced(op_type, index, np.ones(shape, np.float32))
 
 
-def _by_blocks(length: object) -> Edit:
-    """Make attention that by blocks, with this ``visible_block``."""
+def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -> Edit:
+    """Make attention that of another name, with this attribute, None: without it, and weights."""
 
     def edit(model: onnx.ModelProto) -> None:
+        model.graph.initializer.extend(
+            numpy_helper.from_array(array, f"weight {i}") for i, array in enumerate(weights)
+        )
         for node in model.graph.node:
             if node.op_type == "CachedAttention":
-                node.op_type = "BlockCachedAttention"
-                if length is not None:
-                    node.attribute.append(helper.make_attribute("visible_block", length))
-        model.functions.append(ir.to_proto(functions._DEFINITIONS["BlockCachedAttention"]()))
+                node.op_type = name
+                if value is not None:
+                    node.attribute.append(helper.make_attribute(attribute, value))
+                node.input.extend(f"weight {i}" for i in range(len(weights)))
+        model.functions.append(ir.to_proto(functions._DEFINITIONS[name]()))
 
     return edit
 
 
+def _by_blocks(length: object) -> Edit:
+    """Make attention that by blocks, with this ``visible_block``."""
+    return _attend_by("BlockCachedAttention", "visible_block", length)
+
+
+def _by_norms(epsilon: object, *shapes: tuple[int, ...]) -> Edit:
+    """Make attention that to normed queries and keys, with ones as the weights of the norms."""
+    weights = [np.ones(shape, np.float32) for shape in shapes]
+    return _attend_by(NORMED, "epsilon", epsilon, *weights)
+
+
 GATE, MERGED, INT4, NVFP4 = "Int8GatedLinear", "Int8Linear3", "Int4Linear", "NVFP4Linear"
+NORMED = "NormedCachedAttention"
 LIES: dict[str, tuple[str, Edit]] = {
     "more columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [65])),
     "fewer columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [32])),
@@ -513,6 +529,17 @@ LIES: dict[str, tuple[str, Edit]] = {
     "blocks beyond all positions": ("BlockCachedAttention", _by_blocks(1 << 40)),
     "blocks of a text": ("BlockCachedAttention", _by_blocks("4")),
     "blocks missing": ("BlockCachedAttention", _by_blocks(None)),
+    "norms of another head size": (NORMED, _by_norms(1e-5, (16,), (8,))),
+    "norms of each head": (NORMED, _by_norms(1e-5, (4, 16), (4, 16))),
+    "norms of a negative epsilon": (NORMED, _by_norms(-1.0, (16,), (16,))),
+    "norms of an epsilon that is a text": (NORMED, _by_norms("1", (16,), (16,))),
+    "norms without epsilon": (NORMED, _by_norms(None, (16,), (16,))),
+    "a sum of another shape": ("AddNorm", _cut("AddNorm", 1, 1, 1, 64)),
+    "a sum of numbers": ("AddNorm", _both(_cut("AddNorm", 0), _cut("AddNorm", 1))),
+    "a sum's norm of another width": ("AddNorm", _cut("AddNorm", 2, 65)),
+    "a sum's norm of one weight": ("AddNorm", _cut("AddNorm", 2)),
+    "a sum's norm without epsilon": ("AddNorm", _attribute("AddNorm", "epsilon", None)),
+    "a sum's norm of a negative epsilon": ("AddNorm", _attribute("AddNorm", "epsilon", -1.0)),
     "more turned than a head has": (
         "CachedAttention",
         _both(_cut("CachedAttention", 6, 256, 9), _cut("CachedAttention", 7, 256, 9)),

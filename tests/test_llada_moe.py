@@ -174,7 +174,7 @@ def bundle(checkpoint: Path) -> Path:
     assert report.parity is not None
     assert report.parity.misses == []
     assert report.kernels == {
-        "calls": {"CachedAttention": 2, "Fp32Experts": 1, "Candidates": 1},
+        "calls": {"NormedCachedAttention": 2, "AddNorm": 4, "Fp32Experts": 1, "Candidates": 1},
         "plain": {},
     }
     return report.output

@@ -229,6 +229,6 @@ def test_a_bundle_of_llada2_computes_what_torch_does_by_every_preset(tmp_path: P
     assert report.parity is not None
     assert report.parity.misses == []
     assert report.kernels == {
-        "calls": {"BlockCachedAttention": 2, "Fp32Experts": 1, "Candidates": 1},
+        "calls": {"BlockNormedCachedAttention": 2, "AddNorm": 4, "Fp32Experts": 1, "Candidates": 1},
         "plain": {},
     }

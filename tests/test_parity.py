@@ -408,7 +408,7 @@ def test_graph_is_checked_named_and_addressable(llada_bundle: Path) -> None:
     assert layers["head"] == "MatMul"
     kinds = [node.op_type for node in model.graph.node]
     assert kinds.count("CachedAttention") == 2
-    assert kinds.count("RMSNormalization") == 5
+    assert (kinds.count("RMSNormalization"), kinds.count("AddNorm")) == (1, 4)
     weights = {initializer.name: initializer for initializer in model.graph.initializer}
     assert weights["blocks.1.mlp.down.weight"].data_location == onnx.TensorProto.EXTERNAL
 

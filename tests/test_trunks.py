@@ -107,9 +107,12 @@ def test_a_bundle_is_built_and_proved_with_native_attention(name: str, tmp_path:
     assert report.parity is not None
     assert report.parity.misses == []
     assert report.kernels is not None
-    attention = "CachedAttention" if block is None else "BlockCachedAttention"
+    layers = open_source(checkpoint, overrides).network.layers
+    block_name = "" if block is None else "Block"
+    attention = f"{block_name}{'Normed' * layers[0].attention.qk_norm}CachedAttention"
     head = {"Fp32TiedHead": 1} if config["tie_word_embeddings"] else {}
-    assert report.kernels == {"calls": {attention: 2, **head, "Candidates": 1}, "plain": {}}
+    calls = {attention: 2, "AddNorm": 4, **head, "Candidates": 1}
+    assert report.kernels == {"calls": calls, "plain": {}}
     verified = CliRunner().invoke(
         main, ["verify", str(tmp_path / "bundle"), "--checkpoint", str(checkpoint)]
     )

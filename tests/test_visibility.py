@@ -101,6 +101,7 @@ def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
         assert fuse.fuse(traced).calls == {
             "CachedAttention": 1,
             "BlockCachedAttention": 2,
+            "AddNorm": 6,
             "Candidates": 1,
         }
     write_graph(traced, lambda name, _: parameters[name].numpy(), tmp_path, lambda _: None)
@@ -141,7 +142,8 @@ def test_a_bundle_of_a_causal_network_computes_what_torch_does(
     report = build_from(
         source, tmp_path / "bundle"
     )  # proves parity, of loops with the cache of blocks too
-    assert report.kernels == {"calls": {"BlockCachedAttention": 2, "Candidates": 1}, "plain": {}}
+    calls = {"BlockCachedAttention": 2, "AddNorm": 4, "Candidates": 1}
+    assert report.kernels == {"calls": calls, "plain": {}}
     tokens = [5, 17, 9, 30, 2, 41, 8]
     with dlm_runtime.open(tmp_path / "bundle") as bundle:
         assert bundle.manifest["loop"]["visible_block"] == 4

@@ -12,9 +12,6 @@ from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import CACHE_ROWS
 from dlm_runtime.errors import DlmError, ExitCode
 
-ATTENTION = ("CachedAttention", f"{functions.BLOCK}CachedAttention")
-"""Attention over a cache as it is computed: of all keys, and by blocks."""
-_STORED = {"float16": "Fp16", "int8": "Int8"}
 _TYPES = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
@@ -49,8 +46,8 @@ def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
                 f"--cache-dtype: the attention of {path} keeps plain operators, which read keys and values as they are "
                 f"computed ({plain[path]}). Leave --cache-dtype out."
             )
-        if node.op_type in ATTENTION and node.domain == DOMAIN:
-            node.op_type = f"{_STORED[cache_dtype]}{node.op_type}"
+        if node.op_type in functions.ATTENTION and node.domain == DOMAIN:
+            node.op_type = f"{functions.STORED[cache_dtype]}{node.op_type}"
             functions.declare(model, node.op_type)
             for value in (*node.inputs[3:5], *node.outputs[1:]):
                 assert value is not None
@@ -59,5 +56,5 @@ def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
                 assert isinstance(head_size, int)
                 dtype, width = row_of(cache_dtype, head_size)
                 value.type, value.shape = ir.TensorType(dtype), ir.Shape([*value.shape[:3], width])
-    for name in ATTENTION:
+    for name in functions.ATTENTION:
         model.functions.pop((DOMAIN, name, ""), None)

@@ -30,6 +30,10 @@ Runtime then prefers to the definition: the definitions are what those kernels m
 ``Int8CachedAttention``     the same with cached rows as INT8 codes, and each row's scale behind them
 ``BlockCachedAttention``,   the same three in which a query sees the pass's own keys in blocks of ``visible_block`` positions up
 ``Fp16``, ``Int8Block...``  to its own, ``pos_key // visible_block <= pos_query // visible_block``, and all cached rows
+``NormedCachedAttention``,  the same six with two more inputs, ``q_norm`` and ``k_norm`` ``[D]``: the weights of an RMSNorm of
+``BlockNormed...``,         every query and key, which is taken before they turn
+``Fp16``, ``Int8...``
+``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of the sum)``
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
 ``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``, the weight in NVFP4, x as it is
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
@@ -74,9 +78,17 @@ from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
 
 LINEAR = ("Int8Linear", "Int4Linear")
 """The layers that quantise their inputs by rows: those over one input may be put together."""
+BLOCK, NORMED = "Block", "Normed"
+"""What the names of attention by blocks have, and of attention to normed queries and keys."""
+ATTENTION = tuple(
+    f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)
+)
+"""Attention over a cache that is stored as it is computed."""
+STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
+"""What a cache is stored in -> how the names of attention over it begin."""
 KERNELS = (
-    *("CachedAttention", "Fp16CachedAttention", "Int8CachedAttention"),
-    *("BlockCachedAttention", "Fp16BlockCachedAttention", "Int8BlockCachedAttention"),
+    *(f"{stored}{name}" for name in ATTENTION for stored in STORED.values()),
+    "AddNorm",
     *("Int8Linear", "Int8Linear2", "Int8Linear3", "Int8GatedLinear"),
     *("Int4Linear", "Int4Linear2", "Int4Linear3", "Int4GatedLinear"),
     *("Fp32Experts", "Int8Experts", "Int4Experts"),
@@ -87,8 +99,6 @@ KERNELS = (
     "Candidates",
 )
 """The functions that the native runtime has kernels for."""
-BLOCK = "Block"
-"""What the names of attention by blocks have."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
 """The float of every exponent field: ``2 ** (field - 127)``, but 0 and infinity at the ends."""
 PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
@@ -306,15 +316,20 @@ _Code = Callable[["Body", ir.Value], ir.Value]
 
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
-    """``name`` says whether queries see by blocks."""
-    body = Body(name, "q k v past_key past_value position_ids cos sin segments")
+    """``name`` says whether queries see by blocks, and whether they and the keys are normed."""
+    is_normed = NORMED in name
+    norms = " q_norm k_norm" if is_normed else ""
+    body = Body(name, f"q k v past_key past_value position_ids cos sin segments{norms}")
     op, ints = body.op, body.ints
-    q, k, v, past_key, past_value, positions, cos, sin, segments = body.inputs
+    q, k, v, past_key, past_value, positions, cos, sin, segments, *weights = body.inputs
+    q_norm, k_norm = weights or (None, None)
 
-    def by_head(value: ir.Value, heads: str) -> ir.Value:
+    def by_head(value: ir.Value, heads: str, norm: ir.Value | None = None) -> ir.Value:
         count = op("Unsqueeze", body.attribute(heads, ir.AttributeType.INT), ints(0))
         shape = op("Concat", ints(0, 0), count, ints(-1), axis=0)
-        return op("Transpose", op("Reshape", value, shape), perm=[0, 2, 1, 3])
+        split = op("Reshape", value, shape)
+        ready = split if norm is None else _norm(body, split, norm)
+        return op("Transpose", ready, perm=[0, 2, 1, 3])
 
     def turn(heads: ir.Value) -> ir.Value:
         size = ir.Attr(
@@ -322,7 +337,7 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         )
         return op("RotaryEmbedding", heads, cos, sin, positions, rotary_embedding_dim=size)
 
-    turned, key = turn(by_head(q, "heads")), turn(by_head(k, "kv_heads"))
+    turned, key = turn(by_head(q, "heads", q_norm)), turn(by_head(k, "kv_heads", k_norm))
     value = by_head(v, "kv_heads")
     own = _own(body, segments, positions, past_key)
     # Rows that are nobody's may hold anything, and what is hidden by adding to a NaN is not hidden.
@@ -331,10 +346,12 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     nothing = body.number(0)
     keys = op("Concat", op("Where", is_read, read(body, past_key), nothing), key, axis=2)
     values = op("Concat", op("Where", is_read, read(body, past_value), nothing), value, axis=2)
-    attributes = ["heads", "kv_heads", "rotary_size"]
+    attributes = dict.fromkeys(("heads", "kv_heads", "rotary_size"), ir.AttributeType.INT)
+    if is_normed:
+        attributes["epsilon"] = ir.AttributeType.FLOAT
     seen = op("Unsqueeze", op("Concat", *own, axis=1), ints(0, 1))
     if BLOCK in name:
-        attributes.append("visible_block")
+        attributes["visible_block"] = ir.AttributeType.INT
         blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
         rows = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
         # Cached rows count as the first block, which every query sees.
@@ -345,7 +362,22 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     y = op("Transpose", op("Attention", turned, keys, values, seen), perm=[0, 2, 1, 3])
     merged = op("Reshape", y, ints(0, 0, -1))
     outputs = {"y": merged, "present_key": store(body, key), "present_value": store(body, value)}
-    return body.function(outputs, dict.fromkeys(attributes, ir.AttributeType.INT))
+    return body.function(outputs, attributes)
+
+
+def _norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
+    """RMSNorm over the last axis, with the function's own ``epsilon``."""
+    epsilon = ir.Attr("epsilon", ir.AttributeType.FLOAT, None, ref_attr_name="epsilon")
+    return body.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon)
+
+
+def _add_norm() -> ir.Function:
+    """A residual sum, and its RMSNorm."""
+    body = Body("AddNorm", "x y weight")
+    x, y, weight = body.inputs
+    total = body.op("Add", x, y)
+    outputs = {"sum": total, "normed": _norm(body, total, weight)}
+    return body.function(outputs, {"epsilon": ir.AttributeType.FLOAT})
 
 
 def _own(
@@ -409,11 +441,11 @@ def _read_int8(body: Body, rows: ir.Value) -> ir.Value:
 
 
 _CACHES: dict[str, tuple[_Code, _Code]] = {
-    "": (_as_it_is, _as_it_is),
-    "Fp16": (_as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
-    "Int8": (_store_int8, _read_int8),
+    "float32": (_as_it_is, _as_it_is),
+    "float16": (_as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
+    "int8": (_store_int8, _read_int8),
 }
-"""How the name of attention begins -> how it stores the rows of its cache, and reads them."""
+"""What a cache is stored in -> how its rows are stored, and read."""
 
 
 def _candidates() -> ir.Function:
@@ -488,12 +520,13 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     **{name: functools.partial(tied_head, name) for name in (*TIED_HEADS.values(), FP8_TIED_HEAD)},
     **{name: functools.partial(experts, name) for name in FUNCTIONS},
     **{
-        f"{stored}{kind}CachedAttention": functools.partial(
-            _cached_attention, f"{stored}{kind}CachedAttention", *codes
+        f"{STORED[dtype]}{name}": functools.partial(
+            _cached_attention, f"{STORED[dtype]}{name}", *codes
         )
-        for kind in ("", BLOCK)
-        for stored, codes in _CACHES.items()
+        for name in ATTENTION
+        for dtype, codes in _CACHES.items()
     },
+    "AddNorm": _add_norm,
     "Candidates": _candidates,
     "NVFP4Linear": _nvfp4_linear,
     "NVFP4QuantizeDequantize": _nvfp4,

@@ -30,7 +30,7 @@ _MOST_WEIGHTS = 3  # of layers over one input
 @dataclass(frozen=True)
 class Fused:
     """What ``fuse`` made of a graph. ``calls``: native kernel -> nodes that call it. ``plain``:
-    module path -> why it keeps plain operators, of every module for which there is a kernel.
+    module path -> why it keeps plain operators, of every module for which there is a kernel but norms.
     ``has_segments``: all attention knows the input of that name.
     """
 
@@ -52,7 +52,7 @@ class _Unlike(Exception):
 
 def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     """Rewrite a traced graph in place: INT8 and INT4 layers over one input, attention over the
-    cache, a row's candidates.
+    cache, residual sums that are normed, a row's candidates.
 
     ``cache_dtype``: of keys and values between passes, as the manifest has it, None: as they are
     computed. Raises CacheError where attention does not take it.
@@ -65,6 +65,10 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
                 _fuse_attention(traced, node)
             except _Unlike as err:
                 plain[node.metadata_props[LAYER_KEY]] = str(err)
+    if traced.dtype.itemsize == 4:  # the kernel computes in fp32
+        for node in list(model.graph):
+            if node.op_type == "Add" and node.domain == "":
+                _fuse_add_norm(model, node)
     try:
         _fuse_candidates(model)
     except _Unlike as err:
@@ -216,12 +220,15 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     parts = [_heads_of(part) for part in (turned.inputs[0], rotated.inputs[0], present_value)]
     cos, sin, positions = tables
     seen = {} if hidden is None else {"visible_block": _visible_block(hidden, positions)}
-    inputs = [_merged(traced.model, attention, part) for part in parts]
-    given = [*inputs, past_key, past_value, positions, cos, sin, _segments(traced.model)]
+    norms = _norms_of(*parts)
+    given = [past_key, past_value, positions, cos, sin, _segments(traced.model)]
+    given = [*(part.whole for part in parts), *given, *(norm.weight for norm in norms)]
+    name = (functions.BLOCK if seen else "") + (functions.NORMED if norms else "")
     old = [y.outputs[0], present_key, present_value]
-    counts = {"heads": parts[0].count, "kv_heads": parts[1].count}
-    settings = counts | {"rotary_size": rotary_sizes.pop()} | seen
-    _call(traced.model, attention, caches.ATTENTION[len(seen)], given, old, **settings)
+    settings = {"heads": parts[0].count, "kv_heads": parts[1].count}
+    settings |= {"rotary_size": rotary_sizes.pop()} | seen
+    epsilon = {"epsilon": norms[0].epsilon} if norms else {}
+    _call(traced.model, attention, f"{name}CachedAttention", given, old, **settings, **epsilon)
 
 
 def _segments(model: ir.Model) -> ir.Value:
@@ -305,40 +312,75 @@ def _both(node: ir.Node) -> tuple[ir.Value, ir.Value]:
 
 
 @dataclass(frozen=True)
+class _Norm:
+    """An RMSNorm of the last axis of ``x``."""
+
+    x: ir.Value
+    weight: ir.Value
+    epsilon: float
+
+
+def _norm_of(node: ir.Node) -> _Norm | None:
+    """What an operator norms; None if it is no RMSNorm as the kernels compute it."""
+    if node.op_type != "RMSNormalization" or node.domain != "":
+        return None
+    x, weight = _all(node.inputs, 2)
+    is_last = node.attributes.get_int("axis", -1) == -1
+    is_fp32 = node.attributes.get_int("stash_type", 1) == 1
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    return _Norm(x, weight, epsilon) if is_last and is_fp32 else None
+
+
+@dataclass(frozen=True)
 class _Heads:
-    """``count`` heads ``[B, T, count, D]``: ``split`` as they were cut, ``ready`` as attention
-    takes them, a norm between.
-    """
+    """``count`` heads, cut from ``whole`` ``[B, T, count * D]``, and what norms each of them."""
 
     count: int
-    split: ir.Node
-    ready: ir.Value
+    whole: ir.Value
+    norm: _Norm | None
 
 
 def _heads_of(value: ir.Value | None) -> _Heads:
-    """The heads behind ``[B, heads, T, D]``. Raises _Unlike."""
+    """The heads of ``[B, heads, T, D]``. Raises _Unlike."""
     otherwise = "heads that are not cut from one product"
     ready = _expect(value, "Transpose", otherwise).inputs[0]
     normed = _producer(ready, "RMSNormalization")
-    split = _expect(ready if normed is None else normed.inputs[0], "Reshape", otherwise)
-    shape = ir.convenience.get_const_tensor(_both(split)[1])
-    if ready is None or shape is None:
+    norm = None if normed is None else _norm_of(normed)
+    split = _expect(ready if norm is None else norm.x, "Reshape", otherwise)
+    whole, sizes = _both(split)
+    shape = ir.convenience.get_const_tensor(sizes)
+    if shape is None:
         raise _Unlike(otherwise)
-    return _Heads(int(shape.numpy()[2]), split, ready)
+    return _Heads(int(shape.numpy()[2]), whole, norm)
 
 
-def _merged(model: ir.Model, before: ir.Node, heads: _Heads) -> ir.Value:
-    """``[B, T, count * D]``: what was cut into heads or, behind a norm of each, the heads put side
-    by side again.
-    """
-    if heads.ready is heads.split.outputs[0]:
-        return _both(heads.split)[0]
-    metadata = {LAYER_KEY: before.metadata_props[LAYER_KEY]}
-    value = ir.tensor(np.array([0, 0, -1], np.int64))
-    shape = ir.node("Constant", [], {"value": value}, metadata_props=metadata)
-    whole = ir.node("Reshape", [heads.ready, shape.outputs[0]], metadata_props=metadata)
-    model.graph.insert_before(before, [shape, whole])
-    return whole.outputs[0]
+def _norms_of(queries: _Heads, keys: _Heads, values: _Heads) -> list[_Norm]:
+    """The norms of queries and of keys, or none. Raises _Unlike for only one of them, and others."""
+    if queries.norm is None and keys.norm is None and values.norm is None:
+        return []
+    if queries.norm is None or keys.norm is None or values.norm is not None:
+        raise _Unlike("norms, and not of queries and keys alone")
+    if queries.norm.epsilon != keys.norm.epsilon:
+        raise _Unlike("queries and keys whose norms differ in epsilon")
+    return [queries.norm, keys.norm]
+
+
+def _is_constant(value: ir.Value) -> bool:
+    return value.is_initializer() or _producer(value, "Constant") is not None
+
+
+def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
+    """A sum of two results, and its first norm, if there is one."""
+    if any(value is None or _is_constant(value) for value in add.inputs):
+        return  # a bias is added to every row, and the kernel adds tensors of one shape
+    total = add.outputs[0]
+    for node, _ in total.uses():
+        norm = _norm_of(node)
+        if norm is not None and norm.x is total:
+            x, y = _both(add)
+            old = [total, node.outputs[0]]
+            _call(model, add, "AddNorm", [x, y, norm.weight], old, epsilon=norm.epsilon)
+            return
 
 
 def _fuse_candidates(model: ir.Model) -> None:

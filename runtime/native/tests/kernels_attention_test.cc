@@ -106,11 +106,14 @@ Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
 
 // ---- Attention ----
 
+constexpr float kEpsilon = 1e-5f;
+
 struct Attention {
   int64_t B, T, S, H, G, D;  // G: heads of keys and values
   CacheType cache = CacheType::fp32;
   int64_t rotary_size = D, table_rows = 50, visible_block = 0;
   Floats q, k, v, past_keys, past_values, cos, sin;  // past ones are multiples of 2 ^ -5 below 4
+  Floats q_norm, k_norm;                             // empty: heads are not normed
   std::vector<int64_t> positions;
   std::vector<dlm::Segment> segments;
   Floats y, new_keys, new_values;
@@ -165,22 +168,31 @@ struct Attention {
             new_keys.data(),
             new_values.data(),
             is_fp32 ? static_cast<void*>(new_keys.data()) : present_keys.data(),
-            is_fp32 ? static_cast<void*>(new_values.data()) : present_values.data()};
+            is_fp32 ? static_cast<void*>(new_values.data()) : present_values.data(),
+            q_norm.empty() ? nullptr : q_norm.data(),
+            k_norm.empty() ? nullptr : k_norm.data(),
+            kEpsilon};
   }
   void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     kernels.attention(pass(), parallel);
   }
 
-  // x [B, T, heads, D] turned, at [b, t, head].
-  std::vector<double> turned(const Floats& x, int64_t heads, int64_t b, int64_t t,
-                             int64_t head) const {
-    const float* const row = x.data() + ((b * T + t) * heads + head) * D;
+  // x [B, T, heads, D] normed and turned, at [b, t, head].
+  std::vector<double> turned(const Floats& x, const Floats& norm, int64_t heads, int64_t b,
+                             int64_t t, int64_t head) const {
+    const float* const from = x.data() + ((b * T + t) * heads + head) * D;
     const int64_t half = rotary_size / 2, at = positions[static_cast<size_t>(b * T + t)] * half;
-    std::vector<double> out(row, row + D);
+    std::vector<double> row(from, from + D);
+    double squares = 0;
+    for (const double one : row) squares += one * one;
+    for (size_t d = 0; d < norm.size(); ++d)
+      row[d] *= norm[d] / std::sqrt(squares / static_cast<double>(D) + kEpsilon);
+    std::vector<double> out = row;
     for (int64_t d = 0; d < half; ++d) {
       const double c = cos[static_cast<size_t>(at + d)], s = sin[static_cast<size_t>(at + d)];
-      out[static_cast<size_t>(d)] = row[d] * c - row[half + d] * s;
-      out[static_cast<size_t>(half + d)] = row[half + d] * c + row[d] * s;
+      const double first = row[static_cast<size_t>(d)], second = row[static_cast<size_t>(half + d)];
+      out[static_cast<size_t>(d)] = first * c - second * s;
+      out[static_cast<size_t>(half + d)] = second * c + first * s;
     }
     return out;
   }
@@ -230,7 +242,7 @@ struct Attention {
  private:
   std::vector<double> attend(int64_t b, int64_t t, int64_t h) const {
     const int64_t g = h / (H / G), cache = (b * G + g) * S * D;
-    const std::vector<double> query = turned(q, H, b, t, h);
+    const std::vector<double> query = turned(q, q_norm, H, b, t, h);
     std::vector<double> weights;
     for (int64_t j = 0; j < S + T; ++j) {
       if (j >= S && !sees(b, t, j - S)) {
@@ -239,7 +251,7 @@ struct Attention {
       }
       const float* const past = past_keys.data() + cache + j * D;
       const std::vector<double> key =
-          j < S ? std::vector<double>(past, past + D) : turned(k, G, b, j - S, g);
+          j < S ? std::vector<double>(past, past + D) : turned(k, k_norm, G, b, j - S, g);
       double score = 0;
       for (size_t d = 0; d < key.size(); ++d) score += query[d] * key[d];
       weights.push_back(score / std::sqrt(static_cast<double>(D)));
@@ -266,12 +278,15 @@ constexpr double kAttentionTolerance = 5e-5;
 void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(5);
   InOrder in_order;
+  bool is_normed = false;
   const auto check = [&](CacheType cache, int64_t B, int64_t T, int64_t S, int64_t H, int64_t G,
                          int64_t D) {
     tally.about = std::string(kernels.name) + " " + std::to_string(static_cast<int>(cache));
+    if (is_normed) tally.about += " normed";
     for (const int64_t one : {B, T, S, H, G, D}) tally.about += " " + std::to_string(one);
     Attention attention(numbers, B, T, S, H, G, D);
     attention.cache = cache;
+    if (is_normed) attention.q_norm = numbers.normals(D), attention.k_norm = numbers.normals(D);
     attention.run(kernels, in_order);
     CHECK(distance(attention.y, attention.expected(), 1) < kAttentionTolerance);
     for (int64_t b = 0; b < B; ++b)
@@ -282,8 +297,8 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
             return Floats(all.data() + at, all.data() + at + D);
           };
           CHECK(same_bits(cut(attention.new_values, to), cut(attention.v, from)));
-          CHECK(distance(cut(attention.new_keys, to), attention.turned(attention.k, G, b, t, g),
-                         1) < 2e-6);
+          CHECK(distance(cut(attention.new_keys, to),
+                         attention.turned(attention.k, attention.k_norm, G, b, t, g), 1) < 2e-6);
         }
     if (cache == CacheType::fp32) return;
     CHECK(read_rows(cache, attention.present_keys, D) == round_rows(cache, attention.new_keys, D));
@@ -298,6 +313,9 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
     for (const int64_t G : {1, 2, 3, 6}) check(cache, 3, 9, 5, 6, G, 12);
     check(cache, 2, 33, 70, 4, 2, 64);
     check(cache, 1, 3, 70, 1, 1, 512);
+    is_normed = true;
+    for (const int64_t D : {2, 10, 20, 36, 128, 510, 512}) check(cache, 2, 9, 5, 4, 2, D);
+    is_normed = false;
   }
 }
 

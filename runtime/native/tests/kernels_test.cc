@@ -28,6 +28,7 @@ int main() {
     test_nvfp4_linear(tally, *kernels);
     test_tied_head(tally, *kernels);
     test_attention(tally, *kernels);
+    test_add_norm(tally, *kernels);
     test_candidates(tally, *kernels);
   }
 #ifdef __x86_64__

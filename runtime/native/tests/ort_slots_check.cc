@@ -97,6 +97,7 @@ CHECK_SLOT(CreateCpuMemoryInfo);
 CHECK_SLOT(AllocatorAlloc);
 CHECK_SLOT(AllocatorFree);
 CHECK_SLOT(GetAllocatorWithDefaultOptions);
+CHECK_SLOT_OF(KernelInfoGetAttributeFloat, KernelInfoGetAttribute_float);
 CHECK_SLOT_OF(KernelInfoGetAttributeInt64, KernelInfoGetAttribute_int64);
 CHECK_SLOT_OF(KernelContextGetInputCount, KernelContext_GetInputCount);
 CHECK_SLOT_OF(KernelContextGetInput, KernelContext_GetInput);

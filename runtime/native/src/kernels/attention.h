@@ -2,17 +2,23 @@
 #pragma once
 
 #include "kernels/cache_rows.h"
+#include "kernels/norm.h"
 
 namespace {
 
-constexpr int kKeys = 64;  // whose scores are held at a time
 constexpr float kLowest = -3.4028235e38f;
 constexpr int64_t kWidened =
     4096;  // numbers of stored rows that are held as floats at a time, in the first-level cache
 
-// x [D] of a head, the first rotary_size of it turned by a position's row of the tables,
-// rotate-half.
-inline void turn(const dlm::CachedAttention& a, const float* x, int64_t position, float* out) {
+// x [D] of a head, normed if there is a weight, and then the first rotary_size of it turned by a
+// position's row of the tables, rotate-half.
+inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const float* weight,
+                          int64_t position, float* out) {
+  alignas(64) float normed[dlm::kLargestHeadSize];
+  if (weight != nullptr) {
+    norm_row(x, weight, a.head_size, a.epsilon, normed);
+    x = normed;
+  }
   const int64_t half = a.rotary_size / 2;
   const float *const cos = a.cos + position * half, *const sin = a.sin + position * half;
   int64_t d = 0;
@@ -39,6 +45,9 @@ class Softmax {
   static constexpr int kQueries = kVectors * kLanes;
   // Sums of a product: enough of them to hide the latency of multiply-adds.
   static constexpr int kBlock = kVectors == 1 ? 8 : simd::kKeyBlock;
+  // Keys whose scores are held at a time. With few queries memory sets the speed: then these keys
+  // and values, and those that are fetched meanwhile, have to fit the first-level cache.
+  static constexpr int kKeys = kVectors == 1 ? 16 : 32;
 
   explicit Softmax(int64_t head_size) : head_size_(head_size) {
     for (int64_t i = 0; i < head_size * kQueries; i += kLanes) simd::store(sums_ + i, simd::zero());
@@ -71,7 +80,7 @@ class Softmax {
     for (int64_t from = 0; from < rows; from += kKeys) {
       const int64_t count = least(kKeys, rows - from);
       score<false>(keys + from * head_size_, values + from * head_size_, nullptr, count);
-      weigh(values + from * head_size_, count);
+      weigh(values + from * head_size_, keys + (from + count) * head_size_, count);
     }
   }
 
@@ -90,7 +99,7 @@ class Softmax {
       else
         score<true>(keys + from * head_size_, values + from * head_size_, positions + from,
                     end - from);
-      weigh(values + from * head_size_, end - from);
+      weigh(values + from * head_size_, keys + end * head_size_, end - from);
     }
   }
 
@@ -103,10 +112,10 @@ class Softmax {
       const int64_t count = least(together, rows - from);
       for (int64_t j = 0; j < count; ++j)
         Rows::widen(keys + (from + j) * bytes, head_size_, wide + j * head_size_);
-      score<false>(wide, wide, nullptr, count);
+      score<false>(wide, values + from * bytes, nullptr, count);
       for (int64_t j = 0; j < count; ++j)
         Rows::widen(values + (from + j) * bytes, head_size_, wide + j * head_size_);
-      weigh(wide, count);
+      weigh(wide, keys + (from + count) * bytes, count);
     }
   }
 
@@ -118,10 +127,11 @@ class Softmax {
   }
 
  private:
-  // Scores `count` keys; `values` are fetched, as they are read next. Where kHides, only the lanes
-  // that see a position have a score there, and a weight.
+  // Scores `count` keys. Meanwhile the rows at `next` are fetched, which are read after these, a
+  // part for each d: they come from memory, as weights have passed through the caches. Where
+  // kHides, only the lanes that see a position have a score there, and a weight.
   template <bool kHides>
-  void score(const float* keys, const float* values, const int64_t* positions, int64_t count) {
+  void score(const float* keys, const void* next, const int64_t* positions, int64_t count) {
     F largest[kVectors];
     for (int v = 0; v < kVectors; ++v) largest[v] = largest_[v];
     for (int64_t from = 0; from < count; from += kBlock) {
@@ -134,11 +144,8 @@ class Softmax {
                              head_size_;  // the last one again where there are fewer
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
-      // The rows of a block are D * kKeyBlock floats: a line of the next keys or of these values
-      // is fetched for each d. Rows come from memory, as weights have passed through the caches.
-      const float* const next[] = {rows[0] + kBlock * head_size_, values + from * head_size_};
       for (int64_t d = 0; d < head_size_; ++d) {
-        fetch_ahead(next[d % 2], static_cast<uintptr_t>(d) * kBlock * sizeof(float));
+        fetch(next, from * head_size_ + d * kBlock);
         F queries[kVectors];
         unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
           queries[v] = simd::load(queries_ + d * kQueries + v * kLanes);
@@ -182,15 +189,21 @@ class Softmax {
     }
   }
 
-  void weigh(const float* values, int64_t count) {
+  // Prefetches what is `number` floats after the start of `rows`, which may be after their end.
+  [[gnu::always_inline]] static void fetch(const void* rows, int64_t number) {
+    fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
+  }
+
+  // Adds `count` values by their weights. Meanwhile the rows at `next` are fetched.
+  void weigh(const float* values, const void* next, int64_t count) {
     constexpr int kTogether = kBlock;
     int64_t d = 0;
-    for (; d + kTogether <= head_size_; d += kTogether) weigh<kTogether>(values, count, d);
-    for (; d < head_size_; ++d) weigh<1>(values, count, d);
+    for (; d + kTogether <= head_size_; d += kTogether) weigh<kTogether>(values, next, count, d);
+    for (; d < head_size_; ++d) weigh<1>(values, next, count, d);
   }
 
   template <int kTogether>
-  void weigh(const float* values, int64_t count, int64_t d) {
+  void weigh(const float* values, const void* next, int64_t count, int64_t d) {
     constexpr int kSums = kTogether * kVectors;
     F sums[kSums];
     float* const out = sums_ + d * kQueries;
@@ -200,6 +213,7 @@ class Softmax {
     const float* value = values + d;
     const float* weight = scores_;
     for (int64_t j = 0; j < count; ++j, value += head_size_, weight += kQueries) {
+      fetch(next, d * count + j * kTogether);
       F weights[kVectors];
       unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
         weights[v] = simd::load(weight + v * kLanes);
@@ -260,7 +274,7 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
   for (int64_t t = 0; t < T; ++t) {
     const int64_t token = part.token(a, t), from = (token * a.kv_heads + part.kv_head) * D;
-    turn(a, a.k + from, a.positions[token], keys + t * D);
+    norm_and_turn(a, a.k + from, a.k_norm, a.positions[token], keys + t * D);
     __builtin_memcpy(values + t * D, a.v + from, static_cast<size_t>(D) * sizeof(float));
   }
   if (a.cache == dlm::CacheType::fp32) return;
@@ -330,7 +344,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     for (int64_t lane = 0; lane < kQueries; ++lane) {
       const int64_t query = least(first + lane, last - 1);  // lanes without one repeat the last
       const int64_t position = a.positions[part.token(a, query / group)];
-      turn(a, a.q + offset(query), position, row);
+      norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);
       softmax.set_query(lane, row, scale);
       if (a.visible_block != 0) last_seen[lane] = a.last_seen(position);
     }

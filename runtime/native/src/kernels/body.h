@@ -10,5 +10,6 @@
 #include "kernels/embedding.h"
 #include "kernels/experts.h"
 #include "kernels/linear.h"
+#include "kernels/norm.h"
 #include "kernels/nvfp4.h"
 #include "kernels/tied_head.h"

@@ -35,6 +35,9 @@ inline F exp2(F x) {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
+// Fewer numbers than this are gone through faster than a second thread is woken.
+constexpr int64_t kFewNumbers = 100'000;
+
 // Calls body(0) to body(kCount - 1), each with a constant: arrays that it indexes stay in
 // registers.
 template <int... kNumbers, class Body>
@@ -84,6 +87,11 @@ struct Tiles {
 template <class Stored>
 [[gnu::always_inline]] inline void fetch_ahead(const Stored* at, uintptr_t bytes) {
   simd::prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
+}
+// The same, into the second-level cache.
+template <class Stored>
+[[gnu::always_inline]] inline void fetch_far_ahead(const Stored* at, uintptr_t bytes) {
+  simd::prefetch_to_second(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
 }
 
 constexpr int64_t kTilesTogether =

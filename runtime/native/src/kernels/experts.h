@@ -142,8 +142,6 @@ struct Routed {
   }
 };
 
-constexpr int64_t kFewNumbers = 100'000;  // that one thread moves faster than a second one is woken
-
 template <class Product>
 void run_groups(const Routed& routed, bool is_gated, dlm::Parallel& parallel) {
   const dlm::Experts& m = routed.mixture;

@@ -158,11 +158,12 @@ struct Nvfp4Linear {
 // codes with a scale behind them (kernels/cache_rows.h).
 enum class CacheType { fp32, fp16, int8 };
 
-// Attention of the new tokens over cached and new rows; q, k and v are [B, T, heads, D], not yet
-// turned by position, by which the first rotary_size of D turn. Every query sees all cached rows,
-// and of new ones all (visible_block 0) or those of blocks up to its own of so many positions.
-// Cached rows are attended to as they are stored, new ones as they were computed. Where there are
-// segments, B is 1, and a query sees the rows of its own alone.
+// Attention of the new tokens over cached and new rows; q, k and v are [B, T, heads, D]. The kernel
+// norms each head of q and k, if there are weights of norms, and then turns the first rotary_size
+// of D by position. Every query sees all cached rows, and of new ones all (visible_block 0) or
+// those of blocks up to its own of so many positions. Cached rows are attended to as they are
+// stored, new ones as they were computed. Where there are segments, B is 1, and a query sees the
+// rows of its own alone.
 struct CachedAttention {
   CacheType cache;
   const float *q, *k, *v;               // [B, T, H, D], [B, T, Hkv, D] twice
@@ -177,6 +178,8 @@ struct CachedAttention {
   float *new_keys, *new_values;  // [B, Hkv, T, D]
   void *present_keys,
       *present_values;  // [B, Hkv, T] rows; those of an fp32 cache are new_keys and new_values
+  const float *q_norm, *k_norm;  // [D], weights of each head's RMSNorm; nullptr: heads have none
+  float epsilon;                 // of both norms
 
   int64_t row_bytes() const {
     return cache == CacheType::fp32   ? 4 * head_size
@@ -201,6 +204,15 @@ struct CachedAttention {
 
   // Whether every position has a row of the tables. The kernel must not run otherwise.
   bool is_in_table() const;
+};
+
+// sum = x + y and its RMSNorm by rows, all [rows, width]:
+// normed = sum / sqrt(mean(sum ^ 2) + epsilon) * weight.
+struct AddNorm {
+  const float *x, *y, *weight;  // weight [width]
+  int64_t rows, width;
+  float epsilon;
+  float *sum, *normed;
 };
 
 // The two best tokens of each row and its entropy, from raw logits and what is added to them before
@@ -246,6 +258,7 @@ struct Kernels {
   void (*nvfp4_linear)(const Nvfp4Linear& layer, Parallel& parallel);
   void (*experts)(const Experts& mixture, void* scratch, Parallel& parallel);
   void (*attention)(const CachedAttention& pass, Parallel& parallel);
+  void (*add_norm)(const AddNorm& rows, Parallel& parallel);
   void (*candidates)(const Candidates& rows, Parallel& parallel);
   void (*embedding)(const Embedding& table, Parallel& parallel);
   void (*tied_head)(const TiedHead& head, Parallel& parallel);

@@ -103,7 +103,7 @@ struct MatrixProduct {
   Tiles tiles;
   // Of all tiles, each filled up to 32 rows and those to whole products.
   int8_t* codes;     // [K / step, 32, step]
-  int32_t* offsets;  // [groups, 32]: what the sums over a group are too large by
+  int32_t* offsets;  // [groups, 32]: what is added to the sums over a group
   float* scales;     // [32]
 
   int64_t products() const { return (layer.inputs + kStep - 1) / kStep; }
@@ -226,8 +226,8 @@ struct MatrixProduct {
         [&](auto v) __attribute__((always_inline)) { to[v] = load_scales(from + v * kLanes); });
   }
 
-  // Calls body with each vector of a tile's sums in registers, less the group's offsets: where in
-  // [32, 32], which of its row.
+  // Calls body with each vector of a tile's sums in registers, and the group's offsets added: where
+  // in [32, 32], which of its row.
   template <class Body>
   [[gnu::always_inline]] void each_sum(int64_t tile, int64_t group, Body body) const {
     alignas(64) int32_t sums[kMatrixRows * kPanel];
@@ -236,7 +236,7 @@ struct MatrixProduct {
     for (int64_t r = 0; r < tiles.rows(tile); ++r)
       unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
         const int64_t at = r * kPanel + v * kLanes;
-        body(at, v, simd::to_float(simd::isub(simd::iload(sums + at), simd::iset(offset[r]))));
+        body(at, v, simd::to_float(simd::iadd(simd::iload(sums + at), simd::iset(offset[r]))));
       });
   }
 };

@@ -17,7 +17,7 @@ namespace dlm::ops {
 constexpr int kUint8 = 2, kBfloat16 = 16,
               kFloat8 = 17;  // engines/graph_contract.h has those of ports
 constexpr size_t kMostWeights = 3;
-constexpr size_t kMostPorts = 9, kMostDims = 5;
+constexpr size_t kMostPorts = 11, kMostDims = 5;
 constexpr size_t kSegments = 8;  // which input of attention they are; a graph may leave it out
 constexpr char kWhere[] = "ONNX Runtime";  // what its own errors start with
 
@@ -139,6 +139,7 @@ struct Node {
   int64_t group_size = 0;                       // of Int4Linear and Int4Embedding
   int64_t heads = 0, kv_heads = 0;              // of CachedAttention
   int64_t visible_block = 0;                    // of BlockCachedAttention
+  float epsilon = 0;                            // of AddNorm and NormedCachedAttention
 };
 
 struct Definition {

@@ -1,4 +1,4 @@
-// Attention over a cache, and the candidates of a row.
+// Attention over a cache, norms of residual sums, and the candidates of a row.
 #include <array>
 
 #include "engines/onnxruntime/custom_op.h"
@@ -23,6 +23,17 @@ void read_block(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
         kWhere);
   if (node.visible_block < 1 || node.visible_block > INT32_MAX)
     fail(DLM_BAD_BUNDLE, "blocks of %lld tokens", static_cast<long long>(node.visible_block));
+}
+
+void read_epsilon(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  check(api, api.call<ort::KernelInfoGetAttributeFloat>(info, "epsilon", &node.epsilon), kWhere);
+  if (!(node.epsilon >= 0)) fail(DLM_BAD_BUNDLE, "an epsilon of %g", double{node.epsilon});
+}
+
+template <auto kRead>
+void read_normed(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  kRead(api, info, node);
+  read_epsilon(api, info, node);
 }
 
 template <CacheType kCache>
@@ -59,6 +70,13 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   pass.past_keys = past_keys.data, pass.past_values = past_values.data;
   pass.positions = positions.data;
   pass.cos = cos.data, pass.sin = sin.data;
+  if (node.op.is.input_count > kSegments + 1) {
+    const auto q_norm = call.input<float>(kSegments + 1), k_norm = call.input<float>(kSegments + 2);
+    if (!q_norm.is({D}) || !k_norm.is({D}))
+      fail(DLM_BAD_BUNDLE, "the weights of the norms of heads are not %lld",
+           static_cast<long long>(D));
+    pass.q_norm = q_norm.data, pass.k_norm = k_norm.data, pass.epsilon = node.epsilon;
+  }
   static_assert(sizeof(Segment) == kSegmentNumbers * sizeof(int64_t));
   pass.segments = reinterpret_cast<const Segment*>(segments.data);
   pass.segment_count = segments.dims[0];
@@ -83,6 +101,20 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   kernels.attention(pass, call);
 }
 
+void compute_add_norm(const Kernels& kernels, const Node& node, Call& call) {
+  const auto x = call.input<float>(0), y = call.input<float>(1), weight = call.input<float>(2);
+  if (x.rank < 1 || x.rank != y.rank || !std::equal(x.dims.begin(), x.dims.end(), y.dims.begin()) ||
+      !weight.is({x.dims[x.rank - 1]}) || weight.count() < 1)
+    fail(DLM_BAD_BUNDLE, "what is added and its norm's weight do not fit");
+  AddNorm rows{};
+  rows.x = x.data, rows.y = y.data, rows.weight = weight.data;
+  rows.width = weight.count(), rows.rows = x.count() / rows.width;
+  rows.epsilon = node.epsilon;
+  rows.sum = call.output<float>(0, x.dims.data(), x.rank);
+  rows.normed = call.output<float>(1, x.dims.data(), x.rank);
+  kernels.add_norm(rows, call);
+}
+
 void compute_candidates(const Kernels& kernels, const Node&, Call& call) {
   const auto logits = call.input<float>(0), bias = call.input<float>(1);
   const int64_t B = logits.dims[0], R = logits.dims[1], V = logits.dims[2];
@@ -101,22 +133,40 @@ void compute_candidates(const Kernels& kernels, const Node&, Call& call) {
 
 constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8;
 
-Definition attention(const char* name, int row, decltype(Definition::read) read,
-                     decltype(Definition::compute) compute) {
+using Read = decltype(Definition::read);
+using Compute = decltype(Definition::compute);
+
+Definition attention(const char* name, int row, Read read, Compute compute) {
   return {name, {F, F, F, row, row, L, F, F, L}, 9, {F, row, row}, 3, 0, false, read, compute,
           true};
+}
+
+Definition normed_attention(const char* name, int row, Read read, Compute compute) {
+  return {
+      name, {F, F, F, row, row, L, F, F, L, F, F}, 11, {F, row, row}, 3, 0, false, read, compute,
+      true};
 }
 
 }  // namespace
 
 std::vector<Definition> attention_operators() {
+  constexpr Compute kFp32 = attend<CacheType::fp32>, kFp16 = attend<CacheType::fp16>,
+                    kInt8 = attend<CacheType::int8>;
+  constexpr Read kNormed = read_normed<read_heads>, kNormedBlock = read_normed<read_block>;
   return {
-      attention("CachedAttention", F, read_heads, attend<CacheType::fp32>),
-      attention("Fp16CachedAttention", H, read_heads, attend<CacheType::fp16>),
-      attention("Int8CachedAttention", I, read_heads, attend<CacheType::int8>),
-      attention("BlockCachedAttention", F, read_block, attend<CacheType::fp32>),
-      attention("Fp16BlockCachedAttention", H, read_block, attend<CacheType::fp16>),
-      attention("Int8BlockCachedAttention", I, read_block, attend<CacheType::int8>),
+      attention("CachedAttention", F, read_heads, kFp32),
+      attention("Fp16CachedAttention", H, read_heads, kFp16),
+      attention("Int8CachedAttention", I, read_heads, kInt8),
+      attention("BlockCachedAttention", F, read_block, kFp32),
+      attention("Fp16BlockCachedAttention", H, read_block, kFp16),
+      attention("Int8BlockCachedAttention", I, read_block, kInt8),
+      normed_attention("NormedCachedAttention", F, kNormed, kFp32),
+      normed_attention("Fp16NormedCachedAttention", H, kNormed, kFp16),
+      normed_attention("Int8NormedCachedAttention", I, kNormed, kInt8),
+      normed_attention("BlockNormedCachedAttention", F, kNormedBlock, kFp32),
+      normed_attention("Fp16BlockNormedCachedAttention", H, kNormedBlock, kFp16),
+      normed_attention("Int8BlockNormedCachedAttention", I, kNormedBlock, kInt8),
+      {"AddNorm", {F, F, F}, 3, {F, F}, 2, 0, false, read_epsilon, compute_add_norm},
       {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},
   };
 }

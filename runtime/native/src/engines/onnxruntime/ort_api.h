@@ -104,6 +104,7 @@ using CreateCpuMemoryInfo = Entry<69, OrtStatus*(int allocator_type, int memory_
 using AllocatorAlloc = Entry<75, OrtStatus*(OrtAllocator*, size_t, void**)>;
 using AllocatorFree = Entry<76, OrtStatus*(OrtAllocator*, void*)>;
 using GetAllocatorWithDefaultOptions = Entry<78, OrtStatus*(OrtAllocator**)>;
+using KernelInfoGetAttributeFloat = Entry<85, OrtStatus*(const OrtKernelInfo*, const char* name, float*)>;
 using KernelInfoGetAttributeInt64 = Entry<86, OrtStatus*(const OrtKernelInfo*, const char* name, int64_t*)>;
 using KernelContextGetInputCount = Entry<88, OrtStatus*(const OrtKernelContext*, size_t*)>;
 using KernelContextGetInput = Entry<90, OrtStatus*(const OrtKernelContext*, size_t index, const OrtValue**)>;

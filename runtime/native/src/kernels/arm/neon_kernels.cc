@@ -6,7 +6,7 @@
 namespace dlm {
 
 extern const Kernels kNeonKernels;
-const Kernels kNeonKernels = {"neon-dotprod", linear,     nvfp4_linear, experts,
-                              attention,      candidates, embedding,    tied_head};
+const Kernels kNeonKernels = {"neon-dotprod", linear,     nvfp4_linear, experts,  attention,
+                              add_norm,       candidates, embedding,    tied_head};
 
 }  // namespace dlm

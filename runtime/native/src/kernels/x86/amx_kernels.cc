@@ -13,6 +13,7 @@ const Kernels kAmxKernels = {"amx-int8",
                              kAvx512Kernels.nvfp4_linear,
                              kAvx512Kernels.experts,
                              kAvx512Kernels.attention,
+                             kAvx512Kernels.add_norm,
                              kAvx512Kernels.candidates,
                              kAvx512Kernels.embedding,
                              kAvx512Kernels.tied_head};

@@ -8,8 +8,8 @@ namespace dlm {
 
 #if defined(__AVXVNNI__)
 extern const Kernels kAvxVnniKernels;
-const Kernels kAvxVnniKernels = {"avx-vnni", linear,     nvfp4_linear, experts,
-                                 attention,  candidates, embedding,    tied_head};
+const Kernels kAvxVnniKernels = {"avx-vnni", linear,     nvfp4_linear, experts,  attention,
+                                 add_norm,   candidates, embedding,    tied_head};
 #elif defined(__AVX512VNNI__)  // the same instruction in its older encoding, so that tests run
                                // where only that is
 extern const Kernels kAvxVnniStandIn;
@@ -18,13 +18,14 @@ const Kernels kAvxVnniStandIn = {"avx-vnni's stand-in",
                                  nvfp4_linear,
                                  experts,
                                  attention,
+                                 add_norm,
                                  candidates,
                                  embedding,
                                  tied_head};
 #else
 extern const Kernels kAvx2Kernels;
-const Kernels kAvx2Kernels = {"avx2",    linear,     nvfp4_linear, experts,
-                              attention, candidates, embedding,    tied_head};
+const Kernels kAvx2Kernels = {"avx2",   linear,     nvfp4_linear, experts,  attention,
+                              add_norm, candidates, embedding,    tied_head};
 #endif
 
 }  // namespace dlm

@@ -24,7 +24,8 @@ void attention_by_width(const dlm::CachedAttention& a, dlm::Parallel& parallel) 
 
 namespace dlm {
 
-const Kernels kAvx512Kernels = {"avx512-vnni",      linear,     nvfp4_linear, experts,
-                                attention_by_width, candidates, embedding,    tied_head};
+const Kernels kAvx512Kernels = {"avx512-vnni",      linear,   nvfp4_linear, experts,
+                                attention_by_width, add_norm, candidates,   embedding,
+                                tied_head};
 
 }  // namespace dlm

@@ -1,0 +1,76 @@
+// RMSNorm of rows, alone and of residual sums.
+#pragma once
+
+#include "kernels/common.h"
+
+namespace {
+
+// What a row is multiplied by, of the sum of its squares: 1 / sqrt(mean + epsilon).
+inline float inverse_size(float squares, int64_t width, float epsilon) {
+  return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
+}
+
+// y = x * inverse * weight.
+inline void scale_row(const float* x, float inverse, const float* weight, int64_t width, float* y) {
+  const F by = simd::set(inverse);
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    simd::store(y + i, simd::mul(simd::mul(simd::load(x + i), by), simd::load(weight + i)));
+  for (; i < width; ++i) y[i] = x[i] * inverse * weight[i];
+}
+
+// Sums squares of a row: read(i) is a vector of it, read_one(i) a number of what is left.
+template <class Read, class ReadOne>
+[[gnu::always_inline]] inline float sum_squares(int64_t width, Read read, ReadOne read_one) {
+  constexpr int kSums = 4;  // enough of them to hide the latency of multiply-adds
+  F sums[kSums];
+  unroll<kSums>([&](auto j) __attribute__((always_inline)) { sums[j] = simd::zero(); });
+  int64_t i = 0;
+  for (; i + kSums * kLanes <= width; i += kSums * kLanes)
+    unroll<kSums>([&](auto j) __attribute__((always_inline)) {
+      const F x = read(i + j * kLanes);
+      sums[j] = simd::fma(x, x, sums[j]);
+    });
+  for (; i + kLanes <= width; i += kLanes) {
+    const F x = read(i);
+    sums[0] = simd::fma(x, x, sums[0]);
+  }
+  float squares = simd::total(simd::add(simd::add(sums[0], sums[1]), simd::add(sums[2], sums[3])));
+  for (; i < width; ++i) {
+    const float x = read_one(i);
+    squares += x * x;
+  }
+  return squares;
+}
+
+inline void norm_row(const float* x, const float* weight, int64_t width, float epsilon, float* y) {
+  const float squares = sum_squares(
+      width, [&](int64_t i) { return simd::load(x + i); }, [&](int64_t i) { return x[i]; });
+  scale_row(x, inverse_size(squares, width, epsilon), weight, width, y);
+}
+
+inline void add_norm_row(const dlm::AddNorm& a, int64_t row) {
+  const int64_t start = row * a.width;
+  const float *const x = a.x + start, *const y = a.y + start;
+  float* const sum = a.sum + start;
+  const float squares = sum_squares(
+      a.width,
+      [&](int64_t i) {
+        const F both = simd::add(simd::load(x + i), simd::load(y + i));
+        simd::store(sum + i, both);
+        return both;
+      },
+      [&](int64_t i) { return sum[i] = x[i] + y[i]; });
+  scale_row(sum, inverse_size(squares, a.width, a.epsilon), a.weight, a.width, a.normed + start);
+}
+
+inline void add_norm(const dlm::AddNorm& a, dlm::Parallel& parallel) {
+  if (a.rows == 0) return;
+  const int64_t together = a.rows * a.width < kFewNumbers ? a.rows : 16;  // rows of a task
+  parallel.each(static_cast<size_t>((a.rows + together - 1) / together), [&](size_t task) {
+    const int64_t first = static_cast<int64_t>(task) * together;
+    for (int64_t row = first; row < least(first + together, a.rows); ++row) add_norm_row(a, row);
+  });
+}
+
+}  // namespace
