@@ -20,6 +20,7 @@ void append(std::string& out, Number number) {
 
 void append_without_surrogates(CodePoints& out, char32_t low, char32_t high) {
   high = std::min(high, kLastPoint);
+  if (low > high) return;
   if (low <= kBeforeSurrogates) out.push_back({low, std::min(high, kBeforeSurrogates)});
   if (high >= kBehindSurrogates) out.push_back({std::max(low, kBehindSurrogates), high});
 }
@@ -105,6 +106,26 @@ Node Expressions::characters(const CodePoints& points) {
   const size_t before = nodes_.size();
   const Node node = add({Kind::characters, false, index, 0, 0, 0}, content);
   if (node == before) points_.push_back(std::move(kept));
+  return node;
+}
+
+Node Expressions::machine(const ByteAutomaton& automaton) {
+  ByteAutomaton made = minimised(automaton, 0, budget_);
+  if (made.is_empty()) return nothing();
+  std::string content;
+  for (size_t state = 0; state < made.states(); ++state) {
+    append(content, made.accepting[state]);
+    append(content, made.starts[state]);
+  }
+  for (const auto& [low, high, state] : made.edges) {
+    append(content, low);
+    append(content, high);
+    append(content, state);
+  }
+  const auto index = static_cast<uint32_t>(automata_.size());
+  const size_t before = nodes_.size();
+  const Node node = add({Kind::machine, made.accepting.front() != 0, index, 0, 0, 0}, content);
+  if (node == before) automata_.push_back(std::move(made));
   return node;
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "compile/budget.h"
+#include "compile/byte_automaton.h"
 
 namespace dlm::compile {
 
@@ -48,6 +49,7 @@ class Expressions {
     bytes,       // one text
     set,         // one byte of a set
     characters,  // the UTF-8 of one code point of ranges
+    machine,     // what an automaton accepts
     sequence,    // first, then second
     either,      // one of several, ascending by number
     repeat,      // first, low to high times
@@ -59,7 +61,8 @@ class Expressions {
   Node empty() const { return 1; }
   Node bytes(std::string_view text);
   Node set(const ByteSet& bytes);
-  Node characters(const CodePoints& points);  // normalised; surrogates are left out
+  Node characters(const CodePoints& points);     // normalised; surrogates are left out
+  Node machine(const ByteAutomaton& automaton);  // which need not be minimal
   Node sequence(Node first, Node second);
   Node sequence(const std::vector<Node>& parts);  // to the right
   Node either(Node first, Node second);
@@ -82,13 +85,15 @@ class Expressions {
   const std::string& text(Node node) const { return texts_[nodes_[node].first]; }
   const ByteSet& byte_set(Node node) const { return sets_[nodes_[node].first]; }
   const CodePoints& code_points(Node node) const { return points_[nodes_[node].first]; }
+  const ByteAutomaton& automaton(Node node) const { return automata_[nodes_[node].first]; }
   const std::vector<Node>& choices(Node node) const { return choices_[nodes_[node].first]; }
 
  private:
   struct Item {
     Kind kind;
     bool is_nullable;
-    uint32_t first, second, low, high;  // first of bytes, set, characters, either: an index
+    uint32_t first, second, low,
+        high;  // first of bytes, set, characters, machine, either: an index
   };
   Node add(const Item& item, const std::string& content);
 
@@ -98,6 +103,7 @@ class Expressions {
   std::vector<std::string> texts_;
   std::vector<ByteSet> sets_;
   std::vector<CodePoints> points_;
+  std::vector<ByteAutomaton> automata_;
   std::vector<std::vector<Node>> choices_;
   std::unordered_map<std::string, Node> numbers_;  // by kind and content
 };
