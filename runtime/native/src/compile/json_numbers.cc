@@ -29,11 +29,13 @@ struct Bound {
   std::string whole = "0";  // without zeros in front
   std::string fraction;     // with zeros behind, to the digits that numbers are written with
   bool is_excluded = false;
+  bool is_plain = true;  // an integer to readers, not a double
 };
 
 Bound bound_of(const Decimal& value, bool is_excluded) {
   Bound bound;
   bound.is_excluded = is_excluded;
+  bound.is_plain = value.is_plain;
   const auto size = static_cast<int64_t>(value.digits.size());
   if (size + value.exponent > static_cast<int64_t>(kMostWholeDigits))
     refuse("a bound of more than 400 digits is not supported");
@@ -52,17 +54,24 @@ Bound bound_of(const Decimal& value, bool is_excluded) {
   return bound;
 }
 
-// Adds one to the digit at `place`, or takes one away, without going below zero.
-std::string stepped(std::string digits, size_t place, bool is_up) {
-  for (size_t at = place + 1; at-- > 0;) {
-    if (digits[at] != (is_up ? '9' : '0')) {
-      digits[at] = static_cast<char>(digits[at] + (is_up ? 1 : -1));
-      const size_t zeros = digits.find_first_not_of('0');
-      return digits.substr(std::min(zeros, digits.size() - 1));
+// A number next to a bound of more digits than doubles keep may be rounded beyond it. Moves such a
+// bound by one unit of the last digit that they keep, away from what is outside.
+void keep_away(Bound& bound, bool is_low) {
+  std::string digits = bound.whole + bound.fraction;
+  const size_t places = bound.fraction.size();
+  for (size_t at = kExactDigits; at-- > 0;) {
+    const char last = is_low ? '9' : '0';
+    if (digits[at] != last) {
+      digits[at] = static_cast<char>(digits[at] + (is_low ? 1 : -1));
+      break;
     }
-    digits[at] = is_up ? '0' : '9';
+    digits[at] = is_low ? '0' : '9';
+    if (at == 0) digits = is_low ? "1" + digits : std::string(digits.size(), '0');
   }
-  return is_up ? "1" + digits : "0";
+  bound.fraction = digits.substr(digits.size() - places);
+  digits.resize(digits.size() - places);
+  bound.whole = digits.substr(std::min(digits.find_first_not_of('0'), digits.size() - 1));
+  bound.is_excluded = false;
 }
 
 // The texts of numbers from zero on, between two bounds. A text of `n` digits before the point is
@@ -89,6 +98,7 @@ class Naturals {
 
   Node texts() {
     const size_t first = low_.whole.size();
+    if (has_high_ && high_.whole.size() < first) return expressions_.nothing();
     std::vector<Node> choices{of_length(first)};
     if (!has_high_) {
       choices.push_back(longer(first, kUnbounded));
@@ -196,22 +206,19 @@ class Naturals {
 
 Node naturals(Expressions& expressions, Bound low, std::optional<Bound> high, size_t most,
               bool integers) {
-  // Doubles keep 15 digits: beyond them a number next to an excluded bound may be rounded to it.
-  const auto move = [&](Bound& bound, bool is_up) {
-    const size_t digits = bound.whole.size();
-    if (integers || !bound.is_excluded || digits <= kExactDigits) return;
-    bound = {stepped(bound.whole, kExactDigits - 1, is_up), "", false};
+  size_t excluded_digits = 0;  // before the point
+  const auto prepare = [&](Bound& bound, bool is_low) {
+    const size_t whole = bound.whole.size(), digits = whole + bound.fraction.size();
+    const bool is_exact = integers && bound.is_plain;
+    if (!is_exact && (whole > kExactDigits || (bound.is_excluded && digits > kExactDigits)))
+      keep_away(bound, is_low);
+    if (bound.is_excluded) excluded_digits = std::max(excluded_digits, whole);
+    most = std::max(most, bound.fraction.size());
   };
-  move(low, true);
-  if (high) move(*high, false);
-  if (!integers) {
-    size_t excluded_digits = low.is_excluded ? low.whole.size() : 0;
-    if (high && high->is_excluded) excluded_digits = std::max(excluded_digits, high->whole.size());
-    most = std::max({most, low.fraction.size(), high ? high->fraction.size() : 0});
-    if (excluded_digits > 0)
-      most = std::min(most, kExactDigits - std::min(excluded_digits, kExactDigits));
-    most = std::min(most, kMostWholeDigits);
-  }
+  prepare(low, true);
+  if (high) prepare(*high, false);
+  if (excluded_digits > 0)
+    most = std::min(most, kExactDigits - std::min(excluded_digits, kExactDigits));
   return Naturals(expressions, low, high, integers ? 0 : most).texts();
 }
 
