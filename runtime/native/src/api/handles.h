@@ -2,6 +2,7 @@
 // exception crosses.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -17,6 +18,7 @@
 #include "base/one_line.h"
 #include "base/sized.h"
 #include "bundle/manifest.h"
+#include "compile/vocabulary.h"
 #include "constraints/automaton.h"
 #include "decode/job.h"
 #include "decode/policy.h"
@@ -35,11 +37,16 @@ struct dlm_bundle {
   dlm_denoiser denoiser{};  // as dlm_bundle_denoiser tells it
   std::mutex text_mutex;
   dlm_text text;  // once it was asked for
+  std::mutex vocabulary_mutex;
+  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;  // once it was compiled for
 };
 
 // Requests hold the automaton that they began with.
 struct dlm_automaton {
   std::shared_ptr<const dlm::Automaton> automaton;
+  std::array<uint8_t, 32> made_of{};
+  std::string warnings;
+  dlm_automaton_info info{};
 };
 
 namespace dlm {

@@ -21,7 +21,9 @@ struct Limits {
 // costs a few nanoseconds, and the clock is read at every 256th call only.
 class Budget {
  public:
-  explicit Budget(const Limits& limits) : limits_(limits), end_(now() + limits.seconds) {}
+  // what: starts the messages.
+  explicit Budget(const Limits& limits, const char* what = "regex")
+      : limits_(limits), what_(what), end_(now() + limits.seconds) {}
 
   const Limits& limits() const { return limits_; }
 
@@ -31,29 +33,29 @@ class Budget {
   void check_time() const {
     if (now() >= end_)
       fail(DLM_INVALID_ARGUMENT,
-           "regex: compiling it takes more than %g s of processor time: make counts smaller, or "
+           "%s: compiling it takes more than %g s of processor time: make counts smaller, or "
            "raise limits",
-           limits_.seconds);
+           what_, limits_.seconds);
   }
   void check_states(size_t states) {
     if (states > limits_.states)
       fail(DLM_INVALID_ARGUMENT,
-           "regex: its automaton has more than %zu states: make counts smaller, or raise limits",
-           limits_.states);
+           "%s: its automaton has more than %zu states: make counts smaller, or raise limits",
+           what_, limits_.states);
   }
   void check_edges(size_t edges) {
     if (edges > limits_.edges)
       fail(DLM_INVALID_ARGUMENT,
-           "regex: its tokens make %zu edges or more, and %zu are the limit: make counts smaller, "
+           "%s: its tokens make %zu edges or more, and %zu are the limit: make counts smaller, "
            "or raise limits",
-           edges, limits_.edges);
+           what_, edges, limits_.edges);
   }
   void check_memory(size_t bytes) {
     if (bytes > limits_.memory_bytes)
       fail(DLM_INVALID_ARGUMENT,
-           "regex: compiling it needs more than memory_bytes, %zu MiB: make counts smaller, or "
+           "%s: compiling it needs more than memory_bytes, %zu MiB: make counts smaller, or "
            "raise it",
-           limits_.memory_bytes >> 20);
+           what_, limits_.memory_bytes >> 20);
   }
 
  private:
@@ -64,6 +66,7 @@ class Budget {
   }
 
   const Limits limits_;
+  const char* const what_;
   const double end_;
   uint32_t calls_ = 0;
 };
