@@ -57,11 +57,12 @@ string label(int most) {
 
 // A host name of at least `fewest` labels, and at most 253 characters (RFC 1123, RFC 5890).
 //
-// Counting the characters of all labels takes too many states. So it has up to four labels of 63,
-// 63, 63 and 61 characters, or up to eight of 30 each.
+// Counting the characters of all labels takes too many states. So it has up to three labels of 63
+// characters, a fourth of 61 after these, or up to eight of 30 each.
 string host(int fewest) {
-  return "(?:" + many(label(63) + "\\.", fewest - 1, 3) + label(61) + "|" +
-         many(label(30) + "\\.", fewest - 1, 7) + label(30) + ")";
+  const string long_label = label(63) + "\\.";
+  return "(?:" + many(long_label, fewest - 1, 2) + label(63) + "|" + many(long_label, 3, 3) +
+         label(61) + "|" + many(label(30) + "\\.", fewest - 1, 7) + label(30) + ")";
 }
 
 // Letters of common scripts that IDNA 2008 allows as they are, without those that are written from
