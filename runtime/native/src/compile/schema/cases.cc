@@ -130,6 +130,8 @@ bool Writer::propagate(Case& found) {
       if (rest == Formulas::kYes) is_true = true;
       if (rest != Formulas::kNo) left.push_back(way);
     }
+    // What is decided need not be known as a choice, whose names no other property may have.
+    if (is_true || left.size() <= 1) found.asserted.erase(choices[i]);
     if (is_true) {
       is_changed = true;
     } else if (left.size() <= 1) {
@@ -304,6 +306,7 @@ void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
   for (size_t i = ways.size(); i-- > 0;) {
     expressions_.budget().check();
     Case made = found;
+    made.asserted.erase(made.choices[choice]);
     made.choices.erase(made.choices.begin() + static_cast<ptrdiff_t>(choice));
     assert_all(made, {ways[i]});
     if (!made.is_dead) open.push_back(std::move(made));
