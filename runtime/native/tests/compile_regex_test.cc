@@ -114,10 +114,6 @@ void test_regex() {
     check(why.rfind("regex: ", 0) == 0 && why.find(what) != string::npos, __LINE__,
           source + ": " + why);
   }
-  const ByteAutomaton of_json =
-      compiled([](Expressions& e) { return regex(e, "\"(?:\\x{0}){2}\"", true); });
-  CHECK(of_json.matches("\"\\n\xC3\xA9\""));
-  CHECK(!of_json.matches("\"\n.\""));
 }
 
 void test_patterns() {

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "base/utf8.h"
-#include "compile/json_text.h"
 #include "compile/looks.h"
 #include "compile/regex_text.h"
 #include "compile/unicode.h"
@@ -23,11 +22,10 @@ Node in_utf8(Expressions& expressions, const CodePoints& points) {
 
 class Reader : RegexText {
  public:
-  Reader(Expressions& expressions, std::string_view text, bool is_of_json)
+  Reader(Expressions& expressions, std::string_view text)
       : RegexText(expressions.budget(), text),
         expressions_(expressions),
-        looks_(expressions, in_utf8, "regex"),
-        is_of_json_(is_of_json) {}
+        looks_(expressions, in_utf8, "regex") {}
 
   Node read() {
     open_.push_back({});
@@ -340,21 +338,18 @@ class Reader : RegexText {
     const char32_t point = escaped_character();
     if (!flags_.is_unicode && point >= 0x80 && text_[start + 1] == 'x' && text_[start + 2] != '{')
       refuse("a byte beyond ASCII, which may be no UTF-8,");
-    if (point == 0 && is_of_json_ && text_.substr(start, at_ - start) == "\\x{0}")
-      return add(looks_.plain(any_character(expressions_)));
     add(literal(point));
   }
 
   Expressions& expressions_;
   Looks looks_;
-  const bool is_of_json_;
   std::vector<Group> open_;
 };
 
 }  // namespace
 
-Node regex(Expressions& expressions, std::string_view expression, bool is_of_json) {
-  return Reader(expressions, expression, is_of_json).read();
+Node regex(Expressions& expressions, std::string_view expression) {
+  return Reader(expressions, expression).read();
 }
 
 }  // namespace dlm::compile

@@ -10,8 +10,6 @@ namespace dlm::compile {
 
 // The texts, as UTF-8, that `expression` matches as a whole. Throws "regex: ..." with the place for
 // an expression that is not valid, or that no automaton can decide.
-//
-// `is_of_json`: \x{0} in it stands for any character of a JSON string (json_text.h).
-Node regex(Expressions& expressions, std::string_view expression, bool is_of_json = false);
+Node regex(Expressions& expressions, std::string_view expression);
 
 }  // namespace dlm::compile
