@@ -147,8 +147,9 @@ def source(folder: Path) -> str:
     rows = "\n".join(f'    {{"{key}", {names[key]}}},' for key in keys)
     shorts = sorted((alias, short) for _, name, short in WITH_VALUES for alias in properties[name])
     aliases = "\n".join(f'    {{"{alias}", "{short}"}},' for alias, short in shorts)
-    return f"""// Written by tests/make_unicode_tables.py from the tables of https://github.com/rust-lang/regex: do not
-// edit. Data of the Unicode Character Database {found[1]} (https://www.unicode.org/license.txt).
+    return f"""// Written by tests/make_unicode_tables.py from the tables of
+// https://github.com/rust-lang/regex: do not edit. Data of the Unicode Character Database
+// {found[1]} (https://www.unicode.org/license.txt).
 #include "compile/unicode_tables.h"
 
 // clang-format off

@@ -140,7 +140,7 @@ def of_node(patterns: list[str], texts: list[str]) -> list[list[bool] | None]:
 
 
 def compiled(pattern: str) -> ByteAutomaton | None:
-    """The strings of a pattern, None for one that no string matches."""
+    """The strings of a pattern. None if the pattern matches no string."""
     try:
         return byte_automaton(schema_content({"type": "string", "pattern": pattern}))
     except RequestError as err:
