@@ -337,12 +337,12 @@ void sweep_constraints(long stride) {
         const char* const tokens[] = {"{", "}", "\"", ":", ",", "a", "1"};
         const size_t sizes[] = {1, 1, 1, 1, 1, 1, 1};
         const int32_t end = 7;
-        const std::string schema =
+        const char schema[] =
             "{\"properties\":{\"a\":{\"maximum\":11,\"type\":\"integer\"}},\"type\":\"object\"}";
         dlm_constraint constraint;
         dlm_constraint_init(&constraint, sizeof constraint);
         constraint.kind = DLM_CONSTRAINT_SCHEMA;
-        constraint.content = schema.data(), constraint.content_size = schema.size();
+        constraint.content = schema, constraint.content_size = sizeof schema - 1;
         constraint.tokens = tokens, constraint.token_sizes = sizes, constraint.token_count = 7;
         constraint.vocab_size = 8, constraint.eos_token_ids = &end, constraint.eos_count = 1;
         dlm_automaton* automaton = nullptr;
