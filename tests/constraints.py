@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from dlm_runtime.constraints.automaton import Automaton, compile_automaton
-from dlm_runtime.constraints.byte_automaton import ByteAutomaton, CompileLimits, byte_automaton
-from dlm_runtime.constraints.compiled import Constraint
+from dlm_runtime.constraints.automaton import Automaton
+from dlm_runtime.constraints.compiled import CompileLimits, Constraint, Content, compile_content
 from dlm_runtime.constraints.vocabulary import Vocabulary
 
 # What JSON is written with, pieces of these, and bytes that are no characters by themselves.
@@ -72,21 +74,65 @@ def made_up_vocabulary(
     return kind(tuple(None if token in never else next(chosen, None) for token in range(size)))
 
 
+@dataclass(frozen=True)
+class Compiled(Automaton):
+    """A constraint with its arrays."""
+
+    constraint: Constraint
+
+
 def compiled(
-    expression: str,
-    vocabulary: Vocabulary,
-    size: int,
-    ends: Sequence[int] = (7,),
-    is_of_json: bool = False,
-) -> Automaton:
-    """An expression over a vocabulary."""
-    return compile_automaton(
-        byte_automaton(expression, CompileLimits(), is_of_json),
-        vocabulary,
-        size,
-        ends,
-        CompileLimits(),
+    content: Content | str, vocabulary: Vocabulary, size: int, ends: Sequence[int] = (7,)
+) -> Compiled:
+    """A constraint over a vocabulary; a string is an expression."""
+    wanted = Content("regex", content) if isinstance(content, str) else content
+    made = compile_content(wanted, vocabulary=vocabulary, vocab_size=size, ends=ends)
+    return Compiled(**vars(Automaton.from_bytes(made.data)), constraint=made)
+
+
+def schema_content(schema: Any, **others: Any) -> Content:
+    """The content of a JSON Schema, which is given as Python has it."""
+    return Content("schema", json.dumps(schema), **others)
+
+
+@dataclass(frozen=True)
+class ByteAutomaton:
+    """``table`` int32 ``[Q, 256]``: the next state of each state by byte, -1 where there is none.
+    State 0 is the first. ``accepting`` bool ``[Q]``.
+    """
+
+    table: np.ndarray
+    accepting: np.ndarray
+
+    def matches(self, text: bytes | str) -> bool:
+        """Whether all of the text is accepted."""
+        state = 0
+        for byte in text.encode() if isinstance(text, str) else text:
+            state = int(self.table[state, byte])
+            if state < 0:
+                return False
+        return bool(self.accepting[state])
+
+
+_BYTES = Vocabulary((*(bytes([byte]) for byte in range(256)), None))
+_END = 256
+
+
+def byte_automaton(content: Content | str, limits: CompileLimits | None = None) -> ByteAutomaton:
+    """The texts of a constraint: its automaton over a vocabulary of single bytes."""
+    wanted = Content("regex", content) if isinstance(content, str) else content
+    made = compile_content(
+        wanted, limits, vocabulary=_BYTES, vocab_size=len(_BYTES.tokens), ends=(_END,)
     )
+    found = Automaton.from_bytes(made.data)
+    table = np.full((found.states, len(_BYTES.tokens)), -1, np.int32)
+    for state in range(found.states):
+        for edge in range(found.edge_starts[state], found.edge_starts[state + 1]):
+            group = found.edge_groups[edge]
+            classes = found.group_classes[found.group_starts[group] : found.group_starts[group + 1]]
+            table[state, np.isin(found.token_class, classes)] = found.edge_states[edge]
+    # The last state is the one after the end token.
+    return ByteAutomaton(table[:-1, :256], table[:-1, _END] >= 0)
 
 
 def following(automaton: Automaton, state: int, token: int) -> int:

@@ -132,6 +132,8 @@ void test_sessions() {
         "a bundle that is not there is said so");
   check(status_of([] { Automaton("x", 1); }) == DLM_BAD_BUNDLE,
         "an automaton that is none is refused");
+  check(status_of([&] { Automaton(moved, DLM_CONSTRAINT_REGEX, "a+"); }) == DLM_UNSUPPORTED,
+        "nothing is compiled for a bundle without text");
   check(status_of([&] { moved.policy(); }) == DLM_NOT_FOUND, "a callback has no presets");
 
   const std::vector<Result> both =

@@ -29,6 +29,7 @@ TOOLS = [
 ]
 PROGRAM = """
 #include <stdio.h>
+#include <string.h>
 #include "dlm_runtime.h"
 
 int main(int count, char **arguments) {
@@ -40,7 +41,16 @@ int main(int count, char **arguments) {
   const dlm_result *result;
   if (count != 3 || dlm_bundle_open(arguments[1], NULL, why, sizeof why, &bundle)) return puts(why), 1;
   if (dlm_session_create(bundle, why, sizeof why, &session)) return puts(why), 1;
-  if (dlm_automaton_open(arguments[2], why, sizeof why, &automaton)) return puts(why), 1;
+  if (arguments[2][0] == '{') {
+    dlm_constraint constraint;
+    dlm_constraint_init(&constraint, sizeof constraint);
+    constraint.kind = DLM_CONSTRAINT_SCHEMA;
+    constraint.content = arguments[2];
+    constraint.content_size = strlen(arguments[2]);
+    if (dlm_automaton_compile(bundle, &constraint, why, sizeof why, &automaton)) return puts(why), 1;
+  } else if (dlm_automaton_open(arguments[2], why, sizeof why, &automaton)) {
+    return puts(why), 1;
+  }
   dlm_request_init(&request, sizeof request);
   request.prompt = "PROMPT";
   request.prompt_size = sizeof "PROMPT" - 1;
@@ -104,6 +114,16 @@ def test_a_c_program_writes_what_the_compiled_file_allows(
         assert (
             text == bundle.generate(prompt=PROMPT, constraint=Constraint(output.read_bytes())).text
         )
+
+
+def test_a_c_program_compiles_a_schema_that_it_meets_at_run_time(
+    program: Path, demo_bundle: Path
+) -> None:
+    text = succeed(program, demo_bundle, json.dumps(SCHEMA)).removesuffix("\n")
+    assert json.loads(text) in ({"room": "attic"}, {"room": "cellar"})
+    with dlm_runtime.open(demo_bundle) as bundle:
+        made = bundle.constraint(schema=SCHEMA, json_layout="compact", cache_dir=None)
+        assert text == bundle.generate(prompt=PROMPT, constraint=made).text
 
 
 def test_compile_leaves_the_old_file_where_it_fails(demo_bundle: Path, files: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from constraints import Longest, compiled, following, made_up_vocabulary
+from constraints import Longest, compiled, following, made_up_vocabulary, schema_content
 from denoisers import under_native_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +40,6 @@ from dlm_runtime import (
     RequestError,
     from_callback,
 )
-from dlm_runtime.constraints import schema
 from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.constraints.compiled import Constraint
 
@@ -184,7 +183,7 @@ def test_native_canvases_equal_the_reference_and_match_the_expression(
     wanted = reference.fill(
         denoisers[family], canvas, policy, loop.get("steps", 0), proposer=proposer
     )
-    constraint = Constraint(automata[name].as_bytes())
+    constraint = automata[name].constraint
     out = bundles[family].generate(
         tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, **fields_of(loop)
     )
@@ -214,7 +213,7 @@ def test_block_causal_loops_equal_the_reference(automata: dict[str, Automaton], 
     out = bundle.generate(
         tokens=PROMPT,
         max_new_tokens=NEW,
-        constraint=Constraint(automaton.as_bytes()),
+        constraint=automaton.constraint,
         **vars(policy),
     )
     assert (out.tokens, out.nfe) == (wanted.tokens, wanted.nfe)
@@ -235,7 +234,7 @@ def test_given_tokens_between_masks_are_part_of_the_text(
     canvas = Canvas(np.array(tokens), np.array(tokens) == MASK)
     proposer = Constrained(MASK, ENDS[0], policy, automata["words"], canvas)
     wanted = reference.fill(denoisers["shift 0"], canvas, policy, proposer=proposer)
-    constraint = Constraint(automata["words"].as_bytes())
+    constraint = automata["words"].constraint
     out = bundles["shift 0"].generate(
         tokens=tokens, max_new_tokens=0, constraint=constraint, **fields_of(LOOPS["threshold"])
     )
@@ -260,7 +259,7 @@ def test_requests_that_end_early_are_completed_to_a_whole_text(
     name: str,
     loop: str,
 ) -> None:
-    constraint, policy = Constraint(automata[name].as_bytes()), policy_of(LOOPS[loop])
+    constraint, policy = automata[name].constraint, policy_of(LOOPS[loop])
     for most in (1, 2, 4):
         canvas = start_canvas(PROMPT, NEW, MASK)
         proposer = Constrained(MASK, ENDS[0], policy, automata[name], canvas)
@@ -288,7 +287,7 @@ def test_what_no_pass_has_scored_becomes_the_shortest_text(
         out = bundles["shift 0"].generate(
             tokens=PROMPT,
             max_new_tokens=NEW,
-            constraint=Constraint(automaton.as_bytes()),
+            constraint=automaton.constraint,
             cancel=cancel,
         )
         assert (out.finish, out.nfe) == ("cancelled", 0)
@@ -305,7 +304,7 @@ def test_given_tokens_behind_stay_part_of_a_text_that_is_completed(
     out = bundles["shift 0"].generate(
         tokens=tokens,
         max_new_tokens=0,
-        constraint=Constraint(automata["parts of characters"].as_bytes()),
+        constraint=automata["parts of characters"].constraint,
         max_steps=1,
     )
     assert out.finish == "steps"
@@ -316,7 +315,7 @@ def test_given_tokens_behind_stay_part_of_a_text_that_is_completed(
 def test_a_budget_below_the_shortest_text_is_refused_with_what_it_needs(
     bundles: dict[str, Bundle], automata: dict[str, Automaton]
 ) -> None:
-    constraint = Constraint(automata["counted"].as_bytes())
+    constraint = automata["counted"].constraint
     assert constraint.shortest == 3
     message = r"^the shortest text of the constraint has 3 tokens, and there is room for 2: raise max_new_tokens$"
     with pytest.raises(RequestError, match=message):
@@ -354,7 +353,7 @@ def large() -> tuple[list[str], Constraint]:
     ]
     vocabulary = Longest(tuple(text.encode() or None for text in spelled))
     automaton = compiled(f"[abc]{{{LEAST},{MOST}}}", vocabulary, len(spelled), (LARGE_END,))
-    return spelled, Constraint(automaton.as_bytes())
+    return spelled, automaton.constraint
 
 
 def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
@@ -435,16 +434,16 @@ def test_the_most_likely_text_over_a_large_vocabulary(
 
 def test_constraints_of_other_bundles_are_refused(bundles: dict[str, Bundle]) -> None:
     bundle = bundles["shift 0"]
-    other = Constraint(compiled("a", WORDS, VOCAB + 1, ENDS).as_bytes())
+    other = compiled("a", WORDS, VOCAB + 1, ENDS).constraint
     with pytest.raises(RequestError, match="a vocabulary of 129 tokens, and the denoiser has 128"):
         bundle.generate(tokens=PROMPT, max_new_tokens=NEW, constraint=other)
 
 
 def test_what_is_forced_is_decided_before_the_first_pass(bundles: dict[str, Bundle]) -> None:
-    expression = schema.expression(
+    expression = schema_content(
         {"type": "object", "properties": {"ab12": {"type": "boolean"}}, "required": ["ab12"]}
     )
-    constraint = Constraint(compiled(expression, WORDS, VOCAB, ENDS, is_of_json=True).as_bytes())
+    constraint = compiled(expression, WORDS, VOCAB, ENDS).constraint
     events = list(
         bundles["shift 0"].stream(
             tokens=PROMPT, max_new_tokens=NEW, constraint=constraint, block_length=8
@@ -462,7 +461,7 @@ def test_what_is_forced_is_decided_before_the_first_pass(bundles: dict[str, Bund
 def test_requests_of_a_batch_are_constrained_alike(
     bundles: dict[str, Bundle], automata: dict[str, Automaton], loop: str
 ) -> None:
-    bundle, constraint = bundles["shift 0"], Constraint(automata["words"].as_bytes())
+    bundle, constraint = bundles["shift 0"], automata["words"].constraint
     given: dict[str, Any] = {
         "max_new_tokens": NEW,
         "constraint": constraint,
@@ -504,7 +503,7 @@ def says(logits: np.ndarray) -> Bundle:
 
 def in_one_pass(bundle: Bundle, length: int, automaton: Automaton, **fields: Any) -> list[int]:
     """The tokens of a whole text from one pass."""
-    constraint = Constraint(automaton.as_bytes())
+    constraint = automaton.constraint
     given = {"block_length": length, "steps_per_block": 1, "stop": "none"} | fields
     return bundle.generate(tokens=[], max_new_tokens=length, constraint=constraint, **given).tokens
 
@@ -659,9 +658,7 @@ def check_texts_of_schemas(count: int) -> None:
     source, numbers, checked = random.Random(31), np.random.default_rng(31), 0
     while checked < count:
         # One end token, as the loop replaces whatever follows an end token by the first one.
-        automaton = compiled(
-            schema.expression(small_schema(source)), WORDS, VOCAB, ENDS[:1], is_of_json=True
-        )
+        automaton = compiled(schema_content(small_schema(source)), WORDS, VOCAB, ENDS[:1])
         length = automaton.shortest + source.choice((0, 1, 2))
         texts = texts_of(automaton, length, 300) if length else []
         if not texts:
@@ -716,7 +713,7 @@ def test_extreme_logits_come_to_the_same_canvas_as_in_the_reference(
             )
             while run.advance() is not None:
                 run.commit(torch.from_numpy(logits)[run.rows])
-            constraint = Constraint(automaton.as_bytes())
+            constraint = automaton.constraint
             out = says(logits).generate(
                 tokens=[], max_new_tokens=NEW, constraint=constraint, steps=1, **vars(policy)
             )
@@ -753,7 +750,7 @@ def check_schemas(count: int) -> None:
     source = random.Random(23)
     for number in range(count):
         wanted, bundle = random_document(source), bundles[number % len(bundles)]
-        automaton = compiled(schema.expression(wanted), WORDS, VOCAB, ENDS, is_of_json=True)
+        automaton = compiled(schema_content(wanted), WORDS, VOCAB, ENDS)
         room = automaton.shortest + source.choice((0, 1, 5, 30))
         fields = {"block_length": max(8, -(-room // 24) * 8)} | source.choice(UNTAUGHT)
         if bundle.visible_block is not None:
@@ -761,7 +758,7 @@ def check_schemas(count: int) -> None:
         out = bundle.generate(
             tokens=PROMPT,
             max_new_tokens=room,
-            constraint=Constraint(automaton.as_bytes()),
+            constraint=automaton.constraint,
             seed=number,
             **fields,
         )

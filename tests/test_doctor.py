@@ -53,7 +53,7 @@ BARE = Machine(
     executable="/venv/bin/python",
     architecture="x86_64",
     version="0.1.0",
-    packages={"numpy": "2.4.6", "onnxruntime": "1.31.1", "outlines-core": "0.2.14"},
+    packages={"numpy": "2.4.6", "onnxruntime": "1.31.1"},
     extras={"export": {"torch": None, "onnx": None}, "report": {"matplotlib": "3.11.2"}},
     native=Native(
         "/venv/libdlm_runtime.so",

@@ -108,19 +108,8 @@ def test_a_base_install_needs_no_heavy_package() -> None:
                 (Requirement(text), wanted) for text in metadata.requires(requirement.name) or []
             ]
     names = {name.replace("-", "_") for name, *_ in found}
-    assert {"outlines_core", "onnxruntime", "numpy"} <= names
+    assert {"onnxruntime", "numpy"} <= names
     assert not names & {*HEAVY}
-
-
-def test_a_missing_constraint_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
-    from dlm_runtime.errors import DlmError
-
-    monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(
-        DlmError, match="outlines-core is not installed, and constraints need it: pip install"
-    ):
-        byte_automaton("ab+", CompileLimits())
 
 
 def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:

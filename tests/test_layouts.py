@@ -8,13 +8,12 @@ import re
 from typing import Any
 
 import pytest
-from constraints import drawn_text
+from constraints import ByteAutomaton, byte_automaton, drawn_text, schema_content
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemas import random_document
 
-from dlm_runtime.constraints import schema
-from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
+from dlm_runtime.constraints.compiled import Content
 from dlm_runtime.constraints.layout import LAYOUTS
 
 SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|true|false|null')
@@ -59,8 +58,7 @@ def test_layouts_write_as_json_dumps_does(value: Any, layout: str) -> None:
 def test_texts_of_schemas_are_in_the_layout(layout: str) -> None:
     source = random.Random(5)
     for _ in range(12):
-        found = schema.expression(random_document(source), layout=LAYOUTS[layout])
-        texts = byte_automaton(found, CompileLimits(), True)
+        texts = byte_automaton(schema_content(random_document(source), layout=LAYOUTS[layout]))
         for _ in range(20):
             text = drawn_text(texts, source, source.randrange(120))
             assert skeleton(text) == skeleton(reference(json.loads(text), layout))
@@ -70,15 +68,13 @@ def test_texts_of_schemas_are_in_the_layout(layout: str) -> None:
 @settings(max_examples=20, deadline=None)
 @given(value=VALUES)
 def test_constants_are_in_the_layout(layout: str, value: Any) -> None:
-    texts = byte_automaton(
-        schema.expression({"const": value}, layout=LAYOUTS[layout]), CompileLimits(), True
-    )
+    texts = byte_automaton(schema_content({"const": value}, layout=LAYOUTS[layout]))
     assert texts.matches(reference(value, layout).encode())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_object_is_in_the_layout(layout: str) -> None:
-    texts = byte_automaton(schema.any_object(2, LAYOUTS[layout]), CompileLimits(), True)
+    texts = byte_automaton(Content("json_object", "", LAYOUTS[layout], 2))
     for value in ({}, {"a": 1}, {"a": [1, "x"], "b": {"c": None}, "d": [], "e": {}}):
         assert texts.matches(reference(value, layout).encode())
     source = random.Random(3)
@@ -94,13 +90,13 @@ def test_values_inside_other_containers_are_indented_by_their_level() -> None:
         "minItems": 1,
         "items": False,
     }
-    texts = byte_automaton(
-        schema.expression(wanted, layout=LAYOUTS["indented"], level=2), CompileLimits(), True
-    )
+
+    def texts_of(layout: str, level: int) -> ByteAutomaton:
+        tree = json.dumps({"schema": wanted, "level": level})
+        return byte_automaton(Content("tree", tree, LAYOUTS[layout]))
+
+    texts = texts_of("indented", 2)
     assert texts.matches(
         json.dumps([[[{"a": [1]}]]], indent=2).encode()[len("[\n  [\n    ") : -len("\n  ]\n]")]
     )
-    lines = byte_automaton(
-        schema.expression(wanted, layout=LAYOUTS["lines"], level=1), CompileLimits(), True
-    )
-    assert lines.matches(b'[{"a":[1]}]'), "only a top-level array has lines"
+    assert texts_of("lines", 1).matches(b'[{"a":[1]}]'), "only a top-level array has lines"

@@ -18,21 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from constraints import drawn_text
+from constraints import byte_automaton, drawn_text, schema_content
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 from referencing import Registry
 
 from dlm_runtime import RequestError
-from dlm_runtime.constraints import schema
-from dlm_runtime.constraints.byte_automaton import CompileLimits, byte_automaton
-from dlm_runtime.constraints.conjunction import Conjunction
-from dlm_runtime.constraints.document import Document
-from dlm_runtime.constraints.validity import Validity
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::dlm_runtime.constraints.document.SchemaWarning"),
+    pytest.mark.filterwarnings("ignore::dlm_runtime.errors.SchemaWarning"),
 ]
 DRAFTS = {
     "draft4": "http://json-schema.org/draft-04/schema#",
@@ -42,13 +37,6 @@ DRAFTS = {
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
 DEPTH = 2
-# Cases in which we reject valid values: formats are enforced, siblings of $ref always count, and
-# metaschemas are not read.
-STRICTER = (
-    "format: ",
-    "ref: ref overrides any sibling keywords",
-    "vocabulary: schema that uses custom metaschema",
-)
 
 
 @pytest.fixture(scope="module")
@@ -90,37 +78,12 @@ def cases(suite: Path, draft: str) -> Iterator[tuple[str, Any, list[dict[str, An
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_values_are_valid_as_the_suite_says(suite: Path, draft: str) -> None:
-    wrong, counts = list[str](), Counter[str]()
-    for name, found, instances in cases(suite, draft):
-        counts["schemas"] += 1
-        try:
-            document = Document(found)
-            conjunction, validity = (
-                Conjunction(document, [document.root]),
-                Validity(document, CompileLimits()),
-            )
-            for instance in instances:
-                is_allowed = validity.allows(conjunction, instance["data"])
-                if is_allowed != instance["valid"] and (
-                    is_allowed or not name.startswith(STRICTER)
-                ):
-                    wrong.append(f"{name}: {instance['description']}")
-                counts["instances"] += 1
-        except RequestError:
-            counts["rejected"] += 1
-    print(draft, dict(counts))
-    assert wrong == []
-    assert counts["rejected"] < 0.6 * counts["schemas"]
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
 def test_no_text_is_accepted_or_drawn_that_is_invalid(suite: Path, draft: str) -> None:
     wrong, counts, source = list[str](), Counter[str](), random.Random(1)
     for name, found, instances in cases(suite, draft):
         counts["schemas"] += 1
         try:
-            texts = byte_automaton(schema.expression(found, DEPTH), CompileLimits(), True)
+            texts = byte_automaton(schema_content(found, max_depth=DEPTH))
         except RequestError:
             counts["rejected"] += 1
             continue
@@ -140,4 +103,5 @@ def test_no_text_is_accepted_or_drawn_that_is_invalid(suite: Path, draft: str) -
                 wrong.append(f"{name}: {text}")
     print(draft, dict(counts))
     assert wrong == []
-    assert counts["rejected"] < 0.6 * counts["schemas"]
+    assert counts["rejected"] < 0.2 * counts["schemas"]
+    assert counts["valid and accepted"] > 0

@@ -39,8 +39,7 @@ from dlm_runtime.tools import CallFormat, Tools
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from dlm_runtime.constraints.byte_automaton import CompileLimits
-    from dlm_runtime.constraints.compiled import Constraint
+    from dlm_runtime.constraints.compiled import CompileLimits, Constraint
 
 
 class Bundle:
@@ -163,14 +162,14 @@ class Bundle:
             json_object: The text is any JSON object.
             tools: The text is a call of one of them (``Bundle.tools``).
             max_depth: How often a schema may contain itself, and how many containers may be inside each other where a schema
-                allows any value. None rejects recursive schemas.
+                allows any value. None: 3, or less if the result would be too large.
             before, behind: Given texts before and after the generated one. All three together are then valid.
             json_layout: White space of the JSON text: a name of ``LAYOUTS``, or a ``Layout``. None: the bundle's own.
             limits: Bounds on compiling. None: the usual ones.
             cache_dir: Folder where the result is kept. "": the folder in the user's caches. None: nowhere.
 
         Raises RequestError if something is not supported, matches nothing or exceeds a limit,
-        naming it; DlmError without outlines-core.
+        naming it.
         """
         self._handle.origin.check()
         asked = {

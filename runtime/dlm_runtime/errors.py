@@ -53,6 +53,10 @@ class CancelledError(DlmError):
     """A step callback asked the loop to stop."""
 
 
+class SchemaWarning(DlmWarning):
+    """A keyword of a JSON Schema looks misspelled, or a part of a schema is not used."""
+
+
 class ConstraintWarning(DlmWarning):
     """A constraint made a text far less likely than the denoiser's own choice."""
 

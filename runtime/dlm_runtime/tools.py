@@ -14,9 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from dlm_runtime.constraints import expressions
-from dlm_runtime.constraints import schema as schemas
-from dlm_runtime.constraints.byte_automaton import CompileLimits
 from dlm_runtime.constraints.layout import COMPACT, Layout
 from dlm_runtime.errors import RequestError, shown
 
@@ -142,39 +139,27 @@ class Tools:
         """Whether the text has to be a call."""
         return self.choice not in ("auto", "none")
 
-    def expression(
-        self,
-        max_depth: int | None = None,
-        layout: Layout = COMPACT,
-        limits: CompileLimits | None = None,
-    ) -> str:
-        """The expression of texts that are a call, or several if ``is_parallel``; each call is an
-        object in ``layout``.
-
-        ``limits``: what deciding about values and patterns may take; None: the usual limits. Raises
-        RequestError that names the function and the keyword.
+    def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
+        """The content of kind "tree" for texts that are a call, or several if ``is_parallel``; each
+        call is an object in ``layout``.
         """
-        f, quote = self.written, expressions.quote
-        start, between, end = map(quote, layout.around(0, False))
+        f = self.written
+        start, between, end = layout.around(0, False)
         name, arguments = (
-            quote(layout.dumps(key) + layout.key_separator) for key in (f.name, f.arguments)
+            layout.dumps(key) + layout.key_separator for key in (f.name, f.arguments)
         )
-        asked = [
-            tool["function"]
-            for tool in self.listed
-            if self.choice in (*CHOICES, tool["function"]["name"])
-        ]
-        heads = [
-            rf"\{{{start}{name}{quote(layout.dumps(each['name']))}{between}{arguments}"
-            for each in asked
-        ]
-        values = [_arguments(each, max_depth, layout, limits) for each in asked]
-        call = expressions.either(
-            rf"{head}{value}{end}\}}" for head, value in zip(heads, values, strict=True)
-        )
-        call = f"{quote(f.before)}{call}{quote(f.after)}"
-        more = f"(?:{quote(f.between)}{call})*" if self.is_parallel else ""
-        return f"{quote(f.start)}{call}{more}{quote(f.end)}"
+        calls: list[dict[str, Any]] = []
+        for tool in self.listed:
+            function = tool["function"]
+            if self.choice in (*CHOICES, function["name"]):
+                head = f"{{{start}{name}{layout.dumps(function['name'])}{between}{arguments}"
+                calls.append({"sequence": [{"text": head}, _arguments(function)]})
+        opening, closing = {"text": f.before}, {"text": end + "}" + f.after}
+        call = {"sequence": [opening, {"either": calls}, closing]}
+        parts = [{"text": f.start}, call]
+        if self.is_parallel:
+            parts.append({"repeat": {"sequence": [{"text": f.between}, call]}})
+        return {"sequence": [*parts, {"text": f.end}]}
 
     def calls(self, text: str | None) -> list[ToolCall]:
         """The calls that a text consists of, or that stand between marks in it; none where it is
@@ -252,16 +237,12 @@ def _name_of(tool: Any, where: str) -> str:
     return name
 
 
-def _arguments(
-    function: Mapping[str, Any], max_depth: int | None, layout: Layout, limits: CompileLimits | None
-) -> str:
-    """The expression of a function's arguments. Only listed properties are allowed, unless the
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a tree for a function's arguments. Only listed properties are allowed, unless the
     schema allows others.
     """
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):
         schema = _NO_ARGUMENTS | schema
-    try:
-        return schemas.expression(schema, max_depth, layout, level=1, limits=limits)
-    except RequestError as err:
-        raise RequestError(f"tools: {function['name']}: {err}") from err
+    name = function["name"].replace("\0", "\\0")  # JSON for the library has no NUL
+    return {"schema": schema, "level": 1, "name": f"tools: {name}"}

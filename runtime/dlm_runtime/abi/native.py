@@ -53,10 +53,12 @@ Denoiser, Pass, Policy = (HEADER.structs[f"dlm_{name}"] for name in ("denoiser",
 OpenOptions, Request = HEADER.structs["dlm_open_options"], HEADER.structs["dlm_request"]
 Step, Result, Stats = (HEADER.structs[f"dlm_{name}"] for name in ("step", "result", "stats"))
 PassCost, Message = HEADER.structs["dlm_pass_cost"], HEADER.structs["dlm_message"]
+Constraint = HEADER.structs["dlm_constraint"]
 SchedulerOptions = HEADER.structs["dlm_scheduler_options"]
 SchedulerStats = HEADER.structs["dlm_scheduler_stats"]
 PassFn, StepFn = HEADER.callbacks["dlm_pass_fn"], HEADER.callbacks["dlm_step_fn"]
 BeforePassFn, DecodeFn = HEADER.callbacks["dlm_before_pass_fn"], HEADER.callbacks["dlm_decode_fn"]
+FirstTokenFn = HEADER.callbacks["dlm_first_token_fn"]
 TEXT_RESULT, TEXT_STEPS = (HEADER.constants[f"DLM_TEXT_{name}"] for name in ("RESULT", "STEPS"))
 
 _FINISHES = {

@@ -1,6 +1,5 @@
-"""Constraints on generated text: JSON Schemas and regular expressions, compiled for a vocabulary.
+"""Constraints on generated text: JSON Schemas, regular expressions and lists of texts.
 
-``schema`` writes a JSON Schema as a regular expression, with ``document``, ``conjunction``,
-``validity``, ``layout`` and ``patterns``. ``byte_automaton`` compiles an expression, ``automaton``
-extends it to the tokens of a ``vocabulary``, and ``compiled`` caches the result.
+The native library compiles them (``compiled``), for the vocabulary of a bundle or for one that
+``vocabulary`` reads. ``automaton`` shows the arrays of the result.
 """

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dlm_runtime.constraints import compiled
-from dlm_runtime.constraints import schema as schemas
-from dlm_runtime.constraints.byte_automaton import CompileLimits
-from dlm_runtime.constraints.layout import LAYOUTS, Layout
+from dlm_runtime.constraints.compiled import CompileLimits, Content
+from dlm_runtime.constraints.layout import COMPACT, Layout
 from dlm_runtime.constraints.vocabulary import read_vocabulary
 from dlm_runtime.errors import ConstraintWarning, RequestError, shown
 from dlm_runtime.generation.handle import Handle
@@ -107,18 +106,29 @@ class Constraints:
         with self._lock:
             made = self._kept.get(key)
         if made is None:
-            made = compiled.compile_constraint(
-                _expression(kind, content, depth, layout, chosen, asked.get("tools")),
-                kind != "regex",
-                lambda: read_vocabulary(tokenizer),
-                tokenizer.sha256,
-                self._handle.vocab_size,
-                self._handle.eos_token_ids,
-                chosen,
-                folder,
-                around,
-                _layout_hint(layout) if is_json else "",
+            wanted = Content(
+                "tree" if kind == "tools" else kind,
+                _text(kind, content, layout, asked.get("tools")),
+                layout if is_json else COMPACT,
+                depth,
+                *around,
             )
+            handle = self._handle
+
+            def compile_now(made_of: bytes) -> compiled.Constraint:
+                has_text = "file" in handle.manifest.get("text", {})
+                return compiled.compile_content(
+                    wanted,
+                    chosen,
+                    bundle=handle.pointer,
+                    vocabulary=None if has_text else read_vocabulary(tokenizer),
+                    vocab_size=handle.vocab_size,
+                    ends=handle.eos_token_ids,
+                    made_of=made_of,
+                )
+
+            vocabulary = [tokenizer.sha256, handle.vocab_size, list(handle.eos_token_ids)]
+            made = compiled.keep_compiled(wanted, chosen, vocabulary, folder, compile_now)
             with self._lock:
                 if len(self._kept) >= KEPT:
                     self._kept.pop(next(iter(self._kept)))
@@ -196,40 +206,12 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
-def _expression(
-    kind: str,
-    content: str,
-    max_depth: int | None,
-    layout: Layout,
-    limits: CompileLimits,
-    tools: Tools | None,
-) -> str:
-    """The expression of a constraint's texts, from what ``_content`` made of its argument. Raises
-    RequestError.
-    """
-    if kind == "regex":
-        return content
+def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
+    """The text of a ``Content``, from what ``_content`` made of an argument."""
     if kind == "tools":
         assert tools is not None
-        return tools.expression(max_depth, layout, limits)
-    if kind == "json_object":
-        return schemas.any_object(max_depth, layout)
-    value = json.loads(content)
-    return (
-        schemas.choices(value)
-        if kind == "enum"
-        else schemas.expression(value, max_depth, layout, limits=limits)
-    )
-
-
-def _layout_hint(layout: Layout) -> str:
-    """The end of the message about a given text that no constrained text starts with: the layout in
-    force.
-    """
-    name = next((name for name, known in LAYOUTS.items() if known == layout), None)
-    shape = layout.dumps([{"a": 1, "b": 2}, {}])
-    said = "one of your own" if name is None else repr(name)
-    return f": the JSON layout is {said}, which writes {shape!r}, and properties are in the schema's order"
+        return json.dumps(tools.tree(layout))
+    return "" if kind == "json_object" else content
 
 
 def _folder(cache_dir: str | Path | None) -> Path | None:

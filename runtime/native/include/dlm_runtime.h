@@ -339,19 +339,93 @@ DLM_API dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* mess
 
 /* ---- Constraints ----------------------------------------------------------------------------- */
 
-/* What a generated text may be: an automaton over token ids. dlm-export's Python side compiles it
- * from a JSON Schema or a regular expression for one vocabulary, into a file. Any number of
- * requests and threads may share one. */
+/* What a generated text may be: an automaton over token ids. It is compiled for one vocabulary. Any
+ * number of requests and threads may share one. */
 typedef struct dlm_automaton dlm_automaton;
 
-/* Reads and checks one from a file or from memory. BAD_BUNDLE for damaged data. */
+/* Kinds of dlm_constraint.content. Expressions are matched as a whole. */
+enum {
+  DLM_CONSTRAINT_REGEX = 0,       /* a regular expression in the syntax of Rust's regex crate */
+  DLM_CONSTRAINT_SCHEMA = 1,      /* a JSON Schema; the text is JSON that is valid by it */
+  DLM_CONSTRAINT_ENUM = 2,        /* a JSON list of strings; the text is one of them */
+  DLM_CONSTRAINT_JSON_OBJECT = 3, /* any JSON object; content is "" */
+  DLM_CONSTRAINT_TREE = 4         /* a tree of JSON objects with texts, expressions and schemas in
+                                     sequence or as alternatives: docs/c-api.md */
+};
+
+/* The first token of a text by the program's tokenizer, or -1 if it does not know. */
+typedef int32_t (*dlm_first_token_fn)(void* user, const char* string, size_t size);
+
+/* What to compile. */
+typedef struct dlm_constraint {
+  size_t struct_size;
+  int32_t kind; /* DLM_CONSTRAINT_... */
+  const char* content;
+  size_t content_size; /* bytes */
+  const char* before;  /* text around the generated one that counts as part of the constrained */
+  const char* behind;  /* text; NULL (default): none */
+
+  /* Of JSON. */
+  const char* item_separator; /* between items and between properties (",") */
+  const char* key_separator;  /* between a property's name and its value (":") */
+  int32_t indent;             /* spaces per level, with items on their own lines; -1 (default): no
+                                 line breaks */
+  int32_t has_lines; /* 1: each item of an array that is the whole text has its own line (0) */
+  int32_t max_depth; /* how many times a recursive schema may contain itself, or how many containers
+                        may be inside each other where any value is allowed; -1 (default): chosen by
+                        the library */
+
+  /* Limits: compiling ends with INVALID_ARGUMENT if it reaches one. */
+  double seconds;        /* of processor time (30) */
+  uint64_t memory_bytes; /* (2 GiB) */
+  int64_t states, edges; /* of the result (32768, 2097152) */
+
+  /* The vocabulary, for programs with their own tokenizer; NULL (default): the bundle's. */
+  const char* const* tokens; /* [token_count], the bytes of each token; NULL: it is never part of a
+                                text */
+  const size_t* token_sizes; /* [token_count], in bytes */
+  size_t token_count;
+  int32_t vocab_size;           /* of the denoiser, and */
+  const int32_t* eos_token_ids; /* [eos_count], its end tokens: of a call without a bundle */
+  size_t eos_count;
+  dlm_first_token_fn first_token; /* NULL: unknown for all texts */
+  void* user;                     /* of first_token */
+
+  const uint8_t* made_of; /* 32 bytes that the file keeps; NULL (default): zeros */
+} dlm_constraint;
+DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
+
+/* Compiles a constraint for a bundle. bundle may be NULL if the constraint has the vocabulary, its
+ * size and the end tokens. From any thread. The first
+ * call for a bundle also indexes its vocabulary, which takes about as long as reading it.
+ * INVALID_ARGUMENT, with the place, for content that is not valid or not supported; UNSUPPORTED if
+ * the bundle has no text and `tokens` is NULL. */
+DLM_API dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constraint* constraint,
+                                         char* message, size_t message_capacity,
+                                         dlm_automaton** automaton);
+
+/* Reads and checks a file that dlm_automaton_write or dlm-export compile made, or its content in
+ * memory. BAD_BUNDLE for damaged data. */
 DLM_API dlm_status dlm_automaton_open(const char* path, char* message, size_t message_capacity,
                                       dlm_automaton** automaton);
 DLM_API dlm_status dlm_automaton_read(const void* data, size_t size, char* message,
                                       size_t message_capacity, dlm_automaton** automaton);
+
+/* The content of a file. size: the number of bytes. Only the first `capacity` are written. */
+DLM_API dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* message,
+                                       size_t message_capacity, void* data, size_t capacity,
+                                       size_t* size);
 DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* running requests keep it alive */
-DLM_API int32_t
-dlm_automaton_shortest(const dlm_automaton* automaton); /* tokens of the shortest text */
+
+/* What is known of an automaton. Valid as long as the automaton. */
+typedef struct dlm_automaton_info {
+  size_t struct_size;
+  int32_t shortest; /* tokens of the shortest text */
+  int32_t states, classes, groups, edges;
+  const char* warnings; /* one a line, of keywords of a schema that look misspelled and the like;
+                           "" if there are none, and for one that was read */
+} dlm_automaton_info;
+DLM_API const dlm_automaton_info* dlm_automaton_describe(const dlm_automaton* automaton);
 
 /* ---- Requests -------------------------------------------------------------------------------- */
 

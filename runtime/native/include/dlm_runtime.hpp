@@ -57,6 +57,7 @@ using TextFn = std::function<bool(std::string_view piece)>;
 using BeforePassFn = std::function<bool()>;
 
 class Automaton;
+class Bundle;
 
 struct Message {
   std::string role, content;
@@ -201,7 +202,9 @@ class Automaton {
       : handle_(detail::made<dlm_automaton>([&](char* text, std::size_t size, dlm_automaton** out) {
           return dlm_automaton_read(data, bytes, text, size, out);
         })) {}
-  std::int32_t shortest() const { return dlm_automaton_shortest(get()); }
+  // For a bundle's vocabulary. content: what the kind, DLM_CONSTRAINT_..., needs.
+  Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content);
+  std::int32_t shortest() const { return dlm_automaton_describe(get())->shortest; }
   dlm_automaton* get() const noexcept { return handle_.get(); }
 
  private:
@@ -348,6 +351,16 @@ class Bundle {
   friend class Scheduler;
   std::shared_ptr<dlm_bundle> handle_;
 };
+
+inline Automaton::Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content)
+    : handle_(detail::made<dlm_automaton>([&](char* text, std::size_t size, dlm_automaton** out) {
+        dlm_constraint constraint;
+        dlm_constraint_init(&constraint, sizeof constraint);
+        constraint.kind = kind;
+        constraint.content = content.data();
+        constraint.content_size = content.size();
+        return dlm_automaton_compile(bundle.get(), &constraint, text, size, out);
+      })) {}
 
 // Requests of one thread at a time; cancel may come from any.
 class Session {

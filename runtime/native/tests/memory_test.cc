@@ -328,7 +328,30 @@ void sweep_constraints(long stride) {
         const dlm_status status = read(&automaton);
         const Owned<dlm_automaton> owned(automaton);
         stop_failing();
-        return Came{status, std::to_string(dlm_automaton_shortest(automaton))};
+        const dlm_automaton_info* const info = dlm_automaton_describe(automaton);
+        return Came{status, info == nullptr ? "" : std::to_string(info->shortest)};
+      });
+  sweep(
+      "dlm_automaton_compile", stride, [] { return 0; },
+      [&](int) {
+        const char* const tokens[] = {"{", "}", "\"", ":", ",", "a", "1"};
+        const size_t sizes[] = {1, 1, 1, 1, 1, 1, 1};
+        const int32_t end = 7;
+        const char schema[] =
+            "{\"properties\":{\"a\":{\"maximum\":11,\"type\":\"integer\"}},\"type\":\"object\"}";
+        dlm_constraint constraint;
+        dlm_constraint_init(&constraint, sizeof constraint);
+        constraint.kind = DLM_CONSTRAINT_SCHEMA;
+        constraint.content = schema, constraint.content_size = sizeof schema - 1;
+        constraint.tokens = tokens, constraint.token_sizes = sizes, constraint.token_count = 7;
+        constraint.vocab_size = 8, constraint.eos_token_ids = &end, constraint.eos_count = 1;
+        dlm_automaton* automaton = nullptr;
+        const dlm_status status =
+            dlm_automaton_compile(nullptr, &constraint, message, sizeof message, &automaton);
+        const Owned<dlm_automaton> owned(automaton);
+        stop_failing();
+        const dlm_automaton_info* const info = dlm_automaton_describe(automaton);
+        return Came{status, info == nullptr ? "" : std::to_string(info->states)};
       });
   const Owned<dlm_bundle> bundle = bundle_of_callback();
   const Owned<dlm_automaton> automaton = made<dlm_automaton>(read);

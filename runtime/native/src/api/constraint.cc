@@ -1,9 +1,142 @@
 // The C ABI of constraints.
+#include "compile/constraint.h"
+
+#include <algorithm>
+#include <cstring>
 #include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "api/handles.h"
 
 using dlm::guarded, dlm::require;
+
+namespace {
+
+dlm_constraint default_constraint() {
+  const dlm::compile::Limits limits;
+  dlm_constraint constraint{};
+  constraint.struct_size = sizeof constraint;
+  constraint.item_separator = ",";
+  constraint.key_separator = ":";
+  constraint.indent = constraint.max_depth = -1;
+  constraint.seconds = limits.seconds;
+  constraint.memory_bytes = limits.memory_bytes;
+  constraint.states = static_cast<int64_t>(limits.states);
+  constraint.edges = static_cast<int64_t>(limits.edges);
+  return constraint;
+}
+
+constexpr int32_t kMostTokens = 1 << 24;
+
+std::string text_or_none(const char* text) { return text == nullptr ? "" : text; }
+
+int32_t in_range(const char* name, int32_t value, int32_t low, int32_t high) {
+  if (value < low || value > high)
+    dlm::fail(DLM_INVALID_ARGUMENT, "%s = %d is outside %d..%d", name, value, low, high);
+  return value;
+}
+
+dlm::compile::Constraint read_constraint(const dlm_constraint& given) {
+  constexpr int32_t kMostIndent = 64, kMostDepth = 64;
+  dlm::compile::Constraint out;
+  out.kind = static_cast<dlm::compile::Constraint::Kind>(
+      in_range("kind", given.kind, DLM_CONSTRAINT_REGEX, DLM_CONSTRAINT_TREE));
+  out.content = dlm::view_of(given.content, given.content_size, "content");
+  out.before = text_or_none(given.before);
+  out.behind = text_or_none(given.behind);
+  out.layout.item_separator = text_or_none(given.item_separator);
+  out.layout.key_separator = text_or_none(given.key_separator);
+  out.layout.indent = in_range("indent", given.indent, -1, kMostIndent);
+  out.layout.has_lines = in_range("has_lines", given.has_lines, 0, 1) != 0;
+  if (in_range("max_depth", given.max_depth, -1, kMostDepth) >= 0)
+    out.max_depth = static_cast<uint32_t>(given.max_depth);
+  if (!(given.seconds >= 0) || given.states < 0 || given.edges < 0)
+    dlm::fail(DLM_INVALID_ARGUMENT, "a limit of compiling is below 0");
+  out.limits = {given.seconds, given.memory_bytes, static_cast<size_t>(given.states),
+                static_cast<size_t>(given.edges)};
+  return out;
+}
+
+using VocabularyPointer = std::shared_ptr<const dlm::compile::Vocabulary>;
+
+VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constraint& given) {
+  if (given.token_count > 0) require(given.token_sizes, "token_sizes");
+  int32_t vocab_size = given.vocab_size;
+  std::vector<int32_t> ends;
+  if (bundle != nullptr) {
+    vocab_size = bundle->manifest.denoiser.vocab_size;
+    ends = bundle->manifest.denoiser.eos_token_ids;
+  } else {
+    in_range("vocab_size", vocab_size, 1, kMostTokens);
+    if (given.eos_count > 0) require(given.eos_token_ids, "eos_token_ids");
+    if (given.eos_count > static_cast<size_t>(vocab_size))
+      dlm::fail(DLM_INVALID_ARGUMENT, "eos_count = %zu is more than vocab_size", given.eos_count);
+    ends.assign(given.eos_token_ids, given.eos_token_ids + given.eos_count);
+  }
+  std::vector<std::string> tokens(std::min(given.token_count, static_cast<size_t>(vocab_size)));
+  for (size_t i = 0; i < tokens.size(); ++i)
+    if (given.tokens[i] != nullptr) tokens[i].assign(given.tokens[i], given.token_sizes[i]);
+  dlm::compile::Vocabulary::FirstToken first_token;
+  if (given.first_token != nullptr)
+    first_token = [ask = given.first_token, user = given.user](std::string_view text) {
+      return ask(user, text.data(), text.size());
+    };
+  return std::make_shared<const dlm::compile::Vocabulary>(std::move(tokens), vocab_size,
+                                                          std::move(ends), std::move(first_token));
+}
+
+VocabularyPointer vocabulary_of(dlm_bundle& bundle) {
+  const dlm::Denoiser& denoiser = bundle.manifest.denoiser;
+  const std::shared_ptr<const dlm::Text> text = dlm::text_of(bundle).text;
+  const std::lock_guard<std::mutex> lock(bundle.vocabulary_mutex);
+  if (bundle.vocabulary == nullptr)
+    bundle.vocabulary =
+        dlm::compile::read_vocabulary(text, denoiser.vocab_size, denoiser.eos_token_ids);
+  return bundle.vocabulary;
+}
+
+dlm_automaton* made(dlm::Automaton automaton, const std::vector<std::string>& warnings,
+                    const uint8_t* made_of) {
+  auto out = std::make_unique<dlm_automaton>();
+  for (const std::string& warning : warnings)
+    out->warnings += (out->warnings.empty() ? "" : "\n") + warning;
+  if (made_of != nullptr) std::copy_n(made_of, out->made_of.size(), out->made_of.begin());
+  dlm_automaton_info& info = out->info;
+  info.struct_size = sizeof info;
+  info.shortest = automaton.distances.front();
+  info.states = automaton.states;
+  info.classes = automaton.classes;
+  info.groups = automaton.groups;
+  info.edges = static_cast<int32_t>(automaton.edge_states.size());
+  info.warnings = out->warnings.c_str();
+  out->automaton = std::make_shared<const dlm::Automaton>(std::move(automaton));
+  return out.release();
+}
+
+}  // namespace
+
+void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size) {
+  dlm::give(default_constraint(), struct_size, constraint);
+}
+
+dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constraint* constraint,
+                                 char* message, size_t message_capacity,
+                                 dlm_automaton** automaton) {
+  if (automaton != nullptr) *automaton = nullptr;
+  return guarded(message, message_capacity, [&] {
+    require(automaton, "automaton");
+    require(constraint, "constraint");
+    const dlm_constraint given = dlm::take(*constraint, default_constraint(), "dlm_constraint");
+    const dlm::compile::Constraint wanted = read_constraint(given);
+    if (given.tokens == nullptr) require(bundle, "bundle");
+    const VocabularyPointer vocabulary =
+        given.tokens == nullptr ? vocabulary_of(*bundle) : given_vocabulary(bundle, given);
+    dlm::compile::Compiled compiled = dlm::compile::compile_constraint(wanted, *vocabulary);
+    *automaton = made(std::move(compiled.automaton), compiled.warnings, given.made_of);
+  });
+}
 
 dlm_status dlm_automaton_open(const char* path, char* message, size_t message_capacity,
                               dlm_automaton** automaton) {
@@ -11,7 +144,9 @@ dlm_status dlm_automaton_open(const char* path, char* message, size_t message_ca
   return guarded(message, message_capacity, [&] {
     require(automaton, "automaton");
     require(path, "path");
-    *automaton = new dlm_automaton{std::make_shared<dlm::Automaton>(dlm::open_automaton(path))};
+    uint8_t made_of[32];
+    dlm::Automaton opened = dlm::open_automaton(path, made_of);
+    *automaton = made(std::move(opened), {}, made_of);
   });
 }
 
@@ -21,13 +156,27 @@ dlm_status dlm_automaton_read(const void* data, size_t size, char* message, size
   return guarded(message, message_capacity, [&] {
     require(automaton, "automaton");
     require(data, "data");
-    *automaton = new dlm_automaton{
-        std::make_shared<dlm::Automaton>(dlm::read_automaton(data, size, "the constraint"))};
+    dlm::Automaton read = dlm::read_automaton(data, size, "the constraint");
+    *automaton = made(std::move(read), {}, dlm::made_of(data));
+  });
+}
+
+dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* message,
+                               size_t message_capacity, void* data, size_t capacity, size_t* size) {
+  if (size != nullptr) *size = 0;
+  return guarded(message, message_capacity, [&] {
+    require(automaton, "automaton");
+    require(size, "size");
+    if (capacity > 0) require(data, "data");
+    const std::vector<uint8_t> file =
+        dlm::write_automaton(*automaton->automaton, automaton->made_of.data());
+    if (capacity > 0) std::memcpy(data, file.data(), std::min(capacity, file.size()));
+    *size = file.size();
   });
 }
 
 void dlm_automaton_destroy(dlm_automaton* automaton) { delete automaton; }
 
-int32_t dlm_automaton_shortest(const dlm_automaton* automaton) {
-  return automaton == nullptr ? 0 : automaton->automaton->distances.front();
+const dlm_automaton_info* dlm_automaton_describe(const dlm_automaton* automaton) {
+  return automaton == nullptr ? nullptr : &automaton->info;
 }

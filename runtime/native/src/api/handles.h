@@ -1,6 +1,7 @@
 // What the files of the C ABI share: handles, checks of arguments, and the exception boundary.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include "base/one_line.h"
 #include "base/sized.h"
 #include "bundle/manifest.h"
+#include "compile/vocabulary.h"
 #include "constraints/automaton.h"
 #include "decode/job.h"
 #include "decode/policy.h"
@@ -32,11 +34,16 @@ struct dlm_bundle {
   dlm_denoiser denoiser{};  // as dlm_bundle_denoiser tells it
   std::mutex text_mutex;
   dlm_text text;  // once it was asked for
+  std::mutex vocabulary_mutex;
+  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;  // once it was compiled for
 };
 
 // Requests hold the automaton that they began with.
 struct dlm_automaton {
   std::shared_ptr<const dlm::Automaton> automaton;
+  std::array<uint8_t, 32> made_of{};
+  std::string warnings;
+  dlm_automaton_info info{};
 };
 
 namespace dlm {

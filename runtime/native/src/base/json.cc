@@ -47,7 +47,7 @@ std::string quoted(std::string_view text) {
 
 class Reader {
  public:
-  explicit Reader(std::string_view text) : text_(text) {}
+  Reader(std::string_view text, int max_depth) : text_(text), max_depth_(max_depth) {}
 
   void document(Value& root) {
     space();
@@ -59,6 +59,7 @@ class Reader {
 
  private:
   std::string_view text_;  // what is left
+  const int max_depth_;
   int32_t line_ = 1;
 
   [[noreturn]] void error(const std::string& what) const { error_at(line_, what); }
@@ -102,7 +103,7 @@ class Reader {
   }
 
   void container(Value& out, int depth) {
-    if (depth == kMaxDepth) error("nested deeper than " + std::to_string(kMaxDepth) + " levels");
+    if (depth == max_depth_) error("nested deeper than " + std::to_string(max_depth_) + " levels");
     const bool is_object = text_[0] == '{';
     const char* const close = is_object ? "}" : "]";
     out.kind_ = is_object ? Value::Kind::object : Value::Kind::array;
@@ -366,13 +367,13 @@ void Value::refuse_unknown(const std::vector<std::string_view>& known) const {
   }
 }
 
-std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes) {
+std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes, int max_depth) {
   if (text.size() > max_bytes) {
     fail(DLM_BAD_BUNDLE, "line 1: the text has %zu bytes, more than the %zu that are read",
          text.size(), max_bytes);
   }
   auto root = std::make_unique<Value>();
-  Reader(text).document(*root);
+  Reader(text, max_depth).document(*root);
   return root;
 }
 

@@ -2,9 +2,10 @@
 //
 // Refused, beyond what the RFC refuses: a byte order mark, invalid UTF-8, an unpaired surrogate, an
 // escaped NUL (strings go on as C strings), a number that no double holds, duplicate keys, nesting
-// beyond kMaxDepth, text beyond the caller's limit. Every failure is Error(DLM_BAD_BUNDLE). While
-// reading it starts with "line N: "; afterwards the accessors name the value by its path:
-// `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text is escaped and cut.
+// beyond the caller's limit (kMaxDepth by default), text beyond the caller's limit. Every failure
+// is Error(DLM_BAD_BUNDLE). While reading it starts with "line N: "; afterwards the accessors name
+// the value by its path: `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text
+// is escaped and at most 60 characters long.
 //
 // A value takes about 120 bytes, so reading n bytes of text may take 100 n bytes of memory.
 #pragma once
@@ -50,8 +51,9 @@ class Value {
   double number(double low, double high) const;      // low..high, both included
   int64_t integer(int64_t low, int64_t high) const;  // written without fraction and exponent
   const std::string& string() const;
-  const std::vector<Value>& elements() const;  // of an array
-  const std::vector<Value>& members() const;   // of an object, in file order, each with its key()
+  const std::string& written() const { return text_; }  // of a number: as the text has it
+  const std::vector<Value>& elements() const;           // of an array
+  const std::vector<Value>& members() const;  // of an object, in file order, each with its key()
 
   // Members of an object. find: nullptr when there is none; the others refuse.
   const Value* find(std::string_view key) const;
@@ -93,7 +95,8 @@ class Value {
   std::vector<Value> items_;
 };
 
-// Reads one value and nothing behind it. max_bytes limits the text.
-std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes);
+// Reads one value and nothing behind it. max_bytes limits the text, max_depth its nesting.
+std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes,
+                                   int max_depth = kMaxDepth);
 
 }  // namespace dlm::json

@@ -114,22 +114,6 @@ void check_edges(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Fills class_starts and class_tokens.
-void list_tokens(Automaton& automaton, const std::string& where) {
-  std::vector<int32_t>& starts = automaton.class_starts;
-  starts.assign(static_cast<size_t>(automaton.classes) + 1, 0);
-  for (const int32_t number : automaton.token_class)
-    if (number >= 0) ++starts[static_cast<size_t>(number) + 1];
-  if (std::find(starts.begin() + 1, starts.end(), 0) != starts.end())
-    fail(DLM_BAD_BUNDLE, "%s: a class without tokens", where.c_str());
-  std::partial_sum(starts.begin(), starts.end(), starts.begin());
-  automaton.class_tokens.resize(static_cast<size_t>(starts.back()));
-  std::vector<int32_t> next(starts);
-  for (int32_t token = 0; token < automaton.vocab_size; ++token)
-    if (const int32_t number = automaton.token_class[static_cast<size_t>(token)]; number >= 0)
-      automaton.class_tokens[static_cast<size_t>(next[static_cast<size_t>(number)]++)] = token;
-}
-
 }  // namespace
 
 int32_t Automaton::next(int32_t state, int32_t token) const {
@@ -151,6 +135,46 @@ bool Automaton::has_class(int32_t group, int32_t number) const {
 bool Automaton::has_token(int32_t group, int32_t token) const {
   return token >= 0 && token_class[static_cast<size_t>(token)] >= 0 &&
          has_class(group, token_class[static_cast<size_t>(token)]);
+}
+
+void list_tokens(Automaton& automaton) {
+  std::vector<int32_t>& starts = automaton.class_starts;
+  starts.assign(static_cast<size_t>(automaton.classes) + 1, 0);
+  for (const int32_t number : automaton.token_class)
+    if (number >= 0) ++starts[static_cast<size_t>(number) + 1];
+  std::partial_sum(starts.begin(), starts.end(), starts.begin());
+  automaton.class_tokens.resize(static_cast<size_t>(starts.back()));
+  std::vector<int32_t> next(starts);
+  for (int32_t token = 0; token < automaton.vocab_size; ++token)
+    if (const int32_t number = automaton.token_class[static_cast<size_t>(token)]; number >= 0)
+      automaton.class_tokens[static_cast<size_t>(next[static_cast<size_t>(number)]++)] = token;
+}
+
+std::vector<uint8_t> write_automaton(const Automaton& automaton, const uint8_t* made_of) {
+  std::vector<uint8_t> out(kMagic, kMagic + kMagicBytes - 1);
+  out.push_back(kVersion);
+  const auto put = [&](const std::vector<int32_t>& numbers) {
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(numbers.data());
+    out.insert(out.end(), bytes, bytes + numbers.size() * sizeof(int32_t));
+  };
+  put({automaton.vocab_size, automaton.states, automaton.classes, automaton.groups,
+       static_cast<int32_t>(automaton.group_classes.size()),
+       static_cast<int32_t>(automaton.edge_states.size())});
+  out.insert(out.end(), made_of, made_of + kMadeOfBytes);
+  for (const auto* const numbers :
+       {&automaton.token_class, &automaton.group_starts, &automaton.group_classes,
+        &automaton.edge_starts, &automaton.edge_states, &automaton.edge_groups,
+        &automaton.distances})
+    put(*numbers);
+  Sha256 hash;
+  hash.update(out.data(), out.size());
+  const std::array<uint8_t, kHashBytes> digest = hash.digest();
+  out.insert(out.end(), digest.begin(), digest.end());
+  return out;
+}
+
+const uint8_t* made_of(const void* data) {
+  return static_cast<const uint8_t*>(data) + kMagicBytes + kSizes * sizeof(int32_t);
 }
 
 Automaton read_automaton(const void* data, size_t size, const std::string& where) {
@@ -194,11 +218,14 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   check_groups(out, where);
   check_edges(out, where);
   check_distances(out, where);
-  list_tokens(out, where);
+  list_tokens(out);
+  if (std::adjacent_find(out.class_starts.begin(), out.class_starts.end()) !=
+      out.class_starts.end())
+    fail(DLM_BAD_BUNDLE, "%s: a class without tokens", where.c_str());
   return out;
 }
 
-Automaton open_automaton(const std::string& path) {
+Automaton open_automaton(const std::string& path, uint8_t* made_of) {
   struct stat info{};
   if (stat(path.c_str(), &info) != 0)
     fail(DLM_NOT_FOUND, "%s: %s", path.c_str(), std::strerror(errno));
@@ -208,7 +235,9 @@ Automaton open_automaton(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file.read(data.data(), static_cast<std::streamsize>(data.size())))
     fail(DLM_BAD_BUNDLE, "%s: cannot be read", path.c_str());
-  return read_automaton(data.data(), data.size(), path);
+  Automaton out = read_automaton(data.data(), data.size(), path);
+  std::copy_n(dlm::made_of(data.data()), kMadeOfBytes, made_of);
+  return out;
 }
 
 }  // namespace dlm

@@ -1,9 +1,14 @@
 // A constraint as a file has it: an automaton over token ids, whose texts are the ones that a
 // request may come to.
 //
-// runtime/dlm_runtime/constraints/automaton.py compiles it, and says what the arrays are. Tokens
-// that behave alike in every state are a class, classes that lead from one state to another a
-// group, so that work a pass grows with these and not with tokens.
+// compile/token_automaton.cc makes it. Tokens that behave alike in every state are a class, classes
+// that lead from one state to another a group, so that work a pass grows with these and not with
+// tokens.
+//
+// The file is little-endian: the magic "DLMAUTO" and the version 1; the sizes as six int32
+// (vocabulary, states, classes, groups, members of all groups, edges); 32 bytes that say what it
+// was made of; the first seven arrays of the struct in their order; and the SHA-256 of all before
+// it.
 #pragma once
 
 #include <cstddef>
@@ -40,11 +45,21 @@ struct Automaton {
   }
 };
 
+// Fills class_starts and class_tokens from the rest.
+void list_tokens(Automaton& automaton);
+
+// The file. made_of: 32 bytes of the caller's that it keeps.
+std::vector<uint8_t> write_automaton(const Automaton& automaton, const uint8_t* made_of);
+
+// The 32 bytes that a file keeps. It must have passed read_automaton.
+const uint8_t* made_of(const void* data);
+
 // Checks all of a file's content: what follows may rely on every number of it. `where` starts the
 // messages. Throws Error(DLM_BAD_BUNDLE), and Error(DLM_UNSUPPORTED) for a file of another version.
 Automaton read_automaton(const void* data, size_t size, const std::string& where);
 
-// The file at `path`, read and checked. Throws Error(DLM_NOT_FOUND) as well.
-Automaton open_automaton(const std::string& path);
+// The file at `path`, read and checked. Throws Error(DLM_NOT_FOUND) as well. `made_of`: where its
+// 32 bytes go.
+Automaton open_automaton(const std::string& path, uint8_t* made_of);
 
 }  // namespace dlm

@@ -1,0 +1,523 @@
+// Automata of expressions: a non-deterministic automaton whose states are shared wherever a node is
+// followed by the same, then the subset construction.
+//
+// Each node is entered with the state that follows it, and a pair of both is made once. Nodes of
+// both, without and characters are compiled first, and copied in.
+#include "compile/automata.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace dlm::compile {
+namespace {
+
+using State = uint32_t;
+using Kind = Expressions::Kind;
+constexpr State kEnd = 0;  // where a text ends
+constexpr State kUnknown = UINT32_MAX;
+constexpr size_t kUnminimised = 16;  // states before minimisation, as a multiple of the limit
+
+// ---- UTF-8 ------------------------------------------------------------------------------------
+
+// The automaton of one character of `points`. States stand for the bits that are still to come.
+class Utf8 {
+ public:
+  ByteAutomaton make(const CodePoints& points, Budget& budget) {
+    out_.starts.push_back(0);
+    // What leads into a sequence of n bytes, its first byte, and the code points of that byte.
+    struct Length {
+      char32_t low, high;
+      int lead, bits;
+    };
+    constexpr Length kLengths[] = {{0, 0x7F, 0x00, 0},
+                                   {0x80, 0x7FF, 0xC0, 6},
+                                   {0x800, 0xFFFF, 0xE0, 12},
+                                   {0x10000, 0x10FFFF, 0xF0, 18}};
+    std::vector<ByteEdge> first;
+    for (const auto& [low, high, lead, bits] : kLengths)
+      add_edges(first, points, low, high, lead, 0, bits, budget);
+    // The first state is the last that was made; the minimiser names them anew.
+    const int32_t start = add(first, false);
+    return minimised(out_, start, budget);
+  }
+
+ private:
+  // Edges for the values low..high of `points`, by `lead` plus the bits from `bits` on.
+  void add_edges(std::vector<ByteEdge>& edges, const CodePoints& points, char32_t low,
+                 char32_t high, int lead, char32_t base, int bits, Budget& budget) {
+    auto range = std::lower_bound(
+        points.begin(), points.end(), low,
+        [](const CodePointRange& each, char32_t value) { return each.high < value; });
+    while (low <= high && range != points.end() && range->low <= high) {
+      budget.check();
+      const char32_t from = std::max(low, range->low), to = std::min(high, range->high);
+      // Whole blocks of this range share what follows; others are cut out by their bits.
+      const char32_t block = from >> bits, block_low = block << bits;
+      const char32_t block_high = block_low + (char32_t{1} << bits) - 1;
+      char32_t end = block;
+      int32_t state;
+      if (from == block_low && to >= block_high) {
+        end = ((to + 1) >> bits) - 1;
+        state = whole(bits, budget);
+      } else {
+        state = part(points, std::max(block_low, low), std::min(block_high, high), block_low, bits,
+                     budget);
+      }
+      const auto byte = [&](char32_t value) {
+        return static_cast<uint8_t>(static_cast<char32_t>(lead) + (value - (base >> bits)));
+      };
+      edges.push_back({byte(block), byte(end), state});
+      low = ((end + 1) << bits);
+      while (range != points.end() && range->high < low) ++range;
+    }
+  }
+
+  // The state before the last `bits` bits, all of which may follow.
+  int32_t whole(int bits, Budget& budget) {
+    int32_t& made = whole_[static_cast<size_t>(bits / 6)];
+    if (made >= 0) return made;
+    if (bits == 0) return made = add({}, true);
+    const int32_t to = whole(bits - 6, budget);
+    return made = add({{0x80, 0xBF, to}}, false);
+  }
+
+  int32_t part(const CodePoints& points, char32_t low, char32_t high, char32_t base, int bits,
+               Budget& budget) {
+    std::vector<ByteEdge> edges;
+    add_edges(edges, points, low, high, 0x80, base, bits - 6, budget);
+    return add(edges, false);
+  }
+
+  int32_t add(const std::vector<ByteEdge>& edges, bool accepting) {
+    for (const auto& [low, high, state] : edges) append_edge(out_, low, high, state);
+    out_.starts.push_back(static_cast<uint32_t>(out_.edges.size()));
+    out_.accepting.push_back(accepting);
+    return static_cast<int32_t>(out_.states()) - 1;
+  }
+
+  ByteAutomaton out_;
+  std::array<int32_t, 4> whole_{-1, -1, -1, -1};
+};
+
+// ---- Non-deterministic ------------------------------------------------------------------------
+
+struct Transition {
+  uint8_t low, high;
+  State state;
+};
+
+// States are kEnd, have transitions, or are branches: they stand for the states that they list.
+struct Graph {
+  struct Item {
+    uint32_t first, count;  // of transitions, or of branches
+    bool is_branch;
+  };
+  std::vector<Item> items;
+  std::vector<Transition> transitions;
+  std::vector<State> branches;
+  State start = kEnd;
+
+  size_t bytes() const {
+    return items.size() * sizeof(Item) + transitions.size() * sizeof(Transition) +
+           branches.size() * sizeof(State);
+  }
+};
+
+class GraphMaker {
+ public:
+  using Kept = std::unordered_map<Node, std::unique_ptr<const ByteAutomaton>>;
+
+  GraphMaker(const Expressions& expressions, const Kept& kept)
+      : expressions_(expressions), kept_(kept), budget_(expressions.budget()) {}
+
+  Graph make(Node node) {
+    graph_.items.push_back({0, 0, false});  // kEnd
+    graph_.start = enter(node);
+    return std::move(graph_);
+  }
+
+ private:
+  // A node that is being entered. Expressions may nest deeper than the stack of a thread allows.
+  struct Frame {
+    Node node;
+    State follows;   // the state that follows the node
+    uint32_t stage;  // how much of it is done
+    State loop;      // of a repetition without end: where it starts again
+    size_t held;     // of choices: where their states start in held_
+  };
+
+  // The state in front of `top` with kEnd after it.
+  State enter(Node top) {
+    std::vector<Frame> frames{{top, kEnd, 0, 0, 0}};
+    State result = kUnknown;  // of the frame that ended last
+    while (!frames.empty()) {
+      budget_.check();
+      budget_.check_memory(graph_.bytes() + entered_.size() * 64 + frames.size() * sizeof(Frame));
+      Frame& frame = frames.back();
+      const Node node = frame.node;
+      if (frame.stage == 0) {
+        const auto known = entered_.find(key(node, frame.follows));
+        if (known != entered_.end()) {
+          result = known->second;
+          frames.pop_back();
+          continue;
+        }
+      }
+      State done = kUnknown;
+      const uint32_t stage = frame.stage++;
+      const State follows = frame.follows;
+      switch (expressions_.kind(node)) {
+        case Kind::nothing:
+          done = add_branch({});
+          break;
+        case Kind::empty:
+          done = follows;
+          break;
+        case Kind::bytes:
+          done = add_text(expressions_.text(node), follows);
+          break;
+        case Kind::set:
+          done = add_set(expressions_.byte_set(node), follows);
+          break;
+        case Kind::machine:
+          done = add_copy(expressions_.automaton(node), follows);
+          break;
+        case Kind::characters:
+        case Kind::both:
+        case Kind::without:
+          done = add_copy(*kept_.at(node), follows);
+          break;
+        case Kind::sequence:
+          if (stage == 0)
+            frames.push_back({expressions_.second(node), follows, 0, 0, 0});
+          else if (stage == 1)
+            frames.push_back({expressions_.first(node), result, 0, 0, 0});
+          else
+            done = result;
+          break;
+        case Kind::either: {
+          const std::vector<Node>& choices = expressions_.choices(node);
+          if (stage == 0)
+            frame.held = held_.size();
+          else
+            held_.push_back(result);
+          if (stage < choices.size()) {
+            frames.push_back({choices[stage], follows, 0, 0, 0});
+          } else {
+            const auto first = held_.begin() + static_cast<ptrdiff_t>(frames.back().held);
+            done = add_branch({first, held_.end()});
+            held_.erase(first, held_.end());
+          }
+          break;
+        }
+        case Kind::repeat:
+          done = repeat(frames, stage, result);
+          break;
+      }
+      if (done == kUnknown) continue;
+      // frames may have grown only where done is unknown: the frame is still the last.
+      entered_.emplace(key(node, follows), done);
+      result = done;
+      frames.pop_back();
+    }
+    return result;
+  }
+
+  // One more stage of a repetition: pushes the next copy of its part, or returns what is done.
+  State repeat(std::vector<Frame>& frames, uint32_t stage, State result) {
+    Frame& frame = frames.back();
+    const Node part = expressions_.first(frame.node);
+    const uint32_t low = expressions_.low(frame.node), high = expressions_.high(frame.node);
+    if (high == kUnbounded) {
+      // Stage 0 makes the loop: a branch to the part, which comes back to it, and to what follows.
+      if (stage == 0) {
+        frame.loop = add_branch({kUnknown, frame.follows});
+        frames.push_back({part, frame.loop, 0, 0, 0});
+        return kUnknown;
+      }
+      if (stage == 1) {
+        graph_.branches[graph_.items[frame.loop].first] = result;
+        if (low == 0) return frame.loop;
+      }
+      if (stage >= low) return result;  // stage copies were made, the loop's among them
+      frames.push_back({part, result, 0, 0, 0});
+      return kUnknown;
+    }
+    budget_.check_states(high);  // the automaton has at least one for each time
+    State next = stage == 0 ? frame.follows : result;
+    if (stage > 0 && stage <= high - low) next = add_branch({result, frame.follows});
+    if (stage == high) return next;
+    frames.push_back({part, next, 0, 0, 0});
+    return kUnknown;
+  }
+
+  static uint64_t key(Node node, State follows) { return uint64_t{node} << 32 | follows; }
+
+  State add_branch(const std::vector<State>& states) {
+    graph_.items.push_back({static_cast<uint32_t>(graph_.branches.size()),
+                            static_cast<uint32_t>(states.size()), true});
+    graph_.branches.insert(graph_.branches.end(), states.begin(), states.end());
+    return static_cast<State>(graph_.items.size() - 1);
+  }
+
+  // Adds a state without transitions; those that are appended next are its own.
+  State add_state() {
+    graph_.items.push_back({static_cast<uint32_t>(graph_.transitions.size()), 0, false});
+    return static_cast<State>(graph_.items.size() - 1);
+  }
+  void add_transition(uint8_t low, uint8_t high, State state) {
+    graph_.transitions.push_back({low, high, state});
+    ++graph_.items.back().count;
+  }
+
+  State add_text(const std::string& text, State follows) {
+    for (auto each = text.rbegin(); each != text.rend(); ++each) {
+      const auto byte = static_cast<uint8_t>(*each);
+      const State state = add_state();
+      add_transition(byte, byte, follows);
+      follows = state;
+    }
+    return follows;
+  }
+
+  State add_set(const ByteSet& bytes, State follows) {
+    const State state = add_state();
+    for (size_t byte = 0; byte < 256; ++byte) {
+      if (!bytes[byte]) continue;
+      size_t last = byte;
+      while (last + 1 < 256 && bytes[last + 1]) ++last;
+      add_transition(static_cast<uint8_t>(byte), static_cast<uint8_t>(last), follows);
+      byte = last;
+    }
+    return state;
+  }
+
+  // A copy of an automaton, whose accepting states stand for what follows as well.
+  State add_copy(const ByteAutomaton& part, State follows) {
+    if (part.is_empty()) return add_branch({});
+    const size_t count = part.states();
+    const auto base = static_cast<State>(graph_.items.size());
+    const auto degree = [&](size_t state) { return part.starts[state + 1] - part.starts[state]; };
+    // The states first, then branches for those that accept and go on.
+    std::vector<State> names(count);
+    State next = base + static_cast<State>(count);
+    for (size_t state = 0; state < count; ++state)
+      names[state] = !part.accepting[state] ? base + static_cast<State>(state)
+                     : degree(state) == 0   ? follows
+                                            : next++;
+    for (size_t state = 0; state < count; ++state) {
+      budget_.check();
+      add_state();
+      for (uint32_t i = part.starts[state]; i < part.starts[state + 1]; ++i)
+        add_transition(part.edges[i].low, part.edges[i].high,
+                       names[static_cast<size_t>(part.edges[i].state)]);
+    }
+    for (size_t state = 0; state < count; ++state)
+      if (names[state] >= base + count) add_branch({base + static_cast<State>(state), follows});
+    return names.front();
+  }
+
+  const Expressions& expressions_;
+  const Kept& kept_;
+  Budget& budget_;
+  Graph graph_;
+  std::unordered_map<uint64_t, State> entered_;
+  std::vector<State> held_;
+};
+
+// ---- Deterministic ----------------------------------------------------------------------------
+
+// The subset construction. A subset holds states with transitions, and kEnd, ascending.
+class Subsets {
+ public:
+  Subsets(const Graph& graph, Budget& budget)
+      : graph_(graph),
+        budget_(budget),
+        seen_(graph.items.size(), 0),
+        alone_(graph.items.size(), -1) {}
+
+  ByteAutomaton make() {
+    number_of(&graph_.start, 1);
+    for (size_t at = 0; at + 1 < begins_.size(); ++at) {
+      budget_.check();
+      const size_t states = begins_.size() - 1;
+      if (states > kUnminimised * budget_.limits().states) budget_.check_states(states);
+      budget_.check_memory(states * 64 + content_.size() * sizeof(State) +
+                           out_.edges.size() * sizeof(ByteEdge) + graph_.bytes());
+      out_.starts.push_back(static_cast<uint32_t>(out_.edges.size()));
+      out_.accepting.push_back(begins_[at] < begins_[at + 1] && content_[begins_[at]] == kEnd);
+      add_edges(at);
+    }
+    out_.starts.push_back(static_cast<uint32_t>(out_.edges.size()));
+    return std::move(out_);
+  }
+
+ private:
+  void add_edges(size_t at) {
+    const size_t first = begins_[at], last = begins_[at + 1];
+    if (last - first == 1) {
+      const Graph::Item& item = graph_.items[content_[first]];
+      for (uint32_t i = 0; i < item.count; ++i) {
+        const auto [low, high, state] = graph_.transitions[item.first + i];
+        append_edge(out_, low, high, number_of(&state, 1));
+      }
+      return;
+    }
+    // All transitions by their first byte; `active` are those that take the byte at hand.
+    transitions_.clear();
+    for (size_t i = first; i < last; ++i) {
+      const Graph::Item& item = graph_.items[content_[i]];
+      transitions_.insert(transitions_.end(), graph_.transitions.begin() + item.first,
+                          graph_.transitions.begin() + item.first + item.count);
+    }
+    std::sort(transitions_.begin(), transitions_.end(),
+              [](const Transition& a, const Transition& b) { return a.low < b.low; });
+    active_.clear();
+    size_t next = 0;
+    int byte = 0;
+    while (next < transitions_.size() || !active_.empty()) {
+      budget_.check();
+      if (active_.empty()) byte = transitions_[next].low;
+      while (next < transitions_.size() && transitions_[next].low <= byte)
+        active_.push_back(transitions_[next++]);
+      int end = next < transitions_.size() ? transitions_[next].low - 1 : 255;
+      targets_.clear();
+      for (const Transition& each : active_) {
+        end = std::min<int>(end, each.high);
+        targets_.push_back(each.state);
+      }
+      append_edge(out_, static_cast<uint8_t>(byte), static_cast<uint8_t>(end),
+                  number_of(targets_.data(), targets_.size()));
+      byte = end + 1;
+      active_.erase(std::remove_if(active_.begin(), active_.end(),
+                                   [&](const Transition& each) { return each.high < byte; }),
+                    active_.end());
+    }
+  }
+
+  // The number of the subset that the given states stand for.
+  int32_t number_of(const State* states, size_t count) {
+    if (count == 1 && alone_[states[0]] >= 0) return alone_[states[0]];
+    ++round_;
+    subset_.clear();
+    open_.assign(states, states + count);
+    while (!open_.empty()) {
+      const State state = open_.back();
+      open_.pop_back();
+      if (seen_[state] == round_) continue;
+      seen_[state] = round_;
+      const Graph::Item& item = graph_.items[state];
+      if (!item.is_branch) {
+        subset_.push_back(state);
+        continue;
+      }
+      budget_.check();
+      open_.insert(open_.end(), graph_.branches.begin() + item.first,
+                   graph_.branches.begin() + item.first + item.count);
+    }
+    std::sort(subset_.begin(), subset_.end());
+    uint64_t hash = subset_.size();
+    for (const State state : subset_) {
+      hash = (hash ^ state) * 0x9E3779B97F4A7C15u;
+      hash ^= hash >> 29;
+    }
+    int32_t number = -1;
+    for (auto [at, last] = numbers_.equal_range(hash); at != last && number < 0; ++at) {
+      const auto begin =
+          content_.begin() + static_cast<ptrdiff_t>(begins_[static_cast<size_t>(at->second)]);
+      const auto end =
+          content_.begin() + static_cast<ptrdiff_t>(begins_[static_cast<size_t>(at->second) + 1]);
+      if (std::equal(subset_.begin(), subset_.end(), begin, end)) number = at->second;
+    }
+    if (number < 0) {
+      number = static_cast<int32_t>(begins_.size()) - 1;
+      numbers_.emplace(hash, number);
+      content_.insert(content_.end(), subset_.begin(), subset_.end());
+      begins_.push_back(content_.size());
+    }
+    if (count == 1) alone_[states[0]] = number;
+    return number;
+  }
+
+  const Graph& graph_;
+  Budget& budget_;
+  ByteAutomaton out_;
+  std::vector<State> content_;     // of all subsets
+  std::vector<size_t> begins_{0};  // of subset s the content [begins_[s], begins_[s + 1])
+  std::unordered_multimap<uint64_t, int32_t> numbers_;  // of subsets by hash
+  std::vector<uint32_t> seen_;                          // by state, the last round that met it
+  std::vector<int32_t> alone_;                          // the subset of each state by itself
+  uint32_t round_ = 0;
+  std::vector<State> subset_, open_, targets_;
+  std::vector<Transition> transitions_, active_;
+};
+
+}  // namespace
+
+const ByteAutomaton& Automata::of(Node node) {
+  Budget& budget = expressions_.budget();
+  // Parts have lower numbers than what is made of them.
+  std::vector<Node> needed, open{node};
+  std::vector<uint8_t> seen(expressions_.size(), 0);
+  while (!open.empty()) {
+    const Node at = open.back();
+    open.pop_back();
+    if (seen[at] || kept_.count(at) > 0) continue;
+    budget.check();
+    seen[at] = 1;
+    switch (expressions_.kind(at)) {
+      case Kind::both:
+      case Kind::without:
+        needed.push_back(expressions_.first(at));
+        needed.push_back(expressions_.second(at));
+        needed.push_back(at);
+        [[fallthrough]];
+      case Kind::sequence:
+        open.push_back(expressions_.first(at));
+        open.push_back(expressions_.second(at));
+        break;
+      case Kind::characters:
+        needed.push_back(at);
+        break;
+      case Kind::repeat:
+        open.push_back(expressions_.first(at));
+        break;
+      case Kind::either: {
+        const std::vector<Node>& choices = expressions_.choices(at);
+        open.insert(open.end(), choices.begin(), choices.end());
+        break;
+      }
+      default:
+        break;
+    }
+  }
+  needed.push_back(node);
+  std::sort(needed.begin(), needed.end());
+  for (const Node at : needed) {
+    if (kept_.count(at) > 0) continue;
+    ByteAutomaton made;
+    switch (expressions_.kind(at)) {
+      case Kind::characters:
+        made = Utf8().make(expressions_.code_points(at), budget);
+        break;
+      case Kind::both:
+        made = intersection(*kept_.at(expressions_.first(at)), *kept_.at(expressions_.second(at)),
+                            budget);
+        break;
+      case Kind::without:
+        made = difference(*kept_.at(expressions_.first(at)), *kept_.at(expressions_.second(at)),
+                          budget);
+        break;
+      default:
+        made =
+            minimised(Subsets(GraphMaker(expressions_, kept_).make(at), budget).make(), 0, budget);
+    }
+    kept_bytes_ += made.states() * 8 + made.edges.size() * sizeof(ByteEdge);
+    budget.check_memory(kept_bytes_);
+    kept_.emplace(at, std::make_unique<const ByteAutomaton>(std::move(made)));
+  }
+  return *kept_.at(node);
+}
+
+}  // namespace dlm::compile

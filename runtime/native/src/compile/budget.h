@@ -1,0 +1,74 @@
+// Limits of compiling one constraint, and what is left of them.
+#pragma once
+
+#include <time.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/error.h"
+
+namespace dlm::compile {
+
+struct Limits {
+  double seconds = 30;                    // processor time of the thread, all stages together
+  size_t memory_bytes = size_t{2} << 30;  // of the stage that needs the most
+  size_t states = size_t{1} << 15;        // of the result
+  size_t edges = size_t{1} << 21;         // of the result
+};
+
+// Belongs to the thread that made it. Call a check in every loop that grows with the input: each
+// costs a few nanoseconds, and the clock is read at every 256th call only.
+class Budget {
+ public:
+  // what: starts the messages.
+  explicit Budget(const Limits& limits, const char* what = "regex")
+      : limits_(limits), what_(what), end_(now() + limits.seconds) {}
+
+  const Limits& limits() const { return limits_; }
+
+  void check() {
+    if ((++calls_ & 0xFF) == 0) check_time();
+  }
+  void check_time() const {
+    if (now() >= end_)
+      fail(DLM_INVALID_ARGUMENT,
+           "%s: compiling it takes more than %g s of processor time: make counts smaller, or "
+           "raise limits",
+           what_, limits_.seconds);
+  }
+  void check_states(size_t states) {
+    if (states > limits_.states)
+      fail(DLM_INVALID_ARGUMENT,
+           "%s: its automaton has more than %zu states: make counts smaller, or raise limits",
+           what_, limits_.states);
+  }
+  void check_edges(size_t edges) {
+    if (edges > limits_.edges)
+      fail(DLM_INVALID_ARGUMENT,
+           "%s: its tokens make %zu edges or more, and %zu are the limit: make counts smaller, "
+           "or raise limits",
+           what_, edges, limits_.edges);
+  }
+  void check_memory(size_t bytes) {
+    if (bytes > limits_.memory_bytes)
+      fail(DLM_INVALID_ARGUMENT,
+           "%s: compiling it needs more than memory_bytes, %zu MiB: make counts smaller, or "
+           "raise it",
+           what_, limits_.memory_bytes >> 20);
+  }
+
+ private:
+  static double now() {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  }
+
+  const Limits limits_;
+  const char* const what_;
+  const double end_;
+  uint32_t calls_ = 0;
+};
+
+}  // namespace dlm::compile

@@ -1,0 +1,88 @@
+#include "compile/constraint.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "base/error.h"
+#include "base/json.h"
+#include "compile/automata.h"
+#include "compile/regex.h"
+#include "compile/schema/schema.h"
+#include "compile/token_automaton.h"
+
+namespace dlm::compile {
+namespace {
+
+const char* name_of(Constraint::Kind kind) {
+  constexpr const char* kNames[] = {"regex", "schema", "enum", "json_object", "constraint"};
+  return kNames[kind];
+}
+
+schema::Texts texts_of(Expressions& expressions, const Constraint& constraint) {
+  schema::Options options;
+  options.layout = constraint.layout;
+  options.max_depth = constraint.max_depth;
+  switch (constraint.kind) {
+    case Constraint::regex:
+      return {regex(expressions, constraint.content), {}};
+    case Constraint::schema:
+      return schema::schema_texts(expressions, constraint.content, options);
+    case Constraint::list:
+      return schema::listed_texts(expressions, constraint.content);
+    case Constraint::json_object:
+      return schema::object_texts(expressions, options);
+    case Constraint::tree:
+      return schema::tree_texts(expressions, constraint.content, options);
+  }
+  fail(DLM_INTERNAL, "a constraint of kind %d", static_cast<int>(constraint.kind));
+}
+
+// Ends the message about a text before that no constrained text starts with.
+std::string layout_hint(const Constraint& constraint) {
+  if (constraint.kind == Constraint::regex || constraint.kind == Constraint::list) return "";
+  const auto example = json::parse("[{\"a\":1,\"b\":2},{}]", 64);
+  return ": the JSON layout writes " +
+         json::quoted(schema::text_of(*example, constraint.layout, 0)) +
+         ", and properties are in the schema's order";
+}
+
+}  // namespace
+
+Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary) {
+  Budget budget(constraint.limits, name_of(constraint.kind));
+  Expressions expressions(budget);
+  schema::Texts texts = texts_of(expressions, constraint);
+  Automata automata(expressions);
+  const ByteAutomaton bytes = between(automata.of(texts.node), constraint.before, constraint.behind,
+                                      layout_hint(constraint), budget);
+  return {token_automaton(bytes, vocabulary, budget), std::move(texts.warnings)};
+}
+
+std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> text,
+                                                  int32_t vocab_size, std::vector<int32_t> ends) {
+  const TextFile& file = text->file();
+  if (file.is_byte_fallback || file.has_space_letter)
+    fail(DLM_UNSUPPORTED,
+         "constraints need a byte-level tokenizer, and this one decodes by characters: its texts "
+         "are not those of its tokens one behind the other");
+  std::vector<std::string> tokens(static_cast<size_t>(std::min(vocab_size, file.vocab_size)));
+  for (size_t token = 0; token < tokens.size(); ++token)
+    if ((file.token_flags[token] & TextFile::special) == 0)
+      tokens[token] = std::string(file.tokens[token]);
+  for (const int32_t added : file.added_ids)
+    if (added >= 0 && static_cast<size_t>(added) < tokens.size())
+      tokens[static_cast<size_t>(added)].clear();
+  return std::make_unique<const Vocabulary>(std::move(tokens), vocab_size, std::move(ends),
+                                            [text](std::string_view wanted) {
+                                              std::vector<int32_t> ids;
+                                              try {
+                                                text->encode(wanted, {}, ids);
+                                              } catch (const Error&) {  // it has a special token
+                                                return -1;
+                                              }
+                                              return ids.empty() ? -1 : ids.front();
+                                            });
+}
+
+}  // namespace dlm::compile

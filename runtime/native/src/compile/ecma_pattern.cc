@@ -1,0 +1,481 @@
+#include "compile/ecma_pattern.h"
+
+#include <array>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/json.h"
+#include "base/utf8.h"
+#include "compile/json_text.h"
+#include "compile/looks.h"
+#include "compile/unicode.h"
+
+namespace dlm::compile {
+namespace {
+
+constexpr int kDeepestGroup = 250;
+constexpr uint32_t kMostCount = 1000000;
+
+// The classes of ECMA-262: \d and \w are ASCII, \s is WhiteSpace and LineTerminator.
+const CodePoints kDigits{{'0', '9'}};
+const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
+const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
+                         {0x2000, 0x200A}, {0x2028, 0x2029}, {0x202F, 0x202F}, {0x205F, 0x205F},
+                         {0x3000, 0x3000}, {0xFEFF, 0xFEFF}};
+const CodePoints kLineEnds{{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
+
+Node in_utf8(Expressions& expressions, const CodePoints& points) {
+  return expressions.characters(points);
+}
+
+struct Flags {
+  bool ignores_case = false, is_multiline = false, dot_is_all = false;
+};
+
+// What was read, and what of it look-around can use: whether it is one character of a set, or one
+// of ^ and $ as well.
+struct Term {
+  Looks::Piece piece;
+  std::optional<CodePoints> set;
+  bool is_start = false, is_end = false;
+
+  bool is_single() const { return set || is_start || is_end; }
+};
+
+class Reader {
+ public:
+  Reader(Expressions& expressions, std::string_view pattern, Looks::Spell spell)
+      : expressions_(expressions),
+        spell_(spell),
+        pattern_(pattern),
+        looks_(expressions, spell, "pattern " + json::quoted(pattern)) {
+    if (!is_utf8(pattern)) fail(DLM_INVALID_ARGUMENT, "the pattern is not UTF-8");
+  }
+
+  Node read() {
+    // Not of ECMA-262, but of other engines, and its meaning is clear.
+    if (take("(?i)")) flags_.ignores_case = true;
+    const Term found = disjunction();
+    if (at_ < pattern_.size()) refuse("an unmatched )");
+    const Looks::Piece anything =
+        looks_.plain(expressions_.repeat(spell_(expressions_, complement({})), 0, kUnbounded));
+    return looks_.node(looks_.sequence({anything, found.piece, anything}));
+  }
+
+ private:
+  [[noreturn]] void refuse(const std::string& what) const {
+    size_t place = 0;  // in characters
+    for (size_t at = 0; at < at_ && at < pattern_.size(); at += char_bytes(pattern_[at])) ++place;
+    throw Error(DLM_INVALID_ARGUMENT, "pattern " + json::quoted(pattern_) + " has " + what +
+                                          " at character " + std::to_string(place));
+  }
+
+  bool is_end() const { return at_ >= pattern_.size(); }
+  bool is_at(char letter) const { return !is_end() && pattern_[at_] == letter; }
+  bool take(std::string_view wanted) {
+    if (pattern_.substr(at_, wanted.size()) != wanted) return false;
+    at_ += wanted.size();
+    return true;
+  }
+  char32_t next() {
+    if (is_end()) refuse("an end too early");
+    return next_char(pattern_, at_);
+  }
+
+  CodePoints folded(const CodePoints& points) const {
+    return flags_.ignores_case ? with_all_cases(points) : points;
+  }
+
+  Term of_set(const CodePoints& points) {
+    return {looks_.plain(spell_(expressions_, points)), points};
+  }
+
+  // ---- Terms ----
+
+  Term disjunction() {
+    std::vector<Looks::Piece> choices;
+    Term made;
+    bool is_single = true;
+    do {
+      const Term choice = alternative();
+      choices.push_back(choice.piece);
+      is_single = is_single && choice.is_single();
+      if (choice.set) made.set = joined(made.set.value_or(CodePoints{}), *choice.set);
+      made.is_start |= choice.is_start;
+      made.is_end |= choice.is_end;
+    } while (take("|"));
+    if (!is_single) made = {};
+    made.piece = looks_.either(std::move(choices));
+    return made;
+  }
+
+  Term alternative() {
+    std::vector<Looks::Piece> parts;
+    Term last;
+    while (!is_end() && !is_at('|') && !is_at(')')) {
+      expressions_.budget().check();
+      last = term();
+      parts.push_back(last.piece);
+    }
+    if (parts.size() != 1) last = {};
+    last.piece = looks_.sequence(std::move(parts));
+    return last;
+  }
+
+  Term term() {
+    const size_t place = at_;
+    bool can_repeat = true;
+    Term made = atom(can_repeat);
+    uint32_t low = 1, high = 1;
+    if (!quantifier(low, high)) return made;
+    if (!can_repeat) {
+      at_ = place;
+      refuse("an anchor or look-around that is repeated");
+    }
+    take("?");  // which match is found first makes no other set of strings
+    if (is_at('*') || is_at('+') || is_at('?')) refuse("a second quantifier");
+    return {looks_.repeat(made.piece, low, high), std::nullopt};
+  }
+
+  Term atom(bool& can_repeat) {
+    const char letter = pattern_[at_];
+    switch (letter) {
+      case '(':
+        return group(can_repeat);
+      case '[':
+        ++at_;
+        return of_set(bracketed());
+      case '.':
+        ++at_;
+        return of_set(flags_.dot_is_all ? complement({}) : complement(kLineEnds));
+      case '^':
+      case '$':
+        ++at_;
+        can_repeat = false;
+        return anchor(letter == '^');
+      case '\\':
+        ++at_;
+        if (is_end()) refuse("a \\ at the end");
+        if (pattern_[at_] == 'b' || pattern_[at_] == 'B') {
+          can_repeat = false;
+          return boundary(pattern_[at_++] == 'b');
+        }
+        return of_set(folded(escape()));
+      case '*':
+      case '+':
+      case '?':
+        refuse(std::string(1, letter) + " with nothing to repeat");
+      case '{':
+        if (uint32_t low = 0, high = 0; quantifier(low, high)) refuse("{ with nothing to repeat");
+        break;
+      default:
+        break;
+    }
+    const char32_t point = next();
+    return of_set(folded({{point, point}}));
+  }
+
+  // Reads * + ? {n} {n,} {n,m}. Other braces are characters, as in browsers.
+  bool quantifier(uint32_t& low, uint32_t& high) {
+    if (is_at('*') || is_at('+') || is_at('?')) {
+      const char letter = pattern_[at_++];
+      low = letter == '+' ? 1 : 0;
+      high = letter == '?' ? 1 : kUnbounded;
+      return true;
+    }
+    if (!is_at('{')) return false;
+    size_t at = at_ + 1;
+    const auto number = [&](uint32_t& value) {
+      const size_t start = at;
+      value = 0;
+      for (; at < pattern_.size() && pattern_[at] >= '0' && pattern_[at] <= '9'; ++at)
+        value = std::min(10 * value + static_cast<uint32_t>(pattern_[at] - '0'), kMostCount + 1);
+      return at > start;
+    };
+    const bool has_low = number(low);
+    high = low;
+    if (at < pattern_.size() && pattern_[at] == ',') {
+      ++at;
+      const bool has_high = number(high);
+      if (!has_low && has_high && at < pattern_.size() && pattern_[at] == '}')
+        refuse("{, without a lower count, which engines read differently: write 0,");
+      if (!has_high) high = kUnbounded;
+    }
+    if (!has_low || at >= pattern_.size() || pattern_[at] != '}') return false;
+    if (low > kMostCount || (high > kMostCount && high != kUnbounded))
+      refuse("a count above 1,000,000");
+    if (low > high) refuse("a count whose end is below its start");
+    at_ = at + 1;
+    return true;
+  }
+
+  Term anchor(bool is_start) {
+    Look look;
+    if (flags_.is_multiline) (is_start ? look.before : look.after)[0] = kLineEnds;
+    for (size_t before = 0; before < 4; ++before)
+      for (size_t after = 0; after < 4; ++after) {
+        const size_t kind = is_start ? before : after;
+        look.holds[before][after] = kind == 0 || (kind == 1 && flags_.is_multiline);
+      }
+    Term made{looks_.look(std::move(look)), std::nullopt};
+    if (!flags_.is_multiline) (is_start ? made.is_start : made.is_end) = true;
+    return made;
+  }
+
+  Term boundary(bool is_edge) {
+    Look look;
+    look.before[0] = look.after[0] = folded(kWord);
+    for (size_t before = 0; before < 4; ++before)
+      for (size_t after = 0; after < 4; ++after)
+        look.holds[before][after] = ((before == 1) != (after == 1)) == is_edge;
+    return {looks_.look(std::move(look)), std::nullopt};
+  }
+
+  // ---- Groups ----
+
+  Term group(bool& can_repeat) {
+    const size_t place = at_++;
+    const Flags outside = flags_;
+    enum { plain, ahead, behind } kind = plain;
+    bool is_negative = false;
+    if (take("?=") || take("?!")) {
+      kind = ahead;
+      is_negative = pattern_[at_ - 1] == '!';
+    } else if (take("?<=") || take("?<!")) {
+      kind = behind;
+      is_negative = pattern_[at_ - 1] == '!';
+    } else if (take("?<") || take("?P<")) {
+      name();
+    } else if (take("?")) {
+      modifiers(place);
+    }
+    if (++depth_ > kDeepestGroup) refuse("groups nested more than 250 deep");
+    Term inner = disjunction();
+    if (!take(")")) {
+      at_ = place;
+      refuse("a group without its )");
+    }
+    --depth_;
+    flags_ = outside;
+    if (kind == plain) return inner;
+    can_repeat = false;
+    if (kind == ahead && !(inner.is_single() && !inner.is_start))
+      return {looks_.ahead(inner.piece, is_negative), std::nullopt};
+    if (kind == behind && !(inner.is_single() && !inner.is_end)) {
+      at_ = place;
+      refuse("look-behind of more than one character, which is not supported,");
+    }
+    // The one character beside the place decides.
+    Look look;
+    if (inner.set) (kind == ahead ? look.after : look.before)[0] = *inner.set;
+    for (size_t before = 0; before < 4; ++before)
+      for (size_t after = 0; after < 4; ++after) {
+        const size_t beside = kind == ahead ? after : before;
+        const bool is_found =
+            (beside == 1 && inner.set) || (beside == 0 && (inner.is_start || inner.is_end));
+        look.holds[before][after] = is_found != is_negative;
+      }
+    return {looks_.look(std::move(look)), std::nullopt};
+  }
+
+  void name() {
+    const size_t end = pattern_.find('>', at_);
+    const std::string_view found = pattern_.substr(at_, end - at_);
+    if (end == std::string_view::npos || found.empty() ||
+        found.find_first_of("()[]{}|*+?.^\\") != std::string_view::npos)
+      refuse("a group without a name");
+    at_ = end + 1;
+  }
+
+  // The flags of (?i:...), (?s-m:...) and so on, up to the colon.
+  void modifiers(size_t place) {
+    bool is_on = true;
+    for (;;) {
+      const char32_t letter = next();
+      if (letter == ':') return;
+      if (letter == 'i')
+        flags_.ignores_case = is_on;
+      else if (letter == 's')
+        flags_.dot_is_all = is_on;
+      else if (letter == 'm')
+        flags_.is_multiline = is_on;
+      else if (letter == '-' && is_on)
+        is_on = false;
+      else {
+        at_ = place;
+        refuse("a group that is not regular or not supported, (?...");
+      }
+    }
+  }
+
+  // ---- Classes and escapes ----
+
+  CodePoints bracketed() {
+    const size_t place = at_ - 1;
+    const bool is_negated = take("^");
+    CodePoints items;
+    const auto add = [&](const CodePoints& set) {
+      items.insert(items.end(), set.begin(), set.end());
+    };
+    while (!take("]")) {
+      expressions_.budget().check();
+      if (is_end()) {
+        at_ = place;
+        refuse("a [ without its ]");
+      }
+      const CodePoints low = class_item();
+      if (!is_at('-') || at_ + 1 >= pattern_.size() || pattern_[at_ + 1] == ']') {
+        add(low);
+        continue;
+      }
+      ++at_;
+      const CodePoints high = class_item();
+      const auto is_character = [](const CodePoints& set) {
+        return set.size() == 1 && set[0].low == set[0].high;
+      };
+      if (!is_character(low) || !is_character(high)) {  // browsers read the - as a character
+        add(low);
+        add({{'-', '-'}});
+        add(high);
+      } else if (low[0].low > high[0].low) {
+        refuse("a range whose end is below its start");
+      } else {
+        items.push_back({low[0].low, high[0].low});
+      }
+    }
+    const CodePoints set = folded(normalised(std::move(items)));
+    return is_negated ? complement(set) : set;
+  }
+
+  CodePoints class_item() {
+    if (!take("\\")) {
+      const char32_t point = next();
+      return {{point, point}};
+    }
+    if (take("b")) return {{8, 8}};
+    return escape();
+  }
+
+  // What a backslash and the letters here stand for.
+  CodePoints escape() {
+    const char32_t letter = next();
+    const auto of = [](char32_t point) { return CodePoints{{point, point}}; };
+    const char32_t after = is_end() ? 0 : static_cast<uint8_t>(pattern_[at_]);
+    switch (letter) {
+      case 'd':
+        return kDigits;
+      case 'D':
+        return complement(kDigits);
+      case 'w':
+        return kWord;
+      case 'W':
+        return complement(kWord);
+      case 's':
+        return kSpaces;
+      case 'S':
+        return complement(kSpaces);
+      case 'p':
+      case 'P':
+        return property(letter == 'P');
+      case 't':
+        return of(9);
+      case 'n':
+        return of(10);
+      case 'v':
+        return of(11);
+      case 'f':
+        return of(12);
+      case 'r':
+        return of(13);
+      case '0':
+        if (after >= '0' && after <= '9') refuse("an octal escape, which is not supported,");
+        return of(0);
+      case 'c':
+        if (!((after | 0x20) >= 'a' && (after | 0x20) <= 'z')) refuse("\\c without a letter");
+        ++at_;
+        return of(after & 31);
+      case 'x':
+        return of(hexadecimal(2));
+      case 'u':
+        return of(unicode_escape());
+      default:
+        break;
+    }
+    if ((letter >= '1' && letter <= '9') || letter == 'k')
+      refuse("a back-reference, which is not regular,");
+    if (letter == 'A' || letter == 'Z' || letter == 'z')
+      refuse("an anchor that is not of ECMA-262 (write ^ or $)");
+    if ((letter >= 'A' && letter <= 'Z') || (letter >= 'a' && letter <= 'z'))
+      refuse("an escape that has no meaning");
+    return of(letter);
+  }
+
+  CodePoints property(bool is_negated) {
+    const size_t end = pattern_.find('}', at_);
+    if (!take("{") || end == std::string_view::npos) refuse("\\p without {...}");
+    std::string_view name = pattern_.substr(at_, end - at_);
+    std::optional<std::string_view> value;
+    if (const size_t equal = name.find('='); equal != std::string_view::npos) {
+      value = name.substr(equal + 1);
+      name = name.substr(0, equal);
+    }
+    const std::optional<CodePoints> found = unicode_property(name, value);
+    if (!found) refuse("a property that Unicode does not have,");
+    at_ = end + 1;
+    return is_negated ? complement(*found) : *found;
+  }
+
+  char32_t hexadecimal(size_t digits) {
+    char32_t point = 0;
+    for (size_t i = 0; i < digits; ++i) {
+      const char32_t letter = next(), low = letter | 0x20;
+      const bool is_digit = letter >= '0' && letter <= '9';
+      if (!is_digit && !(letter < 0x80 && low >= 'a' && low <= 'f'))
+        refuse("an escape with too few hexadecimal digits");
+      point = 16 * point + (is_digit ? letter - '0' : low - 'a' + 10);
+      if (point > 0x10FFFF) refuse("an escape that names no character");
+    }
+    return point;
+  }
+
+  char32_t unicode_escape() {
+    char32_t point = 0;
+    if (take("{")) {
+      const size_t end = pattern_.find('}', at_);
+      if (end == std::string_view::npos || end == at_) refuse("an escape that names no character");
+      point = hexadecimal(end - at_);
+      ++at_;
+    } else {
+      point = hexadecimal(4);
+      if (point >= 0xD800 && point < 0xDC00 && take("\\u")) {
+        const char32_t second = hexadecimal(4);
+        if (second < 0xDC00 || second > 0xDFFF) refuse("an escape of half a character");
+        point = 0x10000 + ((point - 0xD800) << 10) + (second - 0xDC00);
+      }
+    }
+    if (!is_scalar(static_cast<int32_t>(point))) refuse("an escape of half a character");
+    return point;
+  }
+
+  Expressions& expressions_;
+  const Looks::Spell spell_;
+  const std::string_view pattern_;
+  Looks looks_;
+  size_t at_ = 0;
+  int depth_ = 0;
+  Flags flags_;
+};
+
+}  // namespace
+
+Node pattern_in_string(Expressions& expressions, std::string_view pattern) {
+  return Reader(expressions, pattern, spelled).read();
+}
+
+Node pattern_in_text(Expressions& expressions, std::string_view pattern) {
+  return Reader(expressions, pattern, in_utf8).read();
+}
+
+}  // namespace dlm::compile

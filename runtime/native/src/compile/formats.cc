@@ -1,0 +1,226 @@
+#include "compile/formats.h"
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+
+#include "compile/json_text.h"
+#include "compile/regex.h"
+
+namespace dlm::compile {
+namespace {
+
+using std::string;
+
+string many(const string& item, int low, int high) {
+  return "(?:" + item + "){" + std::to_string(low) + "," + std::to_string(high) + "}";
+}
+
+// ---- Dates (RFC 3339) ----
+
+// Years 0001 to 9999: Python's dates have no year 0.
+string date() {
+  const string year = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)";
+  const string fours = "(?:0[48]|[2468][048]|[13579][26])";
+  return "(?:" + year +
+         "-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+         "|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{2}" +
+         fours + "|" + fours + "00)-02-29)";
+}
+
+// Without leap seconds, which few readers know.
+string time() {
+  return "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?"
+         "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])";
+}
+
+// Appendix A of RFC 3339.
+string duration() {
+  const string n = "[0-9]+", second = n + "S", minute = n + "M(?:" + second + ")?",
+               hour = n + "H(?:" + minute + ")?",
+               clock = "T(?:" + hour + "|" + minute + "|" + second + ")", day = n + "D",
+               month = n + "M(?:" + day + ")?", year = n + "Y(?:" + month + ")?";
+  return "P(?:(?:" + day + "|" + month + "|" + year + ")(?:" + clock + ")?|" + clock + "|" + n +
+         "W)";
+}
+
+// ---- Hosts ----
+
+// A label of a host name, of up to `most` characters, without -- as its third and fourth: that
+// marks Punycode, which readers decode and check.
+string label(int most) {
+  const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
+  const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +
+                      end + "(?:" + any + "{0," + std::to_string(most - 5) + "}" + end + ")?";
+  return end + "(?:" + end + "|" + any + "(?:" + rest + "))?";
+}
+
+// A host name of at least `fewest` labels, and at most 253 characters (RFC 1123, RFC 5890).
+//
+// Counting the characters of all labels takes too many states. So it has up to three labels of 63
+// characters, a fourth of 61 after these, or up to eight of 30 each.
+string host(int fewest) {
+  const string long_label = label(63) + "\\.";
+  return "(?:" + many(long_label, fewest - 1, 2) + label(63) + "|" + many(long_label, 3, 3) +
+         label(61) + "|" + many(label(30) + "\\.", fewest - 1, 7) + label(30) + ")";
+}
+
+// Letters of common scripts that IDNA 2008 allows as they are, without those that are written from
+// the right. Twelve of them stay below 63 characters in Punycode.
+const char kLetters[] =
+    "a-z0-9\\u{DF}-\\u{F6}\\u{F8}-\\u{FF}\\u{3B1}-\\u{3C9}\\u{430}-\\u{45F}\\u{3041}-\\u{3096}"
+    "\\u{30A1}-\\u{30FA}\\u{4E00}-\\u{9FA5}\\u{AC00}-\\u{D7A3}";
+
+string international_host(int fewest) {
+  const string name = "[" + string(kLetters) + "]{1,12}";
+  return "(?:" + host(fewest) + "|" + many(name + "\\.", fewest - 1, 3) + name + ")";
+}
+
+const char kByte[] = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
+
+string ipv4() { return string(kByte) + "(?:\\." + kByte + "){3}"; }
+
+// As in RFC 3986, without zones.
+string ipv6() {
+  const string group = "[0-9A-Fa-f]{1,4}", part = "(?:" + group + ":)";
+  const string last = "(?:" + group + ":" + group + "|" + ipv4() + ")";
+  string all = "(?:" + part + "{6}" + last + "|::" + part + "{5}" + last;
+  for (int before = 0; before < 7; ++before) {
+    all += "|(?:" + part + "{0," + std::to_string(before) + "}" + group + ")?::";
+    if (before < 5)
+      all += part + "{" + std::to_string(4 - before) + "}" + last;
+    else if (before == 5)
+      all += group;
+  }
+  return all + ")";
+}
+
+// ---- Mail ----
+
+// RFC 5321 without quoted names: words with points between them, up to `most` characters before the
+// @.
+Node mail(Expressions& e, const string& letters, int most, const string& host_name) {
+  const string word = "[" + letters + "!#$%\\&'*+/=?\\^_`{|}\\~-]+";
+  const Node words = regex(e, word + "(?:\\." + word + ")*");
+  return e.sequence(e.both(words, regex(e, many(".", 1, most))), regex(e, "@" + host_name));
+}
+
+Node email(Expressions& e) { return mail(e, "A-Za-z0-9", 64, host(2)); }
+
+// ---- URIs (RFC 3986, RFC 3987) ----
+
+struct Uri {
+  string character, segment, tail, authority;
+
+  // `letters` are those beyond ASCII.
+  explicit Uri(const string& letters) {
+    const string escape = "%[0-9A-Fa-f]{2}";
+    const string plain = "A-Za-z0-9._\\~!$\\&'()*+,;=\\-" + letters;
+    character = "(?:[" + plain + ":@]|" + escape + ")";
+    segment = character + "*";
+    const string more = "(?:[" + plain + ":@/?]|" + escape + ")*";
+    tail = "(?:\\?" + more + ")?(?:#" + more + ")?";
+    const string port = ":(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3})";
+    authority =
+        "(?:[A-Za-z0-9._\\~-]+@)?(?:" + (letters.empty() ? host(1) : international_host(1)) +
+        "|\\[" + ipv6() + "\\])(?:" + port + ")?";
+  }
+  // A path after an authority; with it, or without.
+  string hierarchy() const {
+    return "(?://" + authority + "(?:/" + segment + ")*|/(?:" + character + "+(?:/" + segment +
+           ")*)?";
+  }
+  string absolute() const {
+    return "[A-Za-z][A-Za-z0-9+.-]*:" + hierarchy() + "|" + character + "+(?:/" + segment + ")*)" +
+           tail;
+  }
+  // A reference may be empty. Its first segment has no colon, which would end a scheme.
+  string reference() const {
+    string first = character;
+    first.erase(first.find(":@]"), 1);
+    return "(?:" + absolute() + "|" + hierarchy() + "|" + first + "+(?:/" + segment + ")*|)" +
+           tail + ")";
+  }
+};
+
+const char kBeyondAscii[] =
+    "\\u{A1}-\\u{1FFF}\\u{2070}-\\u{D7FF}\\u{F900}-\\u{FDCF}\\u{FDF0}-\\u{FEFE}";
+
+// RFC 6570, without escapes in names.
+string uri_template() {
+  const string name = "[A-Za-z0-9_]+(?:\\.[A-Za-z0-9_]+)*";
+  const string variable = name + "(?::[1-9][0-9]{0,2}|\\*)?";
+  return "(?:[!#-$\\&(-;=?-\\[\\]_a-z\\~]|%[0-9A-Fa-f]{2}|\\{[+#./;?\\&]?" + variable + "(?:," +
+         variable + ")*\\})*";
+}
+
+// Simple expressions, which all engines read: groups inside one group at most, and no ranges but
+// those of letters and digits.
+string expression() {
+  // JSON writes a backslash as two.
+  const string plain = "(?:[A-Za-z0-9 _:;,<>@%=!'/`.-]|\\\\\\\\[dDwWsS.*+?()\\[\\]{}|^$/])";
+  const string set = "\\[\\^?(?:[a-z0-9A-Z_ ,:;.@/]|a-z|A-Z|0-9|\\\\\\\\[dws])+\\]";
+  const string counts = "(?:[*+?]|\\{[1-9][0-9]?,?\\})?";
+  const string simple = "(?:(?:" + plain + "|" + set + ")" + counts + ")*";
+  const string inner = "(?:\\((?:\\?:)?" + simple + "(?:\\|" + simple + ")*\\)" + counts + ")";
+  const string part = "(?:(?:" + plain + "|" + set + ")" + counts + "|" + inner + ")*";
+  const string outer = "(?:\\((?:\\?:)?" + part + "(?:\\|" + part + ")*\\)" + counts + ")";
+  const string all = "(?:(?:" + plain + "|" + set + ")" + counts + "|" + outer + ")*";
+  return "\\^?" + all + "(?:\\|" + all + ")*\\$?";
+}
+
+// RFC 6901: any characters, with ~ and / escaped.
+Node pointer(Expressions& e) {
+  const Node escape = e.sequence(e.bytes("~"), e.either(e.bytes("0"), e.bytes("1")));
+  const Node letter = spelled(e, complement({{'/', '/'}, {'~', '~'}}));
+  return e.repeat(e.sequence(e.bytes("/"), e.repeat(e.either(letter, escape), 0, kUnbounded)), 0,
+                  kUnbounded);
+}
+
+constexpr std::string_view kNames[] = {"date",          "date-time",
+                                       "duration",      "email",
+                                       "hostname",      "idn-email",
+                                       "idn-hostname",  "ipv4",
+                                       "ipv6",          "iri",
+                                       "iri-reference", "json-pointer",
+                                       "regex",         "relative-json-pointer",
+                                       "time",          "uri",
+                                       "uri-reference", "uri-template",
+                                       "uuid"};
+
+string written(std::string_view name) {
+  if (name == "date") return date();
+  if (name == "time") return time();
+  if (name == "date-time") return date() + "T" + time();
+  if (name == "duration") return duration();
+  if (name == "hostname") return host(1);
+  if (name == "idn-hostname") return international_host(1);
+  if (name == "ipv4") return ipv4();
+  if (name == "ipv6") return ipv6();
+  if (name == "uri") return Uri("").absolute();
+  if (name == "uri-reference") return Uri("").reference();
+  if (name == "iri") return Uri(kBeyondAscii).absolute();
+  if (name == "iri-reference") return Uri(kBeyondAscii).reference();
+  if (name == "uri-template") return uri_template();
+  if (name == "regex") return expression();
+  return "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}";  // uuid
+}
+
+}  // namespace
+
+bool is_format(std::string_view name) {
+  return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
+}
+
+Node format_in_string(Expressions& e, std::string_view name) {
+  if (name == "email") return email(e);
+  if (name == "idn-email")  // of 64 bytes before the @, by three bytes a letter
+    return e.either(email(e), mail(e, "A-Z" + string(kLetters), 21, international_host(2)));
+  if (name == "json-pointer") return pointer(e);
+  if (name == "relative-json-pointer")
+    // jsonschema takes no digit after a zero.
+    return e.sequence(regex(e, "0|[1-9]{1,8}0?"), e.either(e.bytes("#"), pointer(e)));
+  return regex(e, written(name));
+}
+
+}  // namespace dlm::compile

@@ -1,0 +1,319 @@
+// Arrays of one case: first items with schemas of their own, and all others.
+#include <algorithm>
+
+#include "compile/schema/keywords.h"
+#include "compile/schema/writer.h"
+
+namespace dlm::compile::schema {
+namespace {
+
+constexpr size_t kMostMatches = 3;       // contains and its like, of one array
+constexpr size_t kMostStates = 20'000;   // of items and how many of them match
+constexpr size_t kMostMixed = 6;         // items that differ and may come in any order
+constexpr uint64_t kMostIntegers = 100;  // of a range that is a finite set
+
+}  // namespace
+
+// What the item at an index satisfies, and whether a schema speaks of it.
+std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
+  std::vector<Formula> parts;
+  bool is_described = false;
+  const auto add = [&](const Schema& schema, bool positive) {
+    parts.push_back(formulas_.of(schema, positive));
+    is_described = true;
+  };
+  for (const Formula part : found.atoms) {
+    const Term& term = formulas_[part];
+    if (term.atom == Atom::items) {
+      const json::Value* const schema = item_schemas(*term.schema).at(index);
+      if (schema != nullptr) add(document_.schema(*schema), true);
+    } else if (term.atom == Atom::item && term.low == index) {
+      add(*term.schema, term.inner);
+    } else if (term.atom == Atom::unevaluated_items &&
+               index >= evaluated_items(*term.schema, *term.schema, found)) {
+      add(document_.schema(*(*term.schema)[Keyword::unevaluated_items]), true);
+    }
+  }
+  return {formulas_.all(parts), is_described};
+}
+
+// The number of first items that a schema's keywords and what they apply to the same array
+// evaluate, so that unevaluatedItems of `by` does not speak of them.
+size_t Writer::evaluated_items(const Schema& schema, const Schema& by, const Case& found) {
+  expressions_.budget().check();
+  if (schema.is_boolean()) return 0;
+  const ItemSchemas items = item_schemas(schema);
+  if (items.others != nullptr) return SIZE_MAX;
+  if (&schema != &by && schema[Keyword::unevaluated_items] != nullptr) return SIZE_MAX;
+  size_t most = items.count();
+  any_applied(schema, found, kArray, [&](const json::Value& value) {
+    most = std::max(most, evaluated_items(document_.schema(value), by, found));
+    return false;
+  });
+  return most;
+}
+
+Writer::Made Writer::array(const Case& found, const Place& place) {
+  uint64_t low = 0;
+  uint32_t high = kUnbounded;
+  size_t prefix = 0;
+  std::vector<const Term*> matches;
+  const Term* unique = nullptr;
+  for (const Formula part : found.atoms) {
+    const Term& term = formulas_[part];
+    switch (term.atom) {
+      case Atom::item_count:
+        low = std::max<uint64_t>(low, low_count(term, Keyword::min_items));
+        high = std::min(high, high_count(term, Keyword::max_items));
+        break;
+      case Atom::items:
+        prefix = std::max(prefix, item_schemas(*term.schema).count());
+        break;
+      case Atom::item:
+        prefix = std::max<size_t>(prefix, term.low + 1);
+        break;
+      case Atom::unevaluated_items: {
+        const size_t count = evaluated_items(*term.schema, *term.schema, found);
+        if (count != SIZE_MAX) prefix = std::max(prefix, count);
+        break;
+      }
+      case Atom::matches:
+        if (term.low > 0 || term.high != kNoLimit) matches.push_back(&term);
+        break;
+      case Atom::unique:
+        unique = &term;
+        break;
+      default:
+        break;
+    }
+  }
+  if (low > high) return {};
+  if (unique != nullptr && high > 1) {
+    const bool is_simple = prefix == 0 && matches.empty();
+    const std::optional<Made> made =
+        is_simple ? unique_array(item(found, 0).first, low, high, inside(found, place))
+                  : std::nullopt;
+    if (made.has_value()) return *made;
+    if (low > 1)
+      document_.refuse(*unique->schema, Keyword::unique_items,
+                       "is supported for items of a finite set, such as an enum: give one, or "
+                       "leave it out");
+    document_.warn("schema: " + document_.place(*unique->schema->value) +
+                   ": keyword 'uniqueItems' is not regular for these items: at most one is "
+                   "written. An enum of items, or no uniqueItems, allows more");
+    high = 1;
+  }
+  const Layout::Around around = options_.layout.around(place.level, true);
+  if (!matches.empty()) return array_with_matches(found, matches, place, prefix, low, high);
+  const Place inner = inside(found, place);
+  const size_t first = std::min<size_t>(prefix, high);
+  std::vector<Node> items;
+  double size = 2;
+  for (size_t i = 0; i < first; ++i) {
+    expressions_.budget().check();
+    const auto [formula, is_described] = item(found, i);
+    const Made made = value(formula, inner, is_described);
+    if (made.node == expressions_.nothing()) {
+      // The array ends before an item that no value is valid for.
+      if (low > i) return {};
+      high = static_cast<uint32_t>(i);
+      break;
+    }
+    items.push_back(made.node);
+    size += made.size + 1;
+  }
+  Made rest;
+  if (high > items.size()) {
+    const auto [formula, is_described] = item(found, prefix);
+    rest = value(formula, inner, is_described);
+    size += rest.size * std::max<double>(1, static_cast<double>(high == kUnbounded ? low : high));
+  }
+  const bool has_rest = rest.node != expressions_.nothing();
+  const auto count = static_cast<uint32_t>(items.size());
+  if (!has_rest && low > count) return {};
+  if (count == 0)
+    return {container(expressions_, around, true, rest.node, static_cast<uint32_t>(low),
+                      has_rest ? high : 0),
+            size};
+  const Node between = expressions_.bytes(around.between);
+  const Node end = expressions_.sequence(expressions_.bytes(around.end), expressions_.bytes("]"));
+  Node behind = end;
+  if (has_rest && high > count)
+    behind = expressions_.sequence(
+        expressions_.repeat(expressions_.sequence(between, rest.node),
+                            low > count ? static_cast<uint32_t>(low) - count : 0,
+                            high == kUnbounded ? kUnbounded : high - count),
+        end);
+  for (uint32_t i = count; i-- > 1;) {
+    behind = expressions_.sequence({between, items[i], behind});
+    if (low <= i) behind = expressions_.either(end, behind);
+  }
+  behind = expressions_.sequence({expressions_.bytes(around.start), items[0], behind});
+  if (low == 0) behind = expressions_.either(expressions_.bytes("]"), behind);
+  return {expressions_.sequence(expressions_.bytes("["), behind), size};
+}
+
+// An array some of whose items match schemas a number of times. A state is the number of items, as
+// far as it matters, and of those that match each schema.
+Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
+                                        const Place& place, size_t prefix, uint64_t low,
+                                        uint32_t high) {
+  if (matches.size() > kMostMatches)
+    document_.refuse(*matches[0]->schema, Keyword::contains,
+                     "is supported up to " + std::to_string(kMostMatches) + " times for an array");
+  size_t last = std::max<size_t>({prefix, 1, static_cast<size_t>(low)});
+  for (const Term* const term : matches) last = std::max<size_t>(last, term->first + 1);
+  if (high != kUnbounded) last = high;
+  std::vector<uint64_t> most;  // matching items that are counted
+  double states = static_cast<double>(last + 1);
+  for (const Term* const term : matches) {
+    most.push_back(term->high == kNoLimit ? term->low : term->high);
+    states *= static_cast<double>(most.back() + 1);
+  }
+  if (states > kMostStates)
+    document_.refuse(*matches[0]->schema, Keyword::contains,
+                     "needs too many states here: make the counts of items smaller");
+  const Place inner = inside(found, place);
+  const Layout::Around around = options_.layout.around(place.level, true);
+  const Node end = expressions_.sequence(expressions_.bytes(around.end), expressions_.bytes("]"));
+  double size = 0;
+  std::map<std::pair<size_t, std::vector<uint64_t>>, Node> made;
+  const std::function<Node(size_t, const std::vector<uint64_t>&)> from =
+      [&](size_t index, const std::vector<uint64_t>& counts) -> Node {
+    const auto known = made.find({index, counts});
+    if (known != made.end()) return known->second;
+    expressions_.budget().check();
+    const bool is_loop = high == kUnbounded && index == last;
+    std::vector<Node> ways, again;
+    bool may_end = index >= low;
+    for (size_t m = 0; m < matches.size(); ++m) may_end = may_end && counts[m] >= matches[m]->low;
+    if (may_end) ways.push_back(index == 0 ? expressions_.bytes("]") : end);
+    const auto [formula, is_described] = item(found, std::min(index, prefix));
+    for (uint32_t chosen = 0; index < last + (is_loop ? 1 : 0) && chosen >> matches.size() == 0;
+         ++chosen) {
+      std::vector<Formula> parts = {formula};
+      std::vector<uint64_t> next = counts;
+      bool is_possible = true;
+      for (size_t m = 0; m < matches.size(); ++m) {
+        const Term& term = *matches[m];
+        const bool is_matching = (chosen >> m & 1) != 0;
+        const bool is_counted = index >= term.first;
+        if (is_matching) {
+          is_possible = is_possible && is_counted && counts[m] < most[m];
+          ++next[m];
+          // Items that need not be told from others are counted only up to what is needed.
+          if (term.low > 0) parts.push_back(formulas_.of(*term.schema, term.inner));
+        } else if (is_counted && term.high != kNoLimit) {
+          parts.push_back(formulas_.of(*term.schema, !term.inner));
+        }
+      }
+      if (!is_possible) continue;
+      const Made each = value(formulas_.all(parts), inner, is_described || parts.size() > 1);
+      if (each.node == expressions_.nothing()) continue;
+      size += each.size;
+      const Node part = expressions_.sequence(
+          expressions_.bytes(index == 0 ? around.start : around.between), each.node);
+      if (is_loop && next == counts) {
+        again.push_back(part);
+      } else {
+        ways.push_back(expressions_.sequence(part, from(is_loop ? index : index + 1, next)));
+      }
+    }
+    Node node = expressions_.either(std::move(ways));
+    if (!again.empty())
+      node = expressions_.sequence(
+          expressions_.repeat(expressions_.either(std::move(again)), 0, kUnbounded), node);
+    return made[{index, counts}] = node;
+  };
+  const Node items = from(0, std::vector<uint64_t>(matches.size(), 0));
+  return {expressions_.sequence(expressions_.bytes("["), items), size};
+}
+
+// The values of a formula that has few, each once, by their keys; false if there are many.
+bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>& keyed,
+                    std::vector<std::string>& order) {
+  const Term& term = formulas_[formula];
+  if (!term.is_typed) return false;
+  const auto add = [&](const std::string& key, const std::string& text) {
+    if (keyed.emplace(key, expressions_.bytes(text)).second) order.push_back(key);
+  };
+  if (const ValueSet* const set = formulas_.listed(formula)) {
+    for (size_t i = 0; i < set->values.size(); ++i) {
+      if (holds_.value(formula, *set->values[i]))
+        add(set->keys[i], text_of(*set->values[i], options_.layout, level));
+    }
+    return true;
+  }
+  if (term.op == Op::any || term.op == Op::one) {
+    const std::vector<Formula> ways = formulas_.alternatives(formula);
+    return std::all_of(ways.begin(), ways.end(),
+                       [&](Formula way) { return finite(way, level, keyed, order); });
+  }
+  // A type alone, or a range of integers.
+  std::optional<Decimal> low, high;
+  bool is_low_excluded = false, is_high_excluded = false;
+  for (const Formula part : formulas_.conjuncts(formula)) {
+    const Term& each = formulas_[part];
+    if (each.op != Op::atom) return false;
+    if (each.atom == Atom::type) continue;
+    if (each.atom != Atom::bound || !each.number.is_integer()) return false;
+    auto& bound = each.high == 0 ? low : high;
+    if (bound.has_value()) return false;
+    bound = each.number;
+    (each.high == 0 ? is_low_excluded : is_high_excluded) = each.low != 0;
+  }
+  if ((term.kinds & ~(kNull | kBoolean | kInteger)) != 0) return false;
+  if ((term.kinds & kInteger) != 0) {
+    if (!low.has_value() || !high.has_value()) return false;
+    const auto integer = [](const Decimal& number) -> std::optional<int64_t> {
+      if (number.is_zero()) return 0;
+      constexpr int64_t kMostDigits = 15;
+      if (static_cast<int64_t>(number.digits.size()) + number.exponent > kMostDigits)
+        return std::nullopt;
+      int64_t found = std::stoll(number.digits);
+      for (int64_t i = 0; i < number.exponent; ++i) found *= 10;
+      return number.is_negative ? -found : found;
+    };
+    const auto first = integer(*low), last = integer(*high);
+    if (!first.has_value() || !last.has_value()) return false;
+    const int64_t from = *first + (is_low_excluded ? 1 : 0),
+                  to = *last - (is_high_excluded ? 1 : 0);
+    if (to - from >= static_cast<int64_t>(kMostIntegers)) return false;
+    for (int64_t number = from; number <= to; ++number) {
+      const std::string text = std::to_string(number);
+      // The key that key_of() gives the same number.
+      const Decimal decimal = Decimal::parse(text);
+      add(decimal.is_zero() ? "#0"
+                            : (decimal.is_negative ? "#-" : "#") + decimal.digits + "e" +
+                                  std::to_string(decimal.exponent),
+          text);
+    }
+  }
+  if ((term.kinds & kNull) != 0) add("n", "null");
+  if ((term.kinds & kBoolean) != 0) add("f", "false"), add("t", "true");
+  return true;
+}
+
+// An array of items of a finite set that all differ: few of them in any order, more of them in the
+// order of the set.
+std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, uint64_t high,
+                                                 const Place& place) {
+  std::map<std::string, Node> keyed;
+  std::vector<std::string> order;
+  item_ = formulas_.entered(item_, place.counts, options_.max_depth);
+  if (!finite(item_, place.level, keyed, order)) return std::nullopt;
+  Row made;
+  made.low = low;
+  made.high = high == kUnbounded ? kNoLimit : high;
+  double size = 2;
+  for (const std::string& key : order) {
+    made.slots.push_back({keyed.at(key), false, key});
+    size += static_cast<double>(key.size());
+  }
+  const uint32_t level = place.level - 1;
+  return Made{
+      order.size() <= kMostMixed ? row_in_any_order(made, true, level) : row(made, true, level),
+      size};
+}
+
+}  // namespace dlm::compile::schema

@@ -1,0 +1,395 @@
+// Splits a formula about an array or object into cases that are lists of atoms.
+#include <algorithm>
+
+#include "compile/schema/writer.h"
+
+namespace dlm::compile::schema {
+namespace {
+
+constexpr size_t kMostCases = 4096;  // of one array or object
+constexpr size_t kMostCasesInAll = 50'000;
+constexpr size_t kMostClauses = 64;  // that one choice or object makes
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+}  // namespace
+
+// Adds what must hold. Choices and atoms are kept once.
+void Writer::assert_all(Case& found, std::vector<Formula> todo) {
+  std::reverse(todo.begin(), todo.end());
+  while (!todo.empty() && !found.is_dead) {
+    expressions_.budget().check();
+    const Formula formula = todo.back();
+    todo.pop_back();
+    if (formula == Formulas::kYes || !found.asserted.insert(formula).second) continue;
+    const Term& term = formulas_[formula];
+    if (term.op == Op::no) {
+      found.is_dead = true;
+    } else if (term.op == Op::all) {
+      todo.insert(todo.end(), term.parts.rbegin(), term.parts.rend());
+    } else if (term.op != Op::atom) {
+      found.choices.push_back(formula);
+    } else {
+      if (term.atom == Atom::rejected)
+        document_.refuse(*term.schema, term.keyword, "is not supported within a negation");
+      if (term.atom == Atom::has) {
+        const auto [at, is_new] = found.has.emplace(term.text, term.positive);
+        if (!is_new && at->second != term.positive) found.is_dead = true;
+      }
+      found.atoms.push_back(formula);
+    }
+  }
+}
+
+// A formula as far as the case decides it. With names, no other properties are written.
+Formula Writer::reduced(Formula formula, const Case& found, const std::vector<std::string>* names) {
+  expressions_.budget().check();
+  if (found.asserted.count(formula) != 0) return Formulas::kYes;
+  const Term& term = formulas_[formula];
+  switch (term.op) {
+    case Op::no:
+    case Op::yes:
+      return formula;
+    case Op::all:
+    case Op::any:
+    case Op::one: {
+      std::vector<Formula> parts;
+      const std::vector<Formula>& inner =
+          term.op == Op::all ? term.parts : formulas_.alternatives(formula);
+      for (const Formula part : inner) {
+        const Formula each = reduced(part, found, names);
+        if (each == (term.op == Op::all ? Formulas::kNo : Formulas::kYes)) return each;
+        parts.push_back(each);
+      }
+      return term.op == Op::all ? formulas_.all(parts) : formulas_.any(parts);
+    }
+    case Op::atom:
+      break;
+  }
+  if (term.atom == Atom::has) {
+    const auto known = found.has.find(term.text);
+    if (known != found.has.end())
+      return known->second == term.positive ? Formulas::kYes : Formulas::kNo;
+    if (names != nullptr && !contains(*names, term.text))
+      return term.positive ? Formulas::kNo : Formulas::kYes;
+  }
+  if (term.atom == Atom::member && names != nullptr && !contains(*names, term.text))
+    return Formulas::kYes;
+  if (term.atom == Atom::violates && names != nullptr)
+    return reduced(violation(term, *names), found, names);
+  return formula;
+}
+
+// That one of some properties breaks patternProperties or additionalProperties.
+Formula Writer::violation(const Term& term, const std::vector<std::string>& names) {
+  const Schema& schema = *term.schema;
+  std::vector<Formula> ways;
+  const auto breaks = [&](const std::string& name, const json::Value& value) {
+    const Schema& inner = document_.schema(value);
+    ways.push_back(
+        formulas_.all({formulas_.has(name, true, &schema), formulas_.member(name, inner, false)}));
+  };
+  const json::Value* const patterns = schema[Keyword::pattern_properties];
+  const json::Value* const others = schema[Keyword::additional_properties];
+  for (const std::string& name : names) {
+    bool is_listed = schema.properties.count(name) != 0;
+    if (patterns != nullptr) {
+      for (const json::Value& each : patterns->members()) {
+        if (!holds_.matches(each.key(), name, schema)) continue;
+        is_listed = true;
+        breaks(name, each);
+      }
+    }
+    if (!is_listed && others != nullptr) breaks(name, *others);
+  }
+  return formulas_.any(ways);
+}
+
+// The same for a choice of the case, which is asserted itself.
+Formula Writer::reduced_choice(Formula choice, const Case& found,
+                               const std::vector<std::string>& names) {
+  std::vector<Formula> ways;
+  for (const Formula way : formulas_.alternatives(choice))
+    ways.push_back(reduced(way, found, &names));
+  return formulas_.any(ways);
+}
+
+// Takes away what is decided. Returns whether something changed.
+bool Writer::propagate(Case& found) {
+  std::vector<Formula> choices;
+  choices.swap(found.choices);
+  bool is_changed = false;
+  for (size_t i = 0; i < choices.size(); ++i) {
+    std::vector<Formula> left;
+    bool is_true = false;
+    const std::vector<Formula> ways = formulas_.alternatives(choices[i]);
+    for (const Formula way : ways) {
+      const Formula rest = reduced(way, found, nullptr);
+      if (rest == Formulas::kYes) is_true = true;
+      if (rest != Formulas::kNo) left.push_back(way);
+    }
+    // What is decided need not be known as a choice, whose names no other property may have.
+    if (is_true || left.size() <= 1) found.asserted.erase(choices[i]);
+    if (is_true) {
+      is_changed = true;
+    } else if (left.size() <= 1) {
+      is_changed = true;
+      assert_all(found, left.empty() ? std::vector<Formula>{Formulas::kNo} : left);
+      if (found.is_dead) return false;
+    } else {
+      found.choices.push_back(left.size() == ways.size() ? choices[i] : formulas_.any(left));
+    }
+  }
+  return is_changed;
+}
+
+// Whether a branch says what is inside an array or object, or names a property that is not among
+// `names`.
+bool Writer::adds_structure(Formula formula, const std::vector<std::string>& names,
+                            bool with_names) {
+  expressions_.budget().check();
+  const Term& term = formulas_[formula];
+  if (term.op != Op::atom) {
+    const std::vector<Formula> parts =
+        term.op == Op::one ? formulas_.alternatives(formula) : term.parts;
+    return std::any_of(parts.begin(), parts.end(),
+                       [&](Formula part) { return adds_structure(part, names, with_names); });
+  }
+  switch (term.atom) {
+    case Atom::enter:
+    case Atom::members:
+    case Atom::values:
+    case Atom::unevaluated_properties:
+      return true;
+    case Atom::has:
+      return with_names && term.positive && !contains(names, term.text);
+    default:
+      return false;
+  }
+}
+
+// Adds clauses that together say what a choice says, if it speaks of nothing but which of some
+// properties are there.
+bool Writer::clauses_of(Formula choice, const std::vector<std::string>& names,
+                        std::vector<Clause>& out) {
+  std::vector<Clause> made = {{}};
+  const std::vector<Formula> ways = formulas_.alternatives(choice);
+  for (const Formula way : ways) {
+    std::vector<Clause> longer;
+    for (const Formula part : formulas_.conjuncts(way)) {
+      const Term& term = formulas_[part];
+      if (term.op != Op::atom || term.atom != Atom::has) return false;
+      const auto at = std::find(names.begin(), names.end(), term.text);
+      if (at == names.end()) return false;
+      for (const Clause& clause : made) {
+        if (longer.size() > kMostClauses) return false;
+        longer.push_back(clause);
+        longer.back().push_back({static_cast<size_t>(at - names.begin()), term.positive});
+      }
+    }
+    made.swap(longer);
+  }
+  out.insert(out.end(), made.begin(), made.end());
+  return out.size() <= kMostClauses;
+}
+
+// The names that properties lists, in order, and then the other required ones.
+std::vector<std::string> Writer::names_of(const Case& found) {
+  std::vector<std::string> names;
+  std::unordered_set<std::string_view> seen;
+  const auto add = [&](const std::string& name) {
+    if (seen.insert(name).second) names.push_back(name);
+  };
+  for (const Formula part : found.atoms) {
+    const Term& term = formulas_[part];
+    if (term.atom != Atom::members) continue;
+    if (const json::Value* const properties = (*term.schema)[Keyword::properties]) {
+      for (const json::Value& each : properties->members()) {
+        expressions_.budget().check();
+        add(each.key());
+      }
+    }
+  }
+  for (const Formula part : found.atoms) {
+    const Term& term = formulas_[part];
+    if (term.atom == Atom::has && term.positive) add(term.text);
+  }
+  return names;
+}
+
+Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place& place) {
+  std::vector<Made> out;
+  std::vector<Case> open(1);
+  assert_all(open[0], {formula});
+  size_t count = 0;
+  while (!open.empty()) {
+    Case found = std::move(open.back());
+    open.pop_back();
+    while (!found.is_dead && propagate(found)) {
+    }
+    if (found.is_dead) continue;
+    if (++count > kMostCases || ++cases_ > kMostCasesInAll)
+      throw Error(DLM_INVALID_ARGUMENT,
+                  "schema: its anyOf, oneOf, if and not have too many combinations: make it "
+                  "smaller");
+    const std::vector<std::string> names =
+        type == kObject ? names_of(found) : std::vector<std::string>();
+    const std::optional<size_t> choice = next_choice(found, type, names);
+    if (choice.has_value()) {
+      split(found, *choice, open);
+      continue;
+    }
+    if (found.is_dead) continue;
+    if (!found.choices.empty() && formulas_.listed(formulas_.all(found.atoms)) == nullptr) {
+      // All choices are about which properties are there, or they have become certain.
+      std::vector<Clause> clauses;
+      bool is_changed = false;
+      std::optional<size_t> other;
+      std::vector<Formula> certain;
+      for (size_t i = 0; i < found.choices.size() && !other.has_value(); ++i) {
+        const Formula rest = reduced_choice(found.choices[i], found, names);
+        if (rest == Formulas::kYes) {
+          // The way that is open without further properties is the one that is taken.
+          for (const Formula way : formulas_.alternatives(found.choices[i])) {
+            if (reduced(way, found, &names) != Formulas::kYes) continue;
+            certain.push_back(way);
+            break;
+          }
+          is_changed = true;
+        } else if (rest == Formulas::kNo) {
+          other = i;
+        } else if (formulas_[rest].op != Op::any || !clauses_of(rest, names, clauses)) {
+          other = i;
+        }
+      }
+      if (other.has_value()) {
+        split_with_names(found, *other, names, open);
+        continue;
+      }
+      if (is_changed) {
+        // Once more with what is certain; the choices that it decides go.
+        assert_all(found, certain);
+        open.push_back(std::move(found));
+        continue;
+      }
+      out.push_back(object(found, names, clauses, place));
+      continue;
+    }
+    if (const ValueSet* const set = formulas_.listed(formulas_.all(found.atoms))) {
+      out.push_back(listed_values(found, *set, place));
+    } else {
+      out.push_back(type == kObject ? object(found, names, {}, place) : array(found, place));
+    }
+  }
+  return either(out);
+}
+
+// The choice to split a case by before anything else; none if all that is left to say is which of
+// the case's properties are there.
+std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
+                                          const std::vector<std::string>& names) {
+  if (formulas_.listed(formulas_.all(found.atoms)) != nullptr) return std::nullopt;
+  for (size_t i = 0; i < found.choices.size(); ++i)
+    if (type == kArray || adds_structure(found.choices[i], names, false)) return i;
+  for (size_t i = 0; i < found.choices.size(); ++i)
+    if (adds_structure(found.choices[i], names, true) &&
+        reduced_choice(found.choices[i], found, names) != Formulas::kYes)
+      return i;
+  return std::nullopt;
+}
+
+void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
+  const std::vector<Formula> ways = formulas_.alternatives(found.choices[choice]);
+  // The last one goes first, so that the first one is written first.
+  for (size_t i = ways.size(); i-- > 0;) {
+    expressions_.budget().check();
+    Case made = found;
+    made.asserted.erase(made.choices[choice]);
+    made.choices.erase(made.choices.begin() + static_cast<ptrdiff_t>(choice));
+    assert_all(made, {ways[i]});
+    if (!made.is_dead) open.push_back(std::move(made));
+  }
+}
+
+// The same for a choice that says more of properties than whether they are there; its ways are
+// those that are left when no others than `names` are written.
+void Writer::split_with_names(const Case& found, size_t choice,
+                              const std::vector<std::string>& names, std::vector<Case>& open) {
+  const Formula rest = reduced_choice(found.choices[choice], found, names);
+  if (rest == Formulas::kNo) {
+    if (names.empty()) {
+      for (const Formula way : formulas_.alternatives(found.choices[choice])) refuse_violation(way);
+    }
+    return;
+  }
+  const Op op = formulas_[rest].op;
+  const std::vector<Formula> ways =
+      op == Op::any || op == Op::one ? formulas_.alternatives(rest) : std::vector<Formula>{rest};
+  for (size_t i = ways.size(); i-- > 0;) {
+    expressions_.budget().check();
+    Case made = found;
+    made.choices.erase(made.choices.begin() + static_cast<ptrdiff_t>(choice));
+    assert_all(made, {ways[i]});
+    if (!made.is_dead) open.push_back(std::move(made));
+  }
+}
+
+void Writer::refuse_violation(Formula formula) {
+  for (const Formula part : formulas_.conjuncts(formula)) {
+    const Term& term = formulas_[part];
+    if (term.op == Op::atom && term.atom == Atom::violates)
+      document_.refuse(*term.schema,
+                       (*term.schema)[Keyword::additional_properties] != nullptr
+                           ? Keyword::additional_properties
+                           : Keyword::pattern_properties,
+                       "within a negation is not supported without properties beside it");
+  }
+}
+
+Writer::Place Writer::inside(const Case& found, const Place& place) const {
+  Place made{place.level + 1, place.counts};
+  for (const Formula part : found.atoms) {
+    const Term& term = formulas_[part];
+    if (term.atom != Atom::enter) continue;
+    const auto number = static_cast<uint32_t>(term.low);
+    const auto at = std::lower_bound(made.counts.begin(), made.counts.end(), std::pair{number, 0u});
+    if (at != made.counts.end() && at->first == number) {
+      ++at->second;
+    } else {
+      made.counts.insert(at, {number, 1});
+    }
+  }
+  return made;
+}
+
+Writer::Made Writer::listed_values(const Case& found, const ValueSet& values, const Place& place) {
+  std::vector<Node> nodes;
+  double size = 0;
+  for (const json::Value* const value : values.values) {
+    const auto holds = [&](Formula part) { return holds_.value(part, *value); };
+    if (!std::all_of(found.atoms.begin(), found.atoms.end(), holds) ||
+        !std::all_of(found.choices.begin(), found.choices.end(), holds))
+      continue;
+    const std::string text = text_of(*value, options_.layout, place.level);
+    nodes.push_back(expressions_.bytes(text));
+    size += static_cast<double>(text.size());
+  }
+  return {expressions_.either(std::move(nodes)), size};
+}
+
+// Whether a formula is known to hold in a case. False if that is not known.
+bool Writer::is_asserted(Formula formula, const Case& found, uint8_t type) {
+  for (const Formula part : formulas_.conjuncts(formulas_.restricted(formula, type))) {
+    if (found.asserted.count(part) != 0) continue;
+    const Term& term = formulas_[part];
+    if (term.op != Op::any || std::none_of(term.parts.begin(), term.parts.end(), [&](Formula each) {
+          return is_asserted(each, found, type);
+        }))
+      return false;
+  }
+  return true;
+}
+
+}  // namespace dlm::compile::schema

@@ -1,0 +1,173 @@
+// A JSON Schema as a document: its parts, their keywords, and where their references lead.
+//
+// References lead only to places in the document; other documents are never retrieved. Keywords are
+// read by the draft that `$schema` names; the default is Draft 2020-12.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "base/json.h"
+#include "compile/budget.h"
+
+namespace dlm::compile::schema {
+
+enum class Keyword : uint8_t {
+  type,
+  enum_,
+  const_,
+  minimum,
+  maximum,
+  exclusive_minimum,
+  exclusive_maximum,
+  multiple_of,
+  min_length,
+  max_length,
+  pattern,
+  format,
+  items,
+  prefix_items,
+  additional_items,
+  min_items,
+  max_items,
+  unique_items,
+  contains,
+  min_contains,
+  max_contains,
+  unevaluated_items,
+  properties,
+  pattern_properties,
+  additional_properties,
+  property_names,
+  required,
+  min_properties,
+  max_properties,
+  dependent_required,
+  dependent_schemas,
+  dependencies,
+  unevaluated_properties,
+  ref,
+  dynamic_ref,
+  recursive_ref,
+  all_of,
+  any_of,
+  one_of,
+  not_,
+  if_,
+  then_,
+  else_,
+  schema,
+  id,
+  draft_4_id,
+  anchor,
+  dynamic_anchor,
+  recursive_anchor,
+  defs,
+  definitions,
+  count
+};
+
+constexpr int kDraft4 = 4, kDraft6 = 6, kDraft7 = 7, kDraft2019 = 2019, kDraft2020 = 2020;
+
+// The kinds of values, as bits of a mask. A fraction is a number that is not an integer.
+enum Kinds : uint8_t {
+  kNull = 1,
+  kBoolean = 2,
+  kInteger = 4,
+  kFraction = 8,
+  kString = 16,
+  kArray = 32,
+  kObject = 64,
+  kNumber = kInteger | kFraction,
+  kAllKinds = 127
+};
+
+// A part of the document with an $id, and the document as a whole.
+struct Resource {
+  const json::Value* root;
+  std::string uri;  // without fragment
+  int draft;
+  bool names_draft;  // a $schema names the draft
+  std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
+};
+
+// A subschema. Its keywords have the shapes that the specification asks for.
+struct Schema {
+  const json::Value* value;
+  const Resource* resource;
+  std::array<const json::Value*, static_cast<size_t>(Keyword::count)> keywords{};
+  // Members of "properties" by name.
+  std::unordered_map<std::string_view, const json::Value*> properties;
+
+  const json::Value* operator[](Keyword keyword) const {
+    return keywords[static_cast<size_t>(keyword)];
+  }
+  bool is_boolean() const { return value->kind() == json::Value::Kind::boolean; }
+  int draft() const { return resource->draft; }
+};
+
+class Document {
+ public:
+  // Reads a schema's text. Throws Error(DLM_INVALID_ARGUMENT) if it is not JSON or not a schema.
+  Document(std::string_view text, Budget& budget);
+  // The same for JSON that is read; `root` must outlive this.
+  Document(const json::Value& root, Budget& budget);
+
+  const Schema& root() { return schema(*root_); }
+  // The subschema that a value of the document is; the same object each time.
+  const Schema& schema(const json::Value& value);
+  // Where $ref, $dynamicRef or $recursiveRef of a schema lead. Throws if they leave the document.
+  const Schema& target(const Schema& from, Keyword keyword);
+
+  // "#/properties/a": the place of a value of the document.
+  std::string place(const json::Value& value) const;
+  // Throws "schema: #/a: keyword 'x' <why>".
+  [[noreturn]] void refuse(const Schema& at, Keyword keyword, const std::string& why) const;
+  void warn(const std::string& text);
+  const std::vector<std::string>& warnings() const { return warnings_; }
+
+  // The values that references below a value lead to, at any depth. Those that lead nowhere are
+  // left out.
+  std::vector<const json::Value*> destinations_below(const json::Value& value);
+  static std::string_view name(Keyword keyword);
+
+ private:
+  void read_root();
+  struct Place {
+    const json::Value* parent;
+    const Resource* resource;
+    uint32_t first, last;  // the references below it, as a range of references_
+  };
+  void index(const json::Value& value, const json::Value* parent, Resource* resource,
+             bool is_schema);
+  Resource* resource_of(const json::Value& value, Resource* around);
+  void read_keywords(Schema& schema);
+  void check_shape(const Schema& schema, Keyword keyword, const json::Value& value) const;
+  void warn_of_misspelled(const Schema& schema, const std::string& keyword);
+  const json::Value* at_pointer(const Resource& resource, std::string_view pointer) const;
+  const json::Value& target_value(const Schema& from, Keyword keyword);
+  const std::vector<const json::Value*>& destinations(const json::Value& holder);
+
+  Budget& budget_;
+  std::unique_ptr<const json::Value> owned_;
+  const json::Value* root_;
+  std::vector<std::unique_ptr<Resource>> resources_;
+  std::unordered_map<std::string, Resource*> by_uri_;
+  std::unordered_map<const json::Value*, Place> places_;  // of arrays and objects
+  std::vector<const json::Value*> references_;  // objects with a $ref or the like, in order
+  std::unordered_map<const json::Value*, std::vector<const json::Value*>> destinations_;
+  std::unordered_map<const json::Value*, std::unique_ptr<Schema>> schemas_;
+  std::vector<std::string> warnings_;
+  std::unordered_set<std::string> warned_;
+};
+
+// The start of a value's JSON text, for messages.
+std::string shown(const json::Value& value);
+
+}  // namespace dlm::compile::schema

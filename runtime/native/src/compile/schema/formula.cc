@@ -1,0 +1,611 @@
+#include "compile/schema/formula.h"
+
+#include <algorithm>
+
+#include "compile/schema/keywords.h"
+#include "compile/schema/layout.h"
+
+namespace dlm::compile::schema {
+namespace {
+
+using json::Value;
+
+// Atoms that one schema's keywords make, and that no other schema makes.
+bool belongs_to_schema(Atom atom) {
+  switch (atom) {
+    case Atom::items:
+    case Atom::item:
+    case Atom::matches:
+    case Atom::members:
+    case Atom::member:
+    case Atom::violates:
+    case Atom::names:
+    case Atom::unevaluated_items:
+    case Atom::unevaluated_properties:
+    case Atom::rejected:
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::string content_of(const Term& term) {
+  std::string out;
+  const auto put = [&](const auto& value) {
+    out.append(reinterpret_cast<const char*>(&value), sizeof value);
+  };
+  put(term.op);
+  if (term.op != Op::atom) {
+    out.append(reinterpret_cast<const char*>(term.parts.data()),
+               term.parts.size() * sizeof(Formula));
+    return out;
+  }
+  put(term.atom), put(term.positive), put(term.inner), put(term.low), put(term.high);
+  put(term.first), put(term.values);
+  if (term.atom == Atom::type || term.atom == Atom::integer) put(term.kinds);
+  if (belongs_to_schema(term.atom)) put(term.schema), put(term.keyword);
+  put(term.number.is_negative), put(term.number.is_plain), put(term.number.exponent),
+      put(term.number.digits.size());
+  return out + term.number.digits + term.text;
+}
+
+}  // namespace
+
+Formulas::Formulas(Document& document, Recursion& recursion, Budget& budget)
+    : document_(document), recursion_(recursion), budget_(budget) {
+  for (const Op op : {Op::no, Op::yes}) {
+    Term term;
+    term.op = op;
+    if (op == Op::no) term.kinds = 0, term.is_typed = true;
+    add(std::move(term));
+  }
+}
+
+Formula Formulas::add(Term term) {
+  budget_.check();
+  std::string content = content_of(term);
+  const auto [at, is_new] =
+      by_content_.emplace(std::move(content), static_cast<Formula>(terms_.size()));
+  if (is_new) {
+    bytes_ += sizeof(Term) + 2 * at->first.size() + 128;
+    budget_.check_memory(bytes_);
+    terms_.push_back(std::move(term));
+  }
+  return at->second;
+}
+
+uint8_t Formulas::kinds_of(const Value& value) {
+  switch (value.kind()) {
+    case Value::Kind::null:
+      return kNull;
+    case Value::Kind::boolean:
+      return kBoolean;
+    case Value::Kind::number: {
+      const bool is_plain = value.written().find_first_of(".eE") == std::string::npos;
+      if (is_plain) return kInteger;
+      return Decimal::parse(value.written()).is_integer() ? kNumber : kFraction;
+    }
+    case Value::Kind::string:
+      return kString;
+    case Value::Kind::array:
+      return kArray;
+    case Value::Kind::object:
+      return kObject;
+  }
+  return 0;
+}
+
+// ---- Atoms
+
+Formula Formulas::type(uint8_t kinds, bool is_draft_4) {
+  if (kinds == 0) return kNo;
+  if (kinds == kAllKinds) return kYes;
+  Term term;
+  term.atom = Atom::type, term.kinds = kinds, term.is_typed = true, term.low = is_draft_4 ? 1 : 0;
+  return add(std::move(term));
+}
+
+Formula Formulas::atom(Atom kind, const Schema& schema, uint8_t speaks_of, Term made) {
+  made.atom = kind, made.schema = &schema, made.speaks_of = speaks_of;
+  return add(std::move(made));
+}
+
+Formula Formulas::has(const std::string& name, bool positive, const Schema* schema) {
+  Term term;
+  term.atom = Atom::has, term.text = name, term.positive = positive, term.schema = schema;
+  term.speaks_of = kObject;
+  return add(std::move(term));
+}
+
+Formula Formulas::member(const std::string& name, const Schema& schema, bool is_valid) {
+  Term term;
+  term.text = name, term.inner = is_valid;
+  return atom(Atom::member, schema, kObject, std::move(term));
+}
+
+Formula Formulas::values(const Schema& schema, Keyword keyword, bool positive) {
+  std::vector<const Value*> found;
+  if (keyword == Keyword::const_) {
+    found.push_back(schema[keyword]);
+  } else {
+    for (const Value& each : schema[keyword]->elements()) found.push_back(&each);
+  }
+  return values(std::move(found), &schema, positive);
+}
+
+Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, bool positive) {
+  ValueSet set;
+  std::string content;
+  for (const Value* const value : found) {
+    budget_.check();
+    std::string key = key_of(*value);
+    if (!set.lookup.insert(key).second) continue;
+    // Equal values may be written in different ways.
+    content.append(reinterpret_cast<const char*>(&value), sizeof value);
+    set.values.push_back(value);
+    set.keys.push_back(std::move(key));
+    set.kinds = static_cast<uint8_t>(set.kinds | kinds_of(*value));
+  }
+  if (set.values.empty()) return positive ? kNo : kYes;
+  const auto [at, is_new] = sets_by_content_.emplace(std::move(content), nullptr);
+  if (is_new) {
+    bytes_ += 256 * set.values.size();
+    budget_.check_memory(bytes_);
+    sets_.push_back(std::move(set));
+    at->second = &sets_.back();
+  }
+  Term term;
+  term.atom = Atom::values, term.positive = positive, term.values = at->second;
+  term.schema = schema;
+  if (positive) term.is_typed = true, term.kinds = at->second->kinds;
+  return add(std::move(term));
+}
+
+Formula Formulas::rejected(const Schema& schema, Keyword keyword, uint8_t type_) {
+  Term term;
+  term.keyword = keyword;
+  return all({type(type_), atom(Atom::rejected, schema, type_, std::move(term))});
+}
+
+uint64_t Formulas::count(const Schema& schema, Keyword keyword, uint64_t otherwise) {
+  constexpr uint64_t kMost = 1'000'000'000'000;
+  if (schema[keyword] == nullptr) return otherwise;
+  const Decimal number = Decimal::parse(schema[keyword]->written());
+  if (number.is_zero()) return 0;
+  if (number.digits.size() + static_cast<uint64_t>(number.exponent) > 12) return kMost;
+  uint64_t found = std::stoull(number.digits);
+  for (int64_t i = 0; i < number.exponent; ++i) found *= 10;
+  return found;
+}
+
+// low..high of something that values of one type have, or the opposite.
+Formula Formulas::range(Atom kind, const Schema& schema, uint8_t type_, uint64_t low, uint64_t high,
+                        bool positive) {
+  const auto within = [&](uint64_t from, uint64_t to) {
+    Term term;
+    term.low = from, term.high = to;
+    return atom(kind, schema, type_, std::move(term));
+  };
+  if (positive) return within(low, high);
+  std::vector<Formula> outside;
+  if (low > 0) outside.push_back(within(0, low - 1));
+  if (high != kNoLimit) outside.push_back(within(high + 1, kNoLimit));
+  return all({type(type_), any(outside)});
+}
+
+// ---- Connectives
+
+Formula Formulas::all(const std::vector<Formula>& parts) {
+  Term made;
+  made.op = Op::all;
+  std::unordered_set<Formula> seen;
+  std::unordered_map<std::string_view, bool> properties;
+  std::vector<Formula> lists, queue(parts.rbegin(), parts.rend());
+  uint8_t types = kAllKinds;
+  bool is_draft_4 = false;
+  size_t type_at = SIZE_MAX, listed_at = SIZE_MAX;
+  while (!queue.empty()) {
+    budget_.check();
+    const Formula part = queue.back();
+    queue.pop_back();
+    const Term& term = terms_[part];
+    if (term.op == Op::all) {
+      queue.insert(queue.end(), term.parts.rbegin(), term.parts.rend());
+      continue;
+    }
+    if (part == kNo) return kNo;
+    if (part == kYes || !seen.insert(part).second) continue;
+    made.kinds = static_cast<uint8_t>(made.kinds & term.kinds);
+    made.speaks_of = static_cast<uint8_t>(made.speaks_of | term.speaks_of);
+    made.is_typed |= term.is_typed;
+    if (term.op == Op::atom && term.atom == Atom::type) {
+      types = static_cast<uint8_t>(types & term.kinds);
+      is_draft_4 |= term.low != 0;
+      if (type_at != SIZE_MAX) continue;
+      type_at = made.parts.size();
+    } else if (term.op == Op::atom && term.atom == Atom::values) {
+      lists.push_back(part);
+      if (!term.positive || listed_at != SIZE_MAX) continue;
+      listed_at = made.parts.size();
+    } else if (term.op == Op::atom && term.atom == Atom::has) {
+      const auto [at, is_new] = properties.emplace(term.text, term.positive);
+      if (!is_new && at->second != term.positive) return kNo;
+    }
+    made.parts.push_back(part);
+  }
+  if (made.kinds == 0) return kNo;
+  if (type_at != SIZE_MAX) made.parts[type_at] = type(types, is_draft_4);
+  if (listed_at == SIZE_MAX) {
+    made.parts.insert(made.parts.end(), lists.begin(), lists.end());
+  } else {
+    Formula fewest = kYes;
+    for (const Formula each : lists) {
+      const Term& term = terms_[each];
+      if (term.positive &&
+          (fewest == kYes || term.values->values.size() < terms_[fewest].values->values.size()))
+        fewest = each;
+    }
+    const ValueSet& set = *terms_[fewest].values;
+    std::vector<const Value*> kept;
+    for (size_t i = 0; i < set.values.size(); ++i) {
+      bool is_kept = (kinds_of(*set.values[i]) & made.kinds) != 0;
+      for (const Formula each : lists) {
+        budget_.check();
+        const Term& term = terms_[each];
+        is_kept = is_kept && term.values->lookup.count(set.keys[i]) == (term.positive ? 1 : 0);
+      }
+      if (is_kept) kept.push_back(set.values[i]);
+    }
+    const bool are_all = kept.size() == set.values.size();
+    const Formula found = are_all ? fewest : values(std::move(kept), terms_[fewest].schema, true);
+    if (found == kNo) return kNo;
+    made.parts[listed_at] = found;
+    made.kinds = static_cast<uint8_t>(made.kinds & terms_[found].kinds);
+  }
+  if (made.kinds == 0) return kNo;
+  if (made.parts.empty()) return kYes;
+  return made.parts.size() == 1 ? made.parts[0] : add(std::move(made));
+}
+
+Formula Formulas::any(const std::vector<Formula>& parts) {
+  Term made;
+  made.op = Op::any, made.kinds = 0, made.is_typed = true;
+  std::unordered_set<Formula> seen;
+  std::vector<Formula> queue(parts.rbegin(), parts.rend());
+  std::vector<const Value*> listed;
+  size_t listed_at = SIZE_MAX, lists = 0;
+  const Schema* schema = nullptr;
+  while (!queue.empty()) {
+    budget_.check();
+    const Formula part = queue.back();
+    queue.pop_back();
+    const Term& term = terms_[part];
+    if (term.op == Op::any) {
+      queue.insert(queue.end(), term.parts.rbegin(), term.parts.rend());
+      continue;
+    }
+    if (part == kYes) return kYes;
+    if (part == kNo || !seen.insert(part).second) continue;
+    made.kinds = static_cast<uint8_t>(made.kinds | term.kinds);
+    made.speaks_of = static_cast<uint8_t>(made.speaks_of | term.speaks_of);
+    made.is_typed &= term.is_typed;
+    if (term.op == Op::atom && term.atom == Atom::values && term.positive) {
+      listed.insert(listed.end(), term.values->values.begin(), term.values->values.end());
+      if (schema == nullptr) schema = term.schema;
+      ++lists;
+      if (listed_at != SIZE_MAX) continue;
+      listed_at = made.parts.size();
+    }
+    made.parts.push_back(part);
+  }
+  if (lists > 1) made.parts[listed_at] = values(std::move(listed), schema, true);
+  if (made.parts.empty()) return kNo;
+  return made.parts.size() == 1 ? made.parts[0] : add(std::move(made));
+}
+
+// Exactly one of branches, each given with its negation.
+Formula Formulas::one(const std::vector<Formula>& pairs) {
+  Term made;
+  made.op = Op::one, made.kinds = 0, made.is_typed = true;
+  std::vector<Formula> others;  // that must hold beside the branches
+  Formula always = kNo;
+  size_t always_true = 0;
+  for (size_t i = 0; i < pairs.size(); i += 2) {
+    const Formula branch = pairs[i], negation = pairs[i + 1];
+    if (negation == kNo) {
+      ++always_true;
+      always = branch;
+    } else if (branch == kNo) {
+      others.push_back(negation);
+    } else {
+      const Term& term = terms_[branch];
+      made.kinds = static_cast<uint8_t>(made.kinds | term.kinds);
+      made.speaks_of = static_cast<uint8_t>(made.speaks_of | term.speaks_of);
+      made.is_typed &= term.is_typed;
+      made.parts.push_back(branch), made.parts.push_back(negation);
+    }
+  }
+  if (always_true > 1) return kNo;
+  if (always_true == 1) {
+    others.push_back(always);
+    for (size_t i = 1; i < made.parts.size(); i += 2) others.push_back(made.parts[i]);
+    return all(others);
+  }
+  if (made.parts.empty()) return kNo;
+  others.push_back(made.parts.size() == 2 ? made.parts[0] : add(std::move(made)));
+  return all(others);
+}
+
+// At least two of some branches.
+Formula Formulas::several(const std::vector<Formula>& branches, size_t from, size_t to) {
+  if (to - from < 2) return kNo;
+  const size_t middle = from + (to - from) / 2;
+  const auto at = [&](size_t index) { return branches.begin() + static_cast<ptrdiff_t>(index); };
+  return any({several(branches, from, middle), several(branches, middle, to),
+              all({any({at(from), at(middle)}), any({at(middle), at(to)})})});
+}
+
+std::vector<Formula> Formulas::conjuncts(Formula formula) const {
+  if (formula == kYes) return {};
+  return terms_[formula].op == Op::all ? terms_[formula].parts : std::vector<Formula>{formula};
+}
+
+// ---- Schemas
+
+Formula Formulas::of(const Schema& schema, bool positive) {
+  constexpr size_t kMostOpen = 250;
+  if (schema.is_boolean()) return schema.value->boolean() == positive ? kYes : kNo;
+  auto& made = positive ? positive_ : negative_;
+  const auto found = made.find(&schema);
+  if (found != made.end()) return found->second;
+  if (open_.size() >= kMostOpen)
+    throw Error(DLM_INVALID_ARGUMENT, "schema: its parts are nested too deep");
+  if (!open_.insert(&schema).second)
+    throw Error(DLM_INVALID_ARGUMENT,
+                "schema: " + document_.place(*schema.value) +
+                    ": this schema refers to itself without a property or an item in between");
+  const Formula written_ = written(schema, positive);
+  open_.erase(&schema);
+  return made[&schema] = written_;
+}
+
+Formula Formulas::written(const Schema& schema, bool positive) {
+  std::vector<Formula> out;
+  // Until Draft 7, $ref hides its siblings; many schemas and readers count them all the same. So
+  // they count for what is valid, and not for what is not.
+  const bool hides_siblings = !positive && schema.draft() <= kDraft7 && schema[Keyword::ref];
+  if (hides_siblings) return reference(schema, Keyword::ref, false);
+  if (const Value* const types = schema[Keyword::type]) {
+    uint8_t kinds = 0;
+    const auto add_kind = [&](const std::string& name) {
+      static const std::unordered_map<std::string_view, uint8_t> kBits = {
+          {"null", kNull},     {"boolean", kBoolean}, {"integer", kInteger}, {"number", kNumber},
+          {"string", kString}, {"array", kArray},     {"object", kObject}};
+      kinds = static_cast<uint8_t>(kinds | kBits.at(name));
+    };
+    if (types->kind() == Value::Kind::string) {
+      add_kind(types->string());
+    } else {
+      for (const Value& each : types->elements()) add_kind(each.string());
+    }
+    out.push_back(type(positive ? kinds : static_cast<uint8_t>(kAllKinds & ~kinds),
+                       schema.draft() == kDraft4));
+  }
+  for (const Keyword keyword : {Keyword::enum_, Keyword::const_}) {
+    if (schema[keyword] != nullptr && (positive || is_of_draft(schema, keyword)))
+      out.push_back(values(schema, keyword, positive));
+  }
+  numbers_of(schema, positive, out);
+  strings_of(schema, positive, out);
+  arrays_of(schema, positive, out);
+  objects_of(schema, positive, out);
+  applied_of(schema, positive, out);
+  dependencies_of(schema, positive, out);
+  for (const auto& [keyword, kind, type_] :
+       {std::tuple{Keyword::unevaluated_items, Atom::unevaluated_items, uint8_t{kArray}},
+        std::tuple{Keyword::unevaluated_properties, Atom::unevaluated_properties,
+                   uint8_t{kObject}}}) {
+    if (schema[keyword] == nullptr) continue;
+    if (positive) {
+      out.push_back(atom(kind, schema, type_));
+    } else if (is_of_draft(schema, keyword)) {
+      out.push_back(rejected(schema, keyword, type_));
+    }
+  }
+  return positive ? all(out) : any(out);
+}
+
+void Formulas::numbers_of(const Schema& schema, bool positive, std::vector<Formula>& out) {
+  const auto bound = [&](const Value& number, bool is_low, bool is_excluded) {
+    Term term;
+    term.number = Decimal::parse(number.written());
+    const bool is_at_least = is_low == positive;
+    term.high = is_at_least ? 0 : 1;
+    term.low = is_excluded == positive ? 1 : 0;
+    const Formula found = atom(Atom::bound, schema, kNumber, std::move(term));
+    out.push_back(positive ? found : all({type(kNumber), found}));
+  };
+  for (const bool is_low : {true, false}) {
+    const Value* const limit = schema[is_low ? Keyword::minimum : Keyword::maximum];
+    const Value* const excluded =
+        schema[is_low ? Keyword::exclusive_minimum : Keyword::exclusive_maximum];
+    const bool is_boolean = excluded != nullptr && excluded->kind() == Value::Kind::boolean;
+    if (limit != nullptr) bound(*limit, is_low, is_boolean && excluded->boolean());
+    if (excluded != nullptr && !is_boolean) bound(*excluded, is_low, true);
+  }
+  if (const Value* const multiple = schema[Keyword::multiple_of]) {
+    Term term;
+    term.number = Decimal::parse(multiple->written());
+    term.positive = positive;
+    const Formula found = atom(Atom::multiple, schema, kNumber, std::move(term));
+    out.push_back(positive ? found : all({type(kNumber), found}));
+  }
+}
+
+void Formulas::strings_of(const Schema& schema, bool positive, std::vector<Formula>& out) {
+  if (schema[Keyword::min_length] != nullptr || schema[Keyword::max_length] != nullptr)
+    out.push_back(range(Atom::length, schema, kString, count(schema, Keyword::min_length, 0),
+                        count(schema, Keyword::max_length, kNoLimit), positive));
+  if (const Value* const pattern = schema[Keyword::pattern]) {
+    Term term;
+    term.text = pattern->string(), term.positive = positive;
+    const Formula found = atom(Atom::pattern, schema, kString, std::move(term));
+    out.push_back(positive ? found : all({type(kString), found}));
+  }
+  // To some readers a format is an annotation: no string is surely invalid by it.
+  if (const Value* const format = schema[Keyword::format]; format != nullptr && positive) {
+    Term term;
+    term.text = format->string();
+    out.push_back(atom(Atom::format, schema, kString, std::move(term)));
+  }
+}
+
+void Formulas::arrays_of(const Schema& schema, bool positive, std::vector<Formula>& out) {
+  if (schema[Keyword::min_items] != nullptr || schema[Keyword::max_items] != nullptr)
+    out.push_back(range(Atom::item_count, schema, kArray, count(schema, Keyword::min_items, 0),
+                        count(schema, Keyword::max_items, kNoLimit), positive));
+  if (const Value* const unique = schema[Keyword::unique_items]) {
+    if (!unique->boolean()) {
+      if (positive) out.push_back(range(Atom::item_count, schema, kArray, 0, kNoLimit, true));
+    } else {
+      out.push_back(positive ? atom(Atom::unique, schema, kArray)
+                             : rejected(schema, Keyword::unique_items, kArray));
+    }
+  }
+  const auto matches = [&](const Value& inner, bool is_valid, uint64_t low, uint64_t high,
+                           uint64_t first) {
+    Term term;
+    term.low = low, term.high = high, term.first = first, term.inner = is_valid;
+    return atom(Atom::matches, document_.schema(inner), kArray, std::move(term));
+  };
+  const ItemSchemas items = item_schemas(schema);
+  const bool is_ignored = schema[Keyword::items] == nullptr &&
+                          schema[Keyword::prefix_items] == nullptr &&
+                          schema[Keyword::additional_items] != nullptr;
+  if (positive && (items.prefix != nullptr || items.others != nullptr || is_ignored))
+    out.push_back(atom(Atom::items, schema, kArray));
+  if (!positive) {
+    for (size_t i = 0; i < items.count(); ++i) {
+      Term term;
+      term.low = i, term.inner = false;
+      out.push_back(
+          all({range(Atom::item_count, schema, kArray, i + 1, kNoLimit, true), type(kArray),
+               atom(Atom::item, document_.schema(items.prefix->elements()[i]), kArray,
+                    std::move(term))}));
+    }
+    if (items.others != nullptr)
+      out.push_back(all({type(kArray), matches(*items.others, false, 1, kNoLimit, items.count())}));
+  }
+  const Value* const contains = schema[Keyword::contains];
+  if (contains == nullptr || (!positive && !is_of_draft(schema, Keyword::contains))) return;
+  uint64_t low = 1, high = kNoLimit;
+  if (is_of_draft(schema, Keyword::min_contains)) {
+    low = count(schema, Keyword::min_contains, 1);
+    high = count(schema, Keyword::max_contains, kNoLimit);
+  }
+  if (positive) {
+    out.push_back(matches(*contains, true, low, high, 0));
+    return;
+  }
+  std::vector<Formula> outside;
+  if (low > 0) outside.push_back(matches(*contains, true, 0, low - 1, 0));
+  if (high != kNoLimit) outside.push_back(matches(*contains, true, high + 1, kNoLimit, 0));
+  out.push_back(all({type(kArray), any(outside)}));
+}
+
+void Formulas::objects_of(const Schema& schema, bool positive, std::vector<Formula>& out) {
+  const Value* const properties = schema[Keyword::properties];
+  const Value* const patterns = schema[Keyword::pattern_properties];
+  const Value* const others = schema[Keyword::additional_properties];
+  if (positive && (properties != nullptr || patterns != nullptr || others != nullptr))
+    out.push_back(atom(Atom::members, schema, kObject));
+  if (!positive && properties != nullptr) {
+    for (const Value& each : properties->members()) {
+      out.push_back(all({type(kObject), has(each.key(), true, &schema),
+                         member(each.key(), document_.schema(each), false)}));
+    }
+  }
+  if (!positive && (patterns != nullptr || others != nullptr))
+    out.push_back(all({type(kObject), atom(Atom::violates, schema, kObject)}));
+  if (const Value* const required = schema[Keyword::required]) {
+    if (positive) out.push_back(range(Atom::property_count, schema, kObject, 0, kNoLimit, true));
+    for (const Value& name : required->elements()) {
+      const Formula found = has(name.string(), positive, &schema);
+      out.push_back(positive ? found : all({type(kObject), found}));
+    }
+  }
+  if (schema[Keyword::min_properties] != nullptr || schema[Keyword::max_properties] != nullptr)
+    out.push_back(range(Atom::property_count, schema, kObject,
+                        count(schema, Keyword::min_properties, 0),
+                        count(schema, Keyword::max_properties, kNoLimit), positive));
+  if (schema[Keyword::property_names] != nullptr &&
+      (positive || is_of_draft(schema, Keyword::property_names)))
+    out.push_back(positive ? atom(Atom::names, schema, kObject)
+                           : rejected(schema, Keyword::property_names, kObject));
+}
+
+void Formulas::dependencies_of(const Schema& schema, bool positive, std::vector<Formula>& out) {
+  for (const Keyword keyword :
+       {Keyword::dependent_required, Keyword::dependent_schemas, Keyword::dependencies}) {
+    if (schema[keyword] == nullptr || (!positive && !is_of_draft(schema, keyword))) continue;
+    if (positive) out.push_back(range(Atom::property_count, schema, kObject, 0, kNoLimit, true));
+    for (const Value& each : schema[keyword]->members()) {
+      Formula then = kYes;
+      if (each.kind() == Value::Kind::array) {
+        std::vector<Formula> names;
+        for (const Value& name : each.elements())
+          names.push_back(has(name.string(), positive, &schema));
+        then = positive ? all(names) : any(names);
+      } else {
+        then = of(document_.schema(each), positive);
+      }
+      out.push_back(positive ? any({has(each.key(), false, &schema), then})
+                             : all({type(kObject), has(each.key(), true, &schema), then}));
+    }
+  }
+}
+
+Formula Formulas::reference(const Schema& schema, Keyword keyword, bool positive) {
+  const Schema& target = document_.target(schema, keyword);
+  const uint32_t number = recursion_.number(*target.value);
+  const Formula found = of(target, positive);
+  if (number == kNotCounted) return found;
+  Term term;
+  term.low = number;
+  return all({atom(Atom::enter, target, 0, std::move(term)), found});
+}
+
+void Formulas::applied_of(const Schema& schema, bool positive, std::vector<Formula>& out) {
+  for (const Keyword keyword : {Keyword::ref, Keyword::dynamic_ref, Keyword::recursive_ref}) {
+    if (schema[keyword] != nullptr && (positive || is_of_draft(schema, keyword)))
+      out.push_back(reference(schema, keyword, positive));
+  }
+  const auto child = [&](const Value& value, bool is_valid) {
+    return of(document_.schema(value), is_valid);
+  };
+  for (const Keyword keyword : {Keyword::all_of, Keyword::any_of}) {
+    if (schema[keyword] == nullptr) continue;
+    std::vector<Formula> branches;
+    for (const Value& each : schema[keyword]->elements()) branches.push_back(child(each, positive));
+    out.push_back((keyword == Keyword::all_of) == positive ? all(branches) : any(branches));
+  }
+  if (const Value* const branches = schema[Keyword::one_of]) {
+    std::vector<Formula> pairs, valid, invalid;
+    for (const Value& each : branches->elements()) {
+      valid.push_back(child(each, true)), invalid.push_back(child(each, false));
+      pairs.push_back(valid.back()), pairs.push_back(invalid.back());
+    }
+    out.push_back(positive ? one(pairs) : any({all(invalid), several(valid, 0, valid.size())}));
+  }
+  if (const Value* const inner = schema[Keyword::not_]) out.push_back(child(*inner, !positive));
+  const Value *const if_ = schema[Keyword::if_], *const then = schema[Keyword::then_],
+                     *const otherwise = schema[Keyword::else_];
+  if (if_ == nullptr || (then == nullptr && otherwise == nullptr)) return;
+  if (!positive && !is_of_draft(schema, Keyword::if_)) return;
+  const Formula empty = positive ? kYes : kNo;
+  out.push_back(
+      any({all({child(*if_, true), then == nullptr ? empty : child(*then, positive)}),
+           all({child(*if_, false), otherwise == nullptr ? empty : child(*otherwise, positive)})}));
+}
+
+}  // namespace dlm::compile::schema

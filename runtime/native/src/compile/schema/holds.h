@@ -1,0 +1,40 @@
+// Decides whether single values satisfy a formula: those of enum and const, and names of
+// properties.
+#pragma once
+
+#include <string>
+#include <unordered_map>
+
+#include "compile/automata.h"
+#include "compile/schema/formula.h"
+
+namespace dlm::compile::schema {
+
+class Holds {
+ public:
+  Holds(Expressions& expressions, Formulas& formulas)
+      : expressions_(expressions), formulas_(formulas), automata_(expressions) {}
+
+  bool value(Formula formula, const json::Value& value);
+  bool text(Formula formula, const std::string& text);  // a string as the value
+  bool matches(const std::string& pattern, const std::string& text, const Schema& at);
+
+  Automata& automata() { return automata_; }
+
+ private:
+  bool atom(const Term& term, const json::Value& value);
+  bool number(const Term& term, const json::Value& value) const;
+  bool array(const Term& term, const json::Value& value);
+  bool object(const Term& term, const json::Value& value);
+  bool member(const Schema& schema, const json::Value& member);
+  bool text_atom(const Term& term, const std::string& text);
+  template <typename Test>
+  bool connected(const Term& term, const Test& test);
+
+  Expressions& expressions_;
+  Formulas& formulas_;
+  Automata automata_;
+  std::unordered_map<std::string, Node> patterns_, formats_;
+};
+
+}  // namespace dlm::compile::schema

@@ -1,0 +1,275 @@
+// Strings, numbers, booleans and null of a formula: each atom is a language, and connectives are
+// intersections and unions of them.
+#include <algorithm>
+
+#include "compile/ecma_pattern.h"
+#include "compile/formats.h"
+#include "compile/schema/writer.h"
+
+namespace dlm::compile::schema {
+namespace {
+
+constexpr uint64_t kMostCount = 10'000;  // of characters, items and properties
+
+Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint32_t most) {
+  ByteSet set;
+  for (char c = low; c <= high; ++c) set.set(static_cast<unsigned char>(c));
+  return expressions.repeat(expressions.set(set), fewest, most);
+}
+
+// Numbers as they are without an exponent: -0, 12, 1.50.
+Node plain_number(Expressions& expressions, Node fraction) {
+  const Node whole = expressions.either(
+      expressions.bytes("0"), expressions.sequence(digits(expressions, '1', '9', 1, 1),
+                                                   digits(expressions, '0', '9', 0, kUnbounded)));
+  return expressions.sequence({expressions.optional(expressions.bytes("-")), whole, fraction});
+}
+
+Node plain_numbers(Expressions& expressions) {
+  return plain_number(expressions,
+                      expressions.optional(expressions.sequence(
+                          expressions.bytes("."), digits(expressions, '0', '9', 1, kUnbounded))));
+}
+
+Node plain_fractions(Expressions& expressions) {
+  const Node any = digits(expressions, '0', '9', 0, kUnbounded);
+  return plain_number(expressions,
+                      expressions.sequence(
+                          {expressions.bytes("."), any, digits(expressions, '1', '9', 1, 1), any}));
+}
+
+}  // namespace
+
+// Raises the lower end of a count, which is exact or refused.
+uint32_t Writer::low_count(const Term& term, Keyword keyword) {
+  if (term.low > kMostCount)
+    document_.refuse(
+        *term.schema, keyword,
+        "= " + std::to_string(term.low) + " is more than " + std::to_string(kMostCount));
+  return static_cast<uint32_t>(term.low);
+}
+
+// The upper end of a count. Of larger ones, what is longer is left out.
+uint32_t Writer::high_count(const Term& term, Keyword keyword) {
+  if (term.high == kNoLimit) return kUnbounded;
+  if (term.high > kMostCount)
+    document_.warn("schema: " + document_.place(*term.schema->value) + ": keyword '" +
+                   std::string(Document::name(keyword)) + "' = " + std::to_string(term.high) +
+                   " is more than " + std::to_string(kMostCount) + ", which counts instead");
+  return static_cast<uint32_t>(std::min(term.high, kMostCount));
+}
+
+Node Writer::scalar(Formula formula, uint8_t type) {
+  const uint64_t key = uint64_t{formula} << 8 | type;
+  const auto known = scalars_.find(key);
+  if (known != scalars_.end()) return known->second;
+  expressions_.budget().check();
+  const Op op = formulas_[formula].op;
+  Node made = expressions_.nothing();
+  if (op == Op::any || op == Op::one) {
+    std::vector<Node> nodes;
+    const std::vector<Formula> branches = formulas_.alternatives(formula);
+    for (const Formula branch : branches) nodes.push_back(scalar(branch, type));
+    made = expressions_.either(std::move(nodes));
+  } else if (op != Op::no) {
+    made = scalar_case(formulas_.conjuncts(formula), type);
+  }
+  return scalars_[key] = made;
+}
+
+Node Writer::scalar_case(const std::vector<Formula>& parts, uint8_t type) {
+  for (const Formula part : parts) {
+    const Term& term = formulas_[part];
+    if (term.op == Op::atom && term.atom == Atom::rejected)
+      document_.refuse(*term.schema, term.keyword, "is not supported within a negation");
+  }
+  const ValueSet* const set = formulas_.listed(formulas_.all(parts));
+  if (set != nullptr) {
+    std::vector<Node> nodes;
+    for (const json::Value* const value : set->values) {
+      const bool is_valid = std::all_of(parts.begin(), parts.end(),
+                                        [&](Formula part) { return holds_.value(part, *value); });
+      if (is_valid) nodes.push_back(expressions_.bytes(text_of(*value, options_.layout, 0)));
+    }
+    return expressions_.either(std::move(nodes));
+  }
+  if (type == kNumber) return number_case(parts);
+  if (type == kString) return string_case(parts);
+  Node made = type == kNull
+                  ? expressions_.bytes("null")
+                  : expressions_.either(expressions_.bytes("true"), expressions_.bytes("false"));
+  for (const Formula part : parts) {
+    const Term& term = formulas_[part];
+    if (term.op != Op::atom) {
+      made = expressions_.both(made, scalar(part, type));
+    } else if (term.atom == Atom::values) {
+      for (const json::Value* const value : term.values->values)
+        made = expressions_.without(made, expressions_.bytes(text_of(*value, options_.layout, 0)));
+    }
+  }
+  return made;
+}
+
+// ---- Numbers
+
+Node Writer::number_case(const std::vector<Formula>& parts) {
+  NumberRange range;
+  std::vector<Node> others;
+  const Term* named = nullptr;
+  bool is_fraction = false;
+  for (const Formula part : parts) {
+    const Term& term = formulas_[part];
+    if (term.op != Op::atom) {
+      others.push_back(scalar(part, kNumber));
+      continue;
+    }
+    switch (term.atom) {
+      case Atom::integer:
+        (term.positive ? range.integers : is_fraction) = true;
+        break;
+      case Atom::bound: {
+        const bool is_low = term.high == 0;
+        auto& bound = is_low ? range.low : range.high;
+        bool& is_excluded = is_low ? range.low_excluded : range.high_excluded;
+        const int order = bound.has_value() ? term.number.compare(*bound) * (is_low ? 1 : -1) : 1;
+        if (order > 0) bound = term.number, is_excluded = term.low != 0;
+        if (order == 0) is_excluded |= term.low != 0;
+        if (named == nullptr) named = &term;
+        break;
+      }
+      case Atom::multiple:
+        if (term.positive) {
+          range.multiples.push_back(term.number);
+          named = &term;
+        } else {
+          others.push_back(not_multiple(term));
+        }
+        break;
+      case Atom::values:
+        others.push_back(other_numbers(*term.values));
+        break;
+      default:
+        break;
+    }
+  }
+  if (is_fraction) {
+    if (range.integers) return expressions_.nothing();
+    others.push_back(plain_fractions(expressions_));
+  }
+  Node made;
+  try {
+    made = range.low.has_value() || range.high.has_value() || range.integers ||
+                   !range.multiples.empty()
+               ? numbers(expressions_, range)
+               : any_number(expressions_);
+  } catch (const Error& error) {
+    if (named == nullptr || std::string_view(error.what()).substr(0, 6) == "regex:") throw;
+    throw Error(error.status(),
+                "schema: " + document_.place(*named->schema->value) + ": " + error.what());
+  }
+  for (const Node other : others) made = expressions_.both(made, other);
+  return made;
+}
+
+Node Writer::not_multiple(const Term& term) {
+  if (!term.number.is_integer())
+    document_.refuse(*term.schema, Keyword::multiple_of,
+                     "is not supported within a negation, except for integers");
+  NumberRange range;
+  range.integers = true;
+  const Node integers = numbers(expressions_, range);
+  range.multiples.push_back(term.number);
+  const Node others = expressions_.without(
+      integers, expressions_.either(numbers(expressions_, range), expressions_.bytes("-0")));
+  return expressions_.either(others, plain_fractions(expressions_));
+}
+
+// Numbers without exponent that equal none of some values.
+Node Writer::other_numbers(const ValueSet& values) {
+  std::vector<Node> excluded;
+  for (const json::Value* const value : values.values) {
+    if (value->kind() != json::Value::Kind::number) continue;
+    const Decimal number = Decimal::parse(value->written());
+    std::string whole = "0", fraction;
+    if (number.exponent >= 0) {
+      if (!number.is_zero()) whole = number.digits;
+      constexpr int64_t kMostZeros = 400;  // a JSON number that a double holds has fewer
+      for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
+    } else {
+      const auto places = static_cast<size_t>(-number.exponent);
+      std::string all = number.digits;
+      if (all.size() <= places) all.insert(0, places + 1 - all.size(), '0');
+      whole = all.substr(0, all.size() - places);
+      fraction = all.substr(all.size() - places);
+    }
+    const Node zeros = digits(expressions_, '0', '0', 0, kUnbounded);
+    const Node rest =
+        fraction.empty()
+            ? expressions_.optional(expressions_.sequence(expressions_.bytes(".0"), zeros))
+            : expressions_.sequence(expressions_.bytes("." + fraction), zeros);
+    const Node sign = number.is_zero() ? expressions_.optional(expressions_.bytes("-"))
+                                       : expressions_.bytes(number.is_negative ? "-" : "");
+    excluded.push_back(expressions_.sequence({sign, expressions_.bytes(whole), rest}));
+  }
+  return expressions_.without(plain_numbers(expressions_), expressions_.either(excluded));
+}
+
+// ---- Strings
+
+Node Writer::string_that(const Term& term) {
+  const std::string key = (term.atom == Atom::pattern ? "p" : "f") + term.text;
+  const auto known = patterns_.find(key);
+  if (known != patterns_.end()) return known->second;
+  Node inside;
+  try {
+    inside = term.atom == Atom::pattern ? pattern_in_string(expressions_, term.text)
+                                        : format_in_string(expressions_, term.text);
+  } catch (const Error& error) {
+    if (std::string_view(error.what()).substr(0, 6) == "regex:") throw;
+    throw Error(error.status(),
+                "schema: " + document_.place(*term.schema->value) + ": " + error.what());
+  }
+  const Node quote = expressions_.bytes("\"");
+  return patterns_[key] = expressions_.sequence({quote, inside, quote});
+}
+
+Node Writer::string_case(const std::vector<Formula>& parts) {
+  uint32_t low = 0, high = kUnbounded;
+  std::vector<Node> kept, removed;
+  for (const Formula part : parts) {
+    const Term& term = formulas_[part];
+    if (term.op != Op::atom) {
+      kept.push_back(scalar(part, kString));
+      continue;
+    }
+    switch (term.atom) {
+      case Atom::length:
+        low = std::max(low, low_count(term, Keyword::min_length));
+        high = std::min(high, high_count(term, Keyword::max_length));
+        break;
+      case Atom::pattern:
+        (term.positive ? kept : removed).push_back(string_that(term));
+        break;
+      case Atom::format:
+        if (is_format(term.text)) kept.push_back(string_that(term));
+        break;
+      case Atom::values:
+        for (const json::Value* const value : term.values->values) {
+          if (value->kind() == json::Value::Kind::string)
+            removed.push_back(expressions_.bytes(json_string(value->string())));
+        }
+        break;
+      default:
+        break;
+    }
+  }
+  if (low > high) return expressions_.nothing();
+  if (kept.empty() || low > 0 || high != kUnbounded)
+    kept.push_back(any_string(expressions_, low, high));
+  Node made = kept[0];
+  for (size_t i = 1; i < kept.size(); ++i) made = expressions_.both(made, kept[i]);
+  if (!removed.empty()) made = expressions_.without(made, expressions_.either(std::move(removed)));
+  return made;
+}
+
+}  // namespace dlm::compile::schema

@@ -1,0 +1,158 @@
+// Writes the texts of a formula's values as a regular language.
+//
+// A conjunction is split into cases until each case is a list of atoms; then an object is a row of
+// properties in the schema's order, and an array a row of items. Within a case, only properties
+// that its schemas name are written. Equal formulas at places that are written alike are one node.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "compile/expression.h"
+#include "compile/schema/formula.h"
+#include "compile/schema/holds.h"
+#include "compile/schema/layout.h"
+
+namespace dlm::compile::schema {
+
+struct WriterOptions {
+  Layout layout;
+  uint32_t max_depth = 3;        // times that a schema may contain itself
+  uint32_t any_depth = 3;        // containers inside each other, of values that are left open
+  bool any_order = false;        // of up to kMostInAnyOrder properties
+  bool more_properties = false;  // those that the schema allows but does not name
+};
+
+constexpr size_t kMostInAnyOrder = 6;
+
+class Writer {
+ public:
+  // `size` is an estimate of the states that the node needs.
+  struct Made {
+    Node node = 0;
+    double size = 0;
+  };
+
+  Writer(Expressions& expressions, Formulas& formulas, const WriterOptions& options);
+
+  // Values of a formula with `level` containers around them; `root` is the number of the schema
+  // that they are all of, or kNotCounted.
+  Made values(Formula formula, uint32_t level, uint32_t root);
+  // Any object.
+  Made any_object(uint32_t level);
+
+ private:
+  using Counts = std::vector<std::pair<uint32_t, uint32_t>>;  // by number, ascending
+
+  // Where a value stands.
+  struct Place {
+    uint32_t level;
+    Counts counts;  // how often each counted schema is open
+  };
+
+  // One case of an array or object.
+  struct Case {
+    std::vector<Formula> atoms, choices;
+    std::unordered_set<Formula> asserted;  // atoms, and choices that were taken
+    std::map<std::string, bool, std::less<>> has;
+    bool is_dead = false;
+  };
+
+  // A property of an object, or an item of an array without repetitions.
+  struct Slot {
+    Node node;
+    bool is_required;
+    std::string name;
+  };
+  struct Literal {
+    size_t slot;
+    bool is_there;
+  };
+  using Clause = std::vector<Literal>;
+  struct Row {
+    std::vector<Slot> slots;
+    std::vector<Clause> clauses;  // of each, one literal holds at least
+    uint64_t low = 0, high = kNoLimit;
+    Node more = 0;  // further properties behind the slots
+  };
+
+  Made value(Formula formula, const Place& place, bool is_described);
+  Made written(Formula formula, const Place& place);
+  Made anything(uint32_t level, uint32_t around);
+  Made either(const std::vector<Made>& some);
+
+  // Scalars.
+  Node scalar(Formula formula, uint8_t type);
+  Node scalar_case(const std::vector<Formula>& parts, uint8_t type);
+  Node number_case(const std::vector<Formula>& parts);
+  Node string_case(const std::vector<Formula>& parts);
+  Node not_multiple(const Term& term);
+  Node other_numbers(const ValueSet& values);
+  Node string_that(const Term& term);
+  uint32_t low_count(const Term& term, Keyword keyword);
+  uint32_t high_count(const Term& term, Keyword keyword);
+
+  // Arrays and objects.
+  Made container_values(Formula formula, uint8_t type, const Place& place);
+  std::optional<size_t> next_choice(const Case& found, uint8_t type,
+                                    const std::vector<std::string>& names);
+  void split(const Case& found, size_t choice, std::vector<Case>& open);
+  void split_with_names(const Case& found, size_t choice, const std::vector<std::string>& names,
+                        std::vector<Case>& open);
+  void refuse_violation(Formula formula);
+  void assert_all(Case& found, std::vector<Formula> todo);
+  bool propagate(Case& found);
+  Formula reduced(Formula formula, const Case& found, const std::vector<std::string>* names);
+  Formula reduced_choice(Formula choice, const Case& found, const std::vector<std::string>& names);
+  Formula violation(const Term& term, const std::vector<std::string>& names);
+  bool adds_structure(Formula formula, const std::vector<std::string>& names, bool with_names);
+  bool clauses_of(Formula choice, const std::vector<std::string>& names, std::vector<Clause>& out);
+  std::vector<std::string> names_of(const Case& found);
+  Made listed_values(const Case& found, const ValueSet& values, const Place& place);
+  Place inside(const Case& found, const Place& place) const;
+  bool is_asserted(Formula formula, const Case& found, uint8_t type);
+
+  Made object(const Case& found, const std::vector<std::string>& names,
+              const std::vector<Clause>& clauses, const Place& place);
+  Made property(const Case& found, const std::string& name, const Place& place);
+  bool is_name_allowed(const Case& found, const std::string& name);
+  Made more_properties(const Case& found, const std::vector<std::string>& names, bool are_all,
+                       const Place& place);
+  bool is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
+                    const std::vector<const json::Value*>& patterns, const Case& found);
+  bool any_applied(const Schema& schema, const Case& found, uint8_t type,
+                   const std::function<bool(const json::Value&)>& test);
+  void exclude_names(const Case& found, const std::function<void(const std::string&)>& exclude);
+  Node text_that_matches(const std::string& pattern, const Schema& schema);
+  Node end_of_row(const Row& row, bool is_array, const Layout::Around& around, uint64_t count);
+  Node row(const Row& row, bool is_array, uint32_t level);
+  Node row_in_any_order(const Row& row, bool is_array, uint32_t level);
+
+  Made array(const Case& found, const Place& place);
+  Made array_with_matches(const Case& found, const std::vector<const Term*>& matches,
+                          const Place& place, size_t prefix, uint64_t low, uint32_t high);
+  std::optional<Made> unique_array(Formula item, uint64_t low, uint64_t high, const Place& place);
+  bool finite(Formula formula, uint32_t level, std::map<std::string, Node>& keyed,
+              std::vector<std::string>& order);
+  std::pair<Formula, bool> item(const Case& found, size_t index);
+  size_t evaluated_items(const Schema& schema, const Schema& by, const Case& found);
+
+  Expressions& expressions_;
+  Formulas& formulas_;
+  Document& document_;
+  Holds holds_;
+  const WriterOptions options_;
+  uint32_t depth_ = 0;
+  size_t cases_ = 0, steps_ = 0;
+  std::unordered_map<std::string, Made> made_;
+  std::unordered_map<uint64_t, Node> scalars_;
+  std::unordered_map<std::string, Node> patterns_;
+  std::map<std::pair<uint32_t, uint32_t>, Made> any_;
+};
+
+}  // namespace dlm::compile::schema

@@ -1,0 +1,188 @@
+"""Writes ``runtime/native/src/compile/unicode_tables.cc`` from the tables of Rust's regex crate.
+
+    python tests/make_unicode_tables.py regex/regex-syntax/src/unicode_tables
+
+The folder is that of https://github.com/rust-lang/regex. Its tables are those of the Unicode
+Character Database, and their version is the one that expressions mean by ``\\w`` or ``\\p{Greek}``.
+``test_unicode_tables.py`` checks that the file is what this program writes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+TARGET = Path(__file__).parents[1] / "runtime/native/src/compile/unicode_tables.cc"
+# Properties that have values: the file of each, its name, and what stands for it in the index.
+WITH_VALUES = (
+    ("general_category", "General_Category", "gc"),
+    ("script", "Script", "sc"),
+    ("script_extension", "Script_Extensions", "scx"),
+    ("grapheme_cluster_break", "Grapheme_Cluster_Break", "gcb"),
+    ("word_break", "Word_Break", "wb"),
+    ("sentence_break", "Sentence_Break", "sb"),
+    ("age", "Age", "age"),
+)
+_NAMED = re.compile(r'\("([^"]+)",\s*([A-Z0-9_]+)\)')
+_SET = re.compile(r"pub const ([A-Z0-9_]+): &'static \[\(char, char\)\] =\s*&\[(.*?)\];", re.DOTALL)
+_CHARACTER = r"'(\\u\{[0-9a-f]+\}|\\.|[^\\])'"
+_RANGE = re.compile(rf"\({_CHARACTER}, {_CHARACTER}\)")
+_FOLD = re.compile(rf"\({_CHARACTER}, &\[([^]]*)\]\)")
+_PAIR = re.compile(r'\("([^"]+)", "([^"]+)"\)')
+_SIMPLE = {"n": 10, "r": 13, "t": 9, "0": 0, "\\": 92, "'": 39}
+
+
+def point(written: str) -> int:
+    """The code point of a character literal of Rust, without its quotes."""
+    if written.startswith("\\u"):
+        return int(written[3:-1], 16)
+    return _SIMPLE[written[1]] if written.startswith("\\") else ord(written)
+
+
+def sets_of(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The sets of a file by name, each as the code points where it begins or ends, ascending."""
+    bodies = {}
+    for name, body in _SET.findall(text):
+        bodies[name] = tuple(
+            edge for low, high in _RANGE.findall(body) for edge in (point(low), point(high) + 1)
+        )
+    _, _, listed = text.partition("BY_NAME")
+    for name, constant in _NAMED.findall(listed.partition("];")[0]):
+        yield name, bodies[constant]
+    if not listed:
+        yield from bodies.items()
+
+
+def number(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; all but the last have the eighth bit."""
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def joined(edges: set[int]) -> bytes:
+    """Ascending numbers by their differences, with their count before them."""
+    ordered = sorted(edges)
+    gaps = [high - low for low, high in zip([0, *ordered], ordered, strict=False)]
+    return number(len(gaps)) + b"".join(map(number, gaps))
+
+
+def written_sets(sets: list[tuple[int, ...]]) -> bytes:
+    """Each set as the earlier sets that it is made of, and the edges that differ from theirs.
+
+    The edges of a symmetric difference are those that are edges of one set alone, so a category such
+    as L costs no edge at all after Lu, Ll, Lt, Lm and Lo.
+    """
+    out = bytearray()
+    for place, edges in enumerate(sets):
+        left, bases = set(edges), list[int]()
+        while True:
+            sizes = [(len(left ^ set(sets[base])), base) for base in range(place)]
+            if not sizes or min(sizes)[0] + 2 >= len(left):
+                break
+            left ^= set(sets[min(sizes)[1]])
+            bases.append(min(sizes)[1])
+        out += number(len(bases)) + b"".join(map(number, bases)) + joined(left)
+    return bytes(out)
+
+
+def literal(data: bytes) -> str:
+    lines = []
+    row = "   "
+    for value in data:
+        cell = f" {value},"
+        if len(row) + len(cell) > 100:
+            lines.append(row)
+            row = "   "
+        row += cell
+    return "\n".join([*lines, row])
+
+
+def source(folder: Path) -> str:
+    """The text of the C++ file."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.rs")}
+    found = re.search(r"Unicode version: ([0-9.]+)\.", texts["general_category"])
+    assert found is not None
+    values = {
+        name: dict(_PAIR.findall(body))
+        for name, body in re.findall(
+            r'\(\s*"([A-Z][A-Za-z_]+)",\s*&\[(.*?)\],\s*\)', texts["property_values"], re.DOTALL
+        )
+    }
+    properties: dict[str, list[str]] = {}
+    for alias, name in _PAIR.findall(texts["property_names"]):
+        properties.setdefault(name, []).append(alias)
+    listed = [
+        (f"{short}={alias}", edges)
+        for file, name, short in WITH_VALUES
+        for value, edges in sets_of(texts[file])
+        for alias, target in values[name].items()
+        if target == value
+    ]
+    listed += [
+        (f"={alias}", edges)
+        for name, edges in sets_of(texts["property_bool"])
+        for alias in properties.get(name, [])  # InCB cannot be named
+    ]
+    listed += [("perl_word", edges) for _, edges in sets_of(texts["perl_word"])]
+    # Small sets come first, since others are made of them.
+    unique = sorted({edges for _, edges in listed}, key=lambda each: (len(each), each))
+    numbers = {edges: place for place, edges in enumerate(unique)}
+    names = {key: numbers[edges] for key, edges in listed}
+    groups = dict[int, frozenset[int]]()
+    for first, others in _FOLD.findall(texts["case_folding_simple"]):
+        group = frozenset({point(first), *map(point, re.findall(_CHARACTER, others))})
+        groups.setdefault(min(group), group)
+        assert groups[min(group)] == group
+    folds, before = list[bytes](), 0
+    for low in sorted(groups):
+        rest = sorted(groups[low] - {low})
+        folds.append(number(low - before) + joined({each - low for each in rest}))
+        before = low
+    keys = sorted(names)
+    rows = "\n".join(f'    {{"{key}", {names[key]}}},' for key in keys)
+    shorts = sorted((alias, short) for _, name, short in WITH_VALUES for alias in properties[name])
+    aliases = "\n".join(f'    {{"{alias}", "{short}"}},' for alias, short in shorts)
+    return f"""// Written by tests/make_unicode_tables.py from the tables of
+// https://github.com/rust-lang/regex: do not edit. Data of the Unicode Character Database
+// {found[1]} (https://www.unicode.org/license.txt).
+#include "compile/unicode_tables.h"
+
+// clang-format off
+namespace dlm::compile {{
+
+const uint8_t kUnicodeSets[] = {{
+{literal(written_sets(unique))}
+}};
+const size_t kUnicodeSetCount = {len(unique)};
+
+const uint8_t kCaseFolds[] = {{
+{literal(b"".join(folds))}
+}};
+const size_t kCaseFoldCount = {len(folds)};
+
+const UnicodeName kUnicodeNames[] = {{
+{rows}
+}};
+const size_t kUnicodeNameCount = {len(keys)};
+
+const UnicodeAlias kUnicodeProperties[] = {{
+{aliases}
+}};
+const size_t kUnicodePropertyCount = {len(shorts)};
+
+}}  // namespace dlm::compile
+"""
+
+
+def main() -> None:
+    TARGET.write_text(source(Path(sys.argv[1])), encoding="utf-8")
+    print(f"{TARGET} ({TARGET.stat().st_size} bytes)")
+
+
+if __name__ == "__main__":
+    main()
