@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/json.h"
+#include "base/utf8.h"
 #include "compile/unicode.h"
 
 namespace dlm::compile {
