@@ -17,25 +17,32 @@ Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint
   return expressions.repeat(expressions.set(set), fewest, most);
 }
 
-// Numbers as they are without an exponent: -0, 12, 1.50.
-Node plain_number(Expressions& expressions, Node fraction) {
+// Numbers without an exponent that a double tells apart: up to 15 digits, of which a fraction has
+// up to 6.
+constexpr uint32_t kWholeDigits = 9, kFractionDigits = 6, kMostDigits = 15;
+
+Node whole_number(Expressions& expressions, uint32_t most) {
   const Node whole = expressions.either(
       expressions.bytes("0"), expressions.sequence(digits(expressions, '1', '9', 1, 1),
-                                                   digits(expressions, '0', '9', 0, kUnbounded)));
-  return expressions.sequence({expressions.optional(expressions.bytes("-")), whole, fraction});
+                                                   digits(expressions, '0', '9', 0, most - 1)));
+  return expressions.sequence(expressions.optional(expressions.bytes("-")), whole);
 }
 
 Node plain_numbers(Expressions& expressions) {
-  return plain_number(expressions,
-                      expressions.optional(expressions.sequence(
-                          expressions.bytes("."), digits(expressions, '0', '9', 1, kUnbounded))));
+  const Node fraction = expressions.sequence(expressions.bytes("."),
+                                             digits(expressions, '0', '9', 1, kFractionDigits));
+  return expressions.either(
+      whole_number(expressions, kMostDigits),
+      expressions.sequence(whole_number(expressions, kWholeDigits), fraction));
 }
 
+// Those of them that are no integers.
 Node plain_fractions(Expressions& expressions) {
-  const Node any = digits(expressions, '0', '9', 0, kUnbounded);
-  return plain_number(expressions,
-                      expressions.sequence(
-                          {expressions.bytes("."), any, digits(expressions, '1', '9', 1, 1), any}));
+  const Node zeros = digits(expressions, '0', '0', 1, kFractionDigits);
+  const Node fraction =
+      expressions.without(digits(expressions, '0', '9', 1, kFractionDigits), zeros);
+  return expressions.sequence(
+      {whole_number(expressions, kWholeDigits), expressions.bytes("."), fraction});
 }
 
 }  // namespace
@@ -190,6 +197,8 @@ Node Writer::other_numbers(const ValueSet& values) {
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
+    // A double may be equal to it that is written with fewer digits.
+    if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
