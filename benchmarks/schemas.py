@@ -1,6 +1,6 @@
 """Compare schema compilers: how many real schemas each accepts, in how much time and memory.
 
-    python benchmarks/schemas.py --bundle BUNDLE --tokenizer TOKENIZER.JSON --schemas FOLDER... \
+    python benchmarks/schemas.py --tokenizer TOKENIZER.JSON --schemas FOLDER... \
         [--sample 400] [--seed 0] [--compilers dlm-export,llguidance,xgrammar,outlines-core] [--json FILE]
 
 Each FOLDER holds JSON files, searched recursively. JSONSchemaBench
@@ -22,6 +22,7 @@ import argparse
 import json
 import random
 import select
+import shutil
 import statistics
 import subprocess
 import sys
@@ -46,10 +47,10 @@ class Compiler(ABC):
 
 
 class Ours(Compiler):
-    def __init__(self, bundle: str, tokenizer: str) -> None:
+    def __init__(self, tokenizer: str) -> None:
         import dlm_runtime
 
-        self.bundle = dlm_runtime.open(bundle, threads=1)
+        self.bundle = dlm_runtime.open(bundle_with(tokenizer), threads=1)
         self.bundle.constraint(enum=["a"], cache_dir=None)  # reads the vocabulary
 
     def compile(self, schema: str) -> int | None:
@@ -58,7 +59,7 @@ class Ours(Compiler):
 
 
 class LLGuidance(Compiler):
-    def __init__(self, bundle: str, tokenizer: str) -> None:
+    def __init__(self, tokenizer: str) -> None:
         import llguidance
 
         self.library = llguidance
@@ -74,7 +75,7 @@ class LLGuidance(Compiler):
 
 
 class XGrammar(Compiler):
-    def __init__(self, bundle: str, tokenizer: str) -> None:
+    def __init__(self, tokenizer: str) -> None:
         import xgrammar
 
         self.library = xgrammar
@@ -93,7 +94,7 @@ class XGrammar(Compiler):
 
 
 class Outlines(Compiler):
-    def __init__(self, bundle: str, tokenizer: str) -> None:
+    def __init__(self, tokenizer: str) -> None:
         import outlines_core
 
         self.library = outlines_core
@@ -115,6 +116,19 @@ COMPILERS: dict[str, type[Compiler]] = dict(
     zip(NAMES, (Ours, LLGuidance, XGrammar, Outlines), strict=True)
 )
 END = 151_643  # Qwen3's <|endoftext|>
+
+
+def bundle_with(tokenizer: str) -> Path:
+    """The bundle of a small random denoiser with a tokenizer, built once."""
+    from shapes import built, random_checkpoint  # which adds the tests' folder to the path
+
+    from checkpoints import sdar_config  # isort: skip
+
+    ids = {"vocab_size": 151_936, "mask_token_id": 151_668, "eos_token_id": END}
+    config = sdar_config(**ids, pad_token_id=END, tie_word_embeddings=True)
+    source = random_checkpoint("schemas", config)
+    shutil.copy(tokenizer, source / "tokenizer.json")
+    return built(source, "schemas", "--precision", "fp32", "--no-verify")
 
 
 def spellings(tokenizer: str) -> list[str]:
@@ -147,9 +161,9 @@ def peak_mib() -> float:
     raise OSError("/proc/self/status has no VmHWM")
 
 
-def work(name: str, bundle: str, tokenizer: str) -> None:
+def work(name: str, tokenizer: str) -> None:
     """Answer each line of standard input, the JSON of a schema's text, with a line of results."""
-    compiler = COMPILERS[name](bundle, tokenizer)
+    compiler = COMPILERS[name](tokenizer)
     print("ready", flush=True)
     for line in sys.stdin:
         schema = json.loads(line)
@@ -172,7 +186,7 @@ class Worker:
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.command = [sys.executable, __file__, "--worker", name]
-        self.command += ["--bundle", arguments.bundle, "--tokenizer", arguments.tokenizer]
+        self.command += ["--tokenizer", arguments.tokenizer]
         self.limit = float(arguments.limit)
         self.start()
 
@@ -311,7 +325,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bundle", required=True)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--schemas", type=Path, nargs="*", default=[])
     parser.add_argument("--sample", type=int, default=0, help="schemas of each folder; 0: all")
@@ -322,7 +335,7 @@ def main() -> None:
     parser.add_argument("--worker", choices=NAMES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments.worker, arguments.bundle, arguments.tokenizer)
+        work(arguments.worker, arguments.tokenizer)
         return
     suites = {folder.name: schemas_of(folder) for folder in arguments.schemas}
     suites["pydantic"] = pydantic_schemas()
