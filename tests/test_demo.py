@@ -290,7 +290,7 @@ def test_a_given_beginning_is_part_of_the_constrained_text(
         *_, last = demo.stream(prompt=COMMAND, prefix=prefix, schema=PLACE, max_new_tokens=24)
         assert last.text == out.text
     with pytest.raises(
-        dlm_runtime.RequestError, match=r"^no text of the constraint starts with '\{ '"
+        dlm_runtime.RequestError, match=r'^no text of the constraint starts with "\{ "'
     ):
         demo.generate(prompt=COMMAND, prefix="{ ", schema=PLACE, max_new_tokens=24)
     schema = tmp_path / "place.json"

@@ -25,6 +25,7 @@ EXTRAS = {
     "modelopt": "calibrating by NVIDIA's modelopt",
     "capture": "running a release's own code, for golden logits",
     "optimum": "the command of optimum-cli",
+    "docs": "building the documentation site",
 }
 
 

@@ -242,6 +242,7 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
       continue;
     }
     if (found.is_dead) continue;
+    if (type == kObject && expand_violation(found, names, open)) continue;
     if (!found.choices.empty() && formulas_.listed(formulas_.all(found.atoms)) == nullptr) {
       // All choices are about which properties are there, or they have become certain.
       std::vector<Clause> clauses;
@@ -298,6 +299,28 @@ std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
         reduced_choice(found.choices[i], found, names) != Formulas::kYes)
       return i;
   return std::nullopt;
+}
+
+// Replaces a violation that a case asserts by its ways among `names`, the properties that are
+// written. Returns false if there is none, or if the values of the case are listed.
+bool Writer::expand_violation(Case& found, const std::vector<std::string>& names,
+                              std::vector<Case>& open) {
+  const auto at = std::find_if(found.atoms.begin(), found.atoms.end(), [&](Formula part) {
+    return formulas_[part].op == Op::atom && formulas_[part].atom == Atom::violates;
+  });
+  if (at == found.atoms.end() || formulas_.listed(formulas_.all(found.atoms)) != nullptr)
+    return false;
+  const Formula asserted = *at;
+  const Formula rest = violation(formulas_[asserted], names);
+  if (rest == Formulas::kNo) {
+    if (names.empty()) refuse_violation(asserted);
+    return true;
+  }
+  found.atoms.erase(at);
+  found.asserted.erase(asserted);
+  assert_all(found, {rest});
+  if (!found.is_dead) open.push_back(std::move(found));
+  return true;
 }
 
 void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {

@@ -102,6 +102,8 @@ class Writer {
   std::optional<size_t> next_choice(const Case& found, uint8_t type,
                                     const std::vector<std::string>& names);
   void split(const Case& found, size_t choice, std::vector<Case>& open);
+  bool expand_violation(Case& found, const std::vector<std::string>& names,
+                        std::vector<Case>& open);
   void split_with_names(const Case& found, size_t choice, const std::vector<std::string>& names,
                         std::vector<Case>& open);
   void refuse_violation(Formula formula);
