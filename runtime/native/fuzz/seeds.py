@@ -153,7 +153,8 @@ def automata() -> dict[str, bytes]:
     expressions = ("[ab]*", '\\{"a":(12|true)\\}', "(ab|ba){2,3}", "a")
     choices = ((0, 0, 5, 0), (13, 1, 48, 0), (31, 2, 17, 3), (4, 3, 9, 6))
     return {
-        f"{number}": bytes(choice) + compiled(expression, vocabulary, 128, (126,)).constraint.data[:-32]
+        f"{number}": bytes(choice)
+        + compiled(expression, vocabulary, 128, (126,)).constraint.data[:-32]
         for number, (expression, choice) in enumerate(zip(expressions, choices, strict=True))
     }
 
