@@ -32,26 +32,22 @@ constexpr int32_t kMostTokens = 1 << 24;
 
 std::string text_or_none(const char* text) { return text == nullptr ? "" : text; }
 
-int32_t in_range(const char* name, int32_t value, int32_t low, int32_t high) {
-  if (value < low || value > high)
-    dlm::fail(DLM_INVALID_ARGUMENT, "%s = %d is outside %d..%d", name, value, low, high);
-  return value;
-}
-
 dlm::compile::Constraint read_constraint(const dlm_constraint& given) {
   constexpr int32_t kMostIndent = 64, kMostDepth = 64;
   dlm::compile::Constraint out;
-  out.kind = static_cast<dlm::compile::Constraint::Kind>(
-      in_range("kind", given.kind, DLM_CONSTRAINT_REGEX, DLM_CONSTRAINT_TREE));
+  dlm::check_range("kind", given.kind, DLM_CONSTRAINT_REGEX, DLM_CONSTRAINT_TREE);
+  dlm::check_range("indent", given.indent, -1, kMostIndent);
+  dlm::check_range("has_lines", given.has_lines, 0, 1);
+  dlm::check_range("max_depth", given.max_depth, -1, kMostDepth);
+  out.kind = static_cast<dlm::compile::Constraint::Kind>(given.kind);
   out.content = dlm::view_of(given.content, given.content_size, "content");
   out.before = text_or_none(given.before);
   out.behind = text_or_none(given.behind);
   out.layout.item_separator = text_or_none(given.item_separator);
   out.layout.key_separator = text_or_none(given.key_separator);
-  out.layout.indent = in_range("indent", given.indent, -1, kMostIndent);
-  out.layout.has_lines = in_range("has_lines", given.has_lines, 0, 1) != 0;
-  if (in_range("max_depth", given.max_depth, -1, kMostDepth) >= 0)
-    out.max_depth = static_cast<uint32_t>(given.max_depth);
+  out.layout.indent = given.indent;
+  out.layout.has_lines = given.has_lines != 0;
+  if (given.max_depth >= 0) out.max_depth = static_cast<uint32_t>(given.max_depth);
   if (!(given.seconds >= 0) || given.states < 0 || given.edges < 0)
     dlm::fail(DLM_INVALID_ARGUMENT, "a limit of compiling is below 0");
   out.limits = {given.seconds, given.memory_bytes, static_cast<size_t>(given.states),
@@ -69,7 +65,7 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
     vocab_size = bundle->manifest.denoiser.vocab_size;
     ends = bundle->manifest.denoiser.eos_token_ids;
   } else {
-    in_range("vocab_size", vocab_size, 1, kMostTokens);
+    dlm::check_range("vocab_size", vocab_size, 1, kMostTokens);
     if (given.eos_count > 0) require(given.eos_token_ids, "eos_token_ids");
     if (given.eos_count > static_cast<size_t>(vocab_size))
       dlm::fail(DLM_INVALID_ARGUMENT, "eos_count = %zu is more than vocab_size", given.eos_count);

@@ -8,18 +8,12 @@
 #include <unordered_map>
 
 #include "compile/byte_automaton.h"
+#include "compile/numbers.h"
 
 namespace dlm::compile {
 namespace {
 
 constexpr int32_t kNone = -1;
-
-size_t index(int32_t number) { return static_cast<size_t>(number); }
-
-uint64_t mixed(uint64_t hash, uint64_t value) {
-  hash = (hash ^ value) * 0x9E3779B97F4A7C15u;
-  return hash ^ (hash >> 29);
-}
 
 bool equal(const ByteEdge* a, const ByteEdge* b, size_t count) {
   for (size_t i = 0; i < count; ++i)

@@ -10,14 +10,13 @@
 #include <vector>
 
 #include "base/error.h"
+#include "compile/numbers.h"
 #include "compile/token_walks.h"
 
 namespace dlm::compile {
 namespace {
 
 constexpr int32_t kNone = -1;
-
-size_t index(int32_t number) { return static_cast<size_t>(number); }
 
 // Makes an automaton of edges between states of `texts`.
 class Assembly {

@@ -7,6 +7,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "compile/numbers.h"
+
 namespace dlm::compile {
 namespace {
 
@@ -15,8 +17,6 @@ namespace {
 constexpr int kManyBytes = 24, kBytesAlike = 16;
 constexpr int32_t kEncodedBytes = 96;  // of a text that has to follow, the tokenizer gets so many
 constexpr int32_t kNone = -1;
-
-size_t index(int32_t number) { return static_cast<size_t>(number); }
 
 Kinds kinds_of(const ByteAutomaton& texts) {
   std::array<uint8_t, 257> is_start{};

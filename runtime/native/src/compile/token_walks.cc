@@ -13,18 +13,13 @@
 #include <algorithm>
 #include <deque>
 
+#include "compile/numbers.h"
+
 namespace dlm::compile {
 namespace {
 
 constexpr int32_t kCheckedNodes = 4096;  // of a walk between two looks at the clock
 constexpr int32_t kNone = -1;
-
-size_t index(int32_t number) { return static_cast<size_t>(number); }
-
-uint64_t mixed(uint64_t hash, uint64_t value) {
-  hash = (hash ^ value) * 0x9E3779B97F4A7C15u;
-  return hash ^ (hash >> 29);
-}
 
 }  // namespace
 

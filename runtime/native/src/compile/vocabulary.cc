@@ -4,13 +4,12 @@
 #include <utility>
 
 #include "base/error.h"
+#include "compile/numbers.h"
 
 namespace dlm::compile {
 namespace {
 
 constexpr size_t kKept = 8;  // trees by classes, each of a few MB
-
-size_t index(int32_t number) { return static_cast<size_t>(number); }
 
 // Closes the nodes of a path: `node` is the next that does not go on from them.
 void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t node) {
