@@ -3,16 +3,15 @@
     python benchmarks/before_after.py OTHER [--size 134M] [--rounds 15] [--json FILE]
 
 OTHER is a checkout of another commit with its own .venv (`make .venv/.installed`). Each side builds
-its bundle and runs it with its own runtime. The two sides take turns on the passes of passes.py,
-the generation of generation.py, and the first tokens of a process. Prints medians with quartiles,
-and this side's time over the other's.
+its bundle and runs it with its own runtime. The two sides take turns on single passes, a generation
+and the first token of a process. Prints medians with quartiles in milliseconds, this side's value
+over the other's, the passes and peak memory of a generation, and how many of its tokens are equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,11 +21,10 @@ from typing import Any
 
 from shapes import ROOT, machine
 
-from dlm_runtime.abi import native as _native
-
 PRECISIONS = ("int8", "fp32")
 PASSES = ((32, 224, 32), (256, 0, 256))  # (T, S, R)
-GIVEN, NEW_TOKENS = 128, 128  # of generations and first tokens
+NEW_TOKENS = 128  # of a generation, after 128 given tokens
+# Both programs use only calls that old and new versions have.
 WORKER = """
 import json, sys
 import dlm_runtime
@@ -35,69 +33,67 @@ given = [(i * 7919) % 1000 for i in range(128)]
 for line in sys.stdin:
     name, *sizes = json.loads(line)
     if sizes:
-        seconds = bundles[name].time_passes(*sizes, 4)
+        answer = bundles[name].time_passes(*sizes, 4)
     else:
-        out = bundles[name].generate(tokens=given, max_new_tokens=128, preset="fast-dllm", stop="none", threshold=1.0)
-        assert out.nfe == 128
-        seconds = [out.timings["total"]]
-    print(json.dumps(seconds), flush=True)
+        out = bundles[name].generate(
+            tokens=given, max_new_tokens=128, preset="fast-dllm", stop="none", threshold=1.0
+        )
+        status = open("/proc/self/status").read().split("VmHWM:")[1]
+        answer = [out.timings["total"], out.nfe, int(status.split()[0]), list(out.tokens)]
+    print(json.dumps(answer), flush=True)
+"""
+FIRST = """
+import sys
+import dlm_runtime
+given = [(i * 7919) % 1000 for i in range(128)]
+dlm_runtime.open(sys.argv[1]).generate(
+    tokens=given, max_new_tokens=1, preset="fast-dllm", stop="none"
+)
 """
 
 
 class Side:
-    """A checkout: a process that runs its runtime, and its C program."""
+    """A checkout: its bundles, and a process that runs its runtime."""
 
     def __init__(self, root: Path, size: str) -> None:
-        python = root / ".venv" / "bin" / "python"
+        self.python = str(root / ".venv" / "bin" / "python")
         say = f"from shapes import bundle_of; print(bundle_of({size!r}, PRECISION))"
         self.bundles = {}
         for precision in PRECISIONS:
             code = say.replace("PRECISION", repr(precision))
             done = subprocess.run(
-                [python, "-c", code],
+                [self.python, "-c", code],
                 cwd=root / "benchmarks",
                 check=True,
                 capture_output=True,
                 text=True,
             )
             self.bundles[precision] = done.stdout.strip().splitlines()[-1]
-        where = "from first_token import compiled; print(compiled())"
-        done = subprocess.run(
-            [python, "-c", where],
-            cwd=root / "benchmarks",
-            check=True,
-            capture_output=True,
+        self.process = subprocess.Popen(
+            [self.python, "-c", WORKER, json.dumps(self.bundles)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
         )
-        self.program = done.stdout.strip().splitlines()[-1]
-        command = [str(python), "-c", WORKER, json.dumps(self.bundles)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
 
-    def ask(self, *what: object) -> list[float]:
+    def ask(self, *what: object) -> list[Any]:
+        """Send one line to the process and return its answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
-        answer: list[float] = json.loads(self.process.stdout.readline())
-        return [second * 1e3 for second in answer]
+        answer: list[Any] = json.loads(self.process.stdout.readline())
+        return answer
 
-    def first_tokens(self) -> list[float]:
-        """Milliseconds from the start of a process to its first committed tokens, with hashes
-        checked.
-        """
-        environment = os.environ | {"DLM_ONNXRUNTIME": _native.onnxruntime_library() or ""}
-        command = [
-            self.program,
-            self.bundles["int8"],
-            "1",
-            str(GIVEN),
-            str(NEW_TOKENS),
-            str(time.monotonic_ns()),
-        ]
-        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-        return [float(done.stdout.split()[-1])]
+    def passes(self, precision: str, sizes: tuple[int, ...]) -> list[float]:
+        """Return the milliseconds of each pass."""
+        return [second * 1e3 for second in self.ask(precision, *sizes)]
+
+    def first_token(self) -> float:
+        """Return the milliseconds of a Python process that generates one token."""
+        began = time.perf_counter()
+        subprocess.run([self.python, "-c", FIRST, self.bundles["int8"]], check=True)
+        return (time.perf_counter() - began) * 1e3
 
 
 def main() -> None:
@@ -114,15 +110,23 @@ def main() -> None:
         "other": Side(arguments.other.resolve(), arguments.size),
     }
     found: dict[str, dict[str, list[float]]] = {}
+    canvases: dict[tuple[str, str], list[int]] = {}
     for number in range(arguments.rounds + 1):
         for name, side in sorted(
             sides.items(), reverse=number % 2 == 1
         ):  # neither is always the second
             rows = {
-                f"{p}, pass of {sizes}": side.ask(p, *sizes) for p in PRECISIONS for sizes in PASSES
+                f"{p}, pass of {sizes}": side.passes(p, sizes)
+                for p in PRECISIONS
+                for sizes in PASSES
             }
-            rows["int8, 128 given, 128 new, 128 passes"] = side.ask("int8")
-            rows["int8, first tokens of a process"] = side.first_tokens()
+            for precision in PRECISIONS:
+                seconds, nfe, peak, tokens = side.ask(precision)
+                rows[f"{precision}, generation of {NEW_TOKENS}"] = [seconds * 1e3]
+                rows[f"{precision}, passes of a generation"] = [nfe]
+                rows["peak resident, KiB"] = [peak]
+                canvases[name, precision] = tokens[-NEW_TOKENS:]
+            rows["int8, first token of a process"] = [side.first_token()]
             for row, values in rows.items():
                 if number:  # the first round warms up
                     found.setdefault(row, {}).setdefault(name, []).extend(values)
@@ -138,10 +142,12 @@ def main() -> None:
         result["rows"][row] = {"ratio": ratio} | {
             name: {"quartiles_ms": values} for name, values in quartiles.items()
         }
-        shown = (
-            f"{name} {q[1]:.2f} ({q[0]:.2f} .. {q[2]:.2f}) ms" for name, q in quartiles.items()
-        )
+        shown = (f"{name} {q[1]:.2f} ({q[0]:.2f} .. {q[2]:.2f})" for name, q in quartiles.items())
         print(f"{row}: {'; '.join(shown)}; {ratio:.3f} x", flush=True)
+    for precision in PRECISIONS:
+        pairs = zip(canvases["this", precision], canvases["other", precision], strict=True)
+        result["rows"][f"{precision}, equal tokens"] = equal = sum(a == b for a, b in pairs)
+        print(f"{precision}: {equal} of {NEW_TOKENS} new tokens are equal")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     for side in sides.values():
