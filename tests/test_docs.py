@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -621,6 +622,34 @@ def test_developing_lists_the_rooms() -> None:
     assert sorted(rooms) == sorted(
         path.parent.name for path in (ROOT / "exporter" / "dlm_export").glob("*/__init__.py")
     )
+
+
+def test_the_files_that_developing_names_exist() -> None:
+    """A page that sends a developer to a deleted file is worse than no page."""
+    roots = [
+        ROOT,
+        ROOT / "exporter" / "dlm_export",
+        ROOT / "runtime" / "dlm_runtime",
+        ROOT / "runtime" / "native" / "src",
+        ROOT / "calibration",
+    ]
+    page = (SITE / "guides" / "developing.md").read_text()
+    named = set(re.findall(r"`([\w./-]+\.(?:py|cc|h|md))`", page))
+    assert len(named) > 40
+    missing = sorted(
+        name
+        for name in named
+        if not any((root / name).exists() for root in roots)
+        and not list(ROOT.glob(f"runtime/**/{name}"))
+        and not list(ROOT.glob(f"exporter/**/{name}"))
+    )
+    assert missing == []
+
+
+def test_the_chart_of_readme_shows_the_results() -> None:
+    tool = runpy.run_path(str(ROOT / "docs" / "tools" / "edge_chart.py"))
+    rows = json.loads(tool["RESULTS"].read_text())["rows"]
+    assert tool["draw"](rows) == tool["IMAGE"].read_text()
 
 
 def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
