@@ -183,6 +183,22 @@ def test_a_text_with_no_other_spelling_is_refused() -> None:
                 refused()
 
 
+def test_the_unknown_token_is_ordinary_text_if_a_message_spells_it() -> None:
+    """Gemma's unknown token is special, and its letters have ordinary tokens."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {"<unk>": 0, "<": 1, "u": 2, "n": 3, "k": 4, ">": 5, "a": 6}, [], unk_token="<unk>"
+        )
+    )
+    made.add_special_tokens(["<unk>"])
+    tokenizer = Tokenizer(made.to_str().encode(), "{{ messages[0].content }}", {})
+    with contextlib.closing(tokenizer):
+        assert tokenizer.encode("a<unk>") == [6, 1, 2, 3, 4, 5]
+        assert tokenizer.encode_chat(chat("a<unk>")) == [6, 1, 2, 3, 4, 5]
+        assert tokenizer.encode_chat(chat("az")) == [6, 0], "no token has this letter"
+        assert tokenizer.encode_chat(chat("a<unk>"), special_tokens=True) == [6, 0]
+
+
 def test_a_part_that_depends_on_its_place_is_refused_and_not_encoded_in_another_way() -> None:
     made = tokenizers.Tokenizer(
         tokenizers.models.BPE(json.loads(tokenizer_files.made("Gemma"))["model"]["vocab"], [])

