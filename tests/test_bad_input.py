@@ -853,11 +853,11 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     ),
     "a draw at no temperature": (
         ("--tokens", "1", "--set", "select=sample"),
-        ("draws at a temperature above 0",),
+        ("needs a temperature above 0",),
     ),
     "argmax at a temperature": (
         ("--tokens", "1", "--set", "select=argmax", "--temperature", 0.7),
-        ('temperature = 0.7 is of select = "sample"',),
+        ('temperature = 0.7 needs select = "sample"',),
     ),
     "top_p above one": (("--tokens", "1", "--set", "top_p=1.5"), ("top_p = 1.5 is outside 0..1",)),
 }

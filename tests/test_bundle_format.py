@@ -866,7 +866,7 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
         (
             ("loop", "presets", "llada", "temperature"),
             0.7,
-            'temperature = 0.7 is of select = "sample"',
+            'temperature = 0.7 needs select = "sample"',
         ),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else None,

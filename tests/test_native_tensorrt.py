@@ -524,7 +524,7 @@ def test_requests_of_a_batch_run_one_by_one_or_are_refused(bundle: Path, drive: 
     told = drive(bundle, cache="dual", batch=3, max_batch=2)
     ((status, message),) = told.rounds
     assert status == "UNSUPPORTED"
-    assert "a pass of 2 requests, but the engine takes 1 at a time: give max_batch = 1" in message
+    assert "a pass of 2 requests, but the engine takes at most 1: set max_batch = 1" in message
     assert told.counts[0].get("enqueueV3", 0) == 0
 
 
