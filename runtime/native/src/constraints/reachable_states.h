@@ -10,7 +10,7 @@
 
 namespace dlm {
 
-// Whether the denoiser rules a token out. Engines return only finite logits and -inf. NaN counts as
+// True if the denoiser rules a token out. Engines return only finite logits and -inf. NaN counts as
 // ruled out, so that comparisons never see it.
 inline bool is_ruled_out(float logit) { return !(logit > -std::numeric_limits<float>::infinity()); }
 

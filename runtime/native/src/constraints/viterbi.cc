@@ -37,7 +37,7 @@ ExactWeight weigh_exactly(const Place& place, int32_t token) {
   return {0, ExactSum(place.logits[token]) - ExactSum(place.base())};
 }
 
-// Whether a token is better than another at a place: by logit, then by lower id. Compares logits,
+// True if a token is better than another at a place: by logit, then by lower id. Compares logits,
 // not differences, because rounding can make different differences equal.
 bool is_better(const Place& place, int32_t token, int32_t other) {
   if (place.logits != nullptr)

@@ -8,7 +8,7 @@
 namespace dlm {
 namespace {
 
-// Whether the fields cover dlm_policy in order and without gaps.
+// True if the fields cover dlm_policy in order and without gaps.
 constexpr bool covers_dlm_policy() {
   size_t end = sizeof(dlm_policy::struct_size);
   for (const dlm_policy_field& field : kPolicyFields) {

@@ -76,7 +76,7 @@ class Proposer {
   virtual void scaffold(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         Range /*range*/, std::vector<Certain>& /*certain*/) {}
 
-  // Whether a fully decided text is complete even if it had no room for an end token.
+  // True if a fully decided text is complete even if it had no room for an end token.
   virtual bool is_whole() const { return false; }
 
   // Completes a request that ends early. `guess` holds the last pass's proposals for undecided

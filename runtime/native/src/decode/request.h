@@ -40,7 +40,7 @@ class Request {
           std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
           std::unique_ptr<Proposer> proposer = nullptr);
 
-  // Whether both can run in lockstep: with a cache, their passes must run over the same rows.
+  // True if both can run in lockstep: with a cache, their passes must run over the same rows.
   bool fits(const Request& other) const;
   bool has_cache() const { return policy_.cache != Cache::none; }
   double guidance() const { return policy_.cfg_scale; }       // 0: none

@@ -41,7 +41,7 @@ class TextWriter {
   bool is_stopped() const { return is_stopped_; }
   // Generated tokens of the text (given ones do not count).
   int32_t completion_tokens() const { return completion_tokens_; }
-  // Whether the tokens of the text, and those that end it, are decided.
+  // True if the tokens of the text, and those that end it, are decided.
   bool is_decided(const Request& request) const;
 
  private:

@@ -32,7 +32,7 @@ class Callback final : public HostEngine {
   std::string description() const override { return "callback"; }
 
  private:
-  // Whether all logits but the mask token's are below +infinity, and none of these is NaN.
+  // True if all logits but the mask token's are below +infinity, and none of these is NaN.
   bool is_usable(const float* logits) const {
     bool is_usable = true;
     for (const auto& [first, last] :

@@ -58,7 +58,7 @@ enum class CacheUse {
   append    // over positions [0, S), none or kept; the T new rows are kept behind them, no others
 };
 
-// Whether the new rows are kept.
+// True if the new rows are kept.
 constexpr bool keeps_rows(CacheUse use) { return use != CacheUse::none && use != CacheUse::read; }
 
 class Context {
@@ -88,7 +88,7 @@ class Engine {
   // that an appended cache has room for at most, the denoiser's max_canvas_length.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
 
-  // Whether requests may share a pass as segments of a row of tokens. If not, they go in lockstep.
+  // True if requests may share a pass as segments of a row of tokens. If not, they go in lockstep.
   virtual bool takes_segments() const { return false; }
 
   // `rows` rows of keys and values for requests that do, else NULL. The engine must outlive it.

@@ -193,7 +193,7 @@ struct CachedAttention {
   }
   int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
 
-  // Whether the segments are such, and lie in past. The kernel must not run otherwise.
+  // True if the segments are such, and lie in past. The kernel must not run otherwise.
   bool has_good_segments() const;
 
   // The last position that a query at this one sees, of those that have a row of the tables.
@@ -202,7 +202,7 @@ struct CachedAttention {
     return static_cast<int32_t>((end < table_rows ? end : table_rows) - 1);
   }
 
-  // Whether every position has a row of the tables. The kernel must not run otherwise.
+  // True if every position has a row of the tables. The kernel must not run otherwise.
   bool is_in_table() const;
 };
 

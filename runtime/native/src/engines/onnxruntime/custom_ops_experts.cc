@@ -26,7 +26,7 @@ void read_int4_experts(const ort::Api& api, const OrtKernelInfo* info, Node& nod
   read_group_size(api, info, node);
 }
 
-// Whether the stacks are those of so many experts of inputs and columns, in panels of a format.
+// True if the stacks are those of so many experts of inputs and columns, in panels of a format.
 template <ExpertFormat kFormat>
 ExpertWeights take_stack(const Call& call, const Experts& mixture, size_t index, int64_t inputs,
                          int64_t columns) {

@@ -21,7 +21,7 @@ void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   read_group_size(api, info, node);
 }
 
-// Whether codes and scales are those of a weight of so many inputs and columns in panels, INT4
+// True if codes and scales are those of a weight of so many inputs and columns in panels, INT4
 // where there are groups.
 template <class Scale>
 bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<Scale>& scales, int64_t inputs,

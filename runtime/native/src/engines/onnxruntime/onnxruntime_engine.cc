@@ -85,7 +85,7 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
   return {ort::Api(table), version};
 }
 
-// Whether a graph that could not be loaded is to blame, or the library.
+// True if a graph that could not be loaded is to blame, or the library.
 dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   const int code = reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0;
   if (code == ort::kNoSuchFile) return DLM_NOT_FOUND;
@@ -376,7 +376,7 @@ class OnnxRuntime final : public HostEngine {
 
   static Port segments_port(const std::string& name = {}) { return {name, kInt64, {kR, 4}}; }
 
-  // Whether the graph has the optional input "segments". Throws as verify_ports.
+  // True if the graph has the optional input "segments". Throws as verify_ports.
   bool find_segments() {
     if (graph_.ports.segments.empty() || device_) return false;
     std::vector<Port> ports = {segments_port(graph_.ports.segments)};

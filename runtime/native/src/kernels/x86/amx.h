@@ -1,4 +1,4 @@
-// Whether this process may use AMX's matrix registers: processor, system, and a proof.
+// True if this process may use AMX's matrix registers: processor, system, and a proof.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ AmxHost read_amx_host(bool has_avx512_vnni, bool (*prove)());
 // The first thing that stands in the way, and nothing after it is asked; empty: nothing does.
 std::string find_amx_refusal(const AmxHost& host);
 
-// Whether INT8 and INT4 layers of a few numbers come out as plain C++ multiplies them.
+// True if INT8 and INT4 layers of a few numbers come out as plain C++ multiplies them.
 bool multiplies_rightly(const Kernels& kernels);
 
 }  // namespace dlm
