@@ -895,7 +895,7 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
         "--tokens",
         "1",
         code=2,
-        says=(f"{tmp_path}: no manifest.json there, so it is not a bundle",),
+        says=(f"{tmp_path}: not a bundle: it has no manifest.json",),
     )
     _fails("run", tmp_path / "nowhere", "--tokens", "1", code=2, says=("nowhere' does not exist",))
     (tmp_path / "manifest.json").write_text("{}")
@@ -930,7 +930,7 @@ def test_a_missing_engine_is_named_with_what_to_do(
     monkeypatch.setenv("DLM_ONNXRUNTIME", "/nonexistent/libonnxruntime.so")
     says = (
         "cannot load ONNX Runtime from $DLM_ONNXRUNTIME: /nonexistent/libonnxruntime.so",
-        "Python finds what pip installs",
+        "Python finds pip's",
     )
     _fails("run", llada_bundle, "--tokens", "1", code=1, says=says)
     _build_fails(llada_checkpoint, out, code=1, says=says)
@@ -950,5 +950,5 @@ def test_a_process_of_its_own_prints_one_line_and_no_traceback(tmp_path: Path) -
     assert done.stdout == ""
     assert (
         done.stderr
-        == f"Error: {tmp_path}: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.\n"
+        == f"Error: {tmp_path}: not a bundle: it has no manifest.json. `dlm-export build` writes one.\n"
     )

@@ -461,7 +461,7 @@ def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path)
     make(), make("a|b"), make(before="a"), make(ends=(END, 3))
     assert len(asked) in (8, 9), "a file under another's name is not taken"
     with pytest.raises(
-        BundleError, match=r"^the constraint: damaged: its SHA-256 is not what it says"
+        BundleError, match=r"^the constraint: the file is damaged: its SHA-256 does not match"
     ):
         Constraint(bytes(data))
 

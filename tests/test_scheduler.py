@@ -130,7 +130,7 @@ def test_events_tell_of_every_pass_and_end_with_the_result(demo: Bundle) -> None
 def test_a_time_for_passes_is_refused_where_requests_take_turns() -> None:
     with (
         ArithmeticDenoiser().bundle as bundle,
-        pytest.raises(RequestError, match="they take turns: leave it out"),
+        pytest.raises(RequestError, match="requests take turns: leave it out"),
     ):
         bundle.scheduler(max_pass_ms=5, cost=PassCost(1, 1, 0, 0))
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_is_said(demo: Bundle) -> None:
     with pytest.raises(RequestError, match=r"max_running = 0 is outside 1\.\.4096"):
         demo.scheduler(max_running=0)
     with pytest.raises(
-        RequestError, match=r"max_pass_ms = 50 wants to know .* `dlm-export bench BUNDLE --cost`"
+        RequestError, match=r"max_pass_ms = 50 needs this machine's cost .* `dlm-export bench BUNDLE --cost`"
     ):
         demo.scheduler(max_pass_ms=50)
     with pytest.raises(RequestError, match="max_pass_ms = nan is no time"):

@@ -146,7 +146,7 @@ void test_text_that_is_none(const std::string& whole) {
     } catch (const dlm::Error& error) {
       CHECK(error.status() == DLM_INVALID_ARGUMENT);
       CHECK(std::string(error.what()) ==
-            "the text is no UTF-8: byte " + std::to_string(at) + " starts no whole character");
+            "the text is not UTF-8: byte " + std::to_string(at) + " starts no whole character");
     }
   }
   CHECK(ids.empty());

@@ -99,7 +99,7 @@ std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens
   const size_t length = count + static_cast<size_t>(new_tokens);
   if (count > longest || length > longest)
     fail(DLM_INVALID_ARGUMENT,
-         "a canvas of %zu tokens (%zu given and %d new) exceeds the denoiser's limit of %zu: "
+         "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu: "
          "use fewer tokens, or a smaller max_new_tokens",
          length, count, new_tokens, longest);
   if (length == 0)

@@ -35,7 +35,7 @@ class Reader {
     data_ += count * sizeof(int32_t);
     for (const int32_t value : out)
       if (value < lowest || value > highest)
-        fail(DLM_BAD_BUNDLE, "%s: %s has %d, outside %d..%d", where_.c_str(), name, value, lowest,
+        fail(DLM_BAD_BUNDLE, "%s: %s holds %d, outside %d..%d", where_.c_str(), name, value, lowest,
              highest);
     return out;
   }

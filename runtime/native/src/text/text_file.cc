@@ -48,7 +48,7 @@ class Reader {
     const Numbers out = take<int32_t>(count);
     for (const int32_t value : out)
       if (value < lowest || value > highest)
-        fail(DLM_BAD_BUNDLE, "%s: %s has %d, outside %d..%d", where_.c_str(), name, value, lowest,
+        fail(DLM_BAD_BUNDLE, "%s: %s holds %d, outside %d..%d", where_.c_str(), name, value, lowest,
              highest);
     return out;
   }
