@@ -1,4 +1,4 @@
-"""Exit codes of the command line. Each error class names its own (``exit_code``)."""
+"""Exit codes of the command line. Each error class has its code (``exit_code``)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How the command line ends, but for 0, done, and 128 + n, ended by signal n.
+    """Exit codes of the command line, besides 0 (done) and 128 + n (ended by signal n).
 
-    It says what has to change before the same command works. docs/guides/troubleshooting.md has the table
-    for users.
+    The code says what must change before the same command works. docs/guides/troubleshooting.md has
+    the table for users.
     """
 
     COULD_NOT = 1

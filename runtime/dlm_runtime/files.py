@@ -1,8 +1,8 @@
-"""Small files from outside: plain ones, of bounded size, whose text and JSON is what can be printed
+"""Reads small untrusted files: plain ones, of limited size, with text and JSON that can be printed
 and computed with.
 
-A pipe would be waited for, and a device has no end: neither is read. Every function raises
-``error``, a sentence that names the file; ``hint`` is put behind it.
+Pipes and devices are not read, because they may never end. Every function raises ``error`` with a
+message that names the file and ends with ``hint``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ _PIECE_BYTES = 1 << 16
 def read_bytes(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
 ) -> bytes:
-    """All of a plain file, which a symbolic link may lead to. ``sha256``: the hash that its content
-    must have; None: any.
-    """
+    """Read a plain file; follows symbolic links. ``sha256``: the expected hash, or None for any."""
     try:
         # Opening a pipe would wait for its other end; what was opened is what is looked at.
         with open(
@@ -64,7 +62,7 @@ def read_bytes(
 def read_text(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
 ) -> str:
-    """A plain file's text in UTF-8. ``sha256``: see ``read_bytes``."""
+    """Read a plain file as UTF-8 text. ``sha256``: see ``read_bytes``."""
     try:
         return read_bytes(path, limit_bytes, error, hint, sha256).decode("utf-8")
     except UnicodeDecodeError as err:
@@ -76,7 +74,7 @@ def read_text(
 def read_object(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = ""
 ) -> dict[str, Any]:
-    """The JSON object in a plain file."""
+    """Read the JSON object in a plain file."""
     data = read_bytes(path, limit_bytes, error, hint)
     try:
         value = parse_json(data.decode("utf-8"))
@@ -88,11 +86,11 @@ def read_object(
 
 
 def parse_json(text: str) -> Any:
-    """JSON of which every text can be written as UTF-8, and every integer computed with. Raises
+    """Parse JSON whose strings can be written as UTF-8 and whose integers fit a double. Raises
     ValueError.
 
-    Integers beyond 64 bits become doubles, infinite ones beyond 308 digits: Python alone has longer
-    ones, and what takes a number from outside compares it with limits that no infinite one meets.
+    Integers beyond 64 bits become doubles, and beyond 308 digits infinity. Python's own longer
+    integers would break later code; callers compare numbers with limits that infinity exceeds.
     """
     try:
         value = json.loads(

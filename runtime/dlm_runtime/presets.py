@@ -1,7 +1,8 @@
 """The published loops, as presets of ``Policy``.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), LLaDA2 and Fast-dLLM v2 as released. ``docs/reference/policies.md`` describes each.
+(arXiv:2510.06303), LLaDA2 and Fast-dLLM v2 as released. ``docs/reference/policies.md`` describes
+each.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ PRESETS = {
 
 
 def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
-    """The presets that a denoiser's loop takes: ``visible_block`` tokens a block where attention is
-    block-causal, else None.
+    """The presets that suit a denoiser. ``visible_block``: its block length, or None for full
+    attention.
 
-    Their ``block_length`` is then said, where it is the network's.
+    For block-causal attention, a preset's ``block_length`` of 0 becomes the network's block length.
     """
     found = {
         name: policy for name, policy in PRESETS.items() if _suits(policy, visible_block, shift)
@@ -64,7 +65,7 @@ def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
 
 
 def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
-    """As the native loop has it (``plan.cc``)."""
+    """The same rules as in the native loop (``plan.cc``)."""
     if visible_block is None:
         return not policy.cache.startswith("block")
     lengths = (

@@ -1,9 +1,9 @@
-"""Functions that a denoiser may call: how they are told, what a call looks like, and calls read out
-of a text.
+"""Functions that a denoiser may call: their descriptions, the format of calls, and reading calls
+from text.
 
-Tools are described as OpenAI's interface has it, by JSON Schema, and a chat template gets them as
-transformers passes them. Where a call is asked for, the text is constrained to the union of all
-calls that are valid by their schemas.
+Tools are described by JSON Schema as in OpenAI's API, and passed to chat templates as transformers
+does. If a call is required, the text is constrained to the union of all calls that are valid by
+their schemas.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _new_id() -> str:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a text consists of.
+    """A call of a function.
 
     Args:
         name: Name of the function.
         arguments: Its arguments.
-        id: ``call_`` and 24 random hexadecimal digits, for the message that answers the call. Every call has its own, whatever
-            the seed. Calls that differ in their ids only are equal.
+        id: ``call_`` and 24 random hexadecimal digits, for the message that answers the call. It is unique and
+            independent of the seed. Calls that differ only in their ids are equal.
     """
 
     name: str
@@ -43,9 +43,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written: each is a JSON object between ``before`` and ``after``, with
-    ``between`` between two of them, and ``start`` and ``end`` around all of them. The object has
-    the keys ``name`` and ``arguments``.
+    """The format of calls. Each call is a JSON object with the keys ``name`` and ``arguments``.
+
+    Args:
+        before, after: Text around each call.
+        between: Text between two calls.
+        start, end: Text around all calls.
 
     Raises RequestError for a field that is not a text.
     """
@@ -77,8 +80,7 @@ FORMATS = {
 
 
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
-    """The chosen format. None: the format that the chat template shows; the default is one JSON
-    object per line.
+    """The chosen format. Without one: the chat template's, or else one JSON object per line.
 
     Raises RequestError for an unknown name.
     """
@@ -93,10 +95,10 @@ def format_of(chosen: str | CallFormat | None, template: str | None) -> CallForm
 
 @dataclass(frozen=True)
 class Tools:
-    """Functions of a request, ``listed`` as they were given. ``choice``: auto, required, none, or
-    the name of one.
+    """Functions of a request. ``listed``: as given. ``choice``: "auto", "required", "none", or a
+    function's name.
 
-    ``is_parallel``: several may be called in one text.
+    ``is_parallel``: one text may have several calls.
     """
 
     listed: tuple[Mapping[str, Any], ...]
@@ -106,9 +108,7 @@ class Tools:
 
     @classmethod
     def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
-        """Tools as a caller gives them. Raises RequestError that names the entry, and what is wrong
-        with it.
-        """
+        """Check a caller's tools. Raises RequestError with the invalid entry and the reason."""
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise RequestError(
                 "tools: give a list of functions, such as [{'type': 'function', 'function': {'name': '...', 'description': "
@@ -131,18 +131,16 @@ class Tools:
 
     @property
     def told(self) -> list[dict[str, Any]] | None:
-        """What the chat template is given."""
+        """The functions for the chat template."""
         return None if self.choice == "none" else [dict(tool) for tool in self.listed]
 
     @property
     def is_forced(self) -> bool:
-        """Whether the text has to be a call."""
+        """True if the text must be a call."""
         return self.choice not in ("auto", "none")
 
     def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
-        """The content of kind "tree" for texts that are a call, or several if ``is_parallel``; each
-        call is an object in ``layout``.
-        """
+        """The "tree" content for texts that are a call, or several if ``is_parallel``."""
         f = self.written
         start, between, end = layout.around(0, False)
         name, arguments = (
@@ -162,10 +160,10 @@ class Tools:
         return {"sequence": [*parts, {"text": f.end}]}
 
     def calls(self, text: str | None) -> list[ToolCall]:
-        """The calls that a text consists of, or that stand between marks in it; none where it is
-        anything else.
+        """The calls that a text consists of, or between the format's marks in it. Empty for other
+        texts.
 
-        A call names one of these functions; its arguments are an object, and are not checked any
+        A call names one of these functions and has an object of arguments, which is not checked
         further.
         """
         if text is None or self.choice == "none":
@@ -179,9 +177,7 @@ class Tools:
         return self._of(text) or []
 
     def _of(self, text: str) -> list[ToolCall] | None:
-        """The calls of JSON values that stand one behind the other, each an object or a list of
-        such; None: not calls alone.
-        """
+        """The calls of consecutive JSON values, each an object or a list of objects, or None."""
         found: list[ToolCall] = []
         rest = text.strip()
         while rest:
@@ -216,7 +212,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _name_of(tool: Any, where: str) -> str:
-    """The name of a function that is described as it should be."""
+    """The name of a function with a valid description."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise RequestError(
@@ -238,9 +234,7 @@ def _name_of(tool: Any, where: str) -> str:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a tree for a function's arguments. Only listed properties are allowed, unless the
-    schema allows others.
-    """
+    """The tree of a function's arguments: only listed properties, unless the schema allows others."""
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):
         schema = _NO_ARGUMENTS | schema

@@ -1,6 +1,7 @@
-"""The constraints of a bundle: read from a request's options, compiled, and the last ones kept.
+"""A bundle's constraints: reads them from a request's options, compiles them, and keeps the last
+ones.
 
-It also sums up how much log probability they cost, and warns once if that is a lot.
+It also sums the log probability that they cost, and warns once if that is large.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ commands the second demo loses 0.013 with its own layout (1.35 in the worst comm
 
 
 class Constraints:
-    """The constraints of one bundle. May be shared by threads."""
+    """The constraints of one bundle. Threads may share it."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -50,7 +51,7 @@ class Constraints:
     def of_request(
         self, tokenizer: Tokenizer | None, options: Options, tools: Tools | None
     ) -> compiled.Constraint | None:
-        """The compiled constraint of a request; None if its text is free. Raises RequestError."""
+        """The compiled constraint of a request, or None if it has none. Raises RequestError."""
         asked = options.constrained_by
         if options.constraint is not None and asked:
             raise RequestError(f"give constraint or {next(iter(asked))}, not both")
@@ -80,11 +81,10 @@ class Constraints:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> compiled.Constraint:
-        """The constraint that the arguments of ``Bundle.constraint`` ask for: a kept one, or compiled
-        now.
+        """The constraint for the arguments of ``Bundle.constraint``: a kept one, or compiled now.
 
-        ``asked`` has the arguments that say what the text may be, by name. One of them must be
-        given; None and False mean: not given. Raises RequestError and DlmError.
+        ``asked`` has the arguments that define the texts, by name; None and False count as missing.
+        Exactly one must be set. Raises RequestError and DlmError.
         """
         kind, value = _chosen(asked)
         if tokenizer is None:
@@ -139,8 +139,8 @@ class Constraints:
         """Count a constrained request's loss. Warn, once per bundle, if constraints make texts far
         less likely than the denoiser's own choices.
 
-        The mean over all constrained requests of the bundle counts, as a single hard request may
-        lose much.
+        This uses the mean over all constrained requests of the bundle, because a single hard
+        request may lose a lot.
         """
         with self._lock:
             self._lost += made.constraint_log_prob_loss
@@ -159,7 +159,7 @@ class Constraints:
 
 
 def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
-    """The one argument that was given, and its name. Raises RequestError."""
+    """The one argument that is set, and its name. Raises RequestError."""
     json_object = asked.get("json_object", False)
     if not isinstance(json_object, bool):
         raise RequestError(f"json_object = {shown(json_object)}: give True or False")
@@ -174,9 +174,7 @@ def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _content(kind: str, value: Any) -> str:
-    """A constraint's argument as text that is equal for equal content. The order of properties
-    counts. Raises RequestError.
-    """
+    """A constraint's argument as text, equal for equal content. The order of properties counts."""
     if kind == "regex":
         return text_of("regex", value)
     if kind == "enum":
@@ -207,7 +205,7 @@ def _plain(value: object) -> object:
 
 
 def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
-    """The text of a ``Content``, from what ``_content`` made of an argument."""
+    """The text of a ``Content``, from the result of ``_content``."""
     if kind == "tools":
         assert tools is not None
         return json.dumps(tools.tree(layout))
@@ -215,7 +213,7 @@ def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
 
 
 def _folder(cache_dir: str | Path | None) -> Path | None:
-    """The folder where the caller wants compiled constraints. Raises RequestError."""
+    """The caller's folder for compiled constraints. Raises RequestError."""
     if cache_dir is None:
         return None
     try:

@@ -1,8 +1,8 @@
-"""Text with holes: what is given around them stays, and what fills them is read out of the canvas.
+"""Infilling: fills holes in a text and keeps the text around them.
 
-A hole is mask tokens. How many it needs is not known beforehand. Either it has room to spare, and
-the denoiser pads it with end tokens; or several lengths are tried, and the one is taken whose
-tokens the denoiser was surest of.
+A hole is a row of mask tokens. The needed number of tokens is not known beforehand. Either the hole
+is long enough and the denoiser pads it with end tokens, or several lengths are tried and the most
+likely one wins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = (
 
 
 class Filler(Protocol):
-    """What infilling needs of a ``Bundle``."""
+    """The parts of a ``Bundle`` that infilling needs."""
 
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -53,12 +53,15 @@ class Filler(Protocol):
 
 @dataclass(frozen=True)
 class Infill:
-    """A text whose holes were filled. ``text`` is all of it, ``holes`` the text of each, up to its
-    first end token.
+    """A text with filled holes.
 
-    ``lengths`` are the tokens of each hole in the canvas. ``log_prob`` is the mean ln p of the
-    holes' tokens when they were committed, by which one length is taken rather than another; None
-    where none was. ``generation`` is the canvas's.
+    Args:
+        text: The whole text.
+        holes: The text of each hole, up to its first end token.
+        lengths: Tokens of each hole in the canvas.
+        log_prob: Mean ln p of the holes' tokens when they were committed, by which lengths are compared. None if no
+            token was.
+        generation: The result of the request.
     """
 
     text: str
@@ -70,7 +73,7 @@ class Infill:
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Given token ids by part, with a hole of some length behind each but the last."""
+    """Given token ids by part; each part but the last is followed by a hole of some length."""
 
     parts: Sequence[Sequence[int]]
     lengths: tuple[int, ...]
@@ -144,8 +147,8 @@ def _beginning(
 ) -> list[int]:
     """Ids of the text before a hole, after those of a prompt or chat.
 
-    Without these, what the tokenizer puts before a prompt is put before the text, but not what it
-    puts after one.
+    Without a prompt or chat, the tokenizer's tokens before a prompt are put before the text, but
+    not those after one.
     """
     if prompt is not None and chat is not None:
         raise RequestError("infill: give prompt or chat, not both")
@@ -176,9 +179,7 @@ def _constrained(
     request: dict[str, Any],
     tried: list[tuple[int, ...]],
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """The request with a constraint of the text from its character ``first`` on, and the lengths
-    that have room for it.
-    """
+    """The request with a constraint from character ``first`` on, and the lengths with room for it."""
     given = {name: request.pop(name) for name in _KINDS if name in request}
     if not given:
         raise RequestError(
@@ -202,7 +203,7 @@ def _constrained(
 
 
 def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
-    """The lengths that the holes have together in each request."""
+    """The lengths of all holes, for each request."""
     try:
         given = [lengths] if isinstance(lengths, int) else list(lengths)
         choices = [[each] if isinstance(each, int) else list(each) for each in given]

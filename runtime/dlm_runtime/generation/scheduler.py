@@ -1,10 +1,9 @@
-"""Requests from any thread that share passes: ``dlm_scheduler_*`` of the C ABI, and a thread that
-makes the passes.
+"""Schedulers: requests from any thread share passes, which one thread makes (``dlm_scheduler_*`` of
+the C ABI).
 
-The thread refers to a ``_Runner`` and never to the ``Scheduler``. A scheduler without references is
-therefore collected. The thread destroys the native scheduler itself as it ends. It has to end
-before the interpreter does: Python would end it by an exception in a callback of native code, which
-does not let it through and aborts.
+The thread refers to a ``_Runner``, never to the ``Scheduler``, so an unreferenced scheduler can be
+collected. The thread destroys the native scheduler when it ends. It must end before the interpreter
+exits: Python would end it with an exception inside a native callback, which aborts the process.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ EVENT_WAIT_S = 0.02
 
 @dataclass(frozen=True)
 class PassCost:
-    """Milliseconds that a pass takes whatever it computes, and for each token of it, each row that
-    it scores and each pair of a token and a position that it sees: what a machine takes for a
-    bundle's passes, as ``dlm-export bench --cost`` fits it.
+    """Milliseconds of a pass: a fixed part, and parts per token, scored row, and (token, visible
+    position) pair. ``dlm-export bench --cost`` measures them. Each is 0 or more and finite.
     """
 
     pass_ms: float
@@ -71,7 +69,7 @@ class PassCost:
 
     @classmethod
     def read(cls, path: str | Path) -> PassCost:
-        """What ``dlm-export bench BUNDLE --cost --json`` printed into a file. Raises RequestError."""
+        """Read the output of ``dlm-export bench BUNDLE --cost --json``. Raises RequestError."""
         hint = " Write it with `dlm-export bench BUNDLE --cost --json`."
         found = read_object(Path(path), _MOST_BYTES, RequestError, hint).get("cost")
         names = [each.name for each in fields(cls)]
@@ -82,13 +80,18 @@ class PassCost:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """``waiting`` and ``running`` requests now; ``submitted``, ``finished`` and ``refused`` (by
-    BusyError) so far.
+    """Counts and times of a scheduler.
 
-    ``passes`` were made in ``busy_s`` seconds, commits included; ``shares`` is the sum of the
-    requests that took part in each. ``cache_bytes``: keys and values held at once, at most.
-    ``passes_s`` seconds were of passes alone, which the scheduler's cost expected to take
-    ``expected_s`` (0 without one, or where requests take turns).
+    Args:
+        waiting, running: Requests now.
+        submitted, finished, refused: Requests so far; refused ones got BusyError.
+        passes: Passes made.
+        shares: Sum over passes of the requests that took part.
+        busy_s: Seconds in passes and commits.
+        cache_bytes: The most bytes of keys and values held at once.
+        passes_s: Seconds in passes alone.
+        expected_s: Seconds that the scheduler's cost predicts for these passes; 0 without a cost, or if requests take
+            turns.
     """
 
     waiting: int
@@ -105,10 +108,10 @@ class SchedulerStats:
 
 
 class Job:
-    """A request of a scheduler, made by ``Scheduler.submit``. It is cancelled when its last
+    """A submitted request, returned by ``Scheduler.submit``. It is cancelled when its last
     reference is dropped.
 
-    Until its result was read, a job keeps its scheduler from being collected.
+    A job keeps its scheduler from being collected until its result has been read.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, events: bool) -> None:
@@ -141,17 +144,22 @@ class Job:
         return bool(self._library.dlm_job_wait(self._handle, 0.0))
 
     def cancel(self) -> None:
-        """End it within one pass with what it has."""
+        """End the request within one pass, with its current canvas."""
         self._origin.check()
         self._library.dlm_job_cancel(self._handle)
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait for the job and return its result. ``timeout`` is in seconds; with None there is no
-        limit.
+        """Wait for the job and return its result.
 
-        ``timings`` are this request's shares of the passes that it took part in.
-        Raises TimeoutError, what ``Bundle.generate`` raises, and the error that ended the
-        scheduler's thread.
+        Args:
+            timeout: Seconds. If None, no limit.
+
+        Returns:
+            The result. Its ``timings`` are the request's shares of its passes.
+
+        Raises:
+            TimeoutError: The job has not ended in time.
+            DlmError: As ``Bundle.generate``, or the error that ended the scheduler's thread.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done:
@@ -174,9 +182,7 @@ class Job:
         return self._result
 
     def __iter__(self) -> Iterator[Event]:
-        """The canvas after each of its passes, of a job that was submitted with ``events``; the
-        last event has the result.
-        """
+        """Yield an event after each pass, if submitted with ``events``. The last has the result."""
         if self._events is None:
             raise RequestError("this job has no events: submit it with events=True")
         while not self.done or not self._events.empty():
@@ -206,7 +212,7 @@ class Job:
         )
 
     def _step(self, step: Any) -> None:
-        """On the thread that makes the passes."""
+        """Runs on the thread that makes the passes."""
         if self._events is not None:
             event = self._request.event(step, self._text)
             self._text = event.text
@@ -214,7 +220,7 @@ class Job:
 
 
 class _Runner:
-    """A native scheduler, the thread that runs it, and what both of them need."""
+    """A native scheduler, the thread that runs it, and the state that they share."""
 
     def __init__(self, bundle: Handle, options: Any) -> None:
         """Raises RequestError, EngineError; DlmError if the thread cannot be started."""
@@ -281,7 +287,7 @@ class _Runner:
         self._bundle.end()
 
     def keep(self, job: Job, request: Request) -> None:
-        """Let passes call a job's functions as long as there is somebody who refers to it."""
+        """Let passes call a job's functions as long as the job is referenced."""
         native, number = request.native, next(self._numbers)
         self._jobs[number] = job
         native.user = number
@@ -322,9 +328,7 @@ class _Runner:
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
-        """The native scheduler, which lives as long as the block. Raises what ``check_open``
-        raises.
-        """
+        """The native scheduler, alive until the block ends. Raises the errors of ``check_open``."""
         self.origin.check()  # before the lock, which another thread may have held at the fork
         with self._changed:
             self.check_open()
@@ -348,9 +352,7 @@ class _Runner:
         )
 
     def stop(self) -> None:
-        """Make the thread end after the pass that it is in. Does not wait for it; does nothing in a
-        forked process.
-        """
+        """End the thread after its current pass, without waiting. Does nothing after a fork."""
         if not self.origin.is_here:
             return
         with self._changed:
@@ -376,10 +378,10 @@ def _close_all() -> None:
 
 
 class Scheduler:
-    """Made by ``Bundle.scheduler``; usable as a context manager, by any number of threads.
+    """Runs requests from any thread; created by ``Bundle.scheduler``. A ``with`` block closes it.
 
-    It is closed when its last reference is dropped, and when the interpreter exits. It belongs to
-    the process that made it: in a forked process every method raises ForkError.
+    It is closed when its last reference is dropped, and when the interpreter exits. In a forked
+    process, every method raises ForkError.
     """
 
     def __init__(
@@ -418,12 +420,16 @@ class Scheduler:
         events: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Job:
-        """Hand in a request, with the arguments of ``Bundle.generate``. Its deadline counts from
+        """Submit a request, with the arguments of ``Bundle.generate``. Its deadline counts from
         now.
 
-        ``events``: iterating over the job gives an ``Event`` for each step. Raises BusyError if
-        ``max_waiting`` requests wait already, ClosedError after ``close``, the error that ended the
-        scheduler's thread, and what ``generate`` raises for wrong arguments.
+        Args:
+            events: If True, iterating over the job yields an ``Event`` for each step.
+
+        Raises:
+            BusyError: ``max_waiting`` requests are waiting.
+            ClosedError: The scheduler is closed.
+            DlmError: As ``generate`` for invalid arguments, or the error that ended the scheduler's thread.
         """
         self._runner.check_open()
         if "cancel" in options:
@@ -439,10 +445,9 @@ class Scheduler:
         return self._runner.stats()
 
     def close(self) -> None:
-        """Make no more passes. Requests that are not done end as cancelled ones.
+        """Make no more passes, and cancel requests that have not ended. May be called again.
 
-        Raises the error that ended the scheduler's thread, if there was one. Calling it again is
-        fine.
+        Raises the error that ended the scheduler's thread, if any.
         """
         self._runner.origin.check()
         self._runner.close()

@@ -1,10 +1,10 @@
-"""The program that runs what a bundle brings for text: a process of its own, started by
-``process``, never imported.
+"""The program that runs a bundle's tokenizer and template: ``process`` starts it as a separate
+process and never imports it.
 
-A request is two lengths (8 bytes each), JSON of ``do`` (a method of ``Text``) and its arguments,
-and raw bytes; the answer one length and JSON: ``value``, or ``refused`` with the library's reason
-(null: no memory). It ends when its input does, or by a limit of the kernel's: address space from
-the command line, and processor time by a timer that is set for each request.
+A request is two lengths (8 bytes each), JSON with ``do`` (a method of ``Text``) and its arguments,
+and raw bytes. The answer is a length and JSON: ``value``, or ``refused`` with the library's reason
+(null: out of memory). The program ends when its input ends, or when it reaches a limit: of address
+space, from the command line, or of processor time, by a timer that each request sets.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class Text:
             return None
 
     def _plain(self, text: str) -> Any:
-        """The encoding of a text in which no special token is recognised. Raises ValueError if one
-        comes out all the same.
-        """
+        """Encode a text without recognising special tokens. Raises ValueError if one occurs anyway."""
         self.tokenizer.encode_special_tokens = True  # as ordinary text
         try:
             made = self.tokenizer.encode(text, add_special_tokens=False)
@@ -95,7 +93,7 @@ class Text:
 
     @functools.cached_property
     def unknown(self) -> int | None:
-        """The token of text that the vocabulary lacks: ordinary text gives it too."""
+        """The token for text that the vocabulary lacks; ordinary text can encode to it."""
         model = self.tokenizer.model
         name = getattr(model, "unk_token", None)
         if type(model).__name__ == "Unigram":
@@ -144,13 +142,13 @@ class Text:
     def _encode_rendered(
         self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> list[int]:
-        """Ids of a rendered chat in which the template's special tokens count, and those that its
-        messages spell do not.
+        """Ids of a rendered chat. The template's special tokens are recognised; those spelled in
+        its messages are not.
 
-        The first letter of each special token that a message or a tool spells is replaced by a
-        private-use character, and the chat is rendered once more. The special tokens that are found
-        now are the template's. Each piece of text between two of them that has such a character is
-        encoded by itself, as plain text with the letters put back.
+        The first letter of each special token in a message or tool is replaced by a private-use
+        character, and the chat is rendered again. All special tokens found now belong to the
+        template. Each piece of text between two of them that has such a character is encoded
+        separately, as plain text with the letters restored.
         """
         marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
 
@@ -191,9 +189,7 @@ class Text:
         return found
 
     def _spelled(self, text: str) -> list[int]:
-        """Where a text spells special tokens; also where it may start one that the text after it
-        ends.
-        """
+        """Positions where a text contains special tokens, or ends in what may be the start of one."""
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
@@ -211,9 +207,7 @@ class Text:
         ]
 
     def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
-        """The parts of an encoding: special tokens, and all ids between two of them, each with its
-        place in the text.
-        """
+        """The parts of an encoding with their places: special tokens, and all ids between two."""
         ids: list[int] = []
         done = 0
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
@@ -277,10 +271,10 @@ class Text:
 
 
 class Marks:
-    """Replaces letters of texts by private-use characters that occur nowhere in these texts."""
+    """Replaces letters of texts by private-use characters that do not occur in these texts."""
 
     def __init__(self, texts: str) -> None:
-        """``texts``: all text that must not hold one."""
+        """``texts``: all text that must not contain such a character."""
         used = {*texts}
         self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
         self._by_letter: dict[str, str] = {}
@@ -299,12 +293,12 @@ class Marks:
         return "".join(letters)
 
     def removed(self, text: str) -> str:
-        """The text with the letters put back."""
+        """The text with the letters restored."""
         return text.translate(self.letters)
 
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with each of its strings changed, names of members too."""
+    """A JSON value with ``change`` applied to each of its strings, names of members included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -315,7 +309,7 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def answer(text: Text, do: str, arguments: dict[str, Any], data: bytes) -> bytes:
-    """What a request gives, as JSON."""
+    """The answer to a request, as JSON."""
     try:
         return json.dumps({"value": getattr(text, do)(data, **arguments)}).encode()
     except MemoryError:

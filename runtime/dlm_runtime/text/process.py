@@ -1,15 +1,14 @@
-"""Where a bundle's tokenizer and chat template run: a process of their own, which the kernel
-bounds.
+"""Runs a bundle's tokenizer and chat template in a separate process with limits.
 
-Both are programs in all but name. A normaliser can double a text sixty times, a template can loop
-for ever without writing a letter, and the libraries that run them panic, abort or ask for
-gigabytes, at any text and not only as they are read. No check of what they say is complete, and
-Python cannot stop a thread: so they get ``MEMORY_BYTES`` of address space and, for each request, a
-second of processor time and another for every MiB of it. What ends there ends alone.
+Both are effectively programs. A normaliser can double a text sixty times, a template can loop
+forever without output, and the libraries that run them can panic, abort or allocate gigabytes, for
+any text. No check of their content is complete, and Python cannot stop a thread. So they get
+``MEMORY_BYTES`` of address space and, for each request, one second of processor time plus one for
+every MiB. If they exceed a limit, only their process ends.
 
-The process starts in 30 ms, takes 15 MiB beside the vocabulary, and answers in some 50 us. It leads
-its own session, so that Ctrl-C does not reach it, and ends when its input is closed: with this
-object, or with the process that it belongs to.
+The process starts in 30 ms, uses 15 MiB besides the vocabulary, and answers in about 50 us. It
+leads its own session, so Ctrl-C does not reach it. It ends when its input is closed: with this
+object, or with the process that owns it.
 """
 
 from __future__ import annotations
@@ -34,18 +33,16 @@ _WORKER = Path(__file__).with_name("_worker.py")
 
 
 class Refused(Exception):
-    """A request that the library refuses, or that meets a limit: why."""
+    """The library rejected a request, or it reached a limit; the message says why."""
 
 
 class TextProcess:
-    """One tokenizer, loaded in its own process. Threads take turns; a process that ended is started
-    again when needed.
-    """
+    """A tokenizer in a separate process, restarted when needed. Threads take turns."""
 
     def __init__(
         self, tokenizer: bytes, template: str | None, special_tokens: dict[str, str]
     ) -> None:
-        """Raises Refused for a tokenizer that cannot be loaded."""
+        """Raises Refused if the tokenizer cannot be loaded."""
         self._load = _pack(
             {"do": "load", "template": template, "special_tokens": special_tokens}, tokenizer
         )
@@ -53,9 +50,7 @@ class TextProcess:
         self.ask("names", tokens=[])
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """What a method of the worker's ``Text`` returns. Raises Refused; TypeError and ValueError
-        for what is no JSON.
-        """
+        """Call a method of the worker's ``Text``. Raises Refused, TypeError or ValueError."""
         if (
             self._owner != os.getpid()
         ):  # first used, or first used behind a fork: the process is the other side's
@@ -75,7 +70,7 @@ class TextProcess:
             return self._exchange(self._process, request)
 
     def close(self) -> None:
-        """End the process; a later request starts another."""
+        """End the process; a later request starts another one."""
         if self._owner == os.getpid():
             with self._lock:
                 self._stop()
@@ -152,7 +147,7 @@ def _read(pipe: IO[bytes], size: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a process and collect it; behind a fork only its pipes are ours to close."""
+    """End a process and collect it. After a fork, only close its pipes."""
     if os.getpid() == owner:
         process.kill()
         process.wait()
