@@ -497,11 +497,11 @@ TEMPLATES: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "half a character": (
         lambda c: c.joinpath("tokenizer_config.json").write_text('{"chat_template": "\\ud800"}'),
-        ("tokenizer_config.json: not readable as JSON (half a character",),
+        ("tokenizer_config.json: not readable as JSON (an escape for half of a surrogate pair",),
     ),
     "half a character in a special token": (
         lambda c: c.joinpath("tokenizer_config.json").write_text('{"bos_token": "\\ud800"}'),
-        ("tokenizer_config.json: not readable as JSON (half a character",),
+        ("tokenizer_config.json: not readable as JSON (an escape for half of a surrogate pair",),
     ),
     "tokenizer_config.json is no JSON": (
         lambda c: c.joinpath("tokenizer_config.json").write_text("{"),

@@ -187,7 +187,7 @@ def test_more_than_may_wait_are_refused_and_nothing_is_lost(demo: Bundle) -> Non
 def test_a_prompt_that_is_no_text_is_refused(demo: Bundle) -> None:
     with (
         demo.scheduler() as scheduler,
-        pytest.raises(RequestError, match="prompt = 5 is no text: give a str, or tokens"),
+        pytest.raises(RequestError, match="prompt = 5 is not a text: give a str, or tokens"),
     ):
         scheduler.submit(prompt=5)  # type: ignore[arg-type]
 
@@ -261,10 +261,10 @@ def test_what_cannot_be_is_said(demo: Bundle) -> None:
             scheduler.submit(prompt="go", max_new_tokens=400, preset="fast-dllm")
         with pytest.raises(RequestError, match="outside the vocabulary"):
             scheduler.submit(tokens=[1 << 20])
-        with pytest.raises(RequestError, match="the job that it returns has a method"):
+        with pytest.raises(RequestError, match="call the method cancel of the job"):
             scheduler.submit(prompt="go", cancel=threading.Event())
         with pytest.raises(
-            RequestError, match=r"constraint = 'x' is none: Bundle\.constraint makes one"
+            RequestError, match=r"constraint = 'x' is not a constraint: Bundle\.constraint makes one"
         ):
             scheduler.submit(prompt="go", constraint="x")
         assert (
@@ -301,7 +301,7 @@ def test_a_cost_is_what_bench_wrote(tmp_path: Path) -> None:
     assert PassCost.read(file) == PassCost(1.5, 0, 0.25, 1e-5)
     file.write_text('{"cost": null}')
     with pytest.raises(
-        RequestError, match=r"holds no cost of pass_ms, .*bench BUNDLE --cost --json"
+        RequestError, match=r"has no cost with pass_ms, .*bench BUNDLE --cost --json"
     ):
         PassCost.read(file)
     file.write_text('{"cost": {"pass_ms": -1, "token_ms": 0, "row_ms": 0, "pair_ms": "2"}}')

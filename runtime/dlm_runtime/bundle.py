@@ -67,9 +67,9 @@ class Bundle:
         self.max_canvas_length = handle.max_canvas_length
         self.eos_token_ids = handle.eos_token_ids
         self.visible_block = handle.visible_block
-        """Tokens of a block where attention is block-causal; None: it is full."""
+        """Block length of block-causal attention; None if attention is full."""
         self.max_new_tokens = handle.max_new_tokens
-        """Mask tokens that a request fills which does not say how many."""
+        """The default of a request's ``max_new_tokens``."""
         self.engine = handle.engine
 
     @property
@@ -346,7 +346,7 @@ class Bundle:
             one = tuple(value if name == chosen[0][0] else None for name in given)
             try:
                 if not isinstance(changes, Mapping):
-                    raise RequestError(f"policies: {shown(changes)} is no dict of policy fields")
+                    raise RequestError(f"policies: {shown(changes)} is not a dict of policy fields")
                 policy = fields.with_fields(dict(changes))
                 kept.append(self._made(one, asked, policy, tools, constraint))
             except RequestError as err:

@@ -49,7 +49,7 @@ class DenoiserInfo:
     has_cache: bool = False
     top_k: int = 2
     visible_block: int | None = None
-    """Tokens of a block where attention is block-causal; None: it is full."""
+    """Block length of block-causal attention; None if attention is full."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def from_callback(
     """
     raised = (
         threading.local()
-    )  # a session's passes are made by the thread that called it, a scheduler's by one of its own
+    )  # per thread: sessions make passes on the caller's thread, schedulers on their own
 
     def call(_: int, pointer: object) -> int:
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import EngineError
 
-# What the static library needs beside itself: libstdc++ and parts of libc.
+# Libraries that the static library needs: libstdc++ and parts of libc.
 _STATIC_NEEDS = "-lstdc++ -lm -ldl -lpthread"
 
 

@@ -13,12 +13,10 @@ class ExitCode(IntEnum):
     """
 
     COULD_NOT = 1
-    """The machine: a package, engine, device, memory, room on disk or a right is missing, another
-    process is at it, or it was interrupted. Nothing is wrong with what was given.
+    """The machine lacks a package, engine, device, memory, disk space or permission, another
+    process blocks it, or it was interrupted. The input is not wrong.
     """
     WRONG_INPUT = 2
-    """What was given: an option, a path, or what lies there, missing, damaged, not fitting, not to
-    be replaced.
-    """
+    """An option, a path or the data there is missing, damaged, unsuitable or must not be replaced."""
     MISSED = 3
-    """It ran, and parity, an accuracy budget or an engine's audit failed."""
+    """The command ran, but parity, an accuracy budget or an engine's audit failed."""

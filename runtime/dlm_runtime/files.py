@@ -24,7 +24,7 @@ def read_bytes(
 ) -> bytes:
     """Read a plain file; follows symbolic links. ``sha256``: the expected hash, or None for any."""
     try:
-        # Opening a pipe would wait for its other end; what was opened is what is looked at.
+        # Opening a pipe would wait for its other end. The check uses the open file, not the path.
         with open(
             os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb"
         ) as file:
@@ -33,19 +33,17 @@ def read_bytes(
                 raise error(f"{path}: not a plain file.{hint}")
             if info.st_size > limit_bytes:
                 raise error(
-                    f"{path}: {info.st_size} bytes is too large: at most {limit_bytes} are read.{hint}"
+                    f"{path}: {info.st_size} bytes is too large: the limit is {limit_bytes}.{hint}"
                 )
-            # Not up to the limit at once: Python allocates all that is asked for. Files of /proc
-            # say that they have 0 bytes.
+            # Reads the stated size, not the limit, because Python allocates it all at once. Files
+            # of /proc state 0 bytes.
             data = file.read(info.st_size + 1)
             while len(data) <= limit_bytes and (more := file.read(_PIECE_BYTES)):
                 data += more
             if len(data) > limit_bytes:
-                raise error(f"{path}: too large: at most {limit_bytes} bytes are read.{hint}")
+                raise error(f"{path}: too large: the limit is {limit_bytes} bytes.{hint}")
             if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-                raise error(
-                    f"{path}: its content is not what the bundle's manifest says (SHA-256 differs).{hint}"
-                )
+                raise error(f"{path}: its SHA-256 differs from the bundle's manifest.{hint}")
             return data
     except MemoryError as err:
         raise error(
@@ -56,7 +54,7 @@ def read_bytes(
     except OSError as err:
         raise error(f"{path}: not readable ({err.strerror}).{hint}") from err
     except ValueError as err:  # a NUL in its name
-        raise error(f"{path!r}: not the name of a file ({err}).{hint}") from err
+        raise error(f"{path!r}: not a valid file name ({err}).{hint}") from err
 
 
 def read_text(
@@ -78,7 +76,7 @@ def read_object(
     data = read_bytes(path, limit_bytes, error, hint)
     try:
         value = parse_json(data.decode("utf-8"))
-    except ValueError as err:  # UnicodeDecodeError is one
+    except ValueError as err:  # includes UnicodeDecodeError
         raise error(f"{path}: not readable as JSON ({err}).{hint}") from err
     if not isinstance(value, dict):
         raise error(f"{path}: expected a JSON object, found {type(value).__name__}.{hint}")
@@ -101,5 +99,5 @@ def parse_json(text: str) -> Any:
     except RecursionError as err:
         raise ValueError("nested too deeply") from err
     except UnicodeEncodeError as err:
-        raise ValueError("half a character, written as an escape") from err
+        raise ValueError("an escape for half of a surrogate pair") from err
     return value

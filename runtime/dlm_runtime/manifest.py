@@ -46,7 +46,7 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
     """
     from jsonschema.exceptions import best_match
 
-    # The first one alone: a hostile manifest may have a million.
+    # Only the first error: a hostile manifest may have a million.
     error = best_match(itertools.islice(validator().iter_errors(manifest), 1))
     if error is not None:
         _refuse(folder, _place(error), _reason(error))
@@ -57,7 +57,7 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
     """The text files that a manifest names. Raises BundleError if one is not listed in ``files``."""
 
     def listed(name: object, place: str) -> Path:
-        # The native library has refused every name in files that leads out of the folder.
+        # The native library has rejected names in files that point outside the folder.
         if not isinstance(name, str) or name not in manifest["files"]:
             _refuse(folder, place, "names a file that is not listed in files")
         return folder / name
@@ -114,7 +114,7 @@ def _policy_rule(field: Any) -> dict[str, Any]:
         return said | {"type": "string", "enum": choices, "default": choices[0]}
     if field.kind == _native.HEADER.constants["DLM_FIELD_DOUBLE"]:
         kind, highest, initial = "number", field.highest, field.initial
-    else:  # a reader of JSON takes 63 bits
+    else:  # JSON readers may only accept 63 bits
         kind, highest, initial = "integer", min(field.highest, 2**63 - 1), int(field.initial)
     return said | {"type": kind, "minimum": field.lowest, "maximum": highest, "default": initial}
 

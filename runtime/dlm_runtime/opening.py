@@ -57,8 +57,7 @@ def open(
             providers.check_wheels()
             providers.load_libraries()
     if engine == "auto":
-        # The library has to be found before the engine is opened, so which one it will be is asked
-        # first.
+        # The engine must be known first, to find its library.
         with contextlib.closing(_open(path, "none", library=None, check_hashes=False)) as looked_at:
             engine = (
                 "tensorrt"
@@ -86,7 +85,7 @@ def open(
     bundle = Bundle(handle, Path(path), checks_hashes=check_hashes, provider=name)
     check_text_options(bundle.manifest, Path(path))
     if engine != "none":
-        _ = bundle.tokenizer  # a damaged one is noticed here
+        _ = bundle.tokenizer  # raises for a damaged one
     return bundle
 
 

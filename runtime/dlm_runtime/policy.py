@@ -15,15 +15,14 @@ from typing import Any
 
 from dlm_runtime.errors import RequestError
 
-# Names that papers and their code use for the same score.
+# Other names of the same scores in papers and their code.
 SCORE_ALIASES = {
     "maskgit_plus": "confidence",
     "low_confidence": "confidence",
     "topk_margin": "margin",
 }
 
-# likeness from which a name is taken for another's misspelling; difflib's default takes top_p for
-# stop
+# The similarity at which a name counts as misspelled. difflib's default confuses top_p and stop.
 _NEAR = 0.7
 
 
@@ -123,4 +122,4 @@ class Policy:
 
 
 TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str")
-"""Fields whose values are names."""
+"""Fields with text values."""

@@ -34,8 +34,8 @@ class NumberFormat:
     is_simulated_on_cpu: bool = False
 
 
-# TensorRT-RTX 1.7 refuses to compile INT4 for SM 7.5; INT8 weights compile, although its support
-# matrix has them from 8.6 on.
+# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. INT8 weights compile, although its support
+# matrix lists them only from 8.6 on.
 NUMBER_FORMATS = {
     each.name: each
     for each in (
@@ -159,4 +159,4 @@ FORMATS: dict[str, LayerFormat] = {
         "int8", next=("int8-dynamic",), on_cuda=True, auto=("tensorrt", "cuda")
     ),
 }
-"""By name; those that ``auto`` tries stand cheapest first."""
+"""By name; those that ``auto`` tries are first, cheapest first."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from dlm_runtime.errors import EngineError, RequestError
 
-# What the providers of onnxruntime-gpu 1.31.1 link, and cuDNN, which they open when they need it;
-# the first of two goes first where one needs the other. {} is the major version of CUDA.
+# The libraries that the providers of onnxruntime-gpu 1.31.1 link, and cuDNN, which they load when
+# needed, in order of dependency. {} is the major version of CUDA.
 _LIBRARIES = (
     "libcudart.so.{}",
     "libcublasLt.so.{}",
@@ -28,7 +28,7 @@ def parse(provider: str) -> tuple[str, int]:
     match = re.fullmatch(r"(\w+)(?::(\d{1,4}))?", provider) if isinstance(provider, str) else None
     if match is None:
         raise RequestError(
-            f"provider = {provider!r} is not a name such as cuda, nor one with a GPU's number, such as cuda:1"
+            f"provider = {provider!r} is not a name such as cuda, or a name with a GPU's number such as cuda:1"
         )
     return match[1], int(match[2] or 0)
 
@@ -42,8 +42,8 @@ def check_wheels() -> None:
     }
     if len(found) > 1:
         raise EngineError(
-            f"{' and '.join(f'{name} {version}' for name, version in found.items())} are both installed, in one folder, where "
-            f"one has overwritten the other. Run `pip uninstall -y {' '.join(found)}`, then "
+            f"{' and '.join(f'{name} {version}' for name, version in found.items())} are both installed, but they "
+            f"overwrite each other's files. Run `pip uninstall -y {' '.join(found)}`, then "
             f"`pip install onnxruntime-gpu=={found['onnxruntime-gpu']}`."
         )
 

@@ -70,9 +70,9 @@ class CallFormat:
 
 
 FORMATS = {
-    "object": CallFormat(),  # an object a line
+    "object": CallFormat(),  # one object per line
     "list": CallFormat(between=",", start="[", end="]"),
-    "lines": CallFormat(between=",\n", start="[\n", end="\n]"),  # a list with a call a line
+    "lines": CallFormat(between=",\n", start="[\n", end="\n]"),  # a list with one call per line
     "tool_call": CallFormat(
         before="<tool_call>\n", after="\n</tool_call>"
     ),  # Hermes, Qwen2.5, Qwen3
@@ -119,9 +119,9 @@ class Tools:
         for number, tool in enumerate(tools):
             names.append(_name_of(tool, f"tools[{number}]"))
             if names[-1] in names[:-1]:
-                raise RequestError(f"tools[{number}]: a second function {names[-1]!r}")
+                raise RequestError(f"tools[{number}]: the name {names[-1]!r} is used twice")
         if isinstance(choice, Mapping) and isinstance(function := choice.get("function"), Mapping):
-            choice = function.get("name")  # as OpenAI's interface names one
+            choice = function.get("name")  # the form of OpenAI's API
             found = replace(found, choice=choice)
         if not isinstance(choice, str) or choice not in (*CHOICES, *names):
             raise RequestError(
@@ -216,20 +216,20 @@ def _name_of(tool: Any, where: str) -> str:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise RequestError(
-            f"{where}: not of the shape {{'type': 'function', 'function': {{'name': '...', ...}}}}"
+            f"{where}: not of the form {{'type': 'function', 'function': {{'name': '...', ...}}}}"
         )
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where}: its function has no name")
     if name in CHOICES:
         raise RequestError(
-            f"{where}: a function cannot be called {name!r}, which tool_choice means otherwise"
+            f"{where}: a function cannot have the name {name!r}, which is a value of tool_choice"
         )
     parameters = function.get("parameters")
     if parameters is not None and (
         not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object"
     ):
-        raise RequestError(f"{where}, {name}: parameters: not a JSON Schema of an object")
+        raise RequestError(f"{where}, {name}: parameters are not a JSON Schema of an object")
     return name
 
 
@@ -238,5 +238,5 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):
         schema = _NO_ARGUMENTS | schema
-    name = function["name"].replace("\0", "\\0")  # JSON for the library has no NUL
+    name = function["name"].replace("\0", "\\0")  # the library's JSON rejects NUL
     return {"schema": schema, "level": 1, "name": f"tools: {name}"}

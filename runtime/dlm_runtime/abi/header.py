@@ -85,7 +85,7 @@ def _structure(name: str, body: str, types: dict[str, Any]) -> Any:
         for declarator in (first, *(f"{base[0]} {other}" for other in others)):
             fields.append((declarator.split("*")[-1].split()[-1], _type(declarator, types, True)))
     sized = {field.removesuffix("_size") for field, _ in fields if field.endswith("_size")}
-    # Text with a size beside it may hold NUL, at which ctypes would end a c_char_p.
+    # Text with a size may contain NUL, but ctypes would end a c_char_p there.
     fields = [
         (field, C.POINTER(C.c_char) if field in sized and kind is C.c_char_p else kind)
         for field, kind in fields
@@ -99,7 +99,7 @@ def _arguments(text: str, types: dict[str, Any], is_callback: bool = False) -> l
     kinds = [_type(argument, types, True) for argument in text.split(",")]
     if not is_callback:
         return kinds
-    # A c_char_p that is handed to Python is a copy, which a callback cannot fill.
+    # ctypes gives Python a copy of a c_char_p, which a callback cannot fill.
     return [C.c_void_p if kind is C.c_char_p else kind for kind in kinds]
 
 

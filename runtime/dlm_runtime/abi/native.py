@@ -114,12 +114,12 @@ def library() -> C.CDLL:
         function = getattr(loaded, name, None)
         if function is None:
             raise EngineError(
-                f"{path} has no function {name}: it is older than this package. Install the one of its version"
+                f"{path} has no function {name}: it is older than this package. Install the matching version"
             )
         function.restype, function.argtypes = result, arguments
         if (
             name == "dlm_abi_version" and function() != ABI_VERSION
-        ):  # the first: the others may be none that this package knows
+        ):  # checked first, because another version may lack functions
             raise EngineError(
                 f"{path} has ABI version {function()}, this package needs {ABI_VERSION}"
             )

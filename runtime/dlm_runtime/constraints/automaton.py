@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_HEADER = struct.Struct("<8s6i32s")  # magic, sizes, what it was made of: automaton.h describes it
+_HEADER = struct.Struct("<8s6i32s")  # magic, version and sizes, made_of; see automaton.h
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError, SchemaWarnin
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 3  # of cached files. Raise it when equal content compiles to another automaton.
+_FORMAT = 3  # of cached files. Increase it when equal content compiles to another automaton.
 _HASH_BYTES = 32
-_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # where a file says what it was made of
+_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the place of made_of in a file
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def compile_content(
     for name in ("before", "behind"):
         around = _utf8(name, getattr(content, name))
         if b"\0" in around:
-            raise RequestError(f"{name}: no constrained text has a NUL")
+            raise RequestError(f"{name}: a constrained text cannot contain NUL")
         setattr(given, name, around)
     layout = content.layout
     given.item_separator = _utf8("json_layout", layout.item_separator)
@@ -171,7 +171,7 @@ def _asking(vocabulary: Vocabulary) -> C._FuncPointer:
         try:
             return vocabulary.first_tokens([text])[0]
         except DlmError:
-            return -1  # the tokenizer refuses it
+            return -1  # the tokenizer rejects it
 
     made: C._FuncPointer = _native.FirstTokenFn(first_token)
     return made
@@ -182,7 +182,7 @@ def _utf8(name: str, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as err:
         raise RequestError(
-            f"{name}: half a surrogate pair at {err.start}: it cannot be written as UTF-8"
+            f"{name}: character {err.start} is half of a surrogate pair, which UTF-8 cannot encode"
         ) from err
 
 
@@ -227,11 +227,11 @@ def _kept(path: Path, key: bytes) -> Constraint | None:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)
         return Constraint(data) if data[_MADE_OF] == key else None
     except DlmError:
-        return None  # it is made again, and written over
+        return None  # it is compiled again and overwritten
 
 
 def _keep(path: Path, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # no room, no right: it is made again each time
+    with contextlib.suppress(OSError):  # no space or permission: it is compiled again each time
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             try:

@@ -40,8 +40,8 @@ def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     decoder, names = tokenizer.vocabulary()
     if decoder != ["ByteLevel"]:
         raise RequestError(
-            f"constraints need a byte-level tokenizer, and this one decodes by {', '.join(decoder) or 'nothing'}: its texts "
-            "are not those of its tokens one behind the other"
+            f"constraints need a byte-level tokenizer, but this one's decoder is {', '.join(decoder) or 'missing'}: its texts "
+            "are not the concatenation of its tokens"
         )
     return Vocabulary(tuple(None if name is None else _spelled(name) for name in names), tokenizer)
 
@@ -50,7 +50,7 @@ def _spelled(name: str) -> bytes | None:
     try:
         return bytes(BYTES[letter] for letter in name)
     except KeyError:
-        return None  # no token that a byte-level encoder makes
+        return None  # not a token of a byte-level encoder
 
 
 def _byte_letters() -> dict[str, int]:
@@ -63,4 +63,4 @@ def _byte_letters() -> dict[str, int]:
 
 
 BYTES = _byte_letters()
-"""The byte that each letter of a byte-level vocabulary stands for."""
+"""The byte for each letter of a byte-level vocabulary."""

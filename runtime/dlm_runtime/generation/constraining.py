@@ -28,9 +28,8 @@ from dlm_runtime.tools import Tools
 
 KEPT = 64  # compiled constraints
 UNLIKELY_NATS = 1.0
-"""Nats per token that a bundle's constraints may lose on average without a warning. Over 100
-commands the second demo loses 0.013 with its own layout (1.35 in the worst command), 2.5 with
-"compact" and 3.6 with "spaced".
+"""Mean nats per token that a bundle's constraints may lose without a warning. Over 100 commands the
+second demo loses 0.013 in its own layout (worst: 1.35), 2.5 in "compact" and 3.6 in "spaced".
 """
 
 
@@ -44,7 +43,7 @@ class Constraints:
         self._lost = 0.0  # nats, over all constrained requests
         self._has_warned = False
         self.json_layout = str(handle.manifest.get("json_layout", "compact"))
-        """Name of the layout of JSON text that the denoiser was trained on, one of ``LAYOUTS``."""
+        """The JSON layout that the denoiser was trained on, a name of ``LAYOUTS``."""
         self.tokens = 0
         """Completion tokens of all constrained requests so far."""
 
@@ -65,7 +64,7 @@ class Constraints:
             options.constraint, compiled.Constraint
         ):
             raise RequestError(
-                f"constraint = {shown(options.constraint)} is none: Bundle.constraint makes one"
+                f"constraint = {shown(options.constraint)} is not a constraint: Bundle.constraint makes one"
             )
         return options.constraint
 
@@ -88,11 +87,11 @@ class Constraints:
         """
         kind, value = _chosen(asked)
         if tokenizer is None:
-            raise RequestError("constraints are of text, and this bundle has no tokenizer")
+            raise RequestError("constraints need a tokenizer, and this bundle has none")
         is_json = kind in ("schema", "json_object", "tools")
         if json_layout is not None and not is_json:
             raise RequestError(
-                f"json_layout is of schema, json_object and tools, not of {kind}: leave it out"
+                f"json_layout is for schema, json_object and tools, not for {kind}: leave it out"
             )
         content = _content(kind, value)
         depth = None if max_depth is None else count_of("max_depth", max_depth)
@@ -182,13 +181,13 @@ def _content(kind: str, value: Any) -> str:
     elif kind == "tools":
         if not isinstance(value, Tools):
             raise RequestError(
-                f"tools = {shown(value)}: Bundle.tools makes them of a list of functions"
+                f"tools = {shown(value)}: give a list of functions, or the result of Bundle.tools"
             )
         value = [value.listed, value.choice, asdict(value.written), value.is_parallel]
     elif kind == "schema" and callable(make := getattr(value, "model_json_schema", None)):
         try:
             value = make()
-        except Exception as err:  # whatever the class raises
+        except Exception as err:  # any error of the class
             raise RequestError(
                 f"schema: {shown(value)}.model_json_schema() failed ({err})"[:300]
             ) from err

@@ -28,6 +28,6 @@ class Origin:
         """Raise ForkError in any other process."""
         if not self.is_here:
             raise ForkError(
-                f"the {self._what} belongs to process {self._process}, and this is process {os.getpid()}, forked from it. "
+                f"the {self._what} belongs to process {self._process}, but this is process {os.getpid()}, forked from it. "
                 "Open the bundle in this process, after the fork."
             )

@@ -162,7 +162,7 @@ class Handle:
         for kind, name in (("preset", preset), ("effort", effort)):
             if name is not None and not isinstance(name, str):
                 raise RequestError(f"{kind} = {shown(name)} is not a name")
-            # A NUL would end the name in C.
+            # In C, a NUL would end the name.
             names.append(
                 None if name is None else name.replace("\0", "?").encode("utf-8", "replace")
             )

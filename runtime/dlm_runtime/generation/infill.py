@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 HOLE = "<mask>"
-"""How a hole is written."""
+"""The mark of a hole."""
 MOST_TRIED = 64
-"""Requests that lengths may make."""
+"""The most requests for all combinations of lengths."""
 _KINDS = (
     "schema",
     "regex",
@@ -31,7 +31,7 @@ _KINDS = (
     "json_object",
     "json_layout",
     "max_depth",
-)  # what Bundle.constraint is given
+)  # arguments of Bundle.constraint
 
 
 class Filler(Protocol):
@@ -103,7 +103,7 @@ def infill(
     """See ``Bundle.infill``."""
     if "max_new_tokens" in request:
         raise RequestError(
-            "infill: max_new_tokens is of text behind a prompt: give lengths, the tokens of the holes"
+            "infill: max_new_tokens is for text after a prompt: give lengths, the tokens of the holes"
         )
     if bundle.tokenizer is None:
         raise RequestError(
@@ -111,8 +111,8 @@ def infill(
         )
     if bundle.visible_block is not None:
         raise RequestError(
-            f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see what is "
-            "behind its block. Infill with a denoiser of full attention."
+            f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see the "
+            "text after its block. Infill with a denoiser of full attention."
         )
     between = text_of("text", text).split(HOLE)
     if len(between) < 2:
@@ -133,7 +133,7 @@ def infill(
         first = count_of("constrain_from", constrain_from)
         request, tried = _constrained(bundle, between, first, request, tried)
     canvases = [_Canvas(parts, each) for each in tried]
-    # An end token pads a hole here, and ends nothing.
+    # An end token pads a hole here; it does not end the text.
     tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
     made = bundle.generate_batch(tokens=tokens, max_new_tokens=0, **({"stop": "none"} | request))
     found = [
@@ -187,17 +187,17 @@ def _constrained(
         )
     if len(between) != 2:
         raise RequestError(
-            f"infill: a text of {len(between) - 1} holes cannot be constrained as a whole: leave one hole"
+            f"infill: constrain_from needs a text with one hole, and this one has {len(between) - 1}"
         )
     if not 0 <= first <= len(between[0]):
         raise RequestError(
-            f"infill: constrain_from = {first} is not in front of the hole, at 0..{len(between[0])}"
+            f"infill: constrain_from = {first} is not before the hole, in 0..{len(between[0])}"
         )
     constraint = bundle.constraint(before=between[0][first:], behind=between[1], **given)
     fits = [each for each in tried if each[0] >= constraint.shortest]
     if not fits:
         raise RequestError(
-            f"infill: the shortest text for the hole has {constraint.shortest} tokens: give it as many"
+            f"infill: the shortest text for the hole has {constraint.shortest} tokens: give it at least that many"
         )
     return request | {"constraint": constraint}, fits
 
@@ -209,7 +209,7 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
         choices = [[each] if isinstance(each, int) else list(each) for each in given]
     except TypeError:
         raise RequestError(
-            f"infill: lengths = {shown(lengths)}: give tokens, 1 or more, or a list with an entry a hole"
+            f"infill: lengths = {shown(lengths)}: give tokens, 1 or more, or a list with an entry for each hole"
         ) from None
     if len(choices) == 1:
         choices *= holes
@@ -223,12 +223,12 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
             not isinstance(length, int) or not 1 <= length < 1 << 24 for length in each
         ):
             raise RequestError(
-                f"infill: {shown(each)} is no length of a hole: give tokens, 1 or more, or a list of such to try"
+                f"infill: {shown(each)} is not a length of a hole: give tokens, 1 or more, or a list of lengths to try"
             )
         count *= len(each)
     if count > MOST_TRIED:
         raise RequestError(
-            f"infill: {count} requests to try all lengths, and at most {MOST_TRIED} are made: give fewer"
+            f"infill: trying all lengths takes {count} requests; the limit is {MOST_TRIED}: give fewer"
         )
     return list(product(*choices))
 

@@ -108,7 +108,7 @@ class Options:
             and not self.json_object
         ):
             raise RequestError(
-                "json_layout is of schema, json_object and tools: give one of these as well"
+                "json_layout is for schema, json_object and tools: give one of these as well"
             )
 
     @classmethod
@@ -138,14 +138,14 @@ class Options:
         given = [name for name, is_given in others.items() if is_given]
         if self.tools is None:
             if given:
-                raise RequestError(f"{given[0]} is of tools: give these as well")
+                raise RequestError(f"{given[0]} is for tools: give tools as well")
             return None
         if self.constrained_by:
             raise RequestError(
-                f"give tools or {next(iter(self.constrained_by))}, not both: each says what the text may be"
+                f"give tools or {next(iter(self.constrained_by))}, not both: each constrains the text"
             )
         if tokenizer is None:
-            raise RequestError("calls are text, and this bundle has no tokenizer: leave tools out")
+            raise RequestError("tools need a tokenizer, and this bundle has none: leave them out")
         if isinstance(self.tools, Tools):
             if given:
                 raise RequestError(
@@ -256,7 +256,7 @@ class Request:
         stop_strings = texts_of("stop_strings", options.stop_strings)
         if tokenizer is None and stop_strings:
             raise RequestError(
-                "this bundle has no tokenizer, so that no text can stop it: leave stop_strings out"
+                "stop_strings need a tokenizer, and this bundle has none: leave them out"
             )
         if tokens is not None:
             self.given = token_ids(tokens)
@@ -264,7 +264,7 @@ class Request:
             raise RequestError("this bundle has no tokenizer: give tokens")
         elif prompt is not None:
             if not isinstance(prompt, str):
-                raise RequestError(f"prompt = {shown(prompt)} is no text: give a str, or tokens")
+                raise RequestError(f"prompt = {shown(prompt)} is not a text: give a str, or tokens")
             self.given = tokenizer.encode(text_of("prompt", prompt), options.special_tokens)
         else:
             self.given = tokenizer.encode_chat(
@@ -274,14 +274,14 @@ class Request:
         if options.prefix:
             if tokenizer is None:
                 raise RequestError(
-                    "this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others"
+                    "a prefix needs a tokenizer, and this bundle has none: append its tokens to the others"
                 )
             prefix = tokenizer.encode_plain(options.prefix, options.special_tokens)
             self.given = [*self.given, *prefix]
         wanted = handle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.native = native = _native.initialised(_native.Request)
-        # What native points to.
+        # Memory that native points to.
         self._policy, self._constraint = native_policy(policy), constraint
         self._tokens = (C.c_int32 * max(1, len(self.given)))(*self.given)
         self._stops = (C.c_char_p * max(1, len(stop_strings)))(
@@ -309,7 +309,7 @@ class Request:
         assert self._tokenizer is not None
         try:
             text = self._tokenizer.decode(tokens[:count]).encode()
-        except BaseException as err:  # ctypes would print it, and go on
+        except BaseException as err:  # ctypes would print and ignore it
             self.error = err
             return 5  # DLM_ENGINE_FAILED
         size[0] = len(text)
@@ -365,7 +365,7 @@ TIMINGS = ("prefill", "passes", "selection", "cache", "total")
 PASSES = ("prefill", "denoise", "store")
 
 MOST_COUNT = (1 << 24) - 1
-MOST_INDENT = 64  # spaces a level of a JSON layout
+MOST_INDENT = 64  # spaces per level of a JSON layout
 
 
 def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
@@ -395,7 +395,7 @@ def text_of(name: str, value: str) -> str:
         value.encode()
     except UnicodeEncodeError as err:
         raise RequestError(
-            f"{name} = {shown(value)}: character {err.start} is half of a surrogate pair, which UTF-8 cannot hold"
+            f"{name} = {shown(value)}: character {err.start} is half of a surrogate pair, which UTF-8 cannot encode"
         ) from err
     return value
 
@@ -410,7 +410,7 @@ def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
     except TypeError:
         is_good = False
     if not is_good:
-        raise RequestError(f"{name} = {shown(value)}: give a list of texts, none of them empty")
+        raise RequestError(f"{name} = {shown(value)}: give a list of texts that are not empty")
     return tuple(text_of(name, text) for text in texts)
 
 
@@ -431,7 +431,7 @@ def layout_of(chosen: str | Layout) -> Layout:
         return chosen
     if not isinstance(chosen, str) or chosen not in LAYOUTS:
         raise RequestError(
-            f"json_layout = {shown(chosen)} is not one of {', '.join(LAYOUTS)}, and no Layout"
+            f"json_layout = {shown(chosen)} is not one of {', '.join(LAYOUTS)}, nor a Layout"
         )
     return LAYOUTS[chosen]
 
@@ -469,7 +469,7 @@ def native_policy(policy: Policy) -> Any:
             raise RequestError(
                 f"policy: {each.name} = {shown(value)} is not of the right type"
             ) from err
-        # ctypes wraps integers around, and ends a text at a NUL, without an error.
+        # ctypes wraps integers and cuts texts at a NUL without an error.
         if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
             raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")
     return native

@@ -40,10 +40,9 @@ if TYPE_CHECKING:
 
     from dlm_runtime.generation.handle import Handle
 
-_MOST_BYTES = 1 << 20  # of a file that bench wrote
-WAIT_S = 0.1  # seconds between two looks of a waiting thread at its signals
-# and at whether a request that tells of its steps has ended without one: cancelled, late, failed
-EVENT_WAIT_S = 0.02
+_MOST_BYTES = 1 << 20  # of bench's output
+WAIT_S = 0.1  # seconds between a waiting thread's checks for signals
+EVENT_WAIT_S = 0.02  # seconds between its checks for a request that ended without a last step
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,9 @@ class PassCost:
                 or isinstance(value, bool)
                 or not 0 <= value < math.inf
             ):
-                raise RequestError(f"cost: {each.name} = {value!r} is no time: give milliseconds")
+                raise RequestError(
+                    f"cost: {each.name} = {value!r} is not a time: give milliseconds"
+                )
 
     @classmethod
     def read(cls, path: str | Path) -> PassCost:
@@ -74,7 +75,7 @@ class PassCost:
         found = read_object(Path(path), _MOST_BYTES, RequestError, hint).get("cost")
         names = [each.name for each in fields(cls)]
         if not isinstance(found, dict) or not set(names) <= set(found):
-            raise RequestError(f"{path}: holds no cost of {', '.join(names)}.{hint}")
+            raise RequestError(f"{path}: has no cost with {', '.join(names)}.{hint}")
         return cls(*(found[name] for name in names))
 
 
@@ -166,9 +167,7 @@ class Job:
             left = WAIT_S if end is None else min(WAIT_S, end - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"the request is not done after {timeout} s")
-            self._library.dlm_job_wait(
-                self._handle, 1000 * left
-            )  # in pieces, so that Ctrl-C is seen
+            self._library.dlm_job_wait(self._handle, 1000 * left)  # in pieces, so that Ctrl-C works
         if self._result is None:
             found = C.POINTER(_native.Result)()
             status = self._library.dlm_job_result(self._handle, C.byref(found))
@@ -226,18 +225,18 @@ class _Runner:
         """Raises RequestError, EngineError; DlmError if the thread cannot be started."""
         self.origin = Origin("scheduler")
         self.failure: DlmError | None = None
-        """The error that ended the thread, if it did not end by ``stop``."""
+        """The error that ended the thread; None if ``stop`` did."""
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
         self._changed = (
             threading.Condition()
         )  # re-entrant: the garbage collector may call stop() anywhere
         self._users = (
-            0  # calls that use the handle, which the thread waits for before it destroys it
+            0  # calls that use the handle; the thread waits for them before it destroys the handle
         )
         self._is_closed = False
-        self._last: SchedulerStats | None = None  # once the handle is gone
-        # The same functions for all jobs. They live as long as passes are made: a job may be dropped
-        # before its request ends.
+        self._last: SchedulerStats | None = None  # set when the handle is destroyed
+        # Shared by all jobs and kept until passes end, because a job may be dropped before its
+        # request ends.
         self._on_step, self._on_decode = (
             _native.StepFn(self._dispatch),
             _native.DecodeFn(self._decode),
@@ -303,7 +302,7 @@ class _Runner:
             return 0
         try:
             job._step(step.contents)
-        except Exception as err:  # ctypes would print it, and go on
+        except Exception as err:  # ctypes would print and ignore it
             job._error = err
             return 1
         return 0
@@ -313,7 +312,7 @@ class _Runner:
     ) -> int:
         job = self._jobs.get(number)
         if job is None:
-            return 7  # DLM_CANCELLED: nobody asks for the result
+            return 7  # DLM_CANCELLED: the result is not needed
         return job._request.decoded(number, tokens, count, string, capacity, size)
 
     def check_open(self) -> None:
@@ -321,7 +320,7 @@ class _Runner:
         self.origin.check()
         if self.failure is not None:
             raise type(self.failure)(
-                f"the scheduler takes no more requests, as its thread ended: {self.failure}"
+                f"the scheduler takes no more requests, because its thread ended: {self.failure}"
             )
         if self._is_closed:
             raise ClosedError("the scheduler is closed")
@@ -407,7 +406,7 @@ class Scheduler:
             native = _native.PassCost(C.sizeof(_native.PassCost), *astuple(cost))
             options.cost = C.pointer(native)
         self._make, self._runner = make, _Runner(bundle, options)
-        # Without waiting: the garbage collector may run while its thread holds a lock that the
+        # Does not wait: the garbage collector may run while its thread holds a lock that the
         # scheduler's thread needs.
         weakref.finalize(self, self._runner.stop).atexit = False
 
@@ -434,7 +433,7 @@ class Scheduler:
         self._runner.check_open()
         if "cancel" in options:
             raise RequestError(
-                "submit takes no cancel: the job that it returns has a method of that name"
+                "submit has no argument cancel: call the method cancel of the job that it returns"
             )
         return Job(self, self._make((prompt, tokens, chat), Options.of(options)), events)
 

@@ -55,8 +55,8 @@ def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[
     before_pass = (
         _native.BeforePassFn(answers.send) if is_main or cancels else _native.BeforePassFn()
     )
-    # Every user of a session sets its own: one that a signal ended may not have come to taking its
-    # back.
+    # Every use of a session sets its callback, because a signal may have kept the last one from
+    # removing its own.
     _native.library().dlm_session_before_pass(session, before_pass, None)
     try:
         yield

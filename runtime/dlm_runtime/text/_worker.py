@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 SECONDS, SECONDS_PER_BYTE = 1.0, 2.0**-20
 REASON_LIMIT = 300  # characters of a library's message
-PRIVATE_USE = range(0xF0000, 0xFFFFE)  # code points that Unicode assigns to no character
+PRIVATE_USE = range(0xF0000, 0xFFFFE)  # private-use code points, which have no assigned characters
 
 
 class Text:
@@ -31,7 +31,7 @@ class Text:
         import tokenizers
 
         self.tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer)
-        self.tokenizer.no_truncation()  # either would change prompts in silence
+        self.tokenizer.no_truncation()  # both would silently change prompts
         self.tokenizer.no_padding()
         self.source, self.special_tokens = template or "", special_tokens
 
@@ -70,11 +70,11 @@ class Text:
             made = self.tokenizer.encode(text, add_special_tokens=False)
         finally:
             self.tokenizer.encode_special_tokens = False
-        # A vocabulary may have a special token's text as an ordinary word too.
+        # A vocabulary may also have a special token's text as an ordinary token.
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
             if self._is_special(token):
                 raise ValueError(
-                    f"{text[start:end]!r} stands for the special token {self.specials[token]!r}, and the vocabulary has no "
+                    f"{text[start:end]!r} encodes to the special token {self.specials[token]!r}, and the vocabulary has no "
                     "ordinary tokens for it: change the text, or allow special tokens in it (special_tokens)"
                 )
         return made
@@ -132,7 +132,7 @@ class Text:
         for message in messages:
             said = message.get("content")
             if message["role"] == "system" and isinstance(said, str) and said.strip() not in text:
-                raise ValueError("it leaves the system message out, as this denoiser takes none")
+                raise ValueError("it omits the system message, because this denoiser supports none")
         return (
             self.encode(b"", text, False, True)
             if special_tokens
@@ -156,7 +156,7 @@ class Text:
             while places := [
                 at for at in self._spelled(text) if ord(text[at]) not in marks.letters
             ]:
-                text = marks.put(text, places)  # which may uncover another that overlaps it
+                text = marks.put(text, places)  # this may reveal another one that overlaps it
             return text
 
         marked_messages = [
@@ -171,9 +171,7 @@ class Text:
             return self.encode(b"", text, False, True)
         marked = self._render(marked_messages, marked_tools)
         if marks.removed(marked) != text:
-            raise ValueError(
-                "it treats the text of a special token, which a message spells, in a way of its own"
-            )
+            raise ValueError("it changes the text of a special token in a message")
         made = self.tokenizer.encode(marked, add_special_tokens=False)
         found: list[int] = []
         for ids, start, end in self._between_specials(made, len(marked)):
@@ -182,7 +180,7 @@ class Text:
                 found += ids
             elif self.encode(b"", piece, False, True) != ids:
                 raise ValueError(
-                    "a message spells a special token, and this tokenizer cannot encode a part of a chat by itself"
+                    "a message contains a special token, and this tokenizer cannot encode parts of a chat separately"
                 )
             else:
                 found += self._plain(plain).ids
@@ -234,7 +232,7 @@ class Text:
             return self._render(messages, None)
         except MemoryError:
             raise
-        except Exception:  # what a template raises, and what its expressions do
+        except Exception:  # any error of a template or its expressions
             return None
 
     @functools.cached_property
@@ -252,7 +250,7 @@ class Text:
             separators: Any = None,
             sort_keys: bool = False,
         ) -> str:
-            # Jinja's own escapes for HTML, and sorts keys: transformers' templates mean this one.
+            # Templates expect transformers' tojson; Jinja's own escapes HTML and sorts keys.
             return json.dumps(
                 value,
                 ensure_ascii=ensure_ascii,
@@ -279,7 +277,7 @@ class Marks:
         self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
         self._by_letter: dict[str, str] = {}
         self.letters: dict[int, str] = {}
-        """The letter of each character in use, as str.translate takes it."""
+        """The letter for each character in use, as a table for str.translate."""
 
     def put(self, text: str, places: list[int]) -> str:
         """The text with its letters at these places replaced."""
@@ -314,7 +312,7 @@ def answer(text: Text, do: str, arguments: dict[str, Any], data: bytes) -> bytes
         return json.dumps({"value": getattr(text, do)(data, **arguments)}).encode()
     except MemoryError:
         return b'{"refused": null}'
-    except BaseException as err:  # a panic of tokenizers derives from nothing else
+    except BaseException as err:  # a panic of tokenizers derives from BaseException only
         return json.dumps({"refused": f"{type(err).__name__}: {err}"[:REASON_LIMIT]}).encode()
 
 
@@ -325,7 +323,7 @@ def main(limits: dict[str, Any]) -> None:
         "RAYON_NUM_THREADS": "1",
     }  # each thread reserves 64 MiB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # What it inherits may be less; RLIM_INFINITY is -1.
+    # The inherited limit may be lower; RLIM_INFINITY is -1.
     inherited = resource.getrlimit(resource.RLIMIT_AS)[1]
     memory_bytes = (
         limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from dlm_runtime.errors import DlmError
 
-MEMORY_BYTES = 512 << 20  # a vocabulary of 262,144 ids takes 250 MiB while it is read
+MEMORY_BYTES = 512 << 20  # a vocabulary of 262,144 ids needs 250 MiB while it is read
 REPLY_LIMIT_BYTES = 64 << 20
 _WORKER = Path(__file__).with_name("_worker.py")
 
@@ -46,19 +46,19 @@ class TextProcess:
         self._load = _pack(
             {"do": "load", "template": template, "special_tokens": special_tokens}, tokenizer
         )
-        self._owner = 0  # the process that this object belongs to
+        self._owner = 0  # the process that owns this object
         self.ask("names", tokens=[])
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Call a method of the worker's ``Text``. Raises Refused, TypeError or ValueError."""
         if (
             self._owner != os.getpid()
-        ):  # first used, or first used behind a fork: the process is the other side's
+        ):  # first use, or first use after a fork: then the process belongs to the parent
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         request = _pack({"do": do, **arguments})
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._stop()  # someone ended it between two requests
+                self._stop()  # something ended it between two requests
             if self._process is None:
                 self._process = _start()
                 self._end = weakref.finalize(self, _end, self._process, self._owner)
@@ -83,16 +83,16 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # why is read from its end
+            with contextlib.suppress(BrokenPipeError):  # its exit code gives the reason
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)
             size = struct.unpack("<Q", head)[0] if len(head) == 8 else None
             if size is not None and size > REPLY_LIMIT_BYTES:
-                raise Refused(f"it makes more than {REPLY_LIMIT_BYTES >> 20} MiB of it")
+                raise Refused(f"its result is larger than {REPLY_LIMIT_BYTES >> 20} MiB")
             reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
-        except BaseException:  # Ctrl-C too: what is still on its way answers no later request
+        except BaseException:  # Ctrl-C too: a late answer must not reach another request
             self._stop()
             raise
         if "refused" in reply:
@@ -113,16 +113,15 @@ def _start() -> subprocess.Popen[bytes]:
         {"path": [os.path.abspath(path) for path in sys.path], "memory_bytes": MEMORY_BYTES}
     )
     try:
-        # Isolated, without site: it starts sooner, and finds packages where this process finds
-        # them.
+        # Isolated and without site: it starts faster, and finds packages where this process does.
         return subprocess.Popen(
             [sys.executable or "", "-IS", str(_WORKER), limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            # Unbuffered: a buffer has a lock. If a thread holds it during a fork, the forked process
-            # waits for it forever as it closes the pipe.
+            # Unbuffered, because a buffer has a lock. If a thread held it during a fork, the child
+            # process would wait for it forever when it closes the pipe.
             bufsize=0,
         )
     except OSError as err:
@@ -158,6 +157,6 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def _why(code: int) -> str:
     if code == -signal.SIGPROF:
-        return "it takes more than a second of processor time, and another for every MiB of it"
+        return "it takes more processor time than one second plus one per MiB"
     ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"{_NEEDS_MEMORY}, or breaks the library ({ended})"
+    return f"{_NEEDS_MEMORY}, or crashes the library ({ended})"

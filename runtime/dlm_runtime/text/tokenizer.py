@@ -18,9 +18,9 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
 from dlm_runtime.text.process import Refused, TextProcess
 
-TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released one, of 262,144 ids, has 33 MB
+TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released one (262,144 ids) has 33 MB
 TEMPLATE_LIMIT_BYTES = 1 << 20
-_REFUSED_IDS = "the bundle's tokenizer refuses these token ids"
+_REFUSED_IDS = "the bundle's tokenizer rejects these token ids"
 
 
 class Tokenizer:
@@ -101,7 +101,7 @@ class Tokenizer:
         self, texts: Sequence[str], special_tokens: bool = False
     ) -> list[list[int] | None]:
         """``encode_plain`` for several texts (rejected texts: None). Raises RequestError."""
-        what = "the bundle's tokenizer refuses these texts"
+        what = "the bundle's tokenizer rejects these texts"
         found: list[list[int] | None] = self._ask(
             "encode_each", what, texts=list(texts), special_tokens=special_tokens
         )
@@ -152,13 +152,13 @@ class Tokenizer:
             json.dumps([list(messages), tools], ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as err:
             raise RequestError(
-                "chat: a text has half of a surrogate pair, which UTF-8 cannot hold"
+                "chat: a text has half of a surrogate pair, which UTF-8 cannot encode"
             ) from err
         except (TypeError, ValueError, RecursionError) as err:
             raise RequestError(f"chat: not JSON ({err})"[:300]) from err
         chat, what = (
             [dict(message) for message in messages],
-            "chat: the bundle's template refuses these messages",
+            "chat: the bundle's template rejects these messages",
         )
         found: list[int] = self._ask(
             "encode_chat", what, messages=chat, tools=tools, special_tokens=special_tokens
@@ -193,7 +193,7 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool, special_tokens: bool) -> list[int]:
         how = {"add_special_tokens": add_special_tokens, "special_tokens": special_tokens}
         found: list[int] = self._ask(
-            "encode", "the bundle's tokenizer refuses this text", text=text, **how
+            "encode", "the bundle's tokenizer rejects this text", text=text, **how
         )
         return found
 
@@ -211,5 +211,5 @@ class Tokenizer:
             TypeError,
             ValueError,
             RecursionError,
-        ) as err:  # not only text and numbers in a chat
+        ) as err:  # a chat may contain values other than text and numbers
             raise RequestError(f"{refused} ({err})") from err
