@@ -79,9 +79,8 @@ class Bundle:
 
     def close(self) -> None:
         """Reject new requests, and free the engine and its weights once running requests have
-        ended.
-
-        A stream ends at its next step, with RequestError. Raises ForkError in a forked process.
+        ended. A stream ends at its next step, with RequestError. Raises ForkError in a forked
+        process.
         """
         self._handle.close()
 
@@ -192,9 +191,8 @@ class Bundle:
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Check tools once for many requests: ``generate(tools=bundle.tools([...]))``.
-
-        The arguments are those of ``Options``. Raises RequestError if one is invalid.
+        """Check tools once for many requests. The arguments are those of ``Options``. Raises
+        RequestError.
         """
         how = {
             "tool_choice": tool_choice,
@@ -447,12 +445,11 @@ class Bundle:
         return infill(self, text, lengths, constrain_from, **request)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
-        """Run one full pass over a canvas ``[L]``, leaving its mask tokens as they are.
+        """Run one full pass over a canvas, leaving its mask tokens as they are.
 
         Args:
             tokens: Token ids ``[L]``.
-            rows: Rows to score, 0..L-1. If None, all. Row ``i`` is not shifted: for a family with shift 1 it predicts
-                position ``i + 1``.
+            rows: Rows to score, 0..L-1, not shifted: with shift 1, row ``i`` predicts position ``i + 1``. None: all.
 
         Returns:
             Raw logits ``[R, V]``, float32.

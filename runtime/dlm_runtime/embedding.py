@@ -37,8 +37,8 @@ def cflags() -> str:
 
 
 def libs(*, static: bool = False) -> str:
-    """Options for a linker, quoted for a shell: the shared library and its run path, or the static
-    one.
+    """Options for a linker, quoted for a shell: the shared library with its run path, or the
+    static.
     """
     folder = prefix() / "lib"
     if static:

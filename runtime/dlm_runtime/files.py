@@ -84,11 +84,10 @@ def read_object(
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON whose strings can be written as UTF-8 and whose integers fit a double. Raises
-    ValueError.
+    """Parse JSON whose strings are valid UTF-8. Raises ValueError.
 
-    Integers beyond 64 bits become doubles, and beyond 308 digits infinity. Python's own longer
-    integers would break later code; callers compare numbers with limits that infinity exceeds.
+    Integers beyond 64 bits become doubles (beyond 308 digits: infinity), so that later code can
+    compute with them and reject them by its limits.
     """
     try:
         value = json.loads(

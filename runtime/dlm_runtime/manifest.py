@@ -92,9 +92,7 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """manifest.schema.json with policy fields (from the native library), and format and layout
-    names.
-    """
+    """manifest.schema.json with the native policy fields, and format and layout names."""
     found: dict[str, Any] = json.loads(
         Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")
     )
@@ -137,9 +135,7 @@ def validator() -> Draft202012Validator:
 
 
 def _place(error: ValidationError) -> str:
-    """An error's place, as the native reader writes it: ``precision.layers["a b"]``,
-    ``targets[0]``.
-    """
+    """An error's place, as the native reader writes it: ``layers["a b"]``, ``targets[0]``."""
     place = ""
     for key in error.absolute_path:
         if isinstance(key, str) and key.isidentifier() and key.isascii():

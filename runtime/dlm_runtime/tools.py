@@ -95,9 +95,7 @@ def format_of(chosen: str | CallFormat | None, template: str | None) -> CallForm
 
 @dataclass(frozen=True)
 class Tools:
-    """Functions of a request. ``listed``: as given. ``choice``: "auto", "required", "none", or a
-    function's name.
-
+    """A request's functions. ``choice``: "auto", "required", "none", or a function's name.
     ``is_parallel``: one text may have several calls.
     """
 

@@ -135,11 +135,9 @@ class Constraints:
         return made
 
     def count_loss(self, made: Generation) -> None:
-        """Count a constrained request's loss. Warn, once per bundle, if constraints make texts far
-        less likely than the denoiser's own choices.
-
-        This uses the mean over all constrained requests of the bundle, because a single hard
-        request may lose a lot.
+        """Count a constrained request's loss. Warn once per bundle if, on average over all its
+        constrained requests, constraints make texts far less likely than the denoiser's own
+        choices.
         """
         with self._lock:
             self._lost += made.constraint_log_prob_loss

@@ -115,8 +115,8 @@ class Handle:
 
     @contextmanager
     def session(self, cancels: Cancels = ()) -> Iterator[C.c_void_p]:
-        """A session. Before each pass, it runs signal handlers and ends requests whose event is
-        set.
+        """A session that runs signal handlers, and ends requests whose event is set, between
+        passes.
         """
         self.begin()
         session = None
@@ -152,9 +152,7 @@ class Handle:
         raise cause from None
 
     def policy(self, preset: str | None, effort: str | None) -> Policy:
-        """A preset (None: the bundle's default), or its form for an effort level. Raises
-        RequestError.
-        """
+        """A preset (None: the default), or its form for an effort level. Raises RequestError."""
         self.check_open()
         if self._default_policy is not None and preset is None and effort is None:
             return self._default_policy

@@ -145,10 +145,8 @@ def infill(
 def _beginning(
     tokenizer: Tokenizer, text: str, special_tokens: bool, prompt: Any, chat: Any
 ) -> list[int]:
-    """Ids of the text before a hole, after those of a prompt or chat.
-
-    Without a prompt or chat, the tokenizer's tokens before a prompt are put before the text, but
-    not those after one.
+    """Ids of the text before a hole, after those of a prompt or chat. Without these, the
+    tokenizer's tokens before a prompt precede the text, but those after a prompt are left out.
     """
     if prompt is not None and chat is not None:
         raise RequestError("infill: give prompt or chat, not both")

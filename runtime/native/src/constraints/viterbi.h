@@ -26,7 +26,7 @@ class Viterbi {
   explicit Viterbi(const Automaton& automaton) : automaton_(automaton), ways_(automaton) {}
 
   // Fills tokens, one per place, with the most likely path from `state` to one of `ends` (1 or 0
-  // per state). Returns false if there is none.
+  // per state). Returns false if no path exists.
   bool solve(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
              std::vector<int32_t>& tokens);
 

@@ -18,7 +18,7 @@ namespace dlm {
 
 using Clock = std::chrono::steady_clock;
 
-// When a request ends early, and who is called after its steps.
+// When a request ends early, and the callback after its steps.
 struct JobOptions {
   int32_t max_steps = 0;  // most passes; 0: no limit
   std::optional<Clock::time_point> deadline;

@@ -68,7 +68,7 @@ class PassMaker {
   virtual dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
                        PassSeconds& seconds) = 0;
 
-  // Of all running requests, now.
+  // The current bytes of all running requests.
   virtual uint64_t cache_bytes() const = 0;
 };
 

@@ -3,13 +3,12 @@
 // Caches. `none` runs the whole canvas in every pass. `prefix` and `dual` (Fast-dLLM,
 // arXiv:2505.22618) run it once per block. The block's other passes run [block start, end of
 // canvas) or the block alone, and read the keys and values of all other positions. With `refresh`,
-// only the first block's opening pass runs the whole canvas; a later one also runs the block
-// before, or `refresh` tokens if that is more, so no kept row is of a mask token that has since
-// been filled. `block` (SDAR, arXiv:2510.06303) is exact for block-causal attention: passes run one
-// block over the finished blocks, which one pass each stores. `block-dual` (Fast-dLLM v2,
-// arXiv:2509.26328) is `dual` within a block: a pass over the block opens each sub-block, and the
-// other passes run the sub-block alone. exporter/dlm_export/network/passes.py implements the same
-// plan.
+// only the first block's opening pass runs the whole canvas. A later one also runs the block before
+// (or `refresh` tokens, if that is more), so no kept row is of a mask token filled since. `block`
+// (SDAR, arXiv:2510.06303) is exact for block-causal attention: passes run one block over the
+// finished blocks, which one pass each stores. `block-dual` (Fast-dLLM v2, arXiv:2509.26328) is
+// `dual` within a block: a pass over the block opens each sub-block, and the other passes run the
+// sub-block alone. exporter/dlm_export/network/passes.py implements the same plan.
 //
 // Invariants that requests and pass makers rely on. Blocks come in order, and the stages of a block
 // are contiguous. A request goes through the stages once, skips those without work, and never goes

@@ -67,7 +67,7 @@ class Sampled final : public Proposer {
   }
 
  private:
-  // Which outputs of a draw the scores need.
+  // The outputs of a draw that the scores need.
   Told told() const {
     if (policy_.score_of != ScoreOf::draw || policy_.score == Score::random) return Told::token;
     return policy_.score == Score::entropy ? Told::entropy : Told::distribution;

@@ -1,5 +1,5 @@
-// A proposer gives each scored row the token that its position would take, and a score. There is
-// one kind each for argmax, sampling and constraints.
+// A proposer gives each scored row the token that its position would take, and a score. The
+// kinds are argmax, sampling and constraints.
 //
 // Each request has its own proposer for its lifetime, so requests of different kinds share passes.
 // The choice of commits (decode/policy.h) stays pure: it ranks scores.

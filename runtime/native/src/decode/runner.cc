@@ -341,7 +341,7 @@ void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_p
   }
 }
 
-// Reports a step: reads its text, which may end the request, and calls on_step.
+// Reports a step: reads its text (this may end the request) and calls on_step.
 void Runner::tell(Job& job) {
   TextWriter* const writer = job.options_.writer.get();
   if (writer != nullptr && !writer->read(job.request_) && !job.request_.done())

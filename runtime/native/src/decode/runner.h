@@ -1,7 +1,7 @@
 // Runs requests: admits them, makes passes over several, commits, and reports steps, until all end.
 //
-// A session calls run() on the caller's thread, until its requests have ended. A scheduler has a
-// thread of its own in run(), and any thread submits.
+// A session calls run() on the caller's thread, until its requests have ended. A scheduler has its
+// own thread in run(), and any thread submits.
 //
 // Ownership. A Job owns its Request, statistics and result. Its handle and, until it has ended, the
 // runner hold it. The PassMaker owns keys and values; a running job has a Member there. finish()
@@ -12,9 +12,9 @@
 // read a result only after they have seen is_done_. Passes, commits and callbacks run without the
 // lock, so submit(), cancel() and wait() never wait for a pass.
 //
-// One round: end the jobs that are due; start waiting jobs; call before_pass, which may cancel; end
-// and start again; choose; make the pass; commit for each of its jobs; end those that are due;
-// report each one's step; finish the jobs that are done.
+// One round: end the jobs that are due and start waiting jobs; call before_pass, which may cancel;
+// end and start jobs again. Then choose, make the pass, commit for each of its jobs, end those that
+// are due, and report their steps. Last, finish the jobs that are done.
 //
 // How a job ends: its last step, end() or fail_job() marks its request as done, for good. Only
 // finish_done(), fail_all_with_thrown() and drop_all() remove a job from running_, and each calls
