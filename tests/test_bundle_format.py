@@ -1313,7 +1313,8 @@ def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(
     link.symlink_to(tmp_path / "outside")
     message = _refusal(bundle, check_hashes=True)
     assert (
-        f"{link}: not a plain file but a symbolic link, which may point outside the bundle" in message
+        f"{link}: not a plain file but a symbolic link, which may point outside the bundle"
+        in message
     )
     assert "cp -rL" in message
     assert f"{link}: not a plain file" in _refusal(bundle, check_hashes=False)
@@ -1351,7 +1352,9 @@ def test_a_flipped_byte_of_the_weights_is_found_by_its_hash_alone(bundle: Path) 
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert f"{DATA_FILE}: its SHA-256 differs from the manifest's" in _refusal(bundle, check_hashes=True)
+    assert f"{DATA_FILE}: its SHA-256 differs from the manifest's" in _refusal(
+        bundle, check_hashes=True
+    )
     assert _opens(bundle, check_hashes=False)
 
 

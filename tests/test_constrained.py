@@ -243,7 +243,8 @@ def test_given_tokens_between_masks_are_part_of_the_text(
     assert re.fullmatch(EXPRESSIONS["words"].encode(), text_of(out.tokens[3:11]))
     tokens[4:] = [letter[b"1"], MASK]
     with pytest.raises(
-        RequestError, match=r"^no text of the constraint matches the given tokens in positions 3\.\.5: "
+        RequestError,
+        match=r"^no text of the constraint matches the given tokens in positions 3\.\.5: ",
     ):
         bundles["shift 0"].generate(tokens=tokens, max_new_tokens=0, constraint=constraint)
 

@@ -246,7 +246,8 @@ def test_what_cannot_be_is_said(demo: Bundle) -> None:
     with pytest.raises(RequestError, match=r"max_running = 0 is outside 1\.\.4096"):
         demo.scheduler(max_running=0)
     with pytest.raises(
-        RequestError, match=r"max_pass_ms = 50 needs this machine's cost .* `dlm-export bench BUNDLE --cost`"
+        RequestError,
+        match=r"max_pass_ms = 50 needs this machine's cost .* `dlm-export bench BUNDLE --cost`",
     ):
         demo.scheduler(max_pass_ms=50)
     with pytest.raises(RequestError, match="max_pass_ms = nan is no time"):
@@ -264,7 +265,8 @@ def test_what_cannot_be_is_said(demo: Bundle) -> None:
         with pytest.raises(RequestError, match="call the method cancel of the job"):
             scheduler.submit(prompt="go", cancel=threading.Event())
         with pytest.raises(
-            RequestError, match=r"constraint = 'x' is not a constraint: Bundle\.constraint makes one"
+            RequestError,
+            match=r"constraint = 'x' is not a constraint: Bundle\.constraint makes one",
         ):
             scheduler.submit(prompt="go", constraint="x")
         assert (

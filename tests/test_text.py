@@ -340,8 +340,16 @@ def _said(*roles: str, content: str = "x") -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (PAIRS, _said("user", "user"), "message 1: the chat template does not allow this order of roles"),
-        (PAIRS, _said("assistant"), "message 0: the chat template does not allow this order of roles"),
+        (
+            PAIRS,
+            _said("user", "user"),
+            "message 1: the chat template does not allow this order of roles",
+        ),
+        (
+            PAIRS,
+            _said("assistant"),
+            "message 0: the chat template does not allow this order of roles",
+        ),
         (
             CHATML,
             _said("critic"),
@@ -486,7 +494,9 @@ def test_a_bundle_says_what_is_compiled_and_names_a_damaged_file(
         dlm_runtime.open(copy, engine="none")
     with (
         dlm_runtime.open(copy, engine="none", check_hashes=False) as bundle,
-        pytest.raises(BundleError, match=r"bundle/text\.bin: not a compiled text file, or truncated"),
+        pytest.raises(
+            BundleError, match=r"bundle/text\.bin: not a compiled text file, or truncated"
+        ),
     ):
         _text(bundle)
 
