@@ -1273,7 +1273,8 @@ static void test_wrong_batches_are_refused_by_number(void) {
     f.is_token_bad = i < 3;
     f.bad_token = tokens[i % 3];
     refuse_batch(session, &f, &good, &s, 4, 2, i == 3 ? DLM_OUT_OF_MEMORY : DLM_ENGINE_FAILED,
-                 i == 3 ? "OUT_OF_MEMORY" : "request 3: the denoiser predicted token", __LINE__);
+                 i == 3 ? "OUT_OF_MEMORY" : "request 3: the denoiser predicted the invalid token",
+                 __LINE__);
     /* The other requests came to their ends; of a pass that failed, both requests failed. */
     SESSION_STATUS(generate_batch(session, &good, &s, 0, 2), DLM_OK);
     f.bad_at = f.passes + per_batch + 1;

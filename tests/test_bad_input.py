@@ -497,11 +497,11 @@ TEMPLATES: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "half a character": (
         lambda c: c.joinpath("tokenizer_config.json").write_text('{"chat_template": "\\ud800"}'),
-        ("tokenizer_config.json: not readable as JSON (half a character",),
+        ("tokenizer_config.json: not readable as JSON (an escape for half of a surrogate pair",),
     ),
     "half a character in a special token": (
         lambda c: c.joinpath("tokenizer_config.json").write_text('{"bos_token": "\\ud800"}'),
-        ("tokenizer_config.json: not readable as JSON (half a character",),
+        ("tokenizer_config.json: not readable as JSON (an escape for half of a surrogate pair",),
     ),
     "tokenizer_config.json is no JSON": (
         lambda c: c.joinpath("tokenizer_config.json").write_text("{"),
@@ -853,11 +853,11 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     ),
     "a draw at no temperature": (
         ("--tokens", "1", "--set", "select=sample"),
-        ("draws at a temperature above 0",),
+        ("needs a temperature above 0",),
     ),
     "argmax at a temperature": (
         ("--tokens", "1", "--set", "select=argmax", "--temperature", 0.7),
-        ('temperature = 0.7 is of select = "sample"',),
+        ('temperature = 0.7 needs select = "sample"',),
     ),
     "top_p above one": (("--tokens", "1", "--set", "top_p=1.5"), ("top_p = 1.5 is outside 0..1",)),
 }
@@ -895,7 +895,7 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
         "--tokens",
         "1",
         code=2,
-        says=(f"{tmp_path}: no manifest.json there, so it is not a bundle",),
+        says=(f"{tmp_path}: not a bundle: it has no manifest.json",),
     )
     _fails("run", tmp_path / "nowhere", "--tokens", "1", code=2, says=("nowhere' does not exist",))
     (tmp_path / "manifest.json").write_text("{}")
@@ -930,7 +930,7 @@ def test_a_missing_engine_is_named_with_what_to_do(
     monkeypatch.setenv("DLM_ONNXRUNTIME", "/nonexistent/libonnxruntime.so")
     says = (
         "cannot load ONNX Runtime from $DLM_ONNXRUNTIME: /nonexistent/libonnxruntime.so",
-        "Python finds what pip installs",
+        "Python finds pip's",
     )
     _fails("run", llada_bundle, "--tokens", "1", code=1, says=says)
     _build_fails(llada_checkpoint, out, code=1, says=says)
@@ -950,5 +950,5 @@ def test_a_process_of_its_own_prints_one_line_and_no_traceback(tmp_path: Path) -
     assert done.stdout == ""
     assert (
         done.stderr
-        == f"Error: {tmp_path}: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.\n"
+        == f"Error: {tmp_path}: not a bundle: it has no manifest.json. `dlm-export build` writes one.\n"
     )

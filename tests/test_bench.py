@@ -307,7 +307,7 @@ def test_without_being_asked_it_measures_what_fits_the_bundle(
         (("--cost",), "these passes do not tell apart"),
         (("--batch", "4,"), "write numbers of requests with commas"),
         (("--batch", "0"), "write numbers of requests with commas"),
-        (("--batch", "9999"), "a pass of 9999 requests: a batch has 1..4096"),
+        (("--batch", "9999"), "a pass of 9999 requests is outside 1..4096"),
         (("--engine", "abacus"), "--engine"),
         (("--threads", -1), "--threads"),
         (("--peer-token-ms", 0), "--peer-token-ms"),

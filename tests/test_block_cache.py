@@ -490,29 +490,29 @@ def test_a_block_that_holds_an_end_token_is_the_last() -> None:
     [
         (
             {"cache": "dual"},
-            'cache = "dual" is for full attention, and this .* in blocks of 4: use cache = "block"',
+            'cache = "dual" needs full attention, but this .* in blocks of 4: use cache = "block"',
         ),
-        ({"cache": "prefix"}, 'cache = "prefix" is for full attention'),
+        ({"cache": "prefix"}, 'cache = "prefix" needs full attention'),
         (
             {"block_length": 6},
-            "block_length = 6 does not suit .* give a multiple of 4, or 0 for 4; sub_block_length",
+            "block_length = 6 does not suit .* set a multiple of 4, or 0 for 4; .* set sub_block_length",
         ),
         ({"block_length": 2}, "block_length = 2 does not suit"),
         ({"sub_block_length": 3}, "sub_block_length = 3 does not divide the block of 4 positions"),
         (
             {"cache": "none", "store": "reuse"},
-            'store = "reuse" is of cache = "block", not of "none"',
+            'store = "reuse" needs cache = "block", not "none"',
         ),
         ({"refresh": 4}, 'refresh = 4, but cache = "block" keeps no rows to refresh'),
         ({"edit_threshold": 1.5}, "edit_threshold = 1.5 is outside 0..1"),
         (
             {"cache": "block-dual", "block_length": 8},
-            'cache = "block-dual" keeps rows .* as do 4 positions .* block_length = 4, or',
+            'cache = "block-dual" keeps rows .* a block is 4 positions .* block_length = 4, or',
         ),
-        ({"cache": "block-dual", "remask": "edit"}, 'remask = "edit" looks at a whole block again'),
+        ({"cache": "block-dual", "remask": "edit"}, 'remask = "edit" scores whole blocks'),
         (
             {"cache": "block-dual", "store": "open"},
-            'store = "open" is of cache = "block", not of "block-dual"',
+            'store = "open" needs cache = "block", not "block-dual"',
         ),
     ],
 )
@@ -530,24 +530,24 @@ def test_policies_that_a_block_causal_denoiser_does_not_take_are_refused(
         (
             {"cache": "block"},
             None,
-            'cache = "block" is for block-causal attention, and this denoiser\'s is full: use',
+            'cache = "block" needs block-causal attention, but this denoiser\'s is full: use',
         ),
-        ({"cache": "block-dual"}, None, 'cache = "block-dual" is for block-causal attention'),
-        ({"sub_block_length": 8}, None, "sub_block_length = 8 is for block-causal attention"),
+        ({"cache": "block-dual"}, None, 'cache = "block-dual" needs block-causal attention'),
+        ({"sub_block_length": 8}, None, "sub_block_length = 8 needs block-causal attention"),
         (
             {"remask": "edit", "cache": "block"},
             1,
-            'remask = "edit" predicts every position of a block by its own row',
+            'remask = "edit" needs each row to predict its own position',
         ),
         (
             {"store": "reuse", "cache": "block"},
             1,
-            'store = "reuse" leaves out the pass that predicts',
+            'store = "reuse" skips the pass that predicts',
         ),
         (
             {"store": "open", "cache": "block"},
             1,
-            'store = "open" leaves out the pass that predicts',
+            'store = "open" skips the pass that predicts',
         ),
     ],
 )

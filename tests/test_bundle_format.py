@@ -742,7 +742,7 @@ def test_a_key_that_is_there_twice_is_refused(bundle: Path, path: tuple[str, ...
     name = next(iter(node))
     node["twice"] = node[name]
     (bundle / "manifest.json").write_text(json.dumps(manifest).replace('"twice"', json.dumps(name)))
-    assert f'the key "{name}" is there twice' in _refusal(bundle)
+    assert f'the key "{name}" occurs twice' in _refusal(bundle)
 
 
 @pytest.mark.parametrize(
@@ -866,7 +866,7 @@ def test_an_unknown_key_is_refused_by_name(bundle: Path, path: tuple[str, ...]) 
         (
             ("loop", "presets", "llada", "temperature"),
             0.7,
-            'temperature = 0.7 is of select = "sample"',
+            'temperature = 0.7 needs select = "sample"',
         ),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else None,
@@ -983,7 +983,7 @@ def test_a_name_that_two_ports_share_is_refused(
     bundle: Path, path: tuple[Any, ...], name: str
 ) -> None:
     _change(bundle, "loop", "graph", "ports", *path, value=name)
-    assert f'another port is called "{name}" too' in _refusal(bundle)
+    assert f'another port has the name "{name}" too' in _refusal(bundle)
 
 
 @pytest.mark.parametrize("layers", [[], {}, [None]])
@@ -1148,7 +1148,7 @@ def test_an_engine_built_from_another_graph_is_refused(bundle: Path, key: str, f
     _write_with_engine(bundle, lambda entry: entry["built_from"].update({key: "0" * 64}))
     message = _refusal(bundle, engine="tensorrt")
     assert (
-        f"loop.engines.rtx5090.built_from.{key}: was built from another graph than this bundle's {file}"
+        f"loop.engines.rtx5090.built_from.{key}: was built from a graph other than this bundle's {file}"
         in message
     )
     assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
@@ -1313,7 +1313,8 @@ def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(
     link.symlink_to(tmp_path / "outside")
     message = _refusal(bundle, check_hashes=True)
     assert (
-        f"{link}: not a plain file but a symbolic link, which may lead out of the bundle" in message
+        f"{link}: not a plain file but a symbolic link, which may point outside the bundle"
+        in message
     )
     assert "cp -rL" in message
     assert f"{link}: not a plain file" in _refusal(bundle, check_hashes=False)
@@ -1351,7 +1352,9 @@ def test_a_flipped_byte_of_the_weights_is_found_by_its_hash_alone(bundle: Path) 
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert f"{DATA_FILE}: its SHA-256 is not the manifest's" in _refusal(bundle, check_hashes=True)
+    assert f"{DATA_FILE}: its SHA-256 differs from the manifest's" in _refusal(
+        bundle, check_hashes=True
+    )
     assert _opens(bundle, check_hashes=False)
 
 

@@ -594,7 +594,7 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
         BundleError,
-        match=r"cache_dtype: keys and values in int8 are for CPUs, and the bundle has a device_file",
+        match=r"cache_dtype: int8 keys and values are for CPUs, but the bundle has a device_file",
     ):
         dlm_runtime.open(bundle)
 

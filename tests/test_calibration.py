@@ -192,7 +192,7 @@ def test_blank_lines_are_skipped_and_reading_ends_at_the_limit(
         ),
         (b'{"text": ["a"]}', "line 2: text is a list, a string is needed"),
         (b'{"text": ""}', "line 2: no text"),
-        (b'{"text": "\\ud800"}', "line 2: .*refuses this text"),
+        (b'{"text": "\\ud800"}', "line 2: .*rejects this text"),
         (b'{"prompt": "a", "completion": null}', "line 2: completion is a NoneType"),
         (b'{"prompt": "a", "completion": " "}', "line 2: an empty completion"),
         (b'{"messages": {"role": "user"}}', "line 2: messages is not a list of objects"),

@@ -243,7 +243,8 @@ def test_given_tokens_between_masks_are_part_of_the_text(
     assert re.fullmatch(EXPRESSIONS["words"].encode(), text_of(out.tokens[3:11]))
     tokens[4:] = [letter[b"1"], MASK]
     with pytest.raises(
-        RequestError, match=r"^no text of the constraint has the given tokens in positions 3\.\.5: "
+        RequestError,
+        match=r"^no text of the constraint matches the given tokens in positions 3\.\.5: ",
     ):
         bundles["shift 0"].generate(tokens=tokens, max_new_tokens=0, constraint=constraint)
 
@@ -317,10 +318,10 @@ def test_a_budget_below_the_shortest_text_is_refused_with_what_it_needs(
 ) -> None:
     constraint = automata["counted"].constraint
     assert constraint.shortest == 3
-    message = r"^the shortest text of the constraint has 3 tokens, and there is room for 2: raise max_new_tokens$"
+    message = r"^the shortest text of the constraint has 3 tokens, but there is room for 2: raise max_new_tokens$"
     with pytest.raises(RequestError, match=message):
         bundles["shift 0"].generate(tokens=PROMPT, max_new_tokens=2, constraint=constraint)
-    with pytest.raises(RequestError, match="has 3 tokens, and there is room for 0"):
+    with pytest.raises(RequestError, match="has 3 tokens, but there is room for 0"):
         bundles["shift 0"].generate(tokens=PROMPT, max_new_tokens=0, constraint=constraint)
     out = bundles["shift 0"].generate(tokens=PROMPT, max_new_tokens=3, constraint=constraint)
     assert text_of(out.tokens[len(PROMPT) :]) == "ababé".encode()
@@ -435,7 +436,7 @@ def test_the_most_likely_text_over_a_large_vocabulary(
 def test_constraints_of_other_bundles_are_refused(bundles: dict[str, Bundle]) -> None:
     bundle = bundles["shift 0"]
     other = compiled("a", WORDS, VOCAB + 1, ENDS).constraint
-    with pytest.raises(RequestError, match="a vocabulary of 129 tokens, and the denoiser has 128"):
+    with pytest.raises(RequestError, match="a vocabulary of 129 tokens, but the denoiser has 128"):
         bundle.generate(tokens=PROMPT, max_new_tokens=NEW, constraint=other)
 
 

@@ -259,7 +259,8 @@ def test_the_command_line_runs_and_shows_levels(fitted: Path, llada_bundle: Path
     none = invoke("run", llada_bundle, "--effort", "low", *run)
     assert none.exit_code == 2
     assert (
-        "this bundle has no levels: `dlm-export effort BUNDLE --data FILE` fits them" in none.stderr
+        "this bundle has no levels: `dlm-export effort BUNDLE --data FILE` fits instant"
+        in none.stderr
     )
 
 

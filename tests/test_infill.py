@@ -108,11 +108,11 @@ def test_the_length_whose_tokens_are_surest_is_taken() -> None:
     ("text", "lengths", "sentence"),
     [
         ("no hole", [4], "the text has no hole: write <mask>"),
-        ("<mask>", [0], r"\[0\] is no length of a hole"),
-        ("<mask>", [[]], r"\[\] is no length of a hole"),
-        ("<mask>", [[3, "4"]], "is no length of a hole"),
+        ("<mask>", [0], r"\[0\] is not a length of a hole"),
+        ("<mask>", [[]], r"\[\] is not a length of a hole"),
+        ("<mask>", [[3, "4"]], "is not a length of a hole"),
         ("<mask> <mask> <mask>", [1, 2], "2 lengths for 3 holes"),
-        ("<mask>" * 3, [[1, 2, 3, 4, 5]], "125 requests to try all lengths, and at most 64"),
+        ("<mask>" * 3, [[1, 2, 3, 4, 5]], "trying all lengths takes 125 requests; the limit is 64"),
         ("<mask>", [600], "longer than the denoiser's 512"),
         ("<mask>", None, "lengths = None: give tokens, 1 or more, or a list"),
         ("<mask>", [None], r"lengths = \[None\]: give tokens"),
@@ -127,7 +127,7 @@ def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longe
     with lettered(counted) as bundle:
         assert bundle.infill("a<mask>b<mask>", lengths=3).lengths == (3, 3)
         with pytest.raises(
-            RequestError, match="max_new_tokens is of text behind a prompt: give lengths"
+            RequestError, match="max_new_tokens is for text after a prompt: give lengths"
         ):
             bundle.infill("a<mask>", lengths=3, max_new_tokens=9)
 

@@ -440,8 +440,8 @@ def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> Non
 @pytest.mark.parametrize(
     ("token", "prob", "sentence"),
     [
-        (7, 0.5, "outside what it may"),
-        (8, 0.5, "outside what it may"),
+        (7, 0.5, "predicted the invalid token"),
+        (8, 0.5, "predicted the invalid token"),
         (-1, 0.5, "outside"),
         (0, float("nan"), "not finite"),
     ],
@@ -472,8 +472,8 @@ def test_impossible_predictions_are_engine_errors(token: int, prob: float, sente
             'refresh = 32, but cache = "none" keeps no rows to refresh: use cache = "prefix" or "dual"',
         ),
         ({"temperature": -1}, "temperature = -1 is outside 0..1e"),
-        ({"temperature": 0.2, "select": "argmax"}, 'temperature = 0.2 is of select = "sample"'),
-        ({"select": "sample"}, "draws at a temperature above 0"),
+        ({"temperature": 0.2, "select": "argmax"}, 'temperature = 0.2 needs select = "sample"'),
+        ({"select": "sample"}, "needs a temperature above 0"),
         ({"top_k": -1}, "top_k = -1 is outside 0"),
         ({"commit": "threshold", "score": "entropy"}, "entropies are not"),
         ({"steps": 1}, "fewer than the 2 blocks"),

@@ -83,7 +83,7 @@ def test_a_file_that_does_not_say_its_size_is_read_up_to_the_limit() -> None:
     status = Path("/proc/self/status")
     assert status.stat().st_size == 0
     assert b"VmRSS" in read_bytes(status, 1 << 20, RequestError)
-    with pytest.raises(RequestError, match="too large: at most 100 bytes"):
+    with pytest.raises(RequestError, match="too large: the limit is 100 bytes"):
         read_bytes(status, 100, RequestError)
 
 
@@ -133,7 +133,7 @@ def test_a_tokenizer_that_is_replaced_after_it_was_hashed_is_refused(
         with open(bundle / name, "a") as file:
             file.write("\n")  # of the same meaning: only its hash shows it
         with pytest.raises(
-            BundleError, match=rf"{name}: its content is not what the bundle's manifest says"
+            BundleError, match=rf"{name}: its SHA-256 differs from the bundle's manifest"
         ):
             _ = opened.tokenizer
         assert trusted.tokenizer is not None
@@ -152,7 +152,7 @@ def test_a_text_file_that_is_replaced_after_it_was_hashed_is_refused(
         data = bytearray(file.read_bytes())
         data[-1] ^= 1  # of the chat template's text: nothing but its hash shows it
         file.write_bytes(data)
-        with pytest.raises(BundleError, match=r"text.bin: its SHA-256 is not the manifest's"):
+        with pytest.raises(BundleError, match=r"text.bin: its SHA-256 differs from the manifest's"):
             checked.check_text()
         trusted.check_text()
 

@@ -46,7 +46,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     ),
     "a folder that is neither checkpoint nor bundle": (
         WRONG,
-        "/empty(/config.json: no such file|: no manifest.json there)",
+        "/empty(/config.json: no such file|: not a bundle: it has no manifest.json)",
         {
             "inspect": "EMPTY",
             "build": "EMPTY -o OUT",

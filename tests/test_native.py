@@ -271,9 +271,9 @@ def test_c_example_generates_what_python_does_and_leaks_nothing(
         (
             ["{bundle}", "4", "x"],
             1,
-            "UNSUPPORTED: this bundle holds no compiled text: it has no tokenizer, ",
+            "UNSUPPORTED: this bundle has no compiled text: it has no tokenizer, ",
         ),
-        (["{demo}", "4", b"\xff"], 1, "INVALID_ARGUMENT: the text is no UTF-8: byte 0 "),
+        (["{demo}", "4", b"\xff"], 1, "INVALID_ARGUMENT: the text is not UTF-8: byte 0 "),
         (
             ["{demo}", "100000", "x"],
             1,

@@ -524,7 +524,7 @@ def test_requests_of_a_batch_run_one_by_one_or_are_refused(bundle: Path, drive: 
     told = drive(bundle, cache="dual", batch=3, max_batch=2)
     ((status, message),) = told.rounds
     assert status == "UNSUPPORTED"
-    assert "a pass of 2 requests, but the engine takes 1 at a time: give max_batch = 1" in message
+    assert "a pass of 2 requests, but the engine takes at most 1: set max_batch = 1" in message
     assert told.counts[0].get("enqueueV3", 0) == 0
 
 
@@ -595,7 +595,7 @@ def test_a_bundle_without_engines_says_how_to_build_one(tmp_path: Path, drive: D
             "cannot load the CUDA driver from $DLM_CUDA_LIBRARY: /no/such/",
         ),
         ({"DLM_CUDA_LIBRARY": "libm.so.6"}, "has no cuInit"),
-        ({"MOCK_CUDA_DEVICES": "0"}, "sees no device"),
+        ({"MOCK_CUDA_DEVICES": "0"}, "finds no device"),
         (
             {"DLM_TENSORRT": "/no/such/libnvinfer.so.10"},
             "cannot load TensorRT from $DLM_TENSORRT: /no/such/",
@@ -694,7 +694,7 @@ def test_an_engine_that_tensorrt_cannot_load_is_named_with_the_command_that_buil
             'the input "past_key.0" is float [any, 3, any, 4], but the manifest makes it float16',
         ),
         ("type top_token 9", 'the output "top_token" is undefined'),
-        ("host score_rows", 'the input "score_rows" is wanted in host memory'),
+        ("host score_rows", 'the input "score_rows" must be in device memory'),
         ("profile 1 1 1 0 0 0 1 1 1", "has 3 profiles instead of 2"),
     ],
 )
@@ -746,7 +746,7 @@ def test_an_engine_of_an_edited_entry_or_another_graph_is_refused_before_the_dri
     write_bundle(bundle, {"rtx5090": {"built_from": graph}})
     status, message = opening(drive, bundle, missing)
     assert status == "BAD_BUNDLE"
-    assert "was built from another graph than this bundle's denoiser.onnx" in message
+    assert "was built from a graph other than this bundle's denoiser.onnx" in message
 
 
 # ---- From Python ----

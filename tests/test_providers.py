@@ -276,7 +276,7 @@ def test_what_tensorrt_leaves_behind_goes_to_cuda_first_and_is_named_too(
             {"DLM_CUDA_LIBRARY": "/no/such/libcuda.so.1"},
             ["cannot load the CUDA driver", "NVIDIA's driver", 'provider "cpu"'],
         ),
-        ({"MOCK_CUDA_DEVICES": "0"}, ["sees no device"]),
+        ({"MOCK_CUDA_DEVICES": "0"}, ["finds no device"]),
     ],
     ids=["provider", "version", "libraries", "driver", "device"],
 )
@@ -315,7 +315,7 @@ def test_a_provider_that_no_wheel_has_asks_for_a_build(bundle: Path, drive: Driv
         (
             {**CUDA, "device": 1},
             "INVALID_ARGUMENT",
-            "device 1 is not one of the 1 that the CUDA driver sees (0..0)",
+            "device 1 is not one of the 1 that the CUDA driver finds (0..0)",
         ),
         ({**CUDA, "device": -1}, "INVALID_ARGUMENT", "device -1 is not one of"),
         ({"engine": "auto"}, "UNSUPPORTED", 'with a provider such as "cuda"'),

@@ -163,7 +163,7 @@ def test_every_option_is_in_the_table() -> None:
     ("call", "sentence"),
     {
         "text": (lambda b: b.infill(5), "text = 5 is not a text"),
-        "lengths": (lambda b: b.infill("a<mask>b", lengths=LONGER), "no length of a hole"),
+        "lengths": (lambda b: b.infill("a<mask>b", lengths=LONGER), "not a length of a hole"),
         "constrain_from": (
             lambda b: b.infill("a<mask>b", constrain_from="x", regex="a"),
             "constrain_from = 'x' is not",
@@ -216,7 +216,7 @@ def test_every_option_is_in_the_table() -> None:
             lambda b: b.constraint(regex="a", cache_dir="a\0b"),
             "cache_dir = .* is not the path",
         ),
-        "tools": (lambda b: b.constraint(tools=CALLS), "Bundle.tools makes them"),
+        "tools": (lambda b: b.constraint(tools=CALLS), "or the result of Bundle.tools"),
         "a layout of a regex": (
             lambda b: b.constraint(regex="a", json_layout="lines"),
             "not of regex: leave it out",

@@ -247,7 +247,7 @@ def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
         ({"deadline_ms": -1.0}, "deadline_ms = -1 is outside 0"),
         ({"deadline_ms": float("nan")}, "deadline_ms = nan is outside 0"),
         ({"deadline_ms": "soon"}, "deadline_ms = 'soon' is not a number of milliseconds"),
-        ({"stop_strings": ["a"]}, "has no tokenizer, so that no text can stop it"),
+        ({"stop_strings": ["a"]}, "stop_strings need a tokenizer"),
         ({"stop_strings": "ab"}, "give a list of texts"),
     ],
 )

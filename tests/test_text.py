@@ -130,7 +130,7 @@ def test_ids_are_decoded_as_the_library_decodes_them(
 
 def test_text_that_is_no_utf8_is_refused_by_its_place(pairs: Callable[[str], Pair]) -> None:
     with pytest.raises(
-        RequestError, match=r"the text is no UTF-8: byte 3 starts no whole character"
+        RequestError, match=r"the text is not UTF-8: byte 3 starts no whole character"
     ):
         pairs("GPT-2").native.encode(b"abc\xff")
 
@@ -340,8 +340,16 @@ def _said(*roles: str, content: str = "x") -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (PAIRS, _said("user", "user"), "message 1: the chat template has no such order of roles"),
-        (PAIRS, _said("assistant"), "message 0: the chat template has no such order of roles"),
+        (
+            PAIRS,
+            _said("user", "user"),
+            "message 1: the chat template does not allow this order of roles",
+        ),
+        (
+            PAIRS,
+            _said("assistant"),
+            "message 0: the chat template does not allow this order of roles",
+        ),
         (
             CHATML,
             _said("critic"),
@@ -356,17 +364,17 @@ def _said(*roles: str, content: str = "x") -> list[dict[str, str]]:
         (
             CHATML.replace("m.content", "(m.content or 'nothing')"),
             _said("user", content=""),
-            "an empty content",
+            "empty content",
         ),
         (
             CHATML.replace("m.content", "(m.content | escape if m.role == 'tool' else m.content)"),
             _said("tool"),
-            "does more",
+            "changes the content",
         ),
         (
             "{{ messages | length }}{{ messages[0].content }}",
             _said("user", "user"),
-            "no compiled chat|no such order",
+            "no compiled chat|does not allow this order",
         ),
     ],
 )
@@ -386,7 +394,7 @@ def test_a_chat_that_is_more_than_segments_is_refused(
         ("{{ messages | tojson }}", "no chat of the proof has a compiled form"),
         (
             "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
-            "has no plain place|more with such",
+            "has no plain place|changes the content",
         ),
         ("{{ messages[0].content }}{{ now() }}", "has no plain place"),
         ("{% for %}", "none that Jinja reads|has no plain place"),
@@ -401,7 +409,7 @@ def test_a_template_without_segments_is_left_out_with_the_reason(
 ) -> None:
     pair = Pair(tokenizer_files.made("GPT-2"), template)
     with pytest.raises(
-        RequestError, match=f"this bundle holds no compiled chat: .*{reason}|{reason}"
+        RequestError, match=f"this bundle has no compiled chat: .*{reason}|{reason}"
     ):
         pair.native.render(_said("user"))
     assert pair.made.entry.get("chat_refused") is None or re.search(
@@ -444,10 +452,10 @@ def test_every_call_for_text_is_clean_down_its_error_paths(
 def test_a_file_of_another_version_is_refused() -> None:
     with pytest.raises(
         RequestError,
-        match=r"a text file of version 9, and this library knows version 1: build the bundle again",
+        match=r"it has version 9, but this library reads version 1: build the bundle again",
     ):
         CompiledText(b"DLMTEXT\x09" + bytes(200))
-    with pytest.raises(BundleError, match="not a compiled text file, or cut off"):
+    with pytest.raises(BundleError, match="not a compiled text file, or truncated"):
         CompiledText(b"DLMTEXT\x01")
 
 
@@ -469,7 +477,7 @@ def test_a_bundle_without_a_tokenizer_says_so(llada_bundle: Path) -> None:
         dlm_runtime.open(llada_bundle, engine="none") as bundle,
         pytest.raises(
             RequestError,
-            match="this bundle holds no compiled text: it has no tokenizer, or was built before",
+            match="this bundle has no compiled text: it has no tokenizer, or an old version",
         ),
     ):
         _text(bundle)
@@ -482,11 +490,13 @@ def test_a_bundle_says_what_is_compiled_and_names_a_damaged_file(
     manifest = json.loads((copy / "manifest.json").read_text())
     assert manifest["text"] == {"file": "text.bin"}
     (copy / "text.bin").write_bytes(b"x" * manifest["files"]["text.bin"]["bytes"])
-    with pytest.raises(BundleError, match=r"text\.bin: its SHA-256 is not the manifest's"):
+    with pytest.raises(BundleError, match=r"text\.bin: its SHA-256 differs from the manifest's"):
         dlm_runtime.open(copy, engine="none")
     with (
         dlm_runtime.open(copy, engine="none", check_hashes=False) as bundle,
-        pytest.raises(BundleError, match=r"bundle/text\.bin: not a compiled text file, or cut off"),
+        pytest.raises(
+            BundleError, match=r"bundle/text\.bin: not a compiled text file, or truncated"
+        ),
     ):
         _text(bundle)
 

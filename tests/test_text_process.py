@@ -106,7 +106,7 @@ def _panics(data: bytes) -> bool:
     [
         ("'x' * 10**10", "it needs more than 512 MiB of memory"),
         ("range(99999) | list | string * 10**9", "it needs more than 512 MiB of memory"),
-        ("9 ** (9 ** (messages | length + 8))", "it takes more than a second of processor time"),
+        ("9 ** (9 ** (messages | length + 8))", "it takes more processor time than one second"),
     ],
 )
 def test_a_limit_is_named_and_the_next_request_is_answered(expression: str, says: str) -> None:
@@ -126,7 +126,7 @@ def test_an_answer_that_is_too_large_is_refused(
     ours: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_process, "REPLY_LIMIT_BYTES", 100)
-    with pytest.raises(RequestError, match="refuses this text"):
+    with pytest.raises(RequestError, match="rejects this text"):
         ours.encode("lock the front door " * 99)
     assert ours.encode("lock") != []
 
@@ -142,7 +142,7 @@ def test_a_chat_of_things_that_are_no_json_is_a_wrong_request(
 
 
 def test_half_a_character_is_refused_as_before(ours: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="refuses this text"):
+    with pytest.raises(RequestError, match="rejects this text"):
         ours.encode("\ud800")
 
 

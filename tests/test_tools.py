@@ -111,11 +111,11 @@ def test_a_template_gets_what_transformers_gives_it(
 def test_a_system_message_that_the_template_leaves_out_is_refused() -> None:
     loud = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     for template, why in (
-        (loud, "leaves the system message out"),
+        (loud, "omits the system message"),
         ("{{ raise_exception('no system role') }}", "no system role"),
     ):
         made = Tokenizer((DEMO_CHECKPOINT / "tokenizer.json").read_bytes(), template, {})
-        with pytest.raises(RequestError, match=f"template refuses these messages .*{why}"):
+        with pytest.raises(RequestError, match=f"template rejects these messages .*{why}"):
             made.encode_chat(CHAT[:2])
         made.close()
 
@@ -247,13 +247,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no list": ({"tools": WEATHER}, "tools: give a list of functions"),
     "a text": ({"tools": "weather"}, "tools: give a list of functions"),
     "empty": ({"tools": []}, "tools: give a list of functions"),
-    "no function": ({"tools": [WEATHER, {"name": "f"}]}, r"tools\[1\]: not of the shape"),
-    "no type": ({"tools": [{"function": {"name": "f"}}]}, r"tools\[0\]: not of the shape"),
+    "no function": ({"tools": [WEATHER, {"name": "f"}]}, r"tools\[1\]: not of the form"),
+    "no type": ({"tools": [{"function": {"name": "f"}}]}, r"tools\[0\]: not of the form"),
     "no name": ({"tools": NO_NAME}, r"tools\[0\]: its function has no name"),
-    "twice": ({"tools": [STOP, STOP]}, r"tools\[1\]: a second function 'stop'"),
+    "twice": ({"tools": [STOP, STOP]}, r"tools\[1\]: the name 'stop' is used twice"),
     "auto": (
         {"tools": [{"type": "function", "function": {"name": "auto"}}]},
-        "cannot be called 'auto'",
+        "cannot have the name 'auto'",
     ),
     "no schema": (
         {
@@ -261,7 +261,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
                 {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
             ]
         },
-        r"tools\[0\], f: parameters: not a JSON Schema of an object",
+        r"tools\[0\], f: parameters are not a JSON Schema of an object",
     ),
     "a keyword": (
         {
@@ -284,7 +284,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "is not one of auto, required, none, stop",
     ),
     "format": ({"tools": [STOP], "call_format": "xml"}, "call_format = 'xml' is not one of"),
-    "choice alone": ({"tool_choice": "required"}, "tool_choice is of tools"),
+    "choice alone": ({"tool_choice": "required"}, "tool_choice is for tools"),
     "two ways": ({"tools": [STOP], "schema": {}}, "give tools or schema, not both"),
 }
 
@@ -393,7 +393,7 @@ def test_the_command_line_takes_tools_and_conversations(demo_bundle: Path, tmp_p
         (("--prompt", "a", "--system", "b"), "--system is of --chat"),
         (("--chat", "stop it", "--system", "Be brief."), "trained on single commands"),
         (("--messages", listed), "is not a message with role and content"),
-        (("--chat", "a", "--tool-choice", "stop"), "tool_choice is of tools"),
+        (("--chat", "a", "--tool-choice", "stop"), "tool_choice is for tools"),
         (("--chat", "a", "--tools", tmp_path / "none.json"), "does not exist"),
     ):
         refused = invoke(*arguments, "--max-new-tokens", 4)

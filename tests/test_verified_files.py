@@ -77,7 +77,7 @@ def is_refused(bundle: Path) -> bool:
         sentence = str(err)
     else:
         return False
-    assert f"{LARGE}: its SHA-256 is not the manifest's" in sentence
+    assert f"{LARGE}: its SHA-256 differs from the manifest's" in sentence
     return True
 
 

@@ -1,11 +1,11 @@
-"""Python face of dlm-export's native runtime: open a bundle, fill canvases.
+"""Python API of dlm-export's native runtime: open a bundle and fill canvases.
 
 >>> import dlm_runtime as dlm
 >>> bundle = dlm.open("build/demo")
 >>> bundle.generate(prompt="turn on the kitchen lights", max_new_tokens=64).text
 
-Everything goes through the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Importing needs neither
-torch nor onnx.
+All calls use the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Importing needs neither torch nor
+onnx.
 """
 
 from dlm_runtime.bundle import Bundle

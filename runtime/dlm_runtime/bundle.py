@@ -1,4 +1,4 @@
-"""Generate from an open bundle, over the C ABI. A ``Bundle`` may be shared by threads."""
+"""The ``Bundle`` class: generates text with an open bundle. Threads may share one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Bundle:
-    """An opened bundle. Made by ``dlm_runtime.open``; usable as a context manager."""
+    """An open bundle, returned by ``dlm_runtime.open``. Threads may share it. ``with`` closes it."""
 
     def __init__(
         self,
@@ -53,9 +53,7 @@ class Bundle:
         checks_hashes: bool = True,
         provider: str = "cpu",
     ) -> None:
-        """``folder`` has the tokenizer's files; None: there are none. ``checks_hashes`` says whether
-        they are compared with the manifest's hashes. ``provider`` runs the graph in ONNX Runtime.
-        """
+        """``folder``: of the tokenizer's files, if any. ``checks_hashes``: compare their hashes."""
         self._handle = handle
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
@@ -69,29 +67,26 @@ class Bundle:
         self.max_canvas_length = handle.max_canvas_length
         self.eos_token_ids = handle.eos_token_ids
         self.visible_block = handle.visible_block
-        """Tokens of a block where attention is block-causal; None: it is full."""
+        """Block length of block-causal attention; None if attention is full."""
         self.max_new_tokens = handle.max_new_tokens
-        """Mask tokens that a request fills which does not say how many."""
+        """The default of a request's ``max_new_tokens``."""
         self.engine = handle.engine
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether ONNX Runtime runs its graph on the CPU."""
+        """True if ONNX Runtime runs the graph on the CPU."""
         return self.engine.startswith("onnxruntime") and self.provider == "cpu"
 
     def close(self) -> None:
-        """Take no more requests, and free the engine and its weights once those that run have
-        ended.
-
-        A stream ends at its next step, with RequestError. Raises ForkError in a forked process.
+        """Reject new requests, and free the engine and its weights once running requests have
+        ended. A stream ends at its next step, with RequestError. Raises ForkError in a forked
+        process.
         """
         self._handle.close()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The bundle's tokenizer, None if it takes token ids only. Raises BundleError for a damaged
-        one.
-        """
+        """The tokenizer, or None if the bundle only accepts token ids. Raises BundleError if damaged."""
         if self._tokenizer is None and self._folder is not None:
             files = text_files(self.manifest, self._folder)
             if files.tokenizer is not None:
@@ -107,9 +102,7 @@ class Bundle:
         return self._tokenizer
 
     def check_text(self) -> None:
-        """Read the compiled text file, which C programs take text with. Raises BundleError where
-        there is a damaged one.
-        """
+        """Read the compiled text file, which C programs use. Raises BundleError if it is damaged."""
         if "file" not in self.manifest.get("text", {}):
             return
         self._handle.check_open()
@@ -122,16 +115,12 @@ class Bundle:
 
     @property
     def json_layout(self) -> str:
-        """Name of the layout of JSON text that the denoiser was trained on, one of ``LAYOUTS``; the
-        default is "compact".
-        """
+        """The JSON layout the denoiser was trained on, a name of ``LAYOUTS`` (default: "compact")."""
         return self._constraints.json_layout
 
     @property
     def call_format(self) -> str | None:
-        """Name of the format of calls that the denoiser was trained on, one of ``tools.FORMATS``;
-        None if it does not say.
-        """
+        """The call format it was trained on, a name of ``tools.FORMATS``, or None if unknown."""
         return self.manifest.get("call_format")
 
     def constraint(
@@ -149,27 +138,32 @@ class Bundle:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> Constraint:
-        """Compile what a generated text may be, for this bundle's tokenizer. Give one of the first
-        five arguments.
+        """Compile a constraint on generated texts, for this bundle's tokenizer. Pass one of the
+        first five arguments.
 
-        The bundle keeps the last constraints that it compiled: the same arguments, compared by
-        content, are not compiled again.
+        The bundle keeps its last 64 constraints. It compares arguments by content, and does not
+        compile equal ones again.
 
         Args:
             schema: A JSON Schema, or a class with a method ``model_json_schema`` such as a Pydantic model.
-            regex: The whole text matches it, in the syntax of Rust's regex crate.
-            enum: The text is one of these.
-            json_object: The text is any JSON object.
-            tools: The text is a call of one of them (``Bundle.tools``).
-            max_depth: How often a schema may contain itself, and how many containers may be inside each other where a schema
-                allows any value. None: 3, or less if the result would be too large.
-            before, behind: Given texts before and after the generated one. All three together are then valid.
-            json_layout: White space of the JSON text: a name of ``LAYOUTS``, or a ``Layout``. None: the bundle's own.
-            limits: Bounds on compiling. None: the usual ones.
-            cache_dir: Folder where the result is kept. "": the folder in the user's caches. None: nowhere.
+            regex: A regular expression that matches the whole text, in the syntax of Rust's regex crate.
+            enum: The allowed texts.
+            json_object: If True, any JSON object.
+            tools: The result of ``Bundle.tools``; the text is a call of these functions.
+            max_depth: How often a schema may contain itself, and how deeply containers may be nested where a schema
+                allows any value. If None, 3, or less if the result would be too large.
+            before: Given text before the generated one. The constraint holds for the whole of ``before``, the generated
+                text and ``behind``.
+            behind: Given text after the generated one.
+            json_layout: White space of the JSON text: a name of ``LAYOUTS``, or a ``Layout``. If None, the bundle's.
+            limits: Limits of compiling. If None, the defaults of ``CompileLimits``.
+            cache_dir: Folder for compiled constraints. "": the user's cache folder. If None, do not store them.
 
-        Raises RequestError if something is not supported, matches nothing or exceeds a limit,
-        naming it.
+        Returns:
+            The compiled constraint, to pass to requests.
+
+        Raises:
+            RequestError: The constraint is invalid, unsupported, matches nothing or exceeds a limit.
         """
         self._handle.origin.check()
         asked = {
@@ -197,10 +191,8 @@ class Bundle:
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Functions that may be called, for ``constraint``, and for many requests:
-        ``generate(tools=bundle.tools([...]))``.
-
-        The arguments are those of a request (``Options``). Raises RequestError.
+        """Check tools once for many requests. The arguments are those of ``Options``. Raises
+        RequestError.
         """
         how = {
             "tool_choice": tool_choice,
@@ -224,15 +216,21 @@ class Bundle:
     def policy(
         self, preset: str | None = None, effort: str | None = None, **changes: Any
     ) -> Policy:
-        """A preset of this bundle (None: its default), or the loop fitted for an effort, with some
-        fields changed.
+        """Return a policy of this bundle, with some fields changed.
 
-        Raises BundleError, RequestError.
+        Args:
+            preset: Name of a preset. If None, the bundle's default.
+            effort: "instant", "low", "medium" or "high": the policy fitted for this level. If None, the preset itself.
+            changes: Fields of ``Policy``, by name.
+
+        Raises:
+            BundleError: The bundle has no such preset or level.
+            RequestError: A field is unknown or has an invalid value.
         """
         return self._handle.policy(preset, effort).with_fields(changes)
 
     def _policy_for(self, method: str, options: Options) -> Policy:
-        """``policy`` for a method whose own arguments may have been meant."""
+        """``policy`` for a method; an error message may also suggest the method's arguments."""
         beside = (*_arguments(method), *OPTION_NAMES)
         found = self._handle.policy(options.preset, options.effort)
         return found.with_fields(dict(options.policy), beside)
@@ -246,20 +244,26 @@ class Bundle:
         cancel: threading.Event | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Fill mask tokens behind a prompt, token ids, or a chat (one of the three); mask tokens
-        among ``tokens`` as well.
+        """Fill mask tokens after a prompt, token ids, or a chat (pass one of the three), and those
+        among ``tokens``.
 
-        ``options`` are those of ``Options`` and any field of ``Policy``, by name:
-        ``max_new_tokens=64, preset="fast-dllm", threshold=0.8``. Another thread ends the request
-        within one pass by setting ``cancel``.
+        Args:
+            prompt: Text.
+            tokens: Token ids, 0..vocab_size-1.
+            chat: Messages for the chat template, each with ``role`` and ``content``.
+            cancel: Another thread may set this event to end the request within one pass.
+            options: The fields of ``Options`` and ``Policy``: ``max_new_tokens=64, preset="fast-dllm", threshold=0.8``.
 
-        ``timings`` are seconds: in the engine ``prefill`` (passes that fill a cache) and ``passes``
-        (all others), outside it ``selection`` (scoring, ranking, committing) and ``cache`` (moving
-        keys and values), and ``total``, which is more than these by the loop's bookkeeping.
+        Returns:
+            The result. Its ``timings`` are in seconds: ``prefill`` (passes that fill a cache) and ``passes`` (all
+                others) in the engine; ``selection`` (scoring, ranking, committing) and ``cache`` (moving keys and
+                values) outside it; and ``total``, which also includes the loop's bookkeeping.
 
-        Raises RequestError for ids, lengths or policies that the bundle does not take, EngineError
-        if a pass fails, and, within a pass, what a signal's handler raises on the main thread, such
-        as KeyboardInterrupt.
+        Raises:
+            RequestError: The bundle cannot accept an id, a length or the policy.
+            EngineError: A pass failed.
+            BaseException: On the main thread, the exception of a signal handler, such as KeyboardInterrupt, within one
+                pass.
         """
         asked = Options.of(options)
         cancel_of("cancel", cancel)
@@ -283,20 +287,30 @@ class Bundle:
         cancel: threading.Event | Sequence[threading.Event | None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Generation]:
-        """``generate`` for several requests, at most ``max_batch`` of which share their passes;
-        results in the given order.
+        """Run several requests, at most ``max_batch`` of them in shared passes.
 
-        On a CPU they share passes whatever their lengths, and one begins whenever another is done.
-        With other engines those run together whose canvases have one length and, over a cache,
-        whose masks lie in the same blocks. Each result is what ``generate`` gives, floating-point
-        noise of the engine aside, with its own statistics; the seconds of a shared pass are divided
-        among its requests. ``policies`` changes fields for each request, such as its ``seed``.
+        On a CPU, all requests share passes, and a new one starts when another ends. With other
+        engines, requests run together if their canvases have the same length and, with a cache,
+        their masks are in the same blocks. Each result equals that of ``generate``, except for
+        floating-point noise of the engine, and has its own statistics. The seconds of a shared pass
+        are divided among its requests.
 
-        Limits and ``stop_strings`` hold for each request. ``cancel`` is an event for all requests,
-        or one or None for each.
+        Args:
+            prompts: Texts, one per request. Pass one of ``prompts``, ``tokens`` and ``chats``.
+            tokens: Lists of token ids, one per request.
+            chats: Lists of messages, one per request.
+            max_batch: The most requests in a pass, 1..4096.
+            policies: Changes to policy fields, one dict per request, such as its ``seed``.
+            cancel: An event for all requests, or a list with an event or None for each.
+            options: As for ``generate``. Limits and ``stop_strings`` hold for each request.
 
-        Raises what ``generate`` raises, naming the request by its number, counted from 0, and
-        RequestError where the engine takes fewer at a time: TensorRT takes one.
+        Returns:
+            The results, in the order of the requests.
+
+        Raises:
+            RequestError: As ``generate``, with the request's index, or the engine's batch limit is smaller (TensorRT:
+                1).
+            EngineError: A pass failed.
         """
         given = {"prompt": prompts, "tokens": tokens, "chat": chats}
         chosen = [(name, values) for name, values in given.items() if values is not None]
@@ -330,7 +344,7 @@ class Bundle:
             one = tuple(value if name == chosen[0][0] else None for name in given)
             try:
                 if not isinstance(changes, Mapping):
-                    raise RequestError(f"policies: {shown(changes)} is no dict of policy fields")
+                    raise RequestError(f"policies: {shown(changes)} is not a dict of policy fields")
                 policy = fields.with_fields(dict(changes))
                 kept.append(self._made(one, asked, policy, tools, constraint))
             except RequestError as err:
@@ -362,9 +376,7 @@ class Bundle:
         cancel: threading.Event | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[Event]:
-        """Like ``generate``, a step at a time: an ``Event`` after each pass. Stop early by leaving
-        the loop.
-        """
+        """Like ``generate``, but yields an ``Event`` after each pass. Leave the loop to stop early."""
         cancel_of("cancel", cancel)
         return self._steps(
             self._request("stream", (prompt, tokens, chat), Options.of(options)), cancel
@@ -407,32 +419,43 @@ class Bundle:
         constrain_from: int | None = None,
         **request: Unpack[InfillOptions],
     ) -> Infill:
-        """Fill the holes of a text, written ``<mask>`` in it: ``"def f(x): <mask> return y"``.
+        """Fill the holes of a text, written as ``<mask>``: ``"def f(x): <mask> return y"``.
 
-        ``lengths`` are the tokens of the holes: a number or one entry for all, or one for each. A
-        list in place of an entry is of lengths to try, each in a request of its own, and the best
-        is taken by the mean ln p of what fills the holes. A hole ends with its first end token, so
-        that one with room to spare may take less. What the tokenizer puts in front of a prompt is
-        put in front of the text, unless it is there; what it puts behind one is for the text to
-        say.
+        A hole ends at its first end token, so its text may be shorter than the hole. The
+        tokenizer's tokens before a prompt are added before the text, unless it starts with them.
+        Its tokens after a prompt are not added.
 
-        With ``prompt`` or ``chat``, the text is the answer to it: it follows the prompt's tokens.
+        Args:
+            text: Text with at least one ``<mask>``. With ``prompt`` or ``chat`` it is the answer, and follows the
+                prompt's tokens.
+            lengths: Tokens per hole, 1 or more: a number or a list with one entry for all holes, or one per hole. An
+                entry that is a list has lengths to try. Each combination runs as a separate request, at most 64; the
+                one with the highest mean ln p of the holes' tokens wins.
+            constrain_from: A character index of ``text``. The constraint then covers the text from there on, and the
+                text must have one hole. If None, the constraint covers each hole.
+            request: Options of ``generate_batch``: policy fields, limits, ``max_batch``, and a ``schema`` or another
+                constraint.
 
-        ``request`` is what ``generate_batch`` takes beside what is given: policy fields, limits,
-        ``max_batch``. A ``schema`` or the like is then of what fills the holes; with
-        ``constrain_from``, of the text from its character of that number on, and that has one hole.
+        Returns:
+            The filled text and its holes.
 
-        Raises RequestError where there is no hole, or no tokenizer, and where attention is
-        block-causal.
+        Raises:
+            RequestError: The text has no hole, the bundle has no tokenizer, or its attention is block-causal.
         """
         return infill(self, text, lengths, constrain_from, **request)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
-        """Raw logits ``[R, V]`` (float32) of one full pass over a canvas ``[L]``; its mask tokens
-        stay masked.
+        """Run one full pass over a canvas, leaving its mask tokens as they are.
 
-        ``rows`` picks the rows that pass the head, None all of them. Row ``i`` is the
-        network's row ``i``: for a family with shift 1 it predicts position ``i + 1``.
+        Args:
+            tokens: Token ids ``[L]``.
+            rows: Rows to score, 0..L-1, not shifted: with shift 1, row ``i`` predicts position ``i + 1``. None: all.
+
+        Returns:
+            Raw logits ``[R, V]``, float32.
+
+        Raises:
+            RequestError: An id or row is out of range, or the canvas is too long.
         """
         given = token_ids(tokens)
         length = len(given)
@@ -454,12 +477,20 @@ class Bundle:
     def time_passes(
         self, tokens: int, cached: int, rows: int, repeats: int, batch: int = 1
     ) -> list[float]:
-        """Seconds that the engine takes for a pass of ``tokens`` over ``cached`` ones that scores
-        ``rows``, ``repeats`` times.
+        """Measure the engine's time for passes on made-up tokens.
 
-        ``batch`` requests share the pass, each with as many tokens and rows. On made-up tokens; for
-        ``cached`` > 0 a full pass over both fills the cache first, untimed. 0 repeats only check
-        the sizes. Raises RequestError for a pass that the denoiser or the engine does not take.
+        Args:
+            tokens: Tokens of each request in a pass, 1 or more.
+            cached: Cached tokens that the pass reads. If above 0, an untimed full pass fills the cache first.
+            rows: Scored rows of each request, 1..tokens.
+            repeats: Number of passes. 0 only checks the sizes.
+            batch: Requests that share the pass, 1..4096.
+
+        Returns:
+            Seconds of each pass.
+
+        Raises:
+            RequestError: The denoiser or the engine cannot run such a pass.
         """
         given = (("batch", batch), ("tokens", tokens), ("cached", cached), ("rows", rows))
         sizes = [count_of(name, value) for name, value in given]
@@ -491,7 +522,7 @@ class Bundle:
                 yield event
 
     def _check(self, status: int, session: C.c_void_p, requests: Sequence[Request] = ()) -> None:
-        """Raise the error of a session's call, or what the tokenizer raised in it."""
+        """Raise the error of a session's call, or the exception that the tokenizer raised in it."""
         raised = next((one.error for one in requests if one.error is not None), None)
         if status and raised is not None:
             raise raised
@@ -507,16 +538,24 @@ class Bundle:
         max_pass_ms: float = 0.0,
         cost: PassCost | None = None,
     ) -> Scheduler:
-        """What takes requests from any thread and makes their passes on one of its own, together
-        where the engine lets them.
+        """Create a scheduler: it accepts requests from any thread, and makes their passes on its
+        own thread.
 
-        At most ``max_running`` requests have begun, and share passes or take turns; ``max_waiting``
-        others wait, in the order of their coming. A pass that several share has at most
-        ``max_tokens`` tokens: those for whom there is no room take part in the next.
-        ``cache_bytes`` bounds the keys and values of all that run; 0: 1 GiB, or what the longest
-        canvas takes if that is more. ``cost`` says what passes cost here, and by that one that
-        several share is expected to take ``max_pass_ms`` milliseconds at most (0: any time), and no
-        more requests begin than fit into such a pass. Raises RequestError.
+        Requests share passes if the engine allows it, and otherwise take turns. Waiting requests
+        start in the order of submission.
+
+        Args:
+            max_running: The most requests running at once, 1..4096.
+            max_waiting: The most requests in the queue, 1..1048576; further ones raise BusyError.
+            max_tokens: The most tokens in a shared pass. Requests that do not fit take part in the next one.
+            cache_bytes: Limit on the bytes of keys and values of all running requests. 0: 1 GiB, or the longest
+                canvas's if more.
+            max_pass_ms: Limit on the expected milliseconds of a shared pass; more requests do not start until they fit.
+                0: no limit.
+            cost: The time of passes on this machine; needed for ``max_pass_ms``.
+
+        Raises:
+            RequestError: An argument is out of range, or ``max_pass_ms`` is set while requests take turns.
         """
         return Scheduler(
             self._handle,
@@ -531,7 +570,7 @@ class Bundle:
 
 
 def _entries(name: str, values: Any) -> Sequence[Any]:
-    """An argument with an entry for each request. Raises RequestError."""
+    """Check an argument that has one entry per request. Raises RequestError."""
     if (
         isinstance(values, (str, bytes, Mapping))
         or not hasattr(values, "__len__")
@@ -544,6 +583,6 @@ def _entries(name: str, values: Any) -> Sequence[Any]:
 
 @functools.cache
 def _arguments(method: str) -> tuple[str, ...]:
-    """What a method of ``Bundle`` takes by name, beside a policy's fields."""
+    """The keyword arguments of a method of ``Bundle``, without the policy's fields."""
     parameters = inspect.signature(getattr(Bundle, method)).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)

@@ -1,8 +1,7 @@
-"""Drive the native loop with a denoiser of your own: a Python function that makes the passes.
+"""Runs the native loop with a Python function that makes the passes.
 
-Made for tests (a torch denoiser under the native loop shows loop parity apart from graph parity)
-and for trying a network that is not exported yet. Every pass crosses into Python, so it is not the
-fast way.
+This is for tests (a torch denoiser under the native loop separates loop parity from graph parity)
+and for networks that are not exported yet. It is slow, because every pass calls Python.
 """
 
 from __future__ import annotations
@@ -23,7 +22,21 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True)
 class DenoiserInfo:
-    """What the loop must know of a denoiser."""
+    """The properties of a denoiser that the loop needs.
+
+    Args:
+        vocab_size: V, 3..16777216.
+        mask_token_id: 0..V-1.
+        max_canvas_length: Tokens, 1..16777216.
+        eos_token_ids: End tokens, without the mask token.
+        layers: 1..1024.
+        kv_heads: Key and value heads of every layer, 1..4096.
+        head_size: 1..4096.
+        shift: 1 if the row of position i predicts position i + 1, else 0.
+        has_cache: True if passes read and write keys and values.
+        top_k: K, the candidates per row, 2..64 and below V.
+        visible_block: Block length of block-causal attention. If None, attention is full.
+    """
 
     vocab_size: int
     mask_token_id: int
@@ -36,18 +49,24 @@ class DenoiserInfo:
     has_cache: bool = False
     top_k: int = 2
     visible_block: int | None = None
-    """Tokens of a block where attention is block-causal; None: it is full."""
+    """Block length of block-causal attention; None if attention is full."""
 
 
 @dataclass(frozen=True)
 class CallbackPass:
-    """One request's pass as numpy views of the loop's memory; the callback fills every output that
+    """One request's pass, as numpy views of the loop's memory. The callback fills every output that
     is not None.
 
-    ``input_ids`` and ``position_ids`` ``[T]``, ``score_rows`` ``[R]``; ``past`` ``[layers, 2, Hkv,
-    S, D]`` as nested lists of float32 views (empty when S = 0). Outputs: ``top_tokens`` int32 and
-    ``top_probs`` float32 ``[R, K]``, ``entropy`` ``[R]``, ``logits`` ``[R, V]``, ``present`` as
-    ``past`` with T rows.
+    Args:
+        input_ids: ``[T]``.
+        position_ids: ``[T]``.
+        score_rows: ``[R]``.
+        past: Keys and values, ``[layers, 2, Hkv, S, D]``: nested lists of float32 views; empty if S is 0.
+        top_tokens: Output ``[R, K]``, int32.
+        top_probs: Output ``[R, K]``, float32.
+        entropy: Output ``[R]``.
+        logits: Output ``[R, V]``.
+        present: Output with the shape of ``past`` and T rows.
     """
 
     input_ids: np.ndarray
@@ -106,15 +125,23 @@ def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
 def from_callback(
     info: DenoiserInfo, run: Callable[[CallbackPass], None], policy: Policy | None = None
 ) -> Bundle:
-    """A bundle without files whose passes ``run`` makes; ``policy`` is its default.
+    """Create a bundle without files whose passes ``run`` makes.
 
-    A pass of several requests (``generate_batch``) is a call of ``run`` for each of them. What
-    ``run`` raises ends the request and is raised again from ``generate`` as the cause of an
-    EngineError; what is no Exception, such as KeyboardInterrupt, as itself.
+    Args:
+        info: The denoiser's properties.
+        run: Makes the pass of one request. A shared pass (``generate_batch``) calls it once per request.
+        policy: The bundle's default policy. If None, LLaDA's loop.
+
+    Raises:
+        RequestError: A property is out of range.
+
+    An exception of ``run`` ends the request and becomes the cause of an EngineError from
+    ``generate``. An exception that is not an Exception, such as KeyboardInterrupt, is raised as it
+    is.
     """
     raised = (
         threading.local()
-    )  # a session's passes are made by the thread that called it, a scheduler's by one of its own
+    )  # per thread: sessions make passes on the caller's thread, schedulers on their own
 
     def call(_: int, pointer: object) -> int:
         try:

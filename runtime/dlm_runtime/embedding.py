@@ -1,8 +1,8 @@
-"""Where a program that embeds the runtime finds it: header, libraries, pkg-config file and CMake
-package of this package.
+"""Finds the header, libraries, pkg-config file and CMake package of this package, for programs that
+embed the runtime.
 
-They lie as ``cmake --install`` lays them, under one prefix, which may be moved as a whole.
-``_native`` loads the shared library from there too. ``dlm-export embed`` prints what is here.
+The files have the layout of ``cmake --install`` under one prefix, which can be moved as a whole.
+``_native`` also loads the shared library from there. ``dlm-export embed`` prints these paths.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import EngineError
 
-# What the static library needs beside itself: libstdc++ and parts of libc.
+# Libraries that the static library needs: libstdc++ and parts of libc.
 _STATIC_NEEDS = "-lstdc++ -lm -ldl -lpthread"
 
 
 def prefix() -> Path:
-    """The folder that holds ``include/dlm_runtime.h`` and ``lib/``.
+    """The folder with ``include/dlm_runtime.h`` and ``lib/``.
 
-    Raises EngineError where the package was installed without them.
+    Raises EngineError if the package was installed without them.
     """
     folders = _native.package_folders()
     for folder in folders:
@@ -32,13 +32,13 @@ def prefix() -> Path:
 
 
 def cflags() -> str:
-    """What a C or C++ compiler must be told, quoted for a shell."""
+    """Options for a C or C++ compiler, quoted for a shell."""
     return shlex.quote(f"-I{prefix() / 'include'}")
 
 
 def libs(*, static: bool = False) -> str:
-    """What a linker must be told, quoted for a shell: the shared library and where a program finds
-    it, or the static one.
+    """Options for a linker, quoted for a shell: the shared library with its run path, or the
+    static.
     """
     folder = prefix() / "lib"
     if static:
@@ -47,7 +47,5 @@ def libs(*, static: bool = False) -> str:
 
 
 def engine_library() -> str | None:
-    """The installed ONNX Runtime's library, for ``$DLM_ONNXRUNTIME``; None where the package is not
-    installed.
-    """
+    """The installed ONNX Runtime's library, for ``$DLM_ONNXRUNTIME``, or None if it is not installed."""
     return _native.onnxruntime_library()

@@ -1,7 +1,8 @@
 """The errors that dlm-export's packages raise on purpose.
 
-Everything a user can cause derives from ``DlmError`` and reads: what happened, where, what to do.
-The command line prints such an error as one line; any other exception is a defect of ours.
+Errors that a user can cause derive from ``DlmError``. Messages say what happened, where, and what
+to do. The command line prints such an error as one line; any other exception is a defect of
+dlm-export.
 """
 
 import reprlib
@@ -10,15 +11,13 @@ from dlm_runtime.exit_codes import ExitCode as ExitCode
 
 
 class DlmError(Exception):
-    """Something a user can act on: the message says what, where and what to do."""
+    """An error that a user can fix. The message says what is wrong, where, and what to do."""
 
     exit_code = ExitCode.COULD_NOT
 
 
 class DlmWarning(UserWarning):
-    """Something was done in another way than it was asked for. The command line prints it as one
-    line.
-    """
+    """A request was carried out differently than asked. The command line prints it as one line."""
 
 
 class BundleError(DlmError):
@@ -28,13 +27,13 @@ class BundleError(DlmError):
 
 
 class RequestError(DlmError, ValueError):
-    """A request (tokens, policy, lengths) is outside what the bundle takes."""
+    """A request (tokens, policy, lengths) is invalid for this bundle."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class ClosedError(RequestError):
-    """The bundle or the scheduler takes no more requests, as it was closed."""
+    """The bundle or the scheduler was closed."""
 
 
 class EngineError(DlmError):
@@ -42,15 +41,15 @@ class EngineError(DlmError):
 
 
 class ForkError(DlmError, RuntimeError):
-    """A bundle, scheduler or job was used in a process that was forked from the one that opened it."""
+    """A bundle, scheduler or job was used in a process forked from the one that created it."""
 
 
 class BusyError(DlmError):
-    """As many requests wait as may: hand this one in again later."""
+    """The scheduler's queue is full: submit the request again later."""
 
 
 class CancelledError(DlmError):
-    """A step callback asked the loop to stop."""
+    """A callback asked to stop."""
 
 
 class SchemaWarning(DlmWarning):

@@ -1,4 +1,4 @@
-"""Exit codes of the command line. Each error class names its own (``exit_code``)."""
+"""Exit codes of the command line. Each error class has its code (``exit_code``)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How the command line ends, but for 0, done, and 128 + n, ended by signal n.
+    """Exit codes of the command line, besides 0 (done) and 128 + n (ended by signal n).
 
-    It says what has to change before the same command works. docs/guides/troubleshooting.md has the table
-    for users.
+    The code says what must change before the same command works. docs/guides/troubleshooting.md has
+    the table for users.
     """
 
     COULD_NOT = 1
-    """The machine: a package, engine, device, memory, room on disk or a right is missing, another
-    process is at it, or it was interrupted. Nothing is wrong with what was given.
+    """The machine lacks a package, engine, device, memory, disk space or permission, another
+    process blocks it, or it was interrupted. The input is not wrong.
     """
     WRONG_INPUT = 2
-    """What was given: an option, a path, or what lies there, missing, damaged, not fitting, not to
-    be replaced.
-    """
+    """An option, a path or the data there is missing, damaged, unsuitable or must not be replaced."""
     MISSED = 3
-    """It ran, and parity, an accuracy budget or an engine's audit failed."""
+    """The command ran, but parity, an accuracy budget or an engine's audit failed."""

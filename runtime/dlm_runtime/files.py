@@ -1,8 +1,8 @@
-"""Small files from outside: plain ones, of bounded size, whose text and JSON is what can be printed
+"""Reads small untrusted files: plain ones, of limited size, with text and JSON that can be printed
 and computed with.
 
-A pipe would be waited for, and a device has no end: neither is read. Every function raises
-``error``, a sentence that names the file; ``hint`` is put behind it.
+Pipes and devices are not read, because they may never end. Every function raises ``error`` with a
+message that names the file and ends with ``hint``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ _PIECE_BYTES = 1 << 16
 def read_bytes(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
 ) -> bytes:
-    """All of a plain file, which a symbolic link may lead to. ``sha256``: the hash that its content
-    must have; None: any.
-    """
+    """Read a plain file; follows symbolic links. ``sha256``: the expected hash, or None for any."""
     try:
-        # Opening a pipe would wait for its other end; what was opened is what is looked at.
+        # Opening a pipe would wait for its other end. The check uses the open file, not the path.
         with open(
             os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb"
         ) as file:
@@ -35,19 +33,17 @@ def read_bytes(
                 raise error(f"{path}: not a plain file.{hint}")
             if info.st_size > limit_bytes:
                 raise error(
-                    f"{path}: {info.st_size} bytes is too large: at most {limit_bytes} are read.{hint}"
+                    f"{path}: {info.st_size} bytes is too large: the limit is {limit_bytes}.{hint}"
                 )
-            # Not up to the limit at once: Python allocates all that is asked for. Files of /proc
-            # say that they have 0 bytes.
+            # Reads the stated size, not the limit, because Python allocates it all at once. Files
+            # of /proc state 0 bytes.
             data = file.read(info.st_size + 1)
             while len(data) <= limit_bytes and (more := file.read(_PIECE_BYTES)):
                 data += more
             if len(data) > limit_bytes:
-                raise error(f"{path}: too large: at most {limit_bytes} bytes are read.{hint}")
+                raise error(f"{path}: too large: the limit is {limit_bytes} bytes.{hint}")
             if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-                raise error(
-                    f"{path}: its content is not what the bundle's manifest says (SHA-256 differs).{hint}"
-                )
+                raise error(f"{path}: its SHA-256 differs from the bundle's manifest.{hint}")
             return data
     except MemoryError as err:
         raise error(
@@ -58,13 +54,13 @@ def read_bytes(
     except OSError as err:
         raise error(f"{path}: not readable ({err.strerror}).{hint}") from err
     except ValueError as err:  # a NUL in its name
-        raise error(f"{path!r}: not the name of a file ({err}).{hint}") from err
+        raise error(f"{path!r}: not a valid file name ({err}).{hint}") from err
 
 
 def read_text(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
 ) -> str:
-    """A plain file's text in UTF-8. ``sha256``: see ``read_bytes``."""
+    """Read a plain file as UTF-8 text. ``sha256``: see ``read_bytes``."""
     try:
         return read_bytes(path, limit_bytes, error, hint, sha256).decode("utf-8")
     except UnicodeDecodeError as err:
@@ -76,11 +72,11 @@ def read_text(
 def read_object(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = ""
 ) -> dict[str, Any]:
-    """The JSON object in a plain file."""
+    """Read the JSON object in a plain file."""
     data = read_bytes(path, limit_bytes, error, hint)
     try:
         value = parse_json(data.decode("utf-8"))
-    except ValueError as err:  # UnicodeDecodeError is one
+    except ValueError as err:  # includes UnicodeDecodeError
         raise error(f"{path}: not readable as JSON ({err}).{hint}") from err
     if not isinstance(value, dict):
         raise error(f"{path}: expected a JSON object, found {type(value).__name__}.{hint}")
@@ -88,11 +84,10 @@ def read_object(
 
 
 def parse_json(text: str) -> Any:
-    """JSON of which every text can be written as UTF-8, and every integer computed with. Raises
-    ValueError.
+    """Parse JSON whose strings are valid UTF-8. Raises ValueError.
 
-    Integers beyond 64 bits become doubles, infinite ones beyond 308 digits: Python alone has longer
-    ones, and what takes a number from outside compares it with limits that no infinite one meets.
+    Integers beyond 64 bits become doubles (beyond 308 digits: infinity), so that later code can
+    compute with them and reject them by its limits.
     """
     try:
         value = json.loads(
@@ -103,5 +98,5 @@ def parse_json(text: str) -> Any:
     except RecursionError as err:
         raise ValueError("nested too deeply") from err
     except UnicodeEncodeError as err:
-        raise ValueError("half a character, written as an escape") from err
+        raise ValueError("an escape for half of a surrogate pair") from err
     return value

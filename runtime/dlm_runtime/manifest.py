@@ -1,8 +1,8 @@
-"""What a bundle's manifest says beside what the native reader runs on.
+"""Checks the parts of a bundle's manifest that the native reader does not use.
 
 The native library has checked ``loop`` and ``files`` of every bundle that opens. The other members
-describe the bundle to people and to the exporter; whoever reads them checks them here first, by
-``manifest.schema.json``.
+describe the bundle to people and to the exporter. Code that reads them must first check them here,
+with ``manifest.schema.json``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ _MESSAGE_LIMIT = 300  # characters: names and values may be as long as a manifes
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Where a bundle's tokenizer and chat template lie, None for what it does not have, and what a
-    template may name.
-    """
+    """The tokenizer and chat template of a bundle, if any, and the template's special tokens."""
 
     tokenizer: Path | None
     template: Path | None
@@ -42,13 +40,13 @@ class TextFiles:
 
 
 def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check all of the manifest of the bundle in ``folder``, which the native library has opened.
+    """Check the whole manifest of the bundle in ``folder``, which the native library has opened.
 
-    Raises BundleError naming the file, the place in it and what is wrong.
+    Raises BundleError with the file, the place in it and the reason.
     """
     from jsonschema.exceptions import best_match
 
-    # The first one alone: a hostile manifest may have a million.
+    # Only the first error: a hostile manifest may have a million.
     error = best_match(itertools.islice(validator().iter_errors(manifest), 1))
     if error is not None:
         _refuse(folder, _place(error), _reason(error))
@@ -56,12 +54,10 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
-    """The files of text that a manifest names. Raises BundleError if it names another one than
-    ``files`` lists.
-    """
+    """The text files that a manifest names. Raises BundleError if one is not listed in ``files``."""
 
     def listed(name: object, place: str) -> Path:
-        # The native library has refused every name in files that leads out of the folder.
+        # The native library has rejected names in files that point outside the folder.
         if not isinstance(name, str) or name not in manifest["files"]:
             _refuse(folder, place, "names a file that is not listed in files")
         return folder / name
@@ -83,9 +79,7 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
 
 
 def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check the names of the layout of JSON text and of the format of calls. Raises BundleError for
-    an unknown one.
-    """
+    """Check the names of the JSON layout and the call format. Raises BundleError if unknown."""
     for key, known in (("json_layout", LAYOUTS), ("call_format", FORMATS)):
         name = manifest.get(key)
         if key in manifest and not (isinstance(name, str) and name in known):
@@ -98,9 +92,7 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """manifest.schema.json with what other tables say: a policy's fields from the native library,
-    and the names of layer formats, JSON layouts and call formats.
-    """
+    """manifest.schema.json with the native policy fields, and format and layout names."""
     found: dict[str, Any] = json.loads(
         Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")
     )
@@ -120,16 +112,14 @@ def _policy_rule(field: Any) -> dict[str, Any]:
         return said | {"type": "string", "enum": choices, "default": choices[0]}
     if field.kind == _native.HEADER.constants["DLM_FIELD_DOUBLE"]:
         kind, highest, initial = "number", field.highest, field.initial
-    else:  # a reader of JSON takes 63 bits
+    else:  # JSON readers may only accept 63 bits
         kind, highest, initial = "integer", min(field.highest, 2**63 - 1), int(field.initial)
     return said | {"type": kind, "minimum": field.lowest, "maximum": highest, "default": initial}
 
 
 @functools.cache
 def validator() -> Draft202012Validator:
-    """Checks manifests by the schema; as in the native reader, an integer is written without a
-    fraction.
-    """
+    """A validator for manifests. Like the native reader, it rejects integers with a fraction."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
     from referencing import Registry
@@ -145,9 +135,7 @@ def validator() -> Draft202012Validator:
 
 
 def _place(error: ValidationError) -> str:
-    """Where an error stands, as the native reader says it: ``precision.layers["a b"]``,
-    ``targets[0]``.
-    """
+    """An error's place, as the native reader writes it: ``layers["a b"]``, ``targets[0]``."""
     place = ""
     for key in error.absolute_path:
         if isinstance(key, str) and key.isidentifier() and key.isascii():
@@ -158,7 +146,7 @@ def _place(error: ValidationError) -> str:
 
 
 def _reason(error: ValidationError) -> str:
-    """The schema's sentence, with a short form of the value that it is about."""
+    """The schema's message, with a short form of the value."""
     return _short(error.message.replace(repr(error.instance), reprlib.repr(error.instance)))
 
 

@@ -1,4 +1,4 @@
-"""Open a bundle: find the engine's library and its provider, and check the files."""
+"""Opens a bundle: finds the engine's library and its provider, and checks the files."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ def open(
 ) -> Bundle:
     """Open the bundle in the folder ``path``.
 
-    ``engine`` is "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"),
-    "onnxruntime", "tensorrt", or "none" (the bundle is checked and makes no passes). ``library`` is
-    the path of the engine's library; None looks at $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed
-    packages and the system, in that order. ``threads`` are those of ONNX Runtime: 0 takes all
-    cores, and more than the cores of this process gives as many as these and a DlmWarning. ONNX
-    Runtime gets this package's kernels for the processor, or those that $DLM_KERNELS names ("none":
-    its own).
+    Args:
+        path: Folder that ``dlm-export build`` wrote.
+        engine: "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"), "onnxruntime", "tensorrt", or
+            "none" (checks the bundle; it cannot make passes). ONNX Runtime uses this package's kernels for the
+            processor, or those that $DLM_KERNELS names ("none": its own).
+        provider: Provider of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx". For a GPU other
+            than 0, add its number ("cuda:1"). With a GPU provider, "auto" means "onnxruntime".
+        allow_fallback: If True, the CPU runs nodes that the provider cannot run, and ``Bundle.engine`` lists them. If
+            False, such nodes are an error.
+        threads: Threads of ONNX Runtime, 0..4096. 0: all cores. More than this process's cores are reduced to these,
+            with a DlmWarning.
+        library: Path of the engine's library. If None, $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages, then the
+            system.
+        check_hashes: If True, compares all files with the manifest's hashes. A file of more than 16 MiB is not hashed
+            again if it is unchanged since its hash was last right, unless ``engine`` is "none" or $DLM_HASH_FILES is
+            "always". If False, compares sizes only.
 
-    All files are compared with the manifest's hashes. A file of more than 16 MiB is not hashed again
-    if its hash was right before and it has not changed since, unless ``engine`` is "none" or
-    $DLM_HASH_FILES is "always". ``check_hashes=False`` compares files by size only.
-
-    ``provider`` of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx", with
-    the GPU's number behind it where that is not 0 ("cuda:1"); engine "auto" is then "onnxruntime".
-    What such a provider does not run is refused by name, or with ``allow_fallback`` left to the
-    CPU, and named in ``Bundle.engine``.
-
-    Raises BundleError for a missing or damaged bundle, EngineError for a missing or failing engine,
-    RequestError for an engine or provider that is not known, or that this bundle or device does not
-    have.
+    Raises:
+        BundleError: The bundle is missing or damaged.
+        EngineError: The engine is missing or failed.
+        RequestError: The engine or provider is unknown, or this bundle or device does not support it.
     """
     name, device = providers.parse(provider)
     if name != "cpu":
@@ -56,8 +57,7 @@ def open(
             providers.check_wheels()
             providers.load_libraries()
     if engine == "auto":
-        # The library has to be found before the engine is opened, so which one it will be is asked
-        # first.
+        # The engine must be known first, to find its library.
         with contextlib.closing(_open(path, "none", library=None, check_hashes=False)) as looked_at:
             engine = (
                 "tensorrt"
@@ -85,7 +85,7 @@ def open(
     bundle = Bundle(handle, Path(path), checks_hashes=check_hashes, provider=name)
     check_text_options(bundle.manifest, Path(path))
     if engine != "none":
-        _ = bundle.tokenizer  # a damaged one is noticed here
+        _ = bundle.tokenizer  # raises for a damaged one
     return bundle
 
 

@@ -1,9 +1,8 @@
-"""What a denoising loop commits after each pass, as data, and the published loops as presets of it.
+"""Policies: the fields of a denoising loop, which decide what commits after each pass.
 
-The names and definitions are those of the papers: LLaDA (arXiv:2502.09992), Dream
-(arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling
-(arXiv:2505.24857). The native loop checks ranges and combinations; this module only names the
-fields.
+Names and definitions follow the papers: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487),
+Fast-dLLM (arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857).
+The native loop checks ranges and combinations; this module only names the fields.
 """
 
 from __future__ import annotations
@@ -16,24 +15,48 @@ from typing import Any
 
 from dlm_runtime.errors import RequestError
 
-# Names that papers and their code use for the same score.
+# Other names of the same scores in papers and their code.
 SCORE_ALIASES = {
     "maskgit_plus": "confidence",
     "low_confidence": "confidence",
     "topk_margin": "margin",
 }
 
-# likeness from which a name is taken for another's misspelling; difflib's default takes top_p for
-# stop
+# The similarity at which a name counts as misspelled. difflib's default confuses top_p and stop.
 _NEAR = 0.7
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One loop, its fields in the order of the C struct. ``steps_per_block`` 0 plans one pass a
-    token; ``block_length`` 0 makes the generation one block, or takes a block-causal network's own;
-    ``refresh`` 0 starts every block with a full pass, as published; ``sub_block_length`` 0 decides
-    a block as a whole.
+    """One loop. The fields are those of ``dlm_policy`` in ``dlm_runtime.h``, in the same order.
+
+    Args:
+        select: "argmax", or "sample": draw at ``temperature``.
+        score: "confidence", "margin", "entropy" or "random".
+        commit: "static", "threshold", "dynamic", "factor", "entropy_bound", "timestep" or "sequential".
+        compare: ">=" or ">": how a score passes the threshold.
+        remask: "none", or "edit": the tokens of a finished block may still change.
+        cache: "none"; "prefix" or "dual" for full attention; "block" or "block-dual" for block-causal attention.
+        stop: "eos": skip the blocks after one that committed eos; or "none".
+        block_length: Tokens. 0: one block for the whole generation, or the network's block length if attention is
+            block-causal.
+        steps_per_block: Planned passes per block. 0: one per token.
+        refresh: For "prefix" and "dual". 0: every block starts with a full pass. N: later blocks start with a pass over
+            at least N tokens before them.
+        threshold: For "threshold" and "dynamic", 0..1.
+        factor: For "factor", 0 or more.
+        entropy_bound: For "entropy_bound", nats, 0 or more.
+        timestep_eps: For "timestep", 1e-9..1.
+        temperature: For "sample", above 0; divides logits.
+        seed: Of "random" and "sample", 0..2^64-1.
+        store: For "block": "pass", "open" or "reuse": how a finished block is stored.
+        sub_block_length: Positions of a block that are decided before the next ones. 0: all together.
+        edit_passes: For "edit": the most passes over a finished block.
+        edit_threshold: For "edit", 0..1: a token changes if another one's probability is above this.
+        top_p: For "sample", 0..1: draw from the shortest list of likely tokens with a total probability above this.
+        top_k: For "sample": draw from this many of the most likely tokens. 0: all.
+        score_of: "prediction", "draw" or "marginal": the distribution that scores use.
+        cfg_scale: Scale of classifier-free guidance, 0..1000. 0: none.
     """
 
     select: str = "argmax"
@@ -62,12 +85,11 @@ class Policy:
     cfg_scale: float = 0.0
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
-        """This policy with some fields changed. Raises RequestError for a field that is not one of
-        a policy's.
+        """Return this policy with some fields changed. Raises RequestError for an unknown field.
 
-        ``temperature`` and ``select`` follow each other where only one is given: above 0 is a draw,
-        and argmax has none. ``beside`` are the arguments that the caller takes beside these fields:
-        a message may mean one of them.
+        If only one of ``temperature`` and ``select`` is given, the other follows: a temperature
+        above 0 means "sample", and "argmax" means temperature 0. ``beside``: the caller's other
+        arguments; the error message may suggest one of them.
         """
         known = [field.name for field in fields(self)]
         unknown = next((name for name in changes if name not in known), None)
@@ -91,13 +113,13 @@ class Policy:
         return replace(self, **changes)
 
     def greedy(self) -> Policy:
-        """The same loop without draws and guidance, for those who compare what denoisers predict."""
+        """The same loop without sampling and guidance, for comparing the predictions of denoisers."""
         return self.with_fields({"temperature": 0.0, "cfg_scale": 0.0})
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as the manifest holds them."""
+        """The fields as plain values, in the manifest's form."""
         return asdict(self)
 
 
 TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str")
-"""Fields whose values are names."""
+"""Fields with text values."""

@@ -1,7 +1,7 @@
-"""Number formats and layer formats: one record each, and everything else follows from them.
+"""Number formats and layer formats: one record each; everything else derives from them.
 
 A number format is how a number is stored (INT8, FP8). A layer format says which number formats a
-matrix multiplication takes for its weights and its activations, and which targets run it. To add
+matrix multiplication uses for its weights and activations, and which targets can run it. To add
 one, add a record here; its arithmetic is in ``dlm_calibration.formats`` and its graph in
 ``dlm_export.graph.quantise``. The records are plain data, so that a board can read them.
 """
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 class NumberFormat:
     """How numbers are stored.
 
-    ``code_type`` is the name of a code's dtype in numpy (with ml_dtypes), ``levels`` the largest
-    value that a scale of 1 reaches, ``code_limits`` the range that codes are clipped to (None: they
-    are looked up in a table). ``least_sm``: the oldest GPU that computes with it, 89 being SM 8.9.
-    ``tensorrt``: what TensorRT and its inspector call it. ``is_simulated_on_cpu``: a CPU has no
-    arithmetic for it and computes in fp32 on quantised values.
+    Args:
+        code_type: The dtype of a code in numpy (with ml_dtypes).
+        levels: The largest value at a scale of 1.
+        code_limits: The range that codes are clipped to. If None, codes are looked up in a table.
+        least_sm: The oldest GPU that can compute with it; 89 is SM 8.9.
+        tensorrt: Its name in TensorRT and TensorRT's inspector.
+        is_simulated_on_cpu: A CPU computes in fp32 on quantised values, because it has no arithmetic for the format.
     """
 
     name: str
@@ -32,8 +34,8 @@ class NumberFormat:
     is_simulated_on_cpu: bool = False
 
 
-# TensorRT-RTX 1.7 refuses to compile INT4 for SM 7.5; INT8 weights compile, although its support
-# matrix has them from 8.6 on.
+# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. INT8 weights compile, although its support
+# matrix lists them only from 8.6 on.
 NUMBER_FORMATS = {
     each.name: each
     for each in (
@@ -49,12 +51,15 @@ NUMBER_FORMATS = {
 class LayerFormat:
     """How one matrix multiplication is computed.
 
-    ``weights`` and ``activations`` name number formats; None is full precision. Activations have a
-    range found by calibration (``is_static``) or take it from each pass. ``group_size`` counts
-    weights along the input. ``next``: the formats that a layer is held in whose shape does not suit
-    this one: the first that its shape and the target take, else ``HIGH``. ``on_cuda``: ONNX
-    Runtime's CUDA provider has kernels for it. ``untried``: why TensorRT does not get it, where it
-    could. ``auto``: the kinds of target on which ``--precision auto`` tries it.
+    Args:
+        weights, activations: Names of number formats. If None, full precision.
+        is_static: Calibration finds the range of activations; otherwise each pass computes it.
+        group_size: Weights per group, along the input.
+        next: Formats for a layer whose shape does not suit this one. The first that its shape and the target support is
+            used, else ``HIGH``.
+        on_cuda: ONNX Runtime's CUDA provider has kernels for it.
+        untried: Why TensorRT does not use the format, although it could.
+        auto: The kinds of target on which ``--precision auto`` tries the format.
     """
 
     weights: str | None = None
@@ -68,44 +73,42 @@ class LayerFormat:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether activations take their range from each pass, a row of them at a time."""
+        """True if each pass computes the range of activations, one row at a time."""
         return self.activations is not None and not self.is_static
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """Whether a CPU computes this in fp32 on quantised values, having no arithmetic for it."""
+        """True if a CPU computes this in fp32 on quantised values, having no arithmetic for it."""
         return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
 
     @property
     def least_sm(self) -> int:
-        """The oldest GPU that computes this by TensorRT."""
+        """The oldest GPU on which TensorRT can compute this."""
         return 0 if self.weights is None else NUMBER_FORMATS[self.weights].least_sm
 
     @property
     def not_in_tensorrt(self) -> str | None:
-        """Why no engine computes this; None where one does."""
+        """Why no engine computes this, or None if one can."""
         if self.is_dynamic:
             return "TensorRT has no MatMulInteger, which quantises activations in each pass"
         return self.untried
 
     @property
     def is_int4_in_panels(self) -> bool:
-        """Whether only our own kernels and functions compute this format.
+        """True if only our own kernels and functions compute this format.
 
-        Then scales are fp16 in every graph, as they are a tenth of the bytes, and may be negative;
-        other engines expect positive ones.
+        Then scales are fp16 in every graph, because they are a tenth of the bytes, and may be
+        negative; other engines expect positive ones.
         """
         return self.weights == "int4" and self.is_dynamic
 
     @property
     def suits_table(self) -> bool:
-        """Whether a CPU can look rows up in this format, as the table of a tied head needs."""
+        """True if a CPU can look up rows in this format, as the table of a tied head needs."""
         return self.weights in (None, "fp8") or self.is_dynamic
 
     def weight_bytes(self, inputs: int, outputs: int) -> int:
-        """Bytes on disk of an ``[inputs, outputs]`` matrix, its scales included; full precision
-        counts as fp32.
-        """
+        """Bytes on disk of ``[inputs, outputs]`` weights with scales; full precision is fp32."""
         elements = inputs * outputs
         if self.weights is None:
             return 4 * elements
@@ -156,4 +159,4 @@ FORMATS: dict[str, LayerFormat] = {
         "int8", next=("int8-dynamic",), on_cuda=True, auto=("tensorrt", "cuda")
     ),
 }
-"""By name; those that ``auto`` tries stand cheapest first."""
+"""By name; those that ``auto`` tries are first, cheapest first."""

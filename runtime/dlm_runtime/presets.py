@@ -1,7 +1,8 @@
 """The published loops, as presets of ``Policy``.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), LLaDA2 and Fast-dLLM v2 as released. ``docs/reference/policies.md`` describes each.
+(arXiv:2510.06303), LLaDA2 and Fast-dLLM v2 as released. ``docs/reference/policies.md`` describes
+each.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import replace
 from dlm_runtime.policy import Policy
 
 PRESETS = {
-    # One token a pass in blocks of 32, surest first.
+    # One token per pass in blocks of 32, surest first.
     "llada": Policy(),
-    # Everything that is sure enough, and at least the surest; keys and values outside the block are
+    # All tokens above the threshold, and at least the surest. Keys and values outside the block are
     # reused.
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
-    # The whole generation as one block, a share of the masks each pass that follows the noise
-    # schedule. At the temperature and the cut of its published commands; scores are of the
+    # One block for the whole generation. Each pass commits a share of the masks by the noise
+    # schedule. Temperature and top_p are those of its published commands; scores use the
     # distribution that is drawn from.
     "dream": Policy(
         select="sample",
@@ -30,12 +31,12 @@ PRESETS = {
     ),
     # Fast-dLLM's loop for denoisers that predict the next position.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
-    # Block-causal networks, in blocks of their own length over the exact cache: all that are sure
-    # enough, or the step's share.
+    # Block-causal networks with their own block length and the exact cache: all tokens above the
+    # threshold, or the step's share.
     "sdar": Policy(commit="dynamic", compare=">", threshold=0.85, cache="block", block_length=0),
     "llada2": Policy(commit="dynamic", compare=">", threshold=0.95, cache="block", block_length=0),
-    # Then a finished block is looked at again, and tokens change that another one has surely
-    # outdone.
+    # Then further passes over a finished block replace tokens when another one is clearly more
+    # likely.
     "llada2.1": Policy(
         commit="dynamic", compare=">", threshold=0.95, remask="edit", cache="block", block_length=0
     ),
@@ -47,10 +48,10 @@ PRESETS = {
 
 
 def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
-    """The presets that a denoiser's loop takes: ``visible_block`` tokens a block where attention is
-    block-causal, else None.
+    """The presets that suit a denoiser. ``visible_block``: its block length, or None for full
+    attention.
 
-    Their ``block_length`` is then said, where it is the network's.
+    For block-causal attention, a preset's ``block_length`` of 0 becomes the network's block length.
     """
     found = {
         name: policy for name, policy in PRESETS.items() if _suits(policy, visible_block, shift)
@@ -64,7 +65,7 @@ def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
 
 
 def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
-    """As the native loop has it (``plan.cc``)."""
+    """The same rules as in the native loop (``plan.cc``)."""
     if visible_block is None:
         return not policy.cache.startswith("block")
     lengths = (

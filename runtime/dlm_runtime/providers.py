@@ -1,6 +1,4 @@
-"""ONNX Runtime's providers for GPUs as pip installs them: the wheel that holds them, and NVIDIA's
-libraries beside it.
-"""
+"""ONNX Runtime's GPU providers and NVIDIA's libraries, as pip installs them."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from pathlib import Path
 
 from dlm_runtime.errors import EngineError, RequestError
 
-# What the providers of onnxruntime-gpu 1.31.1 link, and cuDNN, which they open when they need it;
-# the first of two goes first where one needs the other. {} is the major version of CUDA.
+# The libraries that the providers of onnxruntime-gpu 1.31.1 link, and cuDNN, which they load when
+# needed, in order of dependency. {} is the major version of CUDA.
 _LIBRARIES = (
     "libcudart.so.{}",
     "libcublasLt.so.{}",
@@ -26,21 +24,17 @@ _LIBRARIES = (
 
 
 def parse(provider: str) -> tuple[str, int]:
-    """``cuda`` and ``cuda:1`` as name and device. Raises RequestError for what is neither; names
-    are the library's to know.
-    """
+    """Split ``cuda:1`` into name and device (default 0). The library checks the name."""
     match = re.fullmatch(r"(\w+)(?::(\d{1,4}))?", provider) if isinstance(provider, str) else None
     if match is None:
         raise RequestError(
-            f"provider = {provider!r} is not a name such as cuda, nor one with a GPU's number, such as cuda:1"
+            f"provider = {provider!r} is not a name such as cuda, or a name with a GPU's number such as cuda:1"
         )
     return match[1], int(match[2] or 0)
 
 
 def check_wheels() -> None:
-    """EngineError where both wheels of ONNX Runtime are installed: they share a folder, and one
-    overwrote the other.
-    """
+    """Raise EngineError if both wheels of ONNX Runtime are installed: they overwrite each other."""
     found = {
         name: version
         for name in ("onnxruntime", "onnxruntime-gpu")
@@ -48,17 +42,17 @@ def check_wheels() -> None:
     }
     if len(found) > 1:
         raise EngineError(
-            f"{' and '.join(f'{name} {version}' for name, version in found.items())} are both installed, in one folder, where "
-            f"one has overwritten the other. Run `pip uninstall -y {' '.join(found)}`, then "
+            f"{' and '.join(f'{name} {version}' for name, version in found.items())} are both installed, but they "
+            f"overwrite each other's files. Run `pip uninstall -y {' '.join(found)}`, then "
             f"`pip install onnxruntime-gpu=={found['onnxruntime-gpu']}`."
         )
 
 
 def load_libraries() -> None:
-    """Load NVIDIA's libraries out of its wheels, where they are installed, so that a provider's
-    library finds them loaded.
+    """Load NVIDIA's libraries from installed wheels, so that a provider's library finds them
+    loaded.
 
-    Those that are not there are the system's to find; the provider says what it misses.
+    The system's loader must find libraries without a wheel; the provider reports missing ones.
     """
     for paths in _in_wheels().values():
         for path in paths:
@@ -66,9 +60,7 @@ def load_libraries() -> None:
 
 
 def cuda_libraries() -> list[str]:
-    """What the CUDA provider needs: paths in NVIDIA's wheels, names for the loader to find where
-    these are not installed.
-    """
+    """The CUDA provider's libraries: paths in NVIDIA's wheels, or names for the system's loader."""
     found: list[str] = []
     for name, paths in _in_wheels().items():
         found += map(str, paths)
@@ -78,7 +70,7 @@ def cuda_libraries() -> list[str]:
 
 
 def _in_wheels() -> dict[str, list[Path]]:
-    """``_LIBRARIES`` in their order, with their paths in NVIDIA's wheels."""
+    """``_LIBRARIES`` in order, with their paths in NVIDIA's wheels."""
     major = _cuda_major()
     spec = importlib.util.find_spec("nvidia")
     folders = (
@@ -94,7 +86,7 @@ def _in_wheels() -> dict[str, list[Path]]:
 
 
 def _cuda_major() -> str:
-    """The major version of CUDA that the installed wheel was built for; * where it does not say."""
+    """The major version of CUDA that the installed wheel was built for; * if it is unknown."""
     spec = importlib.util.find_spec("onnxruntime")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         about = Path(folder) / "capi" / "build_and_package_info.py"

@@ -1,9 +1,9 @@
-"""Functions that a denoiser may call: how they are told, what a call looks like, and calls read out
-of a text.
+"""Functions that a denoiser may call: their descriptions, the format of calls, and reading calls
+from text.
 
-Tools are described as OpenAI's interface has it, by JSON Schema, and a chat template gets them as
-transformers passes them. Where a call is asked for, the text is constrained to the union of all
-calls that are valid by their schemas.
+Tools are described by JSON Schema as in OpenAI's API, and passed to chat templates as transformers
+does. If a call is required, the text is constrained to the union of all calls that are valid by
+their schemas.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _new_id() -> str:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a text consists of.
+    """A call of a function.
 
     Args:
         name: Name of the function.
         arguments: Its arguments.
-        id: ``call_`` and 24 random hexadecimal digits, for the message that answers the call. Every call has its own, whatever
-            the seed. Calls that differ in their ids only are equal.
+        id: ``call_`` and 24 random hexadecimal digits, for the message that answers the call. It is unique and
+            independent of the seed. Calls that differ only in their ids are equal.
     """
 
     name: str
@@ -43,9 +43,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written: each is a JSON object between ``before`` and ``after``, with
-    ``between`` between two of them, and ``start`` and ``end`` around all of them. The object has
-    the keys ``name`` and ``arguments``.
+    """The format of calls. Each call is a JSON object with the keys ``name`` and ``arguments``.
+
+    Args:
+        before, after: Text around each call.
+        between: Text between two calls.
+        start, end: Text around all calls.
 
     Raises RequestError for a field that is not a text.
     """
@@ -67,9 +70,9 @@ class CallFormat:
 
 
 FORMATS = {
-    "object": CallFormat(),  # an object a line
+    "object": CallFormat(),  # one object per line
     "list": CallFormat(between=",", start="[", end="]"),
-    "lines": CallFormat(between=",\n", start="[\n", end="\n]"),  # a list with a call a line
+    "lines": CallFormat(between=",\n", start="[\n", end="\n]"),  # a list with one call per line
     "tool_call": CallFormat(
         before="<tool_call>\n", after="\n</tool_call>"
     ),  # Hermes, Qwen2.5, Qwen3
@@ -77,8 +80,7 @@ FORMATS = {
 
 
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
-    """The chosen format. None: the format that the chat template shows; the default is one JSON
-    object per line.
+    """The chosen format. Without one: the chat template's, or else one JSON object per line.
 
     Raises RequestError for an unknown name.
     """
@@ -93,10 +95,8 @@ def format_of(chosen: str | CallFormat | None, template: str | None) -> CallForm
 
 @dataclass(frozen=True)
 class Tools:
-    """Functions of a request, ``listed`` as they were given. ``choice``: auto, required, none, or
-    the name of one.
-
-    ``is_parallel``: several may be called in one text.
+    """A request's functions. ``choice``: "auto", "required", "none", or a function's name.
+    ``is_parallel``: one text may have several calls.
     """
 
     listed: tuple[Mapping[str, Any], ...]
@@ -106,9 +106,7 @@ class Tools:
 
     @classmethod
     def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
-        """Tools as a caller gives them. Raises RequestError that names the entry, and what is wrong
-        with it.
-        """
+        """Check a caller's tools. Raises RequestError with the invalid entry and the reason."""
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise RequestError(
                 "tools: give a list of functions, such as [{'type': 'function', 'function': {'name': '...', 'description': "
@@ -119,9 +117,9 @@ class Tools:
         for number, tool in enumerate(tools):
             names.append(_name_of(tool, f"tools[{number}]"))
             if names[-1] in names[:-1]:
-                raise RequestError(f"tools[{number}]: a second function {names[-1]!r}")
+                raise RequestError(f"tools[{number}]: the name {names[-1]!r} is used twice")
         if isinstance(choice, Mapping) and isinstance(function := choice.get("function"), Mapping):
-            choice = function.get("name")  # as OpenAI's interface names one
+            choice = function.get("name")  # the form of OpenAI's API
             found = replace(found, choice=choice)
         if not isinstance(choice, str) or choice not in (*CHOICES, *names):
             raise RequestError(
@@ -131,18 +129,16 @@ class Tools:
 
     @property
     def told(self) -> list[dict[str, Any]] | None:
-        """What the chat template is given."""
+        """The functions for the chat template."""
         return None if self.choice == "none" else [dict(tool) for tool in self.listed]
 
     @property
     def is_forced(self) -> bool:
-        """Whether the text has to be a call."""
+        """True if the text must be a call."""
         return self.choice not in ("auto", "none")
 
     def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
-        """The content of kind "tree" for texts that are a call, or several if ``is_parallel``; each
-        call is an object in ``layout``.
-        """
+        """The "tree" content for texts that are a call, or several if ``is_parallel``."""
         f = self.written
         start, between, end = layout.around(0, False)
         name, arguments = (
@@ -162,10 +158,10 @@ class Tools:
         return {"sequence": [*parts, {"text": f.end}]}
 
     def calls(self, text: str | None) -> list[ToolCall]:
-        """The calls that a text consists of, or that stand between marks in it; none where it is
-        anything else.
+        """The calls that a text consists of, or between the format's marks in it. Empty for other
+        texts.
 
-        A call names one of these functions; its arguments are an object, and are not checked any
+        A call names one of these functions and has an object of arguments, which is not checked
         further.
         """
         if text is None or self.choice == "none":
@@ -179,9 +175,7 @@ class Tools:
         return self._of(text) or []
 
     def _of(self, text: str) -> list[ToolCall] | None:
-        """The calls of JSON values that stand one behind the other, each an object or a list of
-        such; None: not calls alone.
-        """
+        """The calls of consecutive JSON values, each an object or a list of objects, or None."""
         found: list[ToolCall] = []
         rest = text.strip()
         while rest:
@@ -216,33 +210,31 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _name_of(tool: Any, where: str) -> str:
-    """The name of a function that is described as it should be."""
+    """The name of a function with a valid description."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise RequestError(
-            f"{where}: not of the shape {{'type': 'function', 'function': {{'name': '...', ...}}}}"
+            f"{where}: not of the form {{'type': 'function', 'function': {{'name': '...', ...}}}}"
         )
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where}: its function has no name")
     if name in CHOICES:
         raise RequestError(
-            f"{where}: a function cannot be called {name!r}, which tool_choice means otherwise"
+            f"{where}: a function cannot have the name {name!r}, which is a value of tool_choice"
         )
     parameters = function.get("parameters")
     if parameters is not None and (
         not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object"
     ):
-        raise RequestError(f"{where}, {name}: parameters: not a JSON Schema of an object")
+        raise RequestError(f"{where}, {name}: parameters are not a JSON Schema of an object")
     return name
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a tree for a function's arguments. Only listed properties are allowed, unless the
-    schema allows others.
-    """
+    """The tree of a function's arguments: only listed properties, unless the schema allows others."""
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):
         schema = _NO_ARGUMENTS | schema
-    name = function["name"].replace("\0", "\\0")  # JSON for the library has no NUL
+    name = function["name"].replace("\0", "\\0")  # the library's JSON rejects NUL
     return {"schema": schema, "level": 1, "name": f"tools: {name}"}

@@ -1,1 +1,1 @@
-"""The C ABI of ``libdlm_runtime`` in ctypes, as ``dlm_runtime.h`` declares it, and nothing more."""
+"""The C ABI of ``libdlm_runtime`` in ctypes, exactly as ``dlm_runtime.h`` declares it."""

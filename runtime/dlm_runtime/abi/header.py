@@ -1,8 +1,8 @@
-"""Reads ``dlm_runtime.h``: its structs, callbacks, functions and constants as ctypes.
+"""Parses ``dlm_runtime.h``: its structs, callbacks, functions and constants as ctypes.
 
-The header is the only place where a C function or a field of a struct is declared. It is written in
-a plain form that a few regular expressions read: one declaration per statement, structs as
-``typedef struct NAME { ... } NAME;``, constants as ``NAME = number``.
+C functions and struct fields are declared in the header only. It has a simple form that a few
+regular expressions can parse: one declaration per statement, structs as ``typedef struct NAME { ...
+} NAME;``, constants as ``NAME = number``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _DEFINE = re.compile(r"#define (DLM_\w+) \(?(-?\d+)\)?\s*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Header:
-    """What the header declares, by name.
+    """The declarations of the header, by name.
 
     Args:
         structs: ctypes structures.
         callbacks: Types of function pointers.
-        functions: The result's type (None for void) and the arguments' types of each function.
+        functions: The result type (None for void) and the argument types of each function.
         constants: Enumerators, and macros that are numbers.
     """
 
@@ -51,7 +51,7 @@ class Header:
 
 
 def read_header(text: str) -> Header:
-    """Parse the header. Raises ValueError for a type that it does not declare before its use."""
+    """Parse the header. Raises ValueError for a type that is used before its declaration."""
     constants = {name: int(value) for name, value in _DEFINE.findall(text)}
     plain = _COMMENT.sub(" ", text)
     constants |= {name: int(value) for name, value in _ENUMERATOR.findall(plain)}
@@ -85,7 +85,7 @@ def _structure(name: str, body: str, types: dict[str, Any]) -> Any:
         for declarator in (first, *(f"{base[0]} {other}" for other in others)):
             fields.append((declarator.split("*")[-1].split()[-1], _type(declarator, types, True)))
     sized = {field.removesuffix("_size") for field, _ in fields if field.endswith("_size")}
-    # Text with a size beside it may hold NUL, at which ctypes would end a c_char_p.
+    # Text with a size may contain NUL, but ctypes would end a c_char_p there.
     fields = [
         (field, C.POINTER(C.c_char) if field in sized and kind is C.c_char_p else kind)
         for field, kind in fields
@@ -99,7 +99,7 @@ def _arguments(text: str, types: dict[str, Any], is_callback: bool = False) -> l
     kinds = [_type(argument, types, True) for argument in text.split(",")]
     if not is_callback:
         return kinds
-    # A c_char_p that is handed to Python is a copy, which a callback cannot fill.
+    # ctypes gives Python a copy of a c_char_p, which a callback cannot fill.
     return [C.c_void_p if kind is C.c_char_p else kind for kind in kinds]
 
 

@@ -1,6 +1,4 @@
-"""``libdlm_runtime``: loaded once, its structs and functions typed by its header, its statuses as
-exceptions.
-"""
+"""Loads ``libdlm_runtime`` once, with types from its header and exceptions for its statuses."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_flo
 
 
 def package_folders() -> list[Path]:
-    """Where this package lies: one folder, or two of an editable install, where what was built is
-    apart from the sources.
-    """
+    """The package's folders: one, or two in an editable install (sources, and built files)."""
     spec = importlib.util.find_spec("dlm_runtime")
     return [
         Path(folder)
@@ -69,7 +65,7 @@ _FINISHES = {
 
 
 def finish_name(number: int) -> str:
-    """The name of a DLM_FINISH_... value; ``unknown (N)`` for one that only a newer library knows."""
+    """The name of a DLM_FINISH_... value; ``unknown (N)`` for a value of a newer library."""
     return _FINISHES.get(number, f"unknown ({number})")
 
 
@@ -93,9 +89,7 @@ def error(status: int, message: bytes) -> DlmError:
 
 @functools.cache
 def library() -> C.CDLL:
-    """``libdlm_runtime``, loaded once: $DLM_RUNTIME_LIBRARY, or the one that was built with this
-    package.
-    """
+    """Load ``libdlm_runtime`` once: $DLM_RUNTIME_LIBRARY, or the one built with this package."""
     chosen = os.environ.get("DLM_RUNTIME_LIBRARY")
     name = f"libdlm_runtime.so.{ABI_VERSION}"
     candidates = (
@@ -120,12 +114,12 @@ def library() -> C.CDLL:
         function = getattr(loaded, name, None)
         if function is None:
             raise EngineError(
-                f"{path} has no function {name}: it is older than this package. Install the one of its version"
+                f"{path} has no function {name}: it is older than this package. Install the matching version"
             )
         function.restype, function.argtypes = result, arguments
         if (
             name == "dlm_abi_version" and function() != ABI_VERSION
-        ):  # the first: the others may be none that this package knows
+        ):  # checked first, because another version may lack functions
             raise EngineError(
                 f"{path} has ABI version {function()}, this package needs {ABI_VERSION}"
             )
@@ -140,7 +134,7 @@ def initialised(kind: Any) -> Any:
 
 
 def policy_fields() -> list[Any]:
-    """What the library knows of each field of a policy, in the order of the struct."""
+    """The library's description of each policy field, in the order of the struct."""
     found: list[Any] = []
     while field := library().dlm_policy_field_at(len(found)):
         found.append(field.contents)
@@ -148,9 +142,7 @@ def policy_fields() -> list[Any]:
 
 
 def kernel_sets() -> dict[str, str | None]:
-    """Every set of kernels for this architecture, fastest first, and why it does not run here;
-    None: it does.
-    """
+    """This architecture's kernel sets, fastest first, and why each cannot run here (None: it can)."""
     found: dict[str, str | None] = {}
     while there := library().dlm_kernel_set_at(len(found)):
         refusal = there.contents.refusal
@@ -159,16 +151,12 @@ def kernel_sets() -> dict[str, str | None]:
 
 
 def onnxruntime_library() -> str | None:
-    """Path of libonnxruntime in the installed onnxruntime package, found without importing it; None
-    if there is none.
-    """
+    """Path of libonnxruntime in the installed onnxruntime package, without importing it, or None."""
     return _packaged("onnxruntime", "capi/libonnxruntime.so*")
 
 
 def tensorrt_libraries() -> dict[str, str]:
-    """Paths of TensorRT's libraries in the installed packages of its wheels, by builder, found
-    without importing them.
-    """
+    """Paths of TensorRT's libraries in its installed wheels, by builder, without importing them."""
     packages = {
         "tensorrt": ("tensorrt_libs", "libnvinfer.so.*"),
         "tensorrt_rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.*"),
@@ -178,7 +166,7 @@ def tensorrt_libraries() -> dict[str, str]:
 
 
 def tensorrt_library() -> str | None:
-    """The first of ``tensorrt_libraries``; None if there is none."""
+    """The first of ``tensorrt_libraries``, or None if no library is installed."""
     return next(iter(tensorrt_libraries().values()), None)
 
 

@@ -1,9 +1,9 @@
-"""The arrays of a compiled constraint: which tokens lead from state to state. The native library
-makes and checks them.
+"""The arrays of a compiled constraint, which the native library makes and checks: the tokens that
+lead from state to state.
 
-Tokens that behave alike in every state are a *class*; the classes that lead from one state to
-another are a *group*. So what the loop does a pass grows with classes and groups, and hardly with
-the vocabulary.
+A *class* holds the tokens that behave alike in every state. A *group* holds the classes that lead
+from one state to another. So the work of a pass grows with classes and groups, and hardly with the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_HEADER = struct.Struct("<8s6i32s")  # magic, sizes, what it was made of: automaton.h describes it
+_HEADER = struct.Struct("<8s6i32s")  # magic, version and sizes, made_of; see automaton.h
 
 
 @dataclass(frozen=True)
 class Automaton:
-    """All arrays are int32. State 0 is the first; ``distances`` ``[Q]`` are the fewest tokens to
-    where a text may end, 0 there.
+    """All arrays are int32. State 0 is the start state. ``distances`` ``[Q]``: the fewest tokens
+    from each state to the end of a text; 0 if a text may end there.
 
     ``token_class`` ``[V]`` is -1 for tokens that lead nowhere. Group ``g`` has the classes
-    ``group_classes[group_starts[g] : group_starts[g + 1]]``, ascending; state ``s`` has the edges
-    ``edge_starts[s] : edge_starts[s + 1]``, each to a state of ``edge_states`` by a group of
+    ``group_classes[group_starts[g] : group_starts[g + 1]]``, ascending. State ``s`` has the edges
+    ``edge_starts[s] : edge_starts[s + 1]``: each leads to a state of ``edge_states`` by a group of
     ``edge_groups``, ascending by state. A state's groups share no class.
     """
 
@@ -37,7 +37,7 @@ class Automaton:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Automaton:
-        """The content of ``Constraint.data``."""
+        """Parse the content of ``Constraint.data``."""
         _, vocab_size, states, _, groups, members, edges, _ = _HEADER.unpack_from(data)
         numbers = np.frombuffer(data[_HEADER.size : -32], "<i4").astype(np.int32)
         sizes = (vocab_size, groups + 1, members, states + 1, edges, edges, states)
@@ -53,5 +53,5 @@ class Automaton:
 
     @property
     def shortest(self) -> int:
-        """The tokens of the shortest text."""
+        """Tokens of the shortest text."""
         return int(self.distances[0])

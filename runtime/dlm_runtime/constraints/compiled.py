@@ -1,6 +1,4 @@
-"""Compiled constraints: made by the native library for one vocabulary, and kept in a folder by what
-they were made of.
-"""
+"""Compiles constraints for one vocabulary, and caches them in a folder by their source."""
 
 from __future__ import annotations
 
@@ -23,17 +21,20 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError, SchemaWarnin
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 3  # of cached files. Raise it when equal content compiles to another automaton.
+_FORMAT = 3  # of cached files. Increase it when equal content compiles to another automaton.
 _HASH_BYTES = 32
-_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # where a file says what it was made of
+_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the place of made_of in a file
 
 
 @dataclass(frozen=True)
 class CompileLimits:
     """Limits of compiling one constraint.
 
-    ``seconds``: processor time of all stages together. ``memory_bytes``: memory of each stage.
-    ``states`` and ``edges``: size of the result.
+    Args:
+        seconds: Processor time of all stages together.
+        memory_bytes: Memory of each stage.
+        states: States of the result.
+        edges: Edges of the result.
     """
 
     seconds: float = 30
@@ -44,14 +45,15 @@ class CompileLimits:
 
 @dataclass(frozen=True)
 class Content:
-    """What a text may be.
+    """The source of a constraint.
 
     Args:
-        kind: "regex", "schema", "enum", "json_object" or "tree": the values of ``DLM_CONSTRAINT_`` in ``dlm_runtime.h``.
-        text: What the kind needs: an expression, or JSON.
+        kind: "regex", "schema", "enum", "json_object" or "tree": the values of ``DLM_CONSTRAINT_`` in
+            ``dlm_runtime.h``.
+        text: An expression or JSON, depending on the kind.
         layout: Layout of JSON.
-        max_depth: As of ``Bundle.constraint``.
-        before, behind: Texts around the generated one, which are part of the constrained text.
+        max_depth: As in ``Bundle.constraint``.
+        before, behind: Texts around the generated one that belong to the constrained text.
     """
 
     kind: str
@@ -63,10 +65,10 @@ class Content:
 
 
 class Constraint:
-    """A constraint as the native library holds it."""
+    """A compiled constraint of the native library."""
 
     def __init__(self, data: bytes) -> None:
-        """``data``: the content of its file. Raises BundleError for damaged data."""
+        """Read the content of a file. Raises BundleError for damaged data."""
         library, handle = _native.library(), C.c_void_p()
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
         status = library.dlm_automaton_read(data, len(data), message, len(message), C.byref(handle))
@@ -76,7 +78,7 @@ class Constraint:
 
     @classmethod
     def of_handle(cls, handle: C.c_void_p) -> Constraint:
-        """One that owns a ``dlm_automaton``."""
+        """A constraint that owns this ``dlm_automaton``."""
         made = cls.__new__(cls)
         made._own(handle)
         return made
@@ -102,7 +104,7 @@ class Constraint:
 
     @property
     def shortest(self) -> int:
-        """The tokens of its shortest text."""
+        """Tokens of its shortest text."""
         return int(_native.library().dlm_automaton_describe(self.handle).contents.shortest)
 
 
@@ -116,11 +118,11 @@ def compile_content(
     ends: Sequence[int] = (),
     made_of: bytes = bytes(_HASH_BYTES),
 ) -> Constraint:
-    """Compile content for a native bundle's vocabulary, or for ``vocabulary``, of which ids below
-    ``vocab_size`` count.
+    """Compile content for a native bundle's vocabulary, or for the ids below ``vocab_size`` of
+    ``vocabulary``.
 
-    ``made_of``: 32 bytes that the file keeps. Raises RequestError for what cannot be compiled
-    within ``limits``. Warns (SchemaWarning) about keywords that look misspelled.
+    ``made_of``: 32 bytes to store in the file. Raises RequestError if the content cannot be
+    compiled within ``limits``. Warns (SchemaWarning) about keywords that look misspelled.
     """
     chosen = limits or CompileLimits()
     given = _native.initialised(_native.Constraint)
@@ -131,7 +133,7 @@ def compile_content(
     for name in ("before", "behind"):
         around = _utf8(name, getattr(content, name))
         if b"\0" in around:
-            raise RequestError(f"{name}: no constrained text has a NUL")
+            raise RequestError(f"{name}: a constrained text cannot contain NUL")
         setattr(given, name, around)
     layout = content.layout
     given.item_separator = _utf8("json_layout", layout.item_separator)
@@ -169,7 +171,7 @@ def _asking(vocabulary: Vocabulary) -> C._FuncPointer:
         try:
             return vocabulary.first_tokens([text])[0]
         except DlmError:
-            return -1  # the tokenizer refuses it
+            return -1  # the tokenizer rejects it
 
     made: C._FuncPointer = _native.FirstTokenFn(first_token)
     return made
@@ -180,14 +182,12 @@ def _utf8(name: str, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as err:
         raise RequestError(
-            f"{name}: half a surrogate pair at {err.start}: it cannot be written as UTF-8"
+            f"{name}: character {err.start} is half of a surrogate pair, which UTF-8 cannot encode"
         ) from err
 
 
 def default_folder() -> Path:
-    """Where compiled constraints are kept: $DLM_CACHE_DIR, or dlm-export in the user's folder of
-    caches.
-    """
+    """The folder for compiled constraints: $DLM_CACHE_DIR, or dlm-export in the user's caches."""
     chosen = os.environ.get("DLM_CACHE_DIR")
     base = (
         Path(chosen)
@@ -204,10 +204,10 @@ def keep_compiled(
     folder: Path | None,
     compile_now: Callable[[bytes], Constraint],
 ) -> Constraint:
-    """The constraint of a content: from ``folder`` if it is there, else from ``compile_now``, which
-    takes the 32 bytes for its file.
+    """Load a content's constraint from ``folder`` (may be None), or compile it with
+    ``compile_now``, which takes the 32 bytes for its file.
 
-    ``vocabulary``: what tells the vocabulary from others, as JSON. ``folder`` may be None.
+    ``vocabulary``: JSON that identifies the vocabulary.
     """
     if folder is None:
         return compile_now(bytes(_HASH_BYTES))
@@ -222,16 +222,16 @@ def keep_compiled(
 
 
 def _kept(path: Path, key: bytes) -> Constraint | None:
-    """What a file holds; None if there is none, or if it holds another one."""
+    """The constraint in a file, or None if it is missing or another one."""
     try:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)
         return Constraint(data) if data[_MADE_OF] == key else None
     except DlmError:
-        return None  # it is made again, and written over
+        return None  # it is compiled again and overwritten
 
 
 def _keep(path: Path, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # no room, no right: it is made again each time
+    with contextlib.suppress(OSError):  # no space or permission: it is compiled again each time
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             try:

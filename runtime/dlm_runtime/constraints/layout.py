@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """Where JSON text has spaces and line breaks. Empty arrays and objects are always ``[]`` and
+    """The spaces and line breaks of JSON text. Empty arrays and objects are always ``[]`` and
     ``{}``.
 
     Args:
         item_separator: Text between items of an array and between properties of an object, as in ``json.dumps``.
         key_separator: Text between a property's name and its value, as in ``json.dumps``.
-        indent: Spaces per level. Each item and property then has its own line, as ``json.dumps(indent=...)`` writes
-            them. By default, there are no line breaks.
+        indent: Spaces per level, 0..64. Each item and property then has its own line, as in ``json.dumps(indent=...)``.
+            None: no line breaks.
         has_lines: If the whole text is an array, each of its items has its own line, without indentation.
     """
 

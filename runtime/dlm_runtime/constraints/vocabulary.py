@@ -1,6 +1,6 @@
-"""The bytes of a tokenizer's tokens: what its decoder makes of them, one behind the other.
+"""The bytes of a tokenizer's tokens, as its decoder concatenates them.
 
-Only byte-level vocabularies are exact in this: each token is a string of bytes, and a text's bytes
+This is exact only for byte-level vocabularies, where each token is a byte string and a text's bytes
 are those of its tokens.
 """
 
@@ -15,17 +15,13 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """``tokens``: by id the bytes of each token; None for special and other added tokens, which
-    never stand inside a text.
-    """
+    """``tokens``: each token's bytes, by id; None for added tokens, which never occur in a text."""
 
     tokens: tuple[bytes | None, ...]
     tokenizer: Tokenizer | None = None
 
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
-        """How the tokenizer starts each of these texts; -1 where its token is not how the text
-        starts, or not known.
-        """
+        """The first token of each text; -1 if its bytes do not start the text, or if unknown."""
         if self.tokenizer is None:
             return [-1] * len(texts)
         found = (ids[0] if ids else -1 for ids in self.tokenizer.encode_each(texts))
@@ -40,12 +36,12 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The vocabulary of a bundle's tokenizer. Raises RequestError where it is not byte-level."""
+    """The vocabulary of a bundle's tokenizer. Raises RequestError if it is not byte-level."""
     decoder, names = tokenizer.vocabulary()
     if decoder != ["ByteLevel"]:
         raise RequestError(
-            f"constraints need a byte-level tokenizer, and this one decodes by {', '.join(decoder) or 'nothing'}: its texts "
-            "are not those of its tokens one behind the other"
+            f"constraints need a byte-level tokenizer, but this one's decoder is {', '.join(decoder) or 'missing'}: its texts "
+            "are not the concatenation of its tokens"
         )
     return Vocabulary(tuple(None if name is None else _spelled(name) for name in names), tokenizer)
 
@@ -54,13 +50,11 @@ def _spelled(name: str) -> bytes | None:
     try:
         return bytes(BYTES[letter] for letter in name)
     except KeyError:
-        return None  # no token that a byte-level encoder makes
+        return None  # not a token of a byte-level encoder
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's spelling: printable bytes as themselves, the others as the letters from U+0100 on, in
-    order.
-    """
+    """GPT-2's spelling: printable bytes as themselves, others as letters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -69,4 +63,4 @@ def _byte_letters() -> dict[str, int]:
 
 
 BYTES = _byte_letters()
-"""The byte that each letter of a byte-level vocabulary stands for."""
+"""The byte for each letter of a byte-level vocabulary."""

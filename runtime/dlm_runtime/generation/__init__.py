@@ -1,3 +1,1 @@
-"""Requests and their results: the open bundle's handle, sessions, constraints, schedulers and
-infilling.
-"""
+"""Requests and their results: the bundle's handle, sessions, constraints, schedulers, infilling."""

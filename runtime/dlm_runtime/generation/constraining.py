@@ -1,6 +1,7 @@
-"""The constraints of a bundle: read from a request's options, compiled, and the last ones kept.
+"""A bundle's constraints: reads them from a request's options, compiles them, and keeps the last
+ones.
 
-It also sums up how much log probability they cost, and warns once if that is a lot.
+It also sums the log probability that they cost, and warns once if that is large.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from dlm_runtime.tools import Tools
 
 KEPT = 64  # compiled constraints
 UNLIKELY_NATS = 1.0
-"""Nats per token that a bundle's constraints may lose on average without a warning. Over 100
-commands the second demo loses 0.013 with its own layout (1.35 in the worst command), 2.5 with
-"compact" and 3.6 with "spaced".
+"""Mean nats per token that a bundle's constraints may lose without a warning. Over 100 commands the
+second demo loses 0.013 in its own layout (worst: 1.35), 2.5 in "compact" and 3.6 in "spaced".
 """
 
 
 class Constraints:
-    """The constraints of one bundle. May be shared by threads."""
+    """The constraints of one bundle. Threads may share it."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -43,14 +43,14 @@ class Constraints:
         self._lost = 0.0  # nats, over all constrained requests
         self._has_warned = False
         self.json_layout = str(handle.manifest.get("json_layout", "compact"))
-        """Name of the layout of JSON text that the denoiser was trained on, one of ``LAYOUTS``."""
+        """The JSON layout that the denoiser was trained on, a name of ``LAYOUTS``."""
         self.tokens = 0
         """Completion tokens of all constrained requests so far."""
 
     def of_request(
         self, tokenizer: Tokenizer | None, options: Options, tools: Tools | None
     ) -> compiled.Constraint | None:
-        """The compiled constraint of a request; None if its text is free. Raises RequestError."""
+        """The compiled constraint of a request, or None if it has none. Raises RequestError."""
         asked = options.constrained_by
         if options.constraint is not None and asked:
             raise RequestError(f"give constraint or {next(iter(asked))}, not both")
@@ -64,7 +64,7 @@ class Constraints:
             options.constraint, compiled.Constraint
         ):
             raise RequestError(
-                f"constraint = {shown(options.constraint)} is none: Bundle.constraint makes one"
+                f"constraint = {shown(options.constraint)} is not a constraint: Bundle.constraint makes one"
             )
         return options.constraint
 
@@ -80,19 +80,18 @@ class Constraints:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> compiled.Constraint:
-        """The constraint that the arguments of ``Bundle.constraint`` ask for: a kept one, or compiled
-        now.
+        """The constraint for the arguments of ``Bundle.constraint``: a kept one, or compiled now.
 
-        ``asked`` has the arguments that say what the text may be, by name. One of them must be
-        given; None and False mean: not given. Raises RequestError and DlmError.
+        ``asked`` has the arguments that define the texts, by name; None and False count as missing.
+        Exactly one must be set. Raises RequestError and DlmError.
         """
         kind, value = _chosen(asked)
         if tokenizer is None:
-            raise RequestError("constraints are of text, and this bundle has no tokenizer")
+            raise RequestError("constraints need a tokenizer, and this bundle has none")
         is_json = kind in ("schema", "json_object", "tools")
         if json_layout is not None and not is_json:
             raise RequestError(
-                f"json_layout is of schema, json_object and tools, not of {kind}: leave it out"
+                f"json_layout is for schema, json_object and tools, not for {kind}: leave it out"
             )
         content = _content(kind, value)
         depth = None if max_depth is None else count_of("max_depth", max_depth)
@@ -136,11 +135,9 @@ class Constraints:
         return made
 
     def count_loss(self, made: Generation) -> None:
-        """Count a constrained request's loss. Warn, once per bundle, if constraints make texts far
-        less likely than the denoiser's own choices.
-
-        The mean over all constrained requests of the bundle counts, as a single hard request may
-        lose much.
+        """Count a constrained request's loss. Warn once per bundle if, on average over all its
+        constrained requests, constraints make texts far less likely than the denoiser's own
+        choices.
         """
         with self._lock:
             self._lost += made.constraint_log_prob_loss
@@ -159,7 +156,7 @@ class Constraints:
 
 
 def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
-    """The one argument that was given, and its name. Raises RequestError."""
+    """The one argument that is set, and its name. Raises RequestError."""
     json_object = asked.get("json_object", False)
     if not isinstance(json_object, bool):
         raise RequestError(f"json_object = {shown(json_object)}: give True or False")
@@ -174,9 +171,7 @@ def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _content(kind: str, value: Any) -> str:
-    """A constraint's argument as text that is equal for equal content. The order of properties
-    counts. Raises RequestError.
-    """
+    """A constraint's argument as text, equal for equal content. The order of properties counts."""
     if kind == "regex":
         return text_of("regex", value)
     if kind == "enum":
@@ -184,13 +179,13 @@ def _content(kind: str, value: Any) -> str:
     elif kind == "tools":
         if not isinstance(value, Tools):
             raise RequestError(
-                f"tools = {shown(value)}: Bundle.tools makes them of a list of functions"
+                f"tools = {shown(value)}: give a list of functions, or the result of Bundle.tools"
             )
         value = [value.listed, value.choice, asdict(value.written), value.is_parallel]
     elif kind == "schema" and callable(make := getattr(value, "model_json_schema", None)):
         try:
             value = make()
-        except Exception as err:  # whatever the class raises
+        except Exception as err:  # any error of the class
             raise RequestError(
                 f"schema: {shown(value)}.model_json_schema() failed ({err})"[:300]
             ) from err
@@ -207,7 +202,7 @@ def _plain(value: object) -> object:
 
 
 def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
-    """The text of a ``Content``, from what ``_content`` made of an argument."""
+    """The text of a ``Content``, from the result of ``_content``."""
     if kind == "tools":
         assert tools is not None
         return json.dumps(tools.tree(layout))
@@ -215,7 +210,7 @@ def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
 
 
 def _folder(cache_dir: str | Path | None) -> Path | None:
-    """The folder where the caller wants compiled constraints. Raises RequestError."""
+    """The caller's folder for compiled constraints. Raises RequestError."""
     if cache_dir is None:
         return None
     try:

@@ -1,8 +1,8 @@
 """Objects of the native library belong to the process that made them.
 
-A fork copies the memory of all threads but only the calling thread itself. Locks that other threads
-held stay locked, and the threads of an engine or a scheduler are missing. A call in the child
-process would wait for them for ever.
+A fork copies the memory of all threads, but only the calling thread itself. Locks that other
+threads held stay locked, and the threads of an engine or a scheduler are missing. A call in the
+child process would wait for them forever.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ class Origin:
         """Raise ForkError in any other process."""
         if not self.is_here:
             raise ForkError(
-                f"the {self._what} belongs to process {self._process}, and this is process {os.getpid()}, forked from it. "
+                f"the {self._what} belongs to process {self._process}, but this is process {os.getpid()}, forked from it. "
                 "Open the bundle in this process, after the fork."
             )

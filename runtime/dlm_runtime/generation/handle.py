@@ -1,5 +1,4 @@
-"""An open native bundle: what the library tells of it, its policies, and the sessions of running
-requests.
+"""An open native bundle: its properties, its policies, and the sessions of running requests.
 
 Threads share a handle. Each running request takes a session from a pool.
 """
@@ -22,19 +21,20 @@ from dlm_runtime.policy import TEXT_FIELDS, Policy
 
 
 class SupportsClose(Protocol):
-    """What can be closed with a handle."""
+    """An object that can be closed with a handle."""
 
     def close(self) -> None: ...
 
 
 class Handle:
-    """Made of a ``dlm_bundle`` that was opened, which it owns.
+    """Owns an open ``dlm_bundle``.
 
     Args:
         pointer: The ``dlm_bundle``.
-        default_policy: The policy of requests without a preset. None: the bundle's default preset.
-        owned: What must live as long as the bundle, such as a callback.
-        causes: Where a callback leaves the exception that made its pass fail, as ``error``. None: the bundle has no callback.
+        default_policy: The policy of requests without a preset. If None, the bundle's default preset.
+        owned: Objects that must live as long as the bundle, such as a callback.
+        causes: A callback stores the exception that made its pass fail here, as ``error``. If None, the bundle has no
+            callback.
     """
 
     def __init__(
@@ -65,21 +65,19 @@ class Handle:
         self.engine: str = self._library.dlm_bundle_engine(pointer).decode()
 
     def close(self) -> None:
-        """Take no more requests, and free the bundle once those that run have ended. Raises
-        ForkError in a forked process.
-        """
+        """Reject new requests, and free the bundle once running ones have ended. Raises ForkError."""
         self.origin.check()
         with self._lock:
             self._is_closed = True
             self._free()
 
     def close_with(self, other: SupportsClose) -> None:
-        """Close another object too once the bundle is freed: running requests may need it."""
+        """Also close another object once the bundle is freed; requests may use it until then."""
         with self._lock:
             self._with.append(other)
 
     def _free(self) -> None:
-        """Free what a closed bundle holds if nothing runs; the lock is held."""
+        """Free a closed bundle if no request is running. Called with the lock held."""
         if not self._is_closed or self._busy:
             return
         while self._idle:
@@ -117,8 +115,8 @@ class Handle:
 
     @contextmanager
     def session(self, cancels: Cancels = ()) -> Iterator[C.c_void_p]:
-        """A ``dlm_session``, whose calls let signals in before each pass and end the requests whose
-        event is set.
+        """A session that runs signal handlers, and ends requests whose event is set, between
+        passes.
         """
         self.begin()
         session = None
@@ -142,7 +140,7 @@ class Handle:
             self.end()
 
     def check(self, status: int, session: C.c_void_p) -> None:
-        """Raise the error of a session's call; what a callback raised, as its cause."""
+        """Raise the error of a session's call, with a callback's exception as its cause."""
         if not status:
             return
         error = _native.error(status, self._library.dlm_session_last_error(session))
@@ -154,9 +152,7 @@ class Handle:
         raise cause from None
 
     def policy(self, preset: str | None, effort: str | None) -> Policy:
-        """A preset of the bundle (None: its default), or its form that was fitted for an effort
-        level. Raises RequestError.
-        """
+        """A preset (None: the default), or its form for an effort level. Raises RequestError."""
         self.check_open()
         if self._default_policy is not None and preset is None and effort is None:
             return self._default_policy
@@ -164,7 +160,7 @@ class Handle:
         for kind, name in (("preset", preset), ("effort", effort)):
             if name is not None and not isinstance(name, str):
                 raise RequestError(f"{kind} = {shown(name)} is not a name")
-            # A NUL would end the name in C.
+            # In C, a NUL would end the name.
             names.append(
                 None if name is None else name.replace("\0", "?").encode("utf-8", "replace")
             )

@@ -1,8 +1,8 @@
-"""Text with holes: what is given around them stays, and what fills them is read out of the canvas.
+"""Infilling: fills holes in a text and keeps the text around them.
 
-A hole is mask tokens. How many it needs is not known beforehand. Either it has room to spare, and
-the denoiser pads it with end tokens; or several lengths are tried, and the one is taken whose
-tokens the denoiser was surest of.
+A hole is a row of mask tokens. The needed number of tokens is not known beforehand. Either the hole
+is long enough and the denoiser pads it with end tokens, or several lengths are tried and the most
+likely one wins.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 HOLE = "<mask>"
-"""How a hole is written."""
+"""The mark of a hole."""
 MOST_TRIED = 64
-"""Requests that lengths may make."""
+"""The most requests for all combinations of lengths."""
 _KINDS = (
     "schema",
     "regex",
@@ -31,11 +31,11 @@ _KINDS = (
     "json_object",
     "json_layout",
     "max_depth",
-)  # what Bundle.constraint is given
+)  # arguments of Bundle.constraint
 
 
 class Filler(Protocol):
-    """What infilling needs of a ``Bundle``."""
+    """The parts of a ``Bundle`` that infilling needs."""
 
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -53,12 +53,15 @@ class Filler(Protocol):
 
 @dataclass(frozen=True)
 class Infill:
-    """A text whose holes were filled. ``text`` is all of it, ``holes`` the text of each, up to its
-    first end token.
+    """A text with filled holes.
 
-    ``lengths`` are the tokens of each hole in the canvas. ``log_prob`` is the mean ln p of the
-    holes' tokens when they were committed, by which one length is taken rather than another; None
-    where none was. ``generation`` is the canvas's.
+    Args:
+        text: The whole text.
+        holes: The text of each hole, up to its first end token.
+        lengths: Tokens of each hole in the canvas.
+        log_prob: Mean ln p of the holes' tokens when they were committed, by which lengths are compared. None if no
+            token was.
+        generation: The result of the request.
     """
 
     text: str
@@ -70,7 +73,7 @@ class Infill:
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Given token ids by part, with a hole of some length behind each but the last."""
+    """Given token ids by part; each part but the last is followed by a hole of some length."""
 
     parts: Sequence[Sequence[int]]
     lengths: tuple[int, ...]
@@ -100,7 +103,7 @@ def infill(
     """See ``Bundle.infill``."""
     if "max_new_tokens" in request:
         raise RequestError(
-            "infill: max_new_tokens is of text behind a prompt: give lengths, the tokens of the holes"
+            "infill: max_new_tokens is for text after a prompt: give lengths, the tokens of the holes"
         )
     if bundle.tokenizer is None:
         raise RequestError(
@@ -108,8 +111,8 @@ def infill(
         )
     if bundle.visible_block is not None:
         raise RequestError(
-            f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see what is "
-            "behind its block. Infill with a denoiser of full attention."
+            f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see the "
+            "text after its block. Infill with a denoiser of full attention."
         )
     between = text_of("text", text).split(HOLE)
     if len(between) < 2:
@@ -130,7 +133,7 @@ def infill(
         first = count_of("constrain_from", constrain_from)
         request, tried = _constrained(bundle, between, first, request, tried)
     canvases = [_Canvas(parts, each) for each in tried]
-    # An end token pads a hole here, and ends nothing.
+    # An end token pads a hole here; it does not end the text.
     tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
     made = bundle.generate_batch(tokens=tokens, max_new_tokens=0, **({"stop": "none"} | request))
     found = [
@@ -142,10 +145,8 @@ def infill(
 def _beginning(
     tokenizer: Tokenizer, text: str, special_tokens: bool, prompt: Any, chat: Any
 ) -> list[int]:
-    """Ids of the text before a hole, after those of a prompt or chat.
-
-    Without these, what the tokenizer puts before a prompt is put before the text, but not what it
-    puts after one.
+    """Ids of the text before a hole, after those of a prompt or chat. Without these, the
+    tokenizer's tokens before a prompt precede the text, but those after a prompt are left out.
     """
     if prompt is not None and chat is not None:
         raise RequestError("infill: give prompt or chat, not both")
@@ -176,9 +177,7 @@ def _constrained(
     request: dict[str, Any],
     tried: list[tuple[int, ...]],
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """The request with a constraint of the text from its character ``first`` on, and the lengths
-    that have room for it.
-    """
+    """The request with a constraint from character ``first`` on, and the lengths with room for it."""
     given = {name: request.pop(name) for name in _KINDS if name in request}
     if not given:
         raise RequestError(
@@ -186,29 +185,29 @@ def _constrained(
         )
     if len(between) != 2:
         raise RequestError(
-            f"infill: a text of {len(between) - 1} holes cannot be constrained as a whole: leave one hole"
+            f"infill: constrain_from needs a text with one hole, and this one has {len(between) - 1}"
         )
     if not 0 <= first <= len(between[0]):
         raise RequestError(
-            f"infill: constrain_from = {first} is not in front of the hole, at 0..{len(between[0])}"
+            f"infill: constrain_from = {first} is not before the hole, in 0..{len(between[0])}"
         )
     constraint = bundle.constraint(before=between[0][first:], behind=between[1], **given)
     fits = [each for each in tried if each[0] >= constraint.shortest]
     if not fits:
         raise RequestError(
-            f"infill: the shortest text for the hole has {constraint.shortest} tokens: give it as many"
+            f"infill: the shortest text for the hole has {constraint.shortest} tokens: give it at least that many"
         )
     return request | {"constraint": constraint}, fits
 
 
 def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
-    """The lengths that the holes have together in each request."""
+    """The lengths of all holes, for each request."""
     try:
         given = [lengths] if isinstance(lengths, int) else list(lengths)
         choices = [[each] if isinstance(each, int) else list(each) for each in given]
     except TypeError:
         raise RequestError(
-            f"infill: lengths = {shown(lengths)}: give tokens, 1 or more, or a list with an entry a hole"
+            f"infill: lengths = {shown(lengths)}: give tokens, 1 or more, or a list with an entry for each hole"
         ) from None
     if len(choices) == 1:
         choices *= holes
@@ -222,12 +221,12 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
             not isinstance(length, int) or not 1 <= length < 1 << 24 for length in each
         ):
             raise RequestError(
-                f"infill: {shown(each)} is no length of a hole: give tokens, 1 or more, or a list of such to try"
+                f"infill: {shown(each)} is not a length of a hole: give tokens, 1 or more, or a list of lengths to try"
             )
         count *= len(each)
     if count > MOST_TRIED:
         raise RequestError(
-            f"infill: {count} requests to try all lengths, and at most {MOST_TRIED} are made: give fewer"
+            f"infill: trying all lengths takes {count} requests; the limit is {MOST_TRIED}: give fewer"
         )
     return list(product(*choices))
 

@@ -1,4 +1,4 @@
-"""A request: its options by name, and their form in the C ABI: token ids, policy, limits."""
+"""A request: its options by name, and its form in the C ABI (token ids, policy, limits)."""
 
 from __future__ import annotations
 
@@ -25,42 +25,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a request, beside its prompt, tokens or chat. The defaults mean: not given.
+    """The options of a request besides its prompt, tokens or chat. The defaults mean "not set".
 
     Args:
-        max_new_tokens: Number of mask tokens to add after the prompt and fill. None: the bundle's own number.
-        preset: Name of one of the bundle's loops. None: the bundle's default preset.
-        effort: Take the loop that was fitted for this effort level instead: instant, low, medium or high.
-        steps: Plan this many passes for the whole generation, split evenly over the blocks. 0: the policy's own plan.
+        max_new_tokens: Number of mask tokens to add after the prompt and fill, 0 or more. If None, the bundle's number.
+        preset: Name of one of the bundle's presets. If None, the bundle's default preset.
+        effort: Use the policy fitted for this effort level: "instant", "low", "medium" or "high".
+        steps: Planned passes for the whole generation, split evenly over the blocks. 0: the policy's plan.
         max_steps: Stop after this many passes. 0: no limit.
-        deadline_ms: Stop this many milliseconds after the start, within one pass. 0: no limit.
-        stop_strings: End the text before the first of these. No further block is started after the one that holds it.
+        deadline_ms: Stop within one pass after this many milliseconds from the start. 0: no limit.
+        stop_strings: End the text before the first of these. No further block starts after the one that contains it.
         prefix: Text that the answer starts with.
-        special_tokens: If True, text that spells a special token, such as ``<|eos|>``, is that token in the prompt, the
-            messages, the tools and ``prefix``. By default it is ordinary text, so that users cannot end or mask an answer.
-            The tokens that the tokenizer and the chat template add are not affected.
-        constraint: A compiled constraint of ``Bundle.constraint``. The text is then valid whatever the policy and the limits,
-            unless a stop string cuts it.
-        schema, regex, enum, json_object: A constraint that is compiled on first use: see ``Bundle.constraint``. ``prefix`` is
-            part of the constrained text. (A ``constraint`` has its own ``before``.)
-        json_layout: White space of JSON that a schema, ``json_object`` or tools ask for: a name of ``LAYOUTS``, or a
-            ``Layout``. None: the layout that the bundle was trained on, or compact.
+        special_tokens: If True, the text of a special token, such as ``<|eos|>``, becomes that token in the prompt, the
+            messages, the tools and ``prefix``. By default it is ordinary text, so that users cannot end or mask an
+            answer. The tokens that the tokenizer and the chat template add are not affected.
+        constraint: A compiled constraint of ``Bundle.constraint``. The text is then valid whatever the policy and the
+            limits, unless a stop string cuts it.
+        schema, regex, enum, json_object: A constraint that is compiled on first use: see ``Bundle.constraint``.
+            ``prefix`` is part of the constrained text. (A ``constraint`` has its own ``before``.)
+        json_layout: White space of JSON for a schema, ``json_object`` or tools: a name of ``LAYOUTS``, or a ``Layout``.
+            None: the layout that the bundle was trained on, or compact.
         tools: Functions that may be called, each as ``{"type": "function", "function": {"name", "description",
-            "parameters"}}`` with a JSON Schema of its parameters, or the ``Tools`` of ``Bundle.tools``. The chat template
-            receives them.
-        tool_choice: "auto" (the text may be calls), "required" or a function's name (the text is constrained to be a call;
-            also ``{"type": "function", "function": {"name": "..."}}``), or "none" (the chat template does not receive them).
-        parallel_tool_calls: Whether a required text may be several calls. None: if the call format has a text around all
-            calls, as the lists of "list" and "lines" have.
-        call_format: How calls are written: a name of ``tools.FORMATS``, or a ``CallFormat``. None: the format that the bundle
-            was trained on. If it does not say, the chat template's; the default is one JSON object per line.
+            "parameters"}}`` with a JSON Schema of its parameters, or the ``Tools`` of ``Bundle.tools``. The chat
+            template receives them.
+        tool_choice: "auto" (the text may be calls), "required" or a function's name (the text is constrained to be a
+            call; also ``{"type": "function", "function": {"name": "..."}}``), or "none" (the chat template does not
+            receive them).
+        parallel_tool_calls: If True, a required text may have several calls. If None, True if the call format has text
+            around all calls, as "list" and "lines" have.
+        call_format: The format of calls: a name of ``tools.FORMATS``, or a ``CallFormat``. If None, the format that the
+            bundle was trained on; if unknown, the chat template's, or else one JSON object per line.
         policy: Fields of ``Policy`` to change, by name. They are applied last.
 
-    A request that is stopped by ``max_steps``, ``deadline_ms`` or a cancellation returns what it
-    has: ``Generation.finish`` gives the reason, and ``Generation.tool_calls`` is empty unless the
-    whole text was decided.
+    A request that ends by ``max_steps``, ``deadline_ms`` or a cancellation returns its current
+    canvas. ``Generation.finish`` gives the reason, and ``Generation.tool_calls`` is empty unless
+    the whole text was decided.
 
-    Raises RequestError for a value of the wrong type, naming the option.
+    Raises:
+        RequestError: An option has the wrong type; the message names it.
     """
 
     max_new_tokens: int | None = None
@@ -106,18 +108,18 @@ class Options:
             and not self.json_object
         ):
             raise RequestError(
-                "json_layout is of schema, json_object and tools: give one of these as well"
+                "json_layout is for schema, json_object and tools: give one of these as well"
             )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
-        """Options by name among ``values``; all others are fields of the policy."""
+        """Split ``values`` into options, by name, and policy fields."""
         own = {name: value for name, value in values.items() if name in OPTION_NAMES}
         return cls(**own, policy={name: value for name, value in values.items() if name not in own})
 
     @property
     def constrained_by(self) -> dict[str, Any]:
-        """The arguments of ``Bundle.constraint`` that were given."""
+        """The arguments of ``Bundle.constraint`` that are set."""
         given = {
             "schema": self.schema,
             "regex": self.regex,
@@ -127,9 +129,7 @@ class Options:
         return {name: value for name, value in given.items() if value is not None}
 
     def tools_for(self, tokenizer: Tokenizer | None, call_format: str | None) -> Tools | None:
-        """The checked tools; None if the request has none. ``call_format``: the bundle's. Raises
-        RequestError.
-        """
+        """The checked tools, or None. ``call_format``: the bundle's. Raises RequestError."""
         others = {
             "tool_choice": self.tool_choice != "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not None,
@@ -138,14 +138,14 @@ class Options:
         given = [name for name, is_given in others.items() if is_given]
         if self.tools is None:
             if given:
-                raise RequestError(f"{given[0]} is of tools: give these as well")
+                raise RequestError(f"{given[0]} is for tools: give tools as well")
             return None
         if self.constrained_by:
             raise RequestError(
-                f"give tools or {next(iter(self.constrained_by))}, not both: each says what the text may be"
+                f"give tools or {next(iter(self.constrained_by))}, not both: each constrains the text"
             )
         if tokenizer is None:
-            raise RequestError("calls are text, and this bundle has no tokenizer: leave tools out")
+            raise RequestError("tools need a tokenizer, and this bundle has none: leave them out")
         if isinstance(self.tools, Tools):
             if given:
                 raise RequestError(
@@ -166,9 +166,7 @@ OPTION_NAMES = tuple(each.name for each in fields(Options) if each.name != "poli
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of ``generate`` and its relatives for type checkers: those of ``Options``, and
-    the fields of ``Policy``.
-    """
+    """Options of ``generate`` for type checkers: the fields of ``Options`` and ``Policy``."""
 
     max_new_tokens: int | None
     preset: str | None
@@ -226,16 +224,16 @@ class InfillOptions(RequestOptions, total=False):
 
 
 class Request:
-    """A request in the C ABI's terms. It keeps the memory that the structs point to.
+    """A request for the C ABI. It keeps the memory that the structs point to.
 
     Args:
         handle: The bundle's.
-        tokenizer: The bundle's; None if it takes token ids only.
-        given: Prompt, tokens and chat, of which one is not None.
+        tokenizer: The bundle's, or None if it only accepts token ids.
+        given: Prompt, tokens and chat; exactly one is not None.
         options: Checked options.
-        policy: The whole loop, with the options' changes.
+        policy: The whole policy, with the options' changes.
         tools: The options' tools.
-        constraint: What the text has to be; None: anything.
+        constraint: The constraint on the text, or None.
         note: Called with the results of constrained requests.
     """
 
@@ -258,7 +256,7 @@ class Request:
         stop_strings = texts_of("stop_strings", options.stop_strings)
         if tokenizer is None and stop_strings:
             raise RequestError(
-                "this bundle has no tokenizer, so that no text can stop it: leave stop_strings out"
+                "stop_strings need a tokenizer, and this bundle has none: leave them out"
             )
         if tokens is not None:
             self.given = token_ids(tokens)
@@ -266,7 +264,7 @@ class Request:
             raise RequestError("this bundle has no tokenizer: give tokens")
         elif prompt is not None:
             if not isinstance(prompt, str):
-                raise RequestError(f"prompt = {shown(prompt)} is no text: give a str, or tokens")
+                raise RequestError(f"prompt = {shown(prompt)} is not a text: give a str, or tokens")
             self.given = tokenizer.encode(text_of("prompt", prompt), options.special_tokens)
         else:
             self.given = tokenizer.encode_chat(
@@ -276,14 +274,14 @@ class Request:
         if options.prefix:
             if tokenizer is None:
                 raise RequestError(
-                    "this bundle has no tokenizer, so that a prefix is no tokens: put them behind the others"
+                    "a prefix needs a tokenizer, and this bundle has none: append its tokens to the others"
                 )
             prefix = tokenizer.encode_plain(options.prefix, options.special_tokens)
             self.given = [*self.given, *prefix]
         wanted = handle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.native = native = _native.initialised(_native.Request)
-        # What native points to.
+        # Memory that native points to.
         self._policy, self._constraint = native_policy(policy), constraint
         self._tokens = (C.c_int32 * max(1, len(self.given)))(*self.given)
         self._stops = (C.c_char_p * max(1, len(stop_strings)))(
@@ -311,7 +309,7 @@ class Request:
         assert self._tokenizer is not None
         try:
             text = self._tokenizer.decode(tokens[:count]).encode()
-        except BaseException as err:  # ctypes would print it, and go on
+        except BaseException as err:  # ctypes would print and ignore it
             self.error = err
             return 5  # DLM_ENGINE_FAILED
         size[0] = len(text)
@@ -319,7 +317,7 @@ class Request:
         return 0
 
     def generation(self, result: Any) -> Generation:
-        """What came of it. ``result``: a ``dlm_result`` without an error."""
+        """The result for Python. ``result``: a ``dlm_result`` without an error."""
         stats, length = result.stats.contents, result.length
         text = (
             None if self._tokenizer is None else C.string_at(result.text, result.text_size).decode()
@@ -345,7 +343,7 @@ class Request:
         return made
 
     def event(self, step: Any, text: str | None) -> Event:
-        """A step without a result. ``text``: that of the steps before."""
+        """A step, without a result. ``text``: the text of the steps before."""
         length = step.length
         delta = None if self._tokenizer is None else C.string_at(step.text, step.text_size).decode()
         return Event(
@@ -367,11 +365,11 @@ TIMINGS = ("prefill", "passes", "selection", "cache", "total")
 PASSES = ("prefill", "denoise", "store")
 
 MOST_COUNT = (1 << 24) - 1
-MOST_INDENT = 64  # spaces a level of a JSON layout
+MOST_INDENT = 64  # spaces per level of a JSON layout
 
 
 def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
-    """An option that is a count, at most ``most``. Raises RequestError with the option's name."""
+    """Check an option that is a count, at most ``most``. Raises RequestError with its name."""
     try:
         count = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -382,7 +380,7 @@ def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
 
 
 def milliseconds_of(name: str, value: float) -> float:
-    """An option that is a time. Raises RequestError with the option's name."""
+    """Check an option that is a time. Raises RequestError with its name."""
     try:
         return C.c_double(value).value
     except (TypeError, ValueError, OverflowError) as err:
@@ -390,22 +388,20 @@ def milliseconds_of(name: str, value: float) -> float:
 
 
 def text_of(name: str, value: str) -> str:
-    """An option that is text. Raises RequestError with the option's name, also for half a surrogate
-    pair.
-    """
+    """Check an option that is text, without unpaired surrogates. Raises RequestError with its name."""
     if not isinstance(value, str):
         raise RequestError(f"{name} = {shown(value)} is not a text")
     try:
         value.encode()
     except UnicodeEncodeError as err:
         raise RequestError(
-            f"{name} = {shown(value)}: character {err.start} is half of a surrogate pair, which UTF-8 cannot hold"
+            f"{name} = {shown(value)}: character {err.start} is half of a surrogate pair, which UTF-8 cannot encode"
         ) from err
     return value
 
 
 def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
-    """An option that is a list of texts. Raises RequestError with the option's name."""
+    """Check an option that is a list of texts. Raises RequestError with its name."""
     try:
         texts = () if isinstance(value, (str, bytes, Mapping)) else tuple(value)
         is_good = not isinstance(value, (str, bytes, Mapping)) and all(
@@ -414,12 +410,12 @@ def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
     except TypeError:
         is_good = False
     if not is_good:
-        raise RequestError(f"{name} = {shown(value)}: give a list of texts, none of them empty")
+        raise RequestError(f"{name} = {shown(value)}: give a list of texts that are not empty")
     return tuple(text_of(name, text) for text in texts)
 
 
 def layout_of(chosen: str | Layout) -> Layout:
-    """A layout by its name, or one of the caller's own. Raises RequestError."""
+    """A layout by its name, or the caller's ``Layout``. Raises RequestError."""
     if isinstance(chosen, Layout):
         separators = [(chosen.item_separator, ","), (chosen.key_separator, ":")]
         is_json = all(
@@ -435,20 +431,20 @@ def layout_of(chosen: str | Layout) -> Layout:
         return chosen
     if not isinstance(chosen, str) or chosen not in LAYOUTS:
         raise RequestError(
-            f"json_layout = {shown(chosen)} is not one of {', '.join(LAYOUTS)}, and no Layout"
+            f"json_layout = {shown(chosen)} is not one of {', '.join(LAYOUTS)}, nor a Layout"
         )
     return LAYOUTS[chosen]
 
 
 def cancel_of(name: str, value: threading.Event | None) -> threading.Event | None:
-    """An option that is an event. Raises RequestError with the option's name."""
+    """Check an option that is an event. Raises RequestError with its name."""
     if value is not None and not callable(getattr(value, "is_set", None)):
         raise RequestError(f"{name} = {shown(value)}: give a threading.Event, or None")
     return value
 
 
 def token_ids(tokens: Sequence[int]) -> list[int]:
-    """Ids that fit into C's int32. Raises RequestError."""
+    """Check ids that must fit C's int32. Raises RequestError."""
     try:
         ids = [operator.index(token) for token in tokens]
     except TypeError as err:
@@ -473,7 +469,7 @@ def native_policy(policy: Policy) -> Any:
             raise RequestError(
                 f"policy: {each.name} = {shown(value)} is not of the right type"
             ) from err
-        # ctypes wraps integers around, and ends a text at a NUL, without an error.
+        # ctypes wraps integers and cuts texts at a NUL without an error.
         if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
             raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")
     return native

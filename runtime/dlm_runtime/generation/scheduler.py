@@ -1,10 +1,9 @@
-"""Requests from any thread that share passes: ``dlm_scheduler_*`` of the C ABI, and a thread that
-makes the passes.
+"""Schedulers: requests from any thread share passes, which one thread makes (``dlm_scheduler_*`` of
+the C ABI).
 
-The thread refers to a ``_Runner`` and never to the ``Scheduler``. A scheduler without references is
-therefore collected. The thread destroys the native scheduler itself as it ends. It has to end
-before the interpreter does: Python would end it by an exception in a callback of native code, which
-does not let it through and aborts.
+The thread refers to a ``_Runner``, never to the ``Scheduler``, so an unreferenced scheduler can be
+collected. The thread destroys the native scheduler when it ends. It must end before the interpreter
+exits: Python would end it with an exception inside a native callback, which aborts the process.
 """
 
 from __future__ import annotations
@@ -41,17 +40,15 @@ if TYPE_CHECKING:
 
     from dlm_runtime.generation.handle import Handle
 
-_MOST_BYTES = 1 << 20  # of a file that bench wrote
-WAIT_S = 0.1  # seconds between two looks of a waiting thread at its signals
-# and at whether a request that tells of its steps has ended without one: cancelled, late, failed
-EVENT_WAIT_S = 0.02
+_MOST_BYTES = 1 << 20  # of bench's output
+WAIT_S = 0.1  # seconds between a waiting thread's checks for signals
+EVENT_WAIT_S = 0.02  # seconds between its checks for a request that ended without a last step
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """Milliseconds that a pass takes whatever it computes, and for each token of it, each row that
-    it scores and each pair of a token and a position that it sees: what a machine takes for a
-    bundle's passes, as ``dlm-export bench --cost`` fits it.
+    """Milliseconds of a pass: a fixed part, and parts per token, scored row, and (token, visible
+    position) pair. ``dlm-export bench --cost`` measures them. Each is 0 or more and finite.
     """
 
     pass_ms: float
@@ -67,28 +64,35 @@ class PassCost:
                 or isinstance(value, bool)
                 or not 0 <= value < math.inf
             ):
-                raise RequestError(f"cost: {each.name} = {value!r} is no time: give milliseconds")
+                raise RequestError(
+                    f"cost: {each.name} = {value!r} is not a time: give milliseconds"
+                )
 
     @classmethod
     def read(cls, path: str | Path) -> PassCost:
-        """What ``dlm-export bench BUNDLE --cost --json`` printed into a file. Raises RequestError."""
+        """Read the output of ``dlm-export bench BUNDLE --cost --json``. Raises RequestError."""
         hint = " Write it with `dlm-export bench BUNDLE --cost --json`."
         found = read_object(Path(path), _MOST_BYTES, RequestError, hint).get("cost")
         names = [each.name for each in fields(cls)]
         if not isinstance(found, dict) or not set(names) <= set(found):
-            raise RequestError(f"{path}: holds no cost of {', '.join(names)}.{hint}")
+            raise RequestError(f"{path}: has no cost with {', '.join(names)}.{hint}")
         return cls(*(found[name] for name in names))
 
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """``waiting`` and ``running`` requests now; ``submitted``, ``finished`` and ``refused`` (by
-    BusyError) so far.
+    """Counts and times of a scheduler.
 
-    ``passes`` were made in ``busy_s`` seconds, commits included; ``shares`` is the sum of the
-    requests that took part in each. ``cache_bytes``: keys and values held at once, at most.
-    ``passes_s`` seconds were of passes alone, which the scheduler's cost expected to take
-    ``expected_s`` (0 without one, or where requests take turns).
+    Args:
+        waiting, running: Requests now.
+        submitted, finished, refused: Requests so far; refused ones got BusyError.
+        passes: Passes made.
+        shares: Sum over passes of the requests that took part.
+        busy_s: Seconds in passes and commits.
+        cache_bytes: The most bytes of keys and values held at once.
+        passes_s: Seconds in passes alone.
+        expected_s: Seconds that the scheduler's cost predicts for these passes; 0 without a cost, or if requests take
+            turns.
     """
 
     waiting: int
@@ -105,10 +109,10 @@ class SchedulerStats:
 
 
 class Job:
-    """A request of a scheduler, made by ``Scheduler.submit``. It is cancelled when its last
+    """A submitted request, returned by ``Scheduler.submit``. It is cancelled when its last
     reference is dropped.
 
-    Until its result was read, a job keeps its scheduler from being collected.
+    A job keeps its scheduler from being collected until its result has been read.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, events: bool) -> None:
@@ -141,26 +145,29 @@ class Job:
         return bool(self._library.dlm_job_wait(self._handle, 0.0))
 
     def cancel(self) -> None:
-        """End it within one pass with what it has."""
+        """End the request within one pass, with its current canvas."""
         self._origin.check()
         self._library.dlm_job_cancel(self._handle)
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait for the job and return its result. ``timeout`` is in seconds; with None there is no
-        limit.
+        """Wait for the job and return its result.
 
-        ``timings`` are this request's shares of the passes that it took part in.
-        Raises TimeoutError, what ``Bundle.generate`` raises, and the error that ended the
-        scheduler's thread.
+        Args:
+            timeout: Seconds. If None, no limit.
+
+        Returns:
+            The result. Its ``timings`` are the request's shares of its passes.
+
+        Raises:
+            TimeoutError: The job has not ended in time.
+            DlmError: As ``Bundle.generate``, or the error that ended the scheduler's thread.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done:
             left = WAIT_S if end is None else min(WAIT_S, end - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"the request is not done after {timeout} s")
-            self._library.dlm_job_wait(
-                self._handle, 1000 * left
-            )  # in pieces, so that Ctrl-C is seen
+            self._library.dlm_job_wait(self._handle, 1000 * left)  # in pieces, so that Ctrl-C works
         if self._result is None:
             found = C.POINTER(_native.Result)()
             status = self._library.dlm_job_result(self._handle, C.byref(found))
@@ -174,9 +181,7 @@ class Job:
         return self._result
 
     def __iter__(self) -> Iterator[Event]:
-        """The canvas after each of its passes, of a job that was submitted with ``events``; the
-        last event has the result.
-        """
+        """Yield an event after each pass, if submitted with ``events``. The last has the result."""
         if self._events is None:
             raise RequestError("this job has no events: submit it with events=True")
         while not self.done or not self._events.empty():
@@ -206,7 +211,7 @@ class Job:
         )
 
     def _step(self, step: Any) -> None:
-        """On the thread that makes the passes."""
+        """Runs on the thread that makes the passes."""
         if self._events is not None:
             event = self._request.event(step, self._text)
             self._text = event.text
@@ -214,24 +219,24 @@ class Job:
 
 
 class _Runner:
-    """A native scheduler, the thread that runs it, and what both of them need."""
+    """A native scheduler, the thread that runs it, and the state that they share."""
 
     def __init__(self, bundle: Handle, options: Any) -> None:
         """Raises RequestError, EngineError; DlmError if the thread cannot be started."""
         self.origin = Origin("scheduler")
         self.failure: DlmError | None = None
-        """The error that ended the thread, if it did not end by ``stop``."""
+        """The error that ended the thread; None if ``stop`` did."""
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
         self._changed = (
             threading.Condition()
         )  # re-entrant: the garbage collector may call stop() anywhere
         self._users = (
-            0  # calls that use the handle, which the thread waits for before it destroys it
+            0  # calls that use the handle; the thread waits for them before it destroys the handle
         )
         self._is_closed = False
-        self._last: SchedulerStats | None = None  # once the handle is gone
-        # The same functions for all jobs. They live as long as passes are made: a job may be dropped
-        # before its request ends.
+        self._last: SchedulerStats | None = None  # set when the handle is destroyed
+        # Shared by all jobs and kept until passes end, because a job may be dropped before its
+        # request ends.
         self._on_step, self._on_decode = (
             _native.StepFn(self._dispatch),
             _native.DecodeFn(self._decode),
@@ -281,7 +286,7 @@ class _Runner:
         self._bundle.end()
 
     def keep(self, job: Job, request: Request) -> None:
-        """Let passes call a job's functions as long as there is somebody who refers to it."""
+        """Let passes call a job's functions as long as the job is referenced."""
         native, number = request.native, next(self._numbers)
         self._jobs[number] = job
         native.user = number
@@ -297,7 +302,7 @@ class _Runner:
             return 0
         try:
             job._step(step.contents)
-        except Exception as err:  # ctypes would print it, and go on
+        except Exception as err:  # ctypes would print and ignore it
             job._error = err
             return 1
         return 0
@@ -307,7 +312,7 @@ class _Runner:
     ) -> int:
         job = self._jobs.get(number)
         if job is None:
-            return 7  # DLM_CANCELLED: nobody asks for the result
+            return 7  # DLM_CANCELLED: the result is not needed
         return job._request.decoded(number, tokens, count, string, capacity, size)
 
     def check_open(self) -> None:
@@ -315,16 +320,14 @@ class _Runner:
         self.origin.check()
         if self.failure is not None:
             raise type(self.failure)(
-                f"the scheduler takes no more requests, as its thread ended: {self.failure}"
+                f"the scheduler takes no more requests, because its thread ended: {self.failure}"
             )
         if self._is_closed:
             raise ClosedError("the scheduler is closed")
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
-        """The native scheduler, which lives as long as the block. Raises what ``check_open``
-        raises.
-        """
+        """The native scheduler, alive until the block ends. Raises the errors of ``check_open``."""
         self.origin.check()  # before the lock, which another thread may have held at the fork
         with self._changed:
             self.check_open()
@@ -348,9 +351,7 @@ class _Runner:
         )
 
     def stop(self) -> None:
-        """Make the thread end after the pass that it is in. Does not wait for it; does nothing in a
-        forked process.
-        """
+        """End the thread after its current pass, without waiting. Does nothing after a fork."""
         if not self.origin.is_here:
             return
         with self._changed:
@@ -376,10 +377,10 @@ def _close_all() -> None:
 
 
 class Scheduler:
-    """Made by ``Bundle.scheduler``; usable as a context manager, by any number of threads.
+    """Runs requests from any thread; created by ``Bundle.scheduler``. A ``with`` block closes it.
 
-    It is closed when its last reference is dropped, and when the interpreter exits. It belongs to
-    the process that made it: in a forked process every method raises ForkError.
+    It is closed when its last reference is dropped, and when the interpreter exits. In a forked
+    process, every method raises ForkError.
     """
 
     def __init__(
@@ -405,7 +406,7 @@ class Scheduler:
             native = _native.PassCost(C.sizeof(_native.PassCost), *astuple(cost))
             options.cost = C.pointer(native)
         self._make, self._runner = make, _Runner(bundle, options)
-        # Without waiting: the garbage collector may run while its thread holds a lock that the
+        # Does not wait: the garbage collector may run while its thread holds a lock that the
         # scheduler's thread needs.
         weakref.finalize(self, self._runner.stop).atexit = False
 
@@ -418,17 +419,21 @@ class Scheduler:
         events: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Job:
-        """Hand in a request, with the arguments of ``Bundle.generate``. Its deadline counts from
+        """Submit a request, with the arguments of ``Bundle.generate``. Its deadline counts from
         now.
 
-        ``events``: iterating over the job gives an ``Event`` for each step. Raises BusyError if
-        ``max_waiting`` requests wait already, ClosedError after ``close``, the error that ended the
-        scheduler's thread, and what ``generate`` raises for wrong arguments.
+        Args:
+            events: If True, iterating over the job yields an ``Event`` for each step.
+
+        Raises:
+            BusyError: ``max_waiting`` requests are waiting.
+            ClosedError: The scheduler is closed.
+            DlmError: As ``generate`` for invalid arguments, or the error that ended the scheduler's thread.
         """
         self._runner.check_open()
         if "cancel" in options:
             raise RequestError(
-                "submit takes no cancel: the job that it returns has a method of that name"
+                "submit has no argument cancel: call the method cancel of the job that it returns"
             )
         return Job(self, self._make((prompt, tokens, chat), Options.of(options)), events)
 
@@ -439,10 +444,9 @@ class Scheduler:
         return self._runner.stats()
 
     def close(self) -> None:
-        """Make no more passes. Requests that are not done end as cancelled ones.
+        """Make no more passes, and cancel requests that have not ended. May be called again.
 
-        Raises the error that ended the scheduler's thread, if there was one. Calling it again is
-        fine.
+        Raises the error that ended the scheduler's thread, if any.
         """
         self._runner.origin.check()
         self._runner.close()

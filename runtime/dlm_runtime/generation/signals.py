@@ -1,8 +1,8 @@
-"""Python's signals, and its threads' wish to end a request, between the passes of a native call.
+"""Handles Python's signals, and cancellation by other threads, between the passes of a native call.
 
-Python runs the handlers of signals on the main thread alone, and while that thread runs Python
-code: a whole generation would go by first. So the library asks before every pass, the handlers run
-then, and what one of them raises ends the call.
+Python runs signal handlers only on the main thread, while it runs Python code; a whole generation
+would pass first. So the library calls back before every pass. The handlers run then, and an
+exception of a handler ends the call.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ Cancels: TypeAlias = Sequence[threading.Event | None]
 def _answers(
     session: C.c_void_p, raised: list[BaseException], cancels: Cancels
 ) -> Generator[int, None, None]:
-    """0 as often as it is asked, then 1 once a handler has raised. Requests whose event is set are
-    cancelled.
+    """Yields 0 until a handler has raised, then 1. Cancels requests whose event is set.
 
-    A generator, as a handler may run at the first instruction of a function, where no ``try`` of
-    its own is around it yet, and ctypes drops what leaves a callback. This one is inside its
-    ``try`` already when it goes on.
+    It is a generator because a handler may run at the first instruction of a function, before its
+    ``try``, and ctypes drops exceptions that leave a callback. A generator resumes inside its
+    ``try``.
     """
     try:
         while True:
@@ -44,8 +43,8 @@ def _answers(
 
 @contextmanager
 def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[None]:
-    """Lets signals in before each pass of the session's calls; raises what a handler raised, once
-    its call has ended.
+    """Run signal handlers before each pass of the session's calls. Raises a handler's exception
+    once its call has ended.
 
     ``cancels`` has an event, or None, for each request of the session.
     """
@@ -56,8 +55,8 @@ def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[
     before_pass = (
         _native.BeforePassFn(answers.send) if is_main or cancels else _native.BeforePassFn()
     )
-    # Every user of a session sets its own: one that a signal ended may not have come to taking its
-    # back.
+    # Every use of a session sets its callback, because a signal may have kept the last one from
+    # removing its own.
     _native.library().dlm_session_before_pass(session, before_pass, None)
     try:
         yield

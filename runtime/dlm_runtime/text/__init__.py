@@ -1,1 +1,1 @@
-"""A bundle's tokenizer and chat template, in a process of their own."""
+"""A bundle's tokenizer and chat template, in a separate process."""

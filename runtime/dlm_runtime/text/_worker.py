@@ -1,10 +1,10 @@
-"""The program that runs what a bundle brings for text: a process of its own, started by
-``process``, never imported.
+"""The program that runs a bundle's tokenizer and template: ``process`` starts it as a separate
+process and never imports it.
 
-A request is two lengths (8 bytes each), JSON of ``do`` (a method of ``Text``) and its arguments,
-and raw bytes; the answer one length and JSON: ``value``, or ``refused`` with the library's reason
-(null: no memory). It ends when its input does, or by a limit of the kernel's: address space from
-the command line, and processor time by a timer that is set for each request.
+A request is two lengths (8 bytes each), JSON with ``do`` (a method of ``Text``) and its arguments,
+and raw bytes. The answer is a length and JSON: ``value``, or ``refused`` with the library's reason
+(null: out of memory). The program ends when its input ends, or when it reaches a limit: of address
+space, from the command line, or of processor time, by a timer that each request sets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 SECONDS, SECONDS_PER_BYTE = 1.0, 2.0**-20
 REASON_LIMIT = 300  # characters of a library's message
-PRIVATE_USE = range(0xF0000, 0xFFFFE)  # code points that Unicode assigns to no character
+PRIVATE_USE = range(0xF0000, 0xFFFFE)  # private-use code points, which have no assigned characters
 
 
 class Text:
@@ -31,7 +31,7 @@ class Text:
         import tokenizers
 
         self.tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer)
-        self.tokenizer.no_truncation()  # either would change prompts in silence
+        self.tokenizer.no_truncation()  # both would silently change prompts
         self.tokenizer.no_padding()
         self.source, self.special_tokens = template or "", special_tokens
 
@@ -64,19 +64,17 @@ class Text:
             return None
 
     def _plain(self, text: str) -> Any:
-        """The encoding of a text in which no special token is recognised. Raises ValueError if one
-        comes out all the same.
-        """
+        """Encode a text without recognising special tokens. Raises ValueError if one occurs anyway."""
         self.tokenizer.encode_special_tokens = True  # as ordinary text
         try:
             made = self.tokenizer.encode(text, add_special_tokens=False)
         finally:
             self.tokenizer.encode_special_tokens = False
-        # A vocabulary may have a special token's text as an ordinary word too.
+        # A vocabulary may also have a special token's text as an ordinary token.
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
             if self._is_special(token):
                 raise ValueError(
-                    f"{text[start:end]!r} stands for the special token {self.specials[token]!r}, and the vocabulary has no "
+                    f"{text[start:end]!r} encodes to the special token {self.specials[token]!r}, and the vocabulary has no "
                     "ordinary tokens for it: change the text, or allow special tokens in it (special_tokens)"
                 )
         return made
@@ -95,7 +93,7 @@ class Text:
 
     @functools.cached_property
     def unknown(self) -> int | None:
-        """The token of text that the vocabulary lacks: ordinary text gives it too."""
+        """The token for text that the vocabulary lacks; ordinary text can encode to it."""
         model = self.tokenizer.model
         name = getattr(model, "unk_token", None)
         if type(model).__name__ == "Unigram":
@@ -134,7 +132,7 @@ class Text:
         for message in messages:
             said = message.get("content")
             if message["role"] == "system" and isinstance(said, str) and said.strip() not in text:
-                raise ValueError("it leaves the system message out, as this denoiser takes none")
+                raise ValueError("it omits the system message, because this denoiser supports none")
         return (
             self.encode(b"", text, False, True)
             if special_tokens
@@ -144,13 +142,13 @@ class Text:
     def _encode_rendered(
         self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> list[int]:
-        """Ids of a rendered chat in which the template's special tokens count, and those that its
-        messages spell do not.
+        """Ids of a rendered chat. The template's special tokens are recognised; those spelled in
+        its messages are not.
 
-        The first letter of each special token that a message or a tool spells is replaced by a
-        private-use character, and the chat is rendered once more. The special tokens that are found
-        now are the template's. Each piece of text between two of them that has such a character is
-        encoded by itself, as plain text with the letters put back.
+        The first letter of each special token in a message or tool is replaced by a private-use
+        character, and the chat is rendered again. All special tokens found now belong to the
+        template. Each piece of text between two of them that has such a character is encoded
+        separately, as plain text with the letters restored.
         """
         marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
 
@@ -158,7 +156,7 @@ class Text:
             while places := [
                 at for at in self._spelled(text) if ord(text[at]) not in marks.letters
             ]:
-                text = marks.put(text, places)  # which may uncover another that overlaps it
+                text = marks.put(text, places)  # this may reveal another one that overlaps it
             return text
 
         marked_messages = [
@@ -173,9 +171,7 @@ class Text:
             return self.encode(b"", text, False, True)
         marked = self._render(marked_messages, marked_tools)
         if marks.removed(marked) != text:
-            raise ValueError(
-                "it treats the text of a special token, which a message spells, in a way of its own"
-            )
+            raise ValueError("it changes the text of a special token in a message")
         made = self.tokenizer.encode(marked, add_special_tokens=False)
         found: list[int] = []
         for ids, start, end in self._between_specials(made, len(marked)):
@@ -184,16 +180,14 @@ class Text:
                 found += ids
             elif self.encode(b"", piece, False, True) != ids:
                 raise ValueError(
-                    "a message spells a special token, and this tokenizer cannot encode a part of a chat by itself"
+                    "a message contains a special token, and this tokenizer cannot encode parts of a chat separately"
                 )
             else:
                 found += self._plain(plain).ids
         return found
 
     def _spelled(self, text: str) -> list[int]:
-        """Where a text spells special tokens; also where it may start one that the text after it
-        ends.
-        """
+        """Positions where a text contains special tokens, or ends in what may be the start of one."""
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
@@ -214,9 +208,7 @@ class Text:
         ]
 
     def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
-        """The parts of an encoding: special tokens, and all ids between two of them, each with its
-        place in the text.
-        """
+        """The parts of an encoding with their places: special tokens, and all ids between two."""
         ids: list[int] = []
         done = 0
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
@@ -243,7 +235,7 @@ class Text:
             return self._render(messages, None)
         except MemoryError:
             raise
-        except Exception:  # what a template raises, and what its expressions do
+        except Exception:  # any error of a template or its expressions
             return None
 
     @functools.cached_property
@@ -261,7 +253,7 @@ class Text:
             separators: Any = None,
             sort_keys: bool = False,
         ) -> str:
-            # Jinja's own escapes for HTML, and sorts keys: transformers' templates mean this one.
+            # Templates expect transformers' tojson; Jinja's own escapes HTML and sorts keys.
             return json.dumps(
                 value,
                 ensure_ascii=ensure_ascii,
@@ -280,15 +272,15 @@ class Text:
 
 
 class Marks:
-    """Replaces letters of texts by private-use characters that occur nowhere in these texts."""
+    """Replaces letters of texts by private-use characters that do not occur in these texts."""
 
     def __init__(self, texts: str) -> None:
-        """``texts``: all text that must not hold one."""
+        """``texts``: all text that must not contain such a character."""
         used = {*texts}
         self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
         self._by_letter: dict[str, str] = {}
         self.letters: dict[int, str] = {}
-        """The letter of each character in use, as str.translate takes it."""
+        """The letter for each character in use, as a table for str.translate."""
 
     def put(self, text: str, places: list[int]) -> str:
         """The text with its letters at these places replaced."""
@@ -302,12 +294,12 @@ class Marks:
         return "".join(letters)
 
     def removed(self, text: str) -> str:
-        """The text with the letters put back."""
+        """The text with the letters restored."""
         return text.translate(self.letters)
 
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with each of its strings changed, names of members too."""
+    """A JSON value with ``change`` applied to each of its strings, names of members included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -318,12 +310,12 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def answer(text: Text, do: str, arguments: dict[str, Any], data: bytes) -> bytes:
-    """What a request gives, as JSON."""
+    """The answer to a request, as JSON."""
     try:
         return json.dumps({"value": getattr(text, do)(data, **arguments)}).encode()
     except MemoryError:
         return b'{"refused": null}'
-    except BaseException as err:  # a panic of tokenizers derives from nothing else
+    except BaseException as err:  # a panic of tokenizers derives from BaseException only
         return json.dumps({"refused": f"{type(err).__name__}: {err}"[:REASON_LIMIT]}).encode()
 
 
@@ -334,7 +326,7 @@ def main(limits: dict[str, Any]) -> None:
         "RAYON_NUM_THREADS": "1",
     }  # each thread reserves 64 MiB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # What it inherits may be less; RLIM_INFINITY is -1.
+    # The inherited limit may be lower; RLIM_INFINITY is -1.
     inherited = resource.getrlimit(resource.RLIMIT_AS)[1]
     memory_bytes = (
         limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)

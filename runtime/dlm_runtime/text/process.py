@@ -1,15 +1,14 @@
-"""Where a bundle's tokenizer and chat template run: a process of their own, which the kernel
-bounds.
+"""Runs a bundle's tokenizer and chat template in a separate process with limits.
 
-Both are programs in all but name. A normaliser can double a text sixty times, a template can loop
-for ever without writing a letter, and the libraries that run them panic, abort or ask for
-gigabytes, at any text and not only as they are read. No check of what they say is complete, and
-Python cannot stop a thread: so they get ``MEMORY_BYTES`` of address space and, for each request, a
-second of processor time and another for every MiB of it. What ends there ends alone.
+Both are effectively programs. A normaliser can double a text sixty times, a template can loop
+forever without output, and the libraries that run them can panic, abort or allocate gigabytes, for
+any text. No check of their content is complete, and Python cannot stop a thread. So they get
+``MEMORY_BYTES`` of address space and, for each request, one second of processor time plus one for
+every MiB. If they exceed a limit, only their process ends.
 
-The process starts in 30 ms, takes 15 MiB beside the vocabulary, and answers in some 50 us. It leads
-its own session, so that Ctrl-C does not reach it, and ends when its input is closed: with this
-object, or with the process that it belongs to.
+The process starts in 30 ms, uses 15 MiB besides the vocabulary, and answers in about 50 us. It
+leads its own session, so Ctrl-C does not reach it. It ends when its input is closed: with this
+object, or with the process that owns it.
 """
 
 from __future__ import annotations
@@ -28,42 +27,38 @@ from typing import IO, Any
 
 from dlm_runtime.errors import DlmError
 
-MEMORY_BYTES = 512 << 20  # a vocabulary of 262,144 ids takes 250 MiB while it is read
+MEMORY_BYTES = 512 << 20  # a vocabulary of 262,144 ids needs 250 MiB while it is read
 REPLY_LIMIT_BYTES = 64 << 20
 _WORKER = Path(__file__).with_name("_worker.py")
 
 
 class Refused(Exception):
-    """A request that the library refuses, or that meets a limit: why."""
+    """The library rejected a request, or it reached a limit; the message says why."""
 
 
 class TextProcess:
-    """One tokenizer, loaded in its own process. Threads take turns; a process that ended is started
-    again when needed.
-    """
+    """A tokenizer in a separate process, restarted when needed. Threads take turns."""
 
     def __init__(
         self, tokenizer: bytes, template: str | None, special_tokens: dict[str, str]
     ) -> None:
-        """Raises Refused for a tokenizer that cannot be loaded."""
+        """Raises Refused if the tokenizer cannot be loaded."""
         self._load = _pack(
             {"do": "load", "template": template, "special_tokens": special_tokens}, tokenizer
         )
-        self._owner = 0  # the process that this object belongs to
+        self._owner = 0  # the process that owns this object
         self.ask("names", tokens=[])
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """What a method of the worker's ``Text`` returns. Raises Refused; TypeError and ValueError
-        for what is no JSON.
-        """
+        """Call a method of the worker's ``Text``. Raises Refused, TypeError or ValueError."""
         if (
             self._owner != os.getpid()
-        ):  # first used, or first used behind a fork: the process is the other side's
+        ):  # first use, or first use after a fork: then the process belongs to the parent
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         request = _pack({"do": do, **arguments})
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._stop()  # someone ended it between two requests
+                self._stop()  # something ended it between two requests
             if self._process is None:
                 self._process = _start()
                 self._end = weakref.finalize(self, _end, self._process, self._owner)
@@ -75,7 +70,7 @@ class TextProcess:
             return self._exchange(self._process, request)
 
     def close(self) -> None:
-        """End the process; a later request starts another."""
+        """End the process; a later request starts another one."""
         if self._owner == os.getpid():
             with self._lock:
                 self._stop()
@@ -88,16 +83,16 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # why is read from its end
+            with contextlib.suppress(BrokenPipeError):  # its exit code gives the reason
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)
             size = struct.unpack("<Q", head)[0] if len(head) == 8 else None
             if size is not None and size > REPLY_LIMIT_BYTES:
-                raise Refused(f"it makes more than {REPLY_LIMIT_BYTES >> 20} MiB of it")
+                raise Refused(f"its result is larger than {REPLY_LIMIT_BYTES >> 20} MiB")
             reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
-        except BaseException:  # Ctrl-C too: what is still on its way answers no later request
+        except BaseException:  # Ctrl-C too: a late answer must not reach another request
             self._stop()
             raise
         if "refused" in reply:
@@ -118,16 +113,15 @@ def _start() -> subprocess.Popen[bytes]:
         {"path": [os.path.abspath(path) for path in sys.path], "memory_bytes": MEMORY_BYTES}
     )
     try:
-        # Isolated, without site: it starts sooner, and finds packages where this process finds
-        # them.
+        # Isolated and without site: it starts faster, and finds packages where this process does.
         return subprocess.Popen(
             [sys.executable or "", "-IS", str(_WORKER), limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            # Unbuffered: a buffer has a lock. If a thread holds it during a fork, the forked process
-            # waits for it forever as it closes the pipe.
+            # Unbuffered, because a buffer has a lock. If a thread held it during a fork, the child
+            # process would wait for it forever when it closes the pipe.
             bufsize=0,
         )
     except OSError as err:
@@ -152,7 +146,7 @@ def _read(pipe: IO[bytes], size: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a process and collect it; behind a fork only its pipes are ours to close."""
+    """End a process and collect it. After a fork, only close its pipes."""
     if os.getpid() == owner:
         process.kill()
         process.wait()
@@ -163,6 +157,6 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def _why(code: int) -> str:
     if code == -signal.SIGPROF:
-        return "it takes more than a second of processor time, and another for every MiB of it"
+        return "it takes more processor time than one second plus one per MiB"
     ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"{_NEEDS_MEMORY}, or breaks the library ({ended})"
+    return f"{_NEEDS_MEMORY}, or crashes the library ({ended})"

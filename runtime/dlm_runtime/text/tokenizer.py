@@ -1,8 +1,8 @@
-"""Text to token ids and back, with the tokenizer and the chat template that a bundle carries.
+"""Converts text to token ids and back, with a bundle's tokenizer and chat template.
 
-Neither is trusted: both run in a process of their own, with limits of time and memory
-(``text/process.py``). A chat template is a Jinja program from outside: it runs in Jinja's immutable
-sandbox there, and sees only messages and tools.
+Neither is trusted: both run in a separate process with limits on time and memory
+(``text/process.py``). A chat template is a Jinja program. It runs in Jinja's immutable sandbox and
+sees only messages and tools.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
 from dlm_runtime.text.process import Refused, TextProcess
 
-TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released one, of 262,144 ids, has 33 MB
+TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released one (262,144 ids) has 33 MB
 TEMPLATE_LIMIT_BYTES = 1 << 20
-_REFUSED_IDS = "the bundle's tokenizer refuses these token ids"
+_REFUSED_IDS = "the bundle's tokenizer rejects these token ids"
 
 
 class Tokenizer:
-    """A tokenizer.json as the ``tokenizers`` library reads it and, where the checkpoint had one,
-    its chat template.
-    """
+    """A tokenizer.json for the ``tokenizers`` library, and the checkpoint's chat template, if any."""
 
     def __init__(
         self,
@@ -35,9 +33,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         where: object = "tokenizer.json",
     ) -> None:
-        """``special_tokens``: texts that a template may name, such as ``bos_token``. Raises
-        BundleError, naming ``where``.
-        """
+        """``special_tokens``: texts that a template may name. Raises BundleError for ``where``."""
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
         self._texts: dict[int, str] = {}
@@ -58,7 +54,7 @@ class Tokenizer:
     ) -> Tokenizer:
         """Read tokenizer.json and, if given, a Jinja file.
 
-        ``hashes``: the SHA-256 that files must have, by name. Raises BundleError.
+        ``hashes``: the expected SHA-256 of files, by name. Raises BundleError.
         """
         known = hashes or {}
         text = None
@@ -72,7 +68,7 @@ class Tokenizer:
         return cls(data, text, special_tokens or {}, tokenizer)
 
     def close(self) -> None:
-        """End its process; a later call starts it again."""
+        """End its process; a later call restarts it."""
         self._process.close()
 
     @property
@@ -81,46 +77,38 @@ class Tokenizer:
         return int(self._ask("size", "the tokenizer's vocabulary cannot be read"))
 
     def names(self, tokens: Sequence[int]) -> list[str | None]:
-        """How the vocabulary spells token ids, None for those that it does not have. Raises
-        RequestError.
-        """
+        """The vocabulary's spelling of token ids (unknown ids: None). Raises RequestError."""
         found: list[str | None] = self._ask("names", _REFUSED_IDS, tokens=list(tokens))
         return found
 
     def as_json(self) -> str:
-        """What it was made from, as the library writes it, without truncation and padding. Raises
-        RequestError.
-        """
+        """The library's JSON of the tokenizer, without truncation and padding. Raises RequestError."""
         return str(self._ask("as_json", "the tokenizer cannot be written"))
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Ids of a prompt, with the tokens that the tokenizer puts around it. Raises RequestError.
+        """Ids of a prompt, with the tokenizer's tokens around it. Raises RequestError.
 
-        Text that spells a special token, such as ``<|eos|>``, is ordinary text unless
+        The text of a special token, such as ``<|eos|>``, is ordinary text unless
         ``special_tokens``.
         """
         return self._encode(text, True, special_tokens)
 
     def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
-        """``encode`` for text that follows a prompt: no tokens are put around it. Raises
-        RequestError.
-        """
+        """``encode`` for text after a prompt: adds no tokens around it. Raises RequestError."""
         return self._encode(text, False, special_tokens)
 
     def encode_each(
         self, texts: Sequence[str], special_tokens: bool = False
     ) -> list[list[int] | None]:
-        """``encode_plain`` of several texts; None for those that it refuses. Raises RequestError."""
-        what = "the bundle's tokenizer refuses these texts"
+        """``encode_plain`` for several texts (rejected texts: None). Raises RequestError."""
+        what = "the bundle's tokenizer rejects these texts"
         found: list[list[int] | None] = self._ask(
             "encode_each", what, texts=list(texts), special_tokens=special_tokens
         )
         return found
 
     def vocabulary(self) -> tuple[list[str], list[str | None]]:
-        """The kinds of its decoder's parts, and how it spells tokens by id, None for added ones.
-        Raises RequestError.
-        """
+        """The kinds of its decoder's parts, and each token's spelling (added tokens: None)."""
         decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
         return decoder, names
 
@@ -130,11 +118,11 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         special_tokens: bool = False,
     ) -> list[int]:
-        """Ids of a conversation, up to where the assistant answers. Raises RequestError.
+        """Ids of a conversation, up to the assistant's reply. Raises RequestError.
 
-        Messages and ``tools`` have the form that transformers gives them: a message with earlier
-        calls may have ``tool_calls`` and no content. The template's special tokens count. Those
-        that messages and tools spell are ordinary text unless ``special_tokens``.
+        Messages and ``tools`` have the form that transformers uses: a message with earlier calls
+        may have ``tool_calls`` and no content. The template's special tokens are recognised. Their
+        text in messages and tools is ordinary text unless ``special_tokens``.
         """
         if self.template is None:
             raise RequestError("this bundle has no chat template: give prompt or tokens")
@@ -164,13 +152,13 @@ class Tokenizer:
             json.dumps([list(messages), tools], ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as err:
             raise RequestError(
-                "chat: a text has half of a surrogate pair, which UTF-8 cannot hold"
+                "chat: a text has half of a surrogate pair, which UTF-8 cannot encode"
             ) from err
         except (TypeError, ValueError, RecursionError) as err:
             raise RequestError(f"chat: not JSON ({err})"[:300]) from err
         chat, what = (
             [dict(message) for message in messages],
-            "chat: the bundle's template refuses these messages",
+            "chat: the bundle's template rejects these messages",
         )
         found: list[int] = self._ask(
             "encode_chat", what, messages=chat, tools=tools, special_tokens=special_tokens
@@ -178,11 +166,7 @@ class Tokenizer:
         return found
 
     def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
-        """The texts of conversations up to where the assistant answers, None for those that the
-        template refuses.
-
-        Raises RequestError.
-        """
+        """Conversations as text, up to the assistant's reply (None if the template rejects one)."""
         given = [[dict(message) for message in messages] for messages in chats]
         found: list[str | None] = self._ask(
             "render_each", "the bundle's chat template cannot be run", chats=given
@@ -190,18 +174,18 @@ class Tokenizer:
         return found
 
     def decode_each(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """``decode`` of several rows of token ids. Raises RequestError."""
+        """``decode`` for several rows of token ids. Raises RequestError."""
         found: list[str] = self._ask(
             "decode_each", _REFUSED_IDS, rows=[list(map(int, row)) for row in rows]
         )
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out. Raises RequestError."""
+        """Text of token ids, without special tokens. Raises RequestError."""
         return self._decode(tokens, True)
 
     def token_text(self, token: int) -> str:
-        """Text of one token by itself, special tokens by their names. Raises RequestError."""
+        """Text of one token; special tokens by their names. Raises RequestError."""
         if token not in self._texts:
             self._texts[token] = self._decode([token], False)
         return self._texts[token]
@@ -209,7 +193,7 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool, special_tokens: bool) -> list[int]:
         how = {"add_special_tokens": add_special_tokens, "special_tokens": special_tokens}
         found: list[int] = self._ask(
-            "encode", "the bundle's tokenizer refuses this text", text=text, **how
+            "encode", "the bundle's tokenizer rejects this text", text=text, **how
         )
         return found
 
@@ -227,5 +211,5 @@ class Tokenizer:
             TypeError,
             ValueError,
             RecursionError,
-        ) as err:  # not only text and numbers in a chat
+        ) as err:  # a chat may contain values other than text and numbers
             raise RequestError(f"{refused} ({err})") from err

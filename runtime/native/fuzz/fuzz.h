@@ -1,8 +1,8 @@
-// What the fuzz targets share: claims that end the run, bytes taken one by one, and a mutator for
-// files of numbers.
+// Shared by the fuzz targets: checks that end the run, an input read byte by byte, and a mutator
+// for files of numbers.
 //
-// A target is one file with LLVMFuzzerTestOneInput. clang links it with libFuzzer; elsewhere
-// replay.cc runs it on files that are there. docs/guides/developing.md says how either is run.
+// A target is one file with LLVMFuzzerTestOneInput. clang links it with libFuzzer; without clang,
+// replay.cc runs it on existing files. docs/guides/developing.md explains how to run both.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@
 #include "dlm_runtime.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
-extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);  // libFuzzer's own
+extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);  // libFuzzer's
 
 namespace fuzz {
 
@@ -28,7 +28,7 @@ inline void claim(bool holds, const char* what, int line) {
 }
 #define CLAIM(condition) fuzz::claim((condition), #condition, __LINE__)
 
-// A sentence as people read it: there, one line, printable.
+// True for a proper message: not empty, one line, printable.
 inline bool is_sentence(std::string_view text) {
   if (text.empty()) return false;
   for (const char c : text)
@@ -36,12 +36,12 @@ inline bool is_sentence(std::string_view text) {
   return true;
 }
 
-// What a call may come to, whatever it was given: never DLM_INTERNAL, which is a defect of ours.
+// True for every status that any input may cause: not DLM_INTERNAL, which is a defect.
 inline bool is_refusal(dlm_status status) {
   return status > DLM_OK && status <= DLM_BUSY && status != DLM_INTERNAL;
 }
 
-// The input, taken from its front; zeros once it has ended.
+// The input, read from its start; zeros after its end.
 class Input {
  public:
   Input(const uint8_t* data, size_t size) : data_(data), left_(size) {}
@@ -70,8 +70,8 @@ class Input {
   size_t left_;
 };
 
-// Changes a file of little-endian int32 that starts at `first`: mostly a number in its place, so
-// that what the header says of sizes stays true; else whatever libFuzzer would do.
+// Mutates a file of little-endian int32 that starts at `first`. It mostly changes a number in
+// place, so that the header's sizes stay right; sometimes it uses libFuzzer's mutations.
 inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t first,
                              unsigned seed) {
   static constexpr int32_t kEdges[] = {
@@ -96,7 +96,7 @@ inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t
         break;
       case 2:
         std::memcpy(&value, data + first + 4 * draw(numbers), 4);
-        break;  // another one of the file
+        break;  // another number of the file
       default:
         value ^= 1 << draw(32);
     }

@@ -1,8 +1,8 @@
-// An automaton, and requests that are kept to it: whatever it is, they end, by a text of it or with
-// a sentence.
+// Reads any automaton and runs requests constrained by it. They must end with one of its texts or
+// with an error message.
 //
-// The input is four bytes that choose the request, and the file without its SHA-256, which is put
-// behind it here; so is what its sizes ask for, where that is little.
+// The input is four bytes that select the request, then the file without its SHA-256. The target
+// appends the hash, and missing data if little is missing.
 #include <algorithm>
 #include <vector>
 
@@ -54,7 +54,7 @@ dlm_policy choose(fuzz::Input& input) {
   return policy;
 }
 
-// The file as it says that it is.
+// Completes the file to the sizes in its header.
 std::string complete(std::string_view given) {
   std::string file(given);
   int32_t sizes[6];

@@ -1,9 +1,9 @@
-// A bundle's folder: whatever its manifest says, opening it refuses with a sentence, or every
-// question about it has an answer.
+// Opens a bundle with any manifest. It must fail with a message, or every query of the bundle must
+// work.
 //
-// The input is manifest.json and, behind a NUL, the content of every file that it lists, cut or
-// filled with zeros to the bytes that are listed for it. In the manifest 64 times "a" stands for
-// the SHA-256 of the first of them, so that hashes do not end the run.
+// The input is manifest.json and, after a NUL, the content of each listed file, cut or padded with
+// zeros to its listed size. In the manifest, 64 times "a" is replaced by the SHA-256 of the first
+// file, so that hashes do not end the run.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -22,7 +22,7 @@ namespace {
 
 constexpr size_t kMostFiles = 8, kMostBytes = 1 << 16;
 
-// On a file system in memory where there is one. Gone when the program ends well.
+// In memory if possible. Removed when the program ends normally.
 struct Folder {
   Folder() {
     std::string name =
@@ -39,7 +39,7 @@ const std::filesystem::path& folder() {
   return made.path;
 }
 
-// Names that are the harness's own to write.
+// True for names that the target may create.
 bool is_plain(const std::string& name) {
   const auto is_word = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' || c == '-' || c == '/';
@@ -49,7 +49,7 @@ bool is_plain(const std::string& name) {
          name != "manifest.json" && std::all_of(name.begin(), name.end(), is_word);
 }
 
-// The files that the manifest lists with few bytes.
+// The listed files with small sizes.
 std::vector<std::pair<std::string, size_t>> listed(const std::string& manifest) {
   std::vector<std::pair<std::string, size_t>> found;
   try {
@@ -76,7 +76,7 @@ void write(std::string manifest, std::string_view content) {
   for (const auto& [name, bytes] : listed(manifest)) {
     std::string own(content.substr(0, bytes));
     own.resize(bytes);
-    std::error_code ignored;  // a file where a folder is wanted
+    std::error_code ignored;  // a file may be where a folder is needed
     std::filesystem::create_directories((folder() / name).parent_path(), ignored);
     std::ofstream(folder() / name, std::ios::binary) << own;
     if (first.empty()) first = hash_of(own);
@@ -110,7 +110,7 @@ void ask(dlm_bundle* bundle) {
   CLAIM(status == DLM_OK ? text != nullptr
                          : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   dlm_session* session = nullptr;
-  if (denoiser.max_canvas_length > 1 << 12) return;  // whose session may want a lot
+  if (denoiser.max_canvas_length > 1 << 12) return;  // a session could need much memory
   if (dlm_session_create(bundle, message, sizeof message, &session) != DLM_OK)
     CLAIM(fuzz::is_sentence(message));
   dlm_request request;
@@ -145,6 +145,6 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   write(std::string(whole.substr(0, end)), whole.substr(std::min(end + 1, whole.size())));
   open("none", 0);
   open("none", 1);
-  open("tensorrt", 1);  // which is not compiled in: its entries alone are checked
+  open("tensorrt", 1);  // not compiled in: checks only its entries
   return 0;
 }

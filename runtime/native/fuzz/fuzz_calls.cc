@@ -1,8 +1,7 @@
-// Any calls of the C ABI in any order, over a denoiser that is a callback: with handles that are
-// there or NULL, policies and options of any value, short buffers, callbacks that fail and that
-// call back.
+// Calls the C ABI in any order, over a callback denoiser: with valid or NULL handles, any policies
+// and options, short buffers, and callbacks that fail or call the ABI.
 //
-// Each byte of the input chooses: first a denoiser, then a call and its arguments until it ends.
+// Each byte of the input makes a choice: first a denoiser, then calls and their arguments.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -24,7 +23,7 @@ constexpr const char* kStrings[] = {
     "threshold", "dynamic", "factor", "entropy_bound", "timestep",      "sequential",
     ">",         "edit",    "prefix", "dual",          "block",         "block-dual",
     "none",      "reuse",   "draw",   "marginal",      "no such %s\x1b"};
-constexpr dlm_status kOwn = 77;  // of a pass that fails in the caller's way
+constexpr dlm_status kOwn = 77;  // the status of a pass that the callback fails
 constexpr size_t kMostCalls = 48, kRoom = 80;
 constexpr const char* kStops[] = {"bc", "\xC3\xA9"};
 
@@ -49,7 +48,7 @@ class World {
   dlm_session* session() { return input_.byte() % 16 == 15 ? nullptr : session_; }
   bool is_rare() { return input_.byte() % 32 == 31; }
 
-  // What any call may come to; one of a session leaves a sentence where it fails.
+  // Checks a call's status. A failed call of a session must leave a message.
   dlm_status check(dlm_status status) {
     CLAIM(status == DLM_OK || fuzz::is_refusal(status) || status == kOwn);
     return status;
@@ -72,8 +71,7 @@ class World {
     denoiser.eos_token_ids = eos, denoiser.eos_count = static_cast<size_t>(kind / 16 % 3);
     denoiser.visible_block = kind / 64 == 3 ? 8 : 0;
     if (is_rare()) (&denoiser.vocab_size)[input_.byte() % 10] = number() > 1 << 20 ? -1 : number();
-    if (denoiser.vocab_size > 64 || denoiser.max_canvas_length > 64)
-      return;  // nothing that takes long
+    if (denoiser.vocab_size > 64 || denoiser.max_canvas_length > 64) return;  // nothing slow
     if (denoiser.vocab_size >= 3) vocab_ = denoiser.vocab_size;
     top_k_ = denoiser.top_k, mask_ = denoiser.mask_token_id;
     if (is_rare()) denoiser.struct_size = input_.byte();
@@ -144,7 +142,7 @@ class World {
     return made;
   }
 
-  // Given tokens, few of them outside the vocabulary.
+  // Fills the given tokens; few are outside the vocabulary.
   size_t fill() {
     const size_t count = input_.byte() % 20;
     tokens_.resize(count);
@@ -288,7 +286,7 @@ class World {
     jobs_.erase(std::find(jobs_.begin(), jobs_.end(), job));
   }
 
-  // From inside of a call: what is allowed works, all else is refused.
+  // Calls the session from a callback: allowed calls work, all others fail.
   int32_t call_back() {
     const uint8_t what = input_.byte();
     if (what % 16 == 1) dlm_session_cancel(session_, 0);
@@ -302,7 +300,7 @@ class World {
     return static_cast<World*>(user)->call_back();
   }
 
-  // One character a token, of one byte or two; some tokens are half of one.
+  // One character of one or two bytes per token; some tokens are half of one.
   static dlm_status decode(void* user, const int32_t* tokens, size_t count, char* string,
                            size_t capacity, size_t* size) {
     World& world = *static_cast<World*>(user);
@@ -318,7 +316,7 @@ class World {
   static dlm_status pass(void* user, const dlm_pass* pass) {
     World& world = *static_cast<World*>(user);
     const uint8_t what = world.input_.byte();
-    for (int32_t layer = 0; layer < pass->layers; ++layer) {  // all that may be read and written
+    for (int32_t layer = 0; layer < pass->layers; ++layer) {  // touches all usable memory
       if (pass->cached > 0) world.seen_ += *static_cast<const uint8_t*>(pass->past_keys[layer]);
       if (pass->present_keys != nullptr) *static_cast<uint8_t*>(pass->present_keys[layer]) = what;
     }

@@ -1,5 +1,5 @@
-// Any text as JSON: refused with its line, or a tree whose every accessor answers or refuses, and
-// whose canonical form is its own.
+// Parses any text as JSON. It must fail with a line number, or give a tree whose accessors return
+// or throw, and whose canonical form is stable.
 #include "base/error.h"
 #include "base/json.h"
 #include "base/utf8.h"
@@ -20,7 +20,7 @@ void walk(const dlm::json::Value& value) {
   CLAIM(value.line() >= 1 && !value.path().empty() && value.path().size() < 1000);
   CLAIM(dlm::is_utf8(value.key()));
   using Kind = dlm::json::Value::Kind;
-  switch (value.kind()) {  // what it is, and one thing that it is not: refusals are slow
+  switch (value.kind()) {  // one matching and one other accessor: errors are slow
     case Kind::null:
       ask([&] { value.refuse("it is refused"); });
       break;

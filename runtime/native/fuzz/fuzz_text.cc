@@ -1,5 +1,5 @@
-// A compiled text file, and then what it is for: a text to ids and back, whole and in pieces, and a
-// chat.
+// Reads any compiled text file, then uses it: encodes a text, decodes it whole and in pieces, and
+// encodes a chat.
 //
 // The input is a size in one byte, a text of that size, and the file.
 #include <vector>

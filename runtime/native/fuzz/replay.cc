@@ -1,5 +1,5 @@
 // Runs a target on files and on all files of folders, without libFuzzer: `fuzz_json CORPUS...`.
-// Prints how many there were.
+// Prints the number of files.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -12,7 +12,7 @@
 
 size_t LLVMFuzzerMutate(uint8_t*, size_t size, size_t) {
   return size;
-}  // custom mutators are not run here
+}  // replay does not use custom mutators
 
 int main(int argc, char** argv) {
   std::vector<std::filesystem::path> paths;
@@ -32,7 +32,7 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "%s: cannot be read\n", path.c_str());
       return 1;
     }
-    std::fprintf(stderr, "%s\n", path.c_str());  // the last one, where it ends here
+    std::fprintf(stderr, "%s\n", path.c_str());  // so that the last line names a crashing file
     LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(data.data()), data.size());
   }
   std::printf("%zu inputs\n", paths.size());

@@ -1,10 +1,9 @@
 """Runs the fuzz targets with libFuzzer: ``python runtime/native/fuzz/run.py [--seconds 60]
 [TARGET...]``, or ``make fuzz``.
 
-Builds them in build/native-fuzz, and keeps what they find new ways with in build/fuzz/TARGET. An
-input that makes one fail is left in build/fuzz and named: put it into
-runtime/native/fuzz/found/TARGET once what it found is mended. Needs clang. Exit status 1: one
-failed.
+Builds them in build/native-fuzz and keeps interesting inputs in build/fuzz/TARGET. A failing input
+is stored in build/fuzz and printed; once the defect is fixed, move it to
+runtime/native/fuzz/found/TARGET. Needs clang. Exit status 1 if a target failed.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def find_clang() -> str | None:
-    """clang++, or the newest of those that Debian names by their version; None: it is not
-    installed.
-    """
+    """clang++, or the newest one with a version in its name (Debian); None if it is not installed."""
     names = ("clang++", *(f"clang++-{version}" for version in range(30, 13, -1)))
     return next((name for name in names if shutil.which(name, path=TOOLS)), None)
 
 
 def build() -> Path:
-    """The folder of the targets."""
+    """Build the targets and return their folder."""
     clang = find_clang()
     if clang is None:
         raise SystemExit(
@@ -63,7 +60,7 @@ def build() -> Path:
 
 
 def run(folder: Path, target: str, seconds: int, corpus: Path) -> bool:
-    """Whether a target held; prints how many inputs it ran."""
+    """Run a target and print its number of inputs. Returns True if it did not fail."""
     new = corpus / target
     new.mkdir(parents=True, exist_ok=True)
     given = [HERE / "found" / target] if (HERE / "found" / target).exists() else []
@@ -92,7 +89,7 @@ def main() -> int:
     arguments.add_argument(
         "targets", nargs="*", choices=[*TARGETS, []], help="all of them if none is named"
     )
-    arguments.add_argument("--seconds", type=int, default=60, help="of each target")
+    arguments.add_argument("--seconds", type=int, default=60, help="seconds per target")
     chosen = arguments.parse_args()
     folder, corpus = build(), REPOSITORY / "build" / "fuzz"
     subprocess.run([sys.executable, str(HERE / "seeds.py"), str(corpus)], check=True)

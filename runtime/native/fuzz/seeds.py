@@ -1,7 +1,8 @@
-"""Inputs that the fuzz targets start from: ``python runtime/native/fuzz/seeds.py FOLDER`` writes
+"""Writes the fuzz targets' first inputs: ``python runtime/native/fuzz/seeds.py FOLDER`` makes
 FOLDER/TARGET/NAME.
 
-Small files of every kind, made as a build makes them, in the form that each target's comment says.
+They are small files of every kind, made as a build makes them, in the form that each target's
+comment describes.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ CHAT = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TEXT = "turn on the light\u0301s \u2581x"
-HASH = 64 * "a"  # which fuzz_bundle.cc puts the right one for
+HASH = 64 * "a"  # fuzz_bundle.cc replaces it with the right one
 
 
 def _learned(split: bool, is_composed: bool) -> str:
-    """tokenizer.json of byte pair encoding over few merges."""
+    """tokenizer.json of byte pair encoding with few merges."""
     from tokenizers import Regex, normalizers
 
     made = Learner(models.BPE())
@@ -81,7 +82,7 @@ def _of_characters() -> str:
 
 
 def texts() -> dict[str, bytes]:
-    """Compiled text files: without and with splits and composition, over bytes and over characters."""
+    """Compiled text files: with and without splits and composition, over bytes and over characters."""
     found = {}
     for name, file in {
         "plain": _learned(False, False),
@@ -97,7 +98,7 @@ def texts() -> dict[str, bytes]:
 
 
 def manifest(text_bytes: int) -> dict[str, Any]:
-    """A bundle with all that a manifest may have, of files that ``fuzz_bundle.cc`` makes."""
+    """A bundle with every part that a manifest may have. ``fuzz_bundle.cc`` makes its files."""
     files = ("denoiser.onnx", "denoiser.onnx.data", "text.bin", "engines/orin.engine")
     layer = {"kv_heads": 2, "head_size": 4}
     ports = {name: name for name in ("input_ids", "position_ids", "score_rows", "segments")}
@@ -146,8 +147,8 @@ def manifest(text_bytes: int) -> dict[str, Any]:
 
 
 def automata() -> dict[str, bytes]:
-    """Automata of expressions over few tokens, without their SHA-256, behind the bytes that choose
-    a request.
+    """Automata of expressions over few tokens: the bytes that select a request, then the file
+    without its SHA-256.
     """
     vocabulary = made_up_vocabulary(128, (126, 127), Longest)
     expressions = ("[ab]*", '\\{"a":(12|true)\\}', "(ab|ba){2,3}", "a")
@@ -187,7 +188,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
 
 
 def words() -> str:
-    """The names that manifests are made of, as libFuzzer's dictionary."""
+    """libFuzzer's dictionary: the names in manifests."""
     names = sorted(set(re.findall(r'"[\w.>=/-]+"', json.dumps(manifest(1)))))
     return "".join(f"{json.dumps(name)}\n" for name in names)
 

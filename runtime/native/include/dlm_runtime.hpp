@@ -1,13 +1,13 @@
-// dlm_runtime.hpp: the C ABI of dlm_runtime.h for C++17. Header only: what it compiles to calls the
-// C ABI alone.
+// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. Header only; it calls only the C
+// ABI.
 //
-// - Handles are classes that move and do not copy. A session, scheduler, job or text keeps its
-//   bundle open.
-// - What fails throws dlm_runtime::Error, with the status and the sentence.
-// - Callbacks are std::function. What one throws ends its request, and comes out of the call that
-//   it ran in: no exception goes through C.
-// - Threads, and what each call does, are as dlm_runtime.h says. Text is UTF-8.
-// - The namespace is not `dlm`, which is the library's own: a program may link it statically.
+// - Handles are classes that can be moved but not copied. A session, scheduler, job or text keeps
+// its bundle open.
+// - A call that fails throws dlm_runtime::Error, with the status and the message.
+// - Callbacks are std::function. An exception of a callback ends its request and is rethrown by the
+// call that ran it, so no exception passes through C.
+// - dlm_runtime.h documents each call and its rules for threads. Text is UTF-8.
+// - The namespace is not `dlm`, because the library uses that name and may be linked statically.
 #ifndef DLM_RUNTIME_HPP
 #define DLM_RUNTIME_HPP
 
@@ -39,8 +39,8 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// The structs of C, which set themselves up. Strings in them are borrowed: literals, or a bundle's
-// own.
+// The structs of C, initialised by their constructors. Their strings are borrowed: literals, or
+// owned by a bundle.
 struct Policy : dlm_policy {
   Policy() { dlm_policy_init(this, sizeof(dlm_policy)); }
 };
@@ -63,13 +63,13 @@ struct Message {
   std::string role, content;
 };
 
-// dlm_request. Give one of tokens, prompt and chat.
+// dlm_request. Set one of tokens, prompt and chat.
 struct Request {
   std::vector<std::int32_t> tokens;
   std::optional<std::string> prompt;
   std::vector<Message> chat;
   bool special_tokens = false;
-  std::optional<Policy> policy;                          // none: the bundle's default preset
+  std::optional<Policy> policy;                          // empty: the bundle's default preset
   std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // the bundle's number
   std::int32_t steps = 0;
   const Automaton* constraint = nullptr;
@@ -77,12 +77,12 @@ struct Request {
   std::int32_t max_steps = 0;
   double deadline_ms = 0;
   std::vector<std::string> stop_strings;
-  bool text = false;  // whether Result has the text; a prompt, a chat and on_text ask for it too
+  bool text = false;  // true: Result has the text. A prompt, a chat or on_text implies it
   StepFn on_step;
-  TextFn on_text;  // what a step adds to the text
+  TextFn on_text;  // gets the text that each step adds
 };
 
-// dlm_result, copied.
+// A copy of dlm_result.
 struct Result {
   std::vector<std::int32_t> tokens;  // the canvas
   std::string text;
@@ -105,7 +105,7 @@ struct Destroyer {
 template <class Handle, void (*destroy)(Handle*)>
 using Owned = std::unique_ptr<Handle, Destroyer<Handle, destroy>>;
 
-// Calls a function of C that takes a message's buffer, and throws what it says.
+// Calls a C function that takes a message buffer, and throws its error.
 template <class Call>
 void check(Call call) {
   char message[1024];
@@ -113,7 +113,7 @@ void check(Call call) {
   if (status != DLM_OK) throw Error(status, message);
 }
 
-// The same for a function that makes a handle.
+// The same for a function that creates a handle.
 template <class Handle, class Call>
 Handle* made(Call call) {
   Handle* out = nullptr;
@@ -121,7 +121,7 @@ Handle* made(Call call) {
   return out;
 }
 
-// What callbacks of one call threw: kept while C runs, thrown when it is back.
+// An exception of a call's callbacks: kept while C code runs, rethrown when it returns.
 class Thrown {
  public:
   template <class Function>
@@ -153,7 +153,7 @@ inline std::vector<dlm_message> messages_of(const std::vector<Message>& chat) {
   return out;
 }
 
-// A request where C finds what it points to and calls. It outlives the request's run.
+// A request with the memory that its pointers and callbacks need. Must outlive the request's run.
 class Prepared {
  public:
   explicit Prepared(Request request);
@@ -191,7 +191,7 @@ inline Result result_of(const dlm_result& from) {
 
 }  // namespace detail
 
-// What a request's text may be.
+// A compiled constraint on the text of requests.
 class Automaton {
  public:
   explicit Automaton(const std::string& path)
@@ -202,7 +202,7 @@ class Automaton {
       : handle_(detail::made<dlm_automaton>([&](char* text, std::size_t size, dlm_automaton** out) {
           return dlm_automaton_read(data, bytes, text, size, out);
         })) {}
-  // For a bundle's vocabulary. content: what the kind, DLM_CONSTRAINT_..., needs.
+  // Compiles for a bundle's vocabulary. kind: DLM_CONSTRAINT_...; content: see the kind.
   Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content);
   std::int32_t shortest() const { return dlm_automaton_describe(get())->shortest; }
   dlm_automaton* get() const noexcept { return handle_.get(); }
@@ -250,7 +250,7 @@ inline Prepared::Prepared(Request request)
 // A bundle's tokenizer and chat template.
 class Text {
  public:
-  // flags: DLM_ENCODE_ values, added.
+  // flags: a sum of DLM_ENCODE_ values.
   std::vector<std::int32_t> encode(std::string_view string,
                                    std::int32_t flags = DLM_ENCODE_PROMPT) const {
     return ids(
@@ -294,7 +294,7 @@ class Text {
   static std::vector<std::int32_t> ids(Call call) {
     std::vector<std::int32_t> out;
     std::size_t count = 0;
-    do {  // once for the size, once for the ids
+    do {  // first for the size, then for the ids
       out.resize(count);
       detail::check([&](char* text, std::size_t size) { return call(text, size, out, &count); });
     } while (count > out.size());
@@ -323,11 +323,11 @@ class Bundle {
           return dlm_bundle_open(path.c_str(), &options, text, size, out);
         })) {}
   explicit Bundle(dlm_bundle* taken)
-      : handle_(taken, dlm_bundle_destroy) {}  // such as dlm_bundle_from_callback's
+      : handle_(taken, dlm_bundle_destroy) {}  // owns it, for dlm_bundle_from_callback
   Bundle(Bundle&&) noexcept = default;
   Bundle& operator=(Bundle&&) noexcept = default;
 
-  // preset: NULL for the default. effort: NULL, or a level of the preset that was tuned.
+  // preset: NULL for the default. effort: NULL, or a level of the preset that has levels.
   Policy policy(const char* preset = nullptr, const char* effort = nullptr) const {
     Policy policy;
     detail::check([&](char* text, std::size_t size) {
@@ -362,7 +362,7 @@ inline Automaton::Automaton(const Bundle& bundle, std::int32_t kind, const std::
         return dlm_automaton_compile(bundle.get(), &constraint, text, size, out);
       })) {}
 
-// Requests of one thread at a time; cancel may come from any.
+// Runs requests for one thread at a time; any thread may call cancel.
 class Session {
  public:
   explicit Session(const Bundle& bundle)
@@ -378,7 +378,7 @@ class Session {
     check(dlm_session_generate(get(), prepared.get(), &found), prepared.thrown);
     return detail::result_of(*found);
   }
-  // At most max_batch at a time. Throws the error of the first request that failed.
+  // At most max_batch (1..4096) at a time. Throws the error of the first request that failed.
   std::vector<Result> generate_batch(std::vector<Request> requests, std::int32_t max_batch = 8) {
     std::vector<std::unique_ptr<detail::Prepared>> prepared;
     std::vector<const dlm_request*> given;
@@ -395,7 +395,7 @@ class Session {
     for (std::size_t number = 0; number < given.size(); ++number) results.push_back(result(number));
     return results;
   }
-  // One pass at a time. The step is valid until the next call.
+  // Runs one pass at a time. The step is valid until the next call.
   void start(Request request) {
     started_ = std::make_unique<detail::Prepared>(std::move(request));
     check(dlm_session_start(get(), started_->get()), started_->thrown);
@@ -406,7 +406,7 @@ class Session {
     check(dlm_session_step(get(), &out), started_ ? started_->thrown : none);
     return *out;
   }
-  // Of a request that has ended; throws why it failed.
+  // The result of a request that has ended; throws the error if it failed.
   Result result(std::size_t number = 0) const {
     const dlm_result* found = nullptr;
     const dlm_status status = dlm_session_result(get(), number, &found);
@@ -414,7 +414,7 @@ class Session {
     if (found->status != DLM_OK) throw Error(found->status, found->message);
     return detail::result_of(*found);
   }
-  // Asked before every pass; an empty function: nobody is.
+  // Called before every pass; an empty function: no callback.
   void before_pass(BeforePassFn function) {
     asked_->function = std::move(function);
     const dlm_before_pass_fn ask = [](void* user) {
@@ -424,7 +424,7 @@ class Session {
     detail::Thrown none;
     check(dlm_session_before_pass(get(), asked_->function ? ask : nullptr, asked_.get()), none);
   }
-  void cancel(std::size_t number = DLM_ALL_REQUESTS) noexcept {  // from any thread
+  void cancel(std::size_t number = DLM_ALL_REQUESTS) noexcept {  // any thread may call it
     dlm_session_cancel(get(), number);
   }
   dlm_session* get() const noexcept { return handle_.get(); }
@@ -443,21 +443,20 @@ class Session {
   std::shared_ptr<dlm_bundle> bundle_;
   std::unique_ptr<Asked> asked_;
   std::unique_ptr<detail::Prepared> started_;
-  detail::Owned<dlm_session, dlm_session_destroy> handle_;  // goes first
+  detail::Owned<dlm_session, dlm_session_destroy> handle_;  // destroyed first
 };
 
 namespace detail {
 
-// A request of a scheduler with what its steps call.
+// A request of a scheduler, with the objects that its callbacks use.
 struct Handed {
   explicit Handed(Request request) : prepared(std::move(request)) {}
 
   Prepared prepared;
-  Owned<dlm_job, dlm_job_destroy> job;  // goes first
+  Owned<dlm_job, dlm_job_destroy> job;  // destroyed first
 };
 
-// Requests whose job went before they were done: a pass that is being made may still call what they
-// hold.
+// Requests whose Job was destroyed before they ended. The current pass may still use their objects.
 class Orphans {
  public:
   void take(std::unique_ptr<Handed> one) {
@@ -485,8 +484,8 @@ class Orphans {
 
 }  // namespace detail
 
-// A request that was handed to a scheduler, which it may outlive. One that goes before it is done
-// is cancelled.
+// A request submitted to a scheduler; it may outlive the scheduler. Destroying it cancels the
+// request if it has not ended.
 class Job {
  public:
   Job(Job&&) noexcept = default;
@@ -499,11 +498,11 @@ class Job {
     if (handed_ && !wait(0)) orphans_->take(std::move(handed_));
   }
 
-  // Whether it is done, after waiting so long; below 0: as long as it takes.
+  // Waits at most timeout_ms (below 0: no limit). Returns whether the request has ended.
   bool wait(double timeout_ms = -1) const { return dlm_job_wait(get(), timeout_ms) != 0; }
-  void cancel() noexcept { dlm_job_cancel(get()); }  // from any thread
+  void cancel() noexcept { dlm_job_cancel(get()); }  // any thread may call it
 
-  // Of a job that has ended. Throws why it failed.
+  // The result of a job that has ended; throws the error if it failed.
   Result result() const {
     const dlm_result* found = nullptr;
     const dlm_status status = dlm_job_result(get(), &found);
@@ -523,7 +522,7 @@ class Job {
   std::shared_ptr<detail::Orphans> orphans_;
 };
 
-// Requests that any number of threads hand in, and one thread makes the passes of.
+// Accepts requests from any thread; one thread makes their passes.
 class Scheduler {
  public:
   explicit Scheduler(const Bundle& bundle, const SchedulerOptions& options = {})
@@ -533,8 +532,8 @@ class Scheduler {
           return dlm_scheduler_create(bundle_.get(), &options, text, size, out);
         })) {}
 
-  // The request's functions are called on the thread that makes the passes. What one throws ends
-  // the request, and Job::result throws it.
+  // The thread that makes the passes calls the request's functions. An exception of one ends the
+  // request, and Job::result rethrows it.
   Job submit(Request request) {
     orphans_->sweep_locked();
     auto handed = std::make_unique<detail::Handed>(std::move(request));
@@ -543,7 +542,7 @@ class Scheduler {
     }));
     return {std::move(handed), orphans_};
   }
-  // Makes passes on this thread until stop, or until nothing is left to do.
+  // Makes passes on this thread until stop() or, if until_idle, until no request is left.
   void run(bool until_idle = false, const BeforePassFn& before_pass = {}) {
     struct Asked {
       const BeforePassFn& function;
@@ -559,7 +558,7 @@ class Scheduler {
     asked.thrown.rethrow();
     if (status != DLM_OK) throw Error(status, message);
   }
-  void stop() noexcept { dlm_scheduler_stop(get()); }  // from any thread
+  void stop() noexcept { dlm_scheduler_stop(get()); }  // any thread may call it
   dlm_scheduler_stats stats() const {
     dlm_scheduler_stats out;
     dlm_scheduler_get_stats(get(), &out, sizeof out);
@@ -569,7 +568,7 @@ class Scheduler {
 
  private:
   std::shared_ptr<dlm_bundle> bundle_;
-  std::shared_ptr<detail::Orphans> orphans_;  // goes after what calls them
+  std::shared_ptr<detail::Orphans> orphans_;  // destroyed after the objects that call it
   detail::Owned<dlm_scheduler, dlm_scheduler_destroy> handle_;
 };
 

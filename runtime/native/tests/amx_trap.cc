@@ -1,6 +1,6 @@
-// Runs AMX's instructions where the processor faults at them: each is taken apart, by Intel's
-// manual (volume 2, chapters 2.3 and "TDPBSSD" and others), and done on emulated registers. What
-// kernels/x86/matrix_amx.h never says ends the program.
+// Executes AMX's instructions on a processor that faults at them: decodes each one after Intel's
+// manual (volume 2, chapters 2.3 and "TDPBSSD" and others) and runs it on emulated registers. An
+// instruction that kernels/x86/matrix_amx.h does not use ends the program.
 #include "amx_trap.h"
 
 #include <signal.h>
@@ -13,12 +13,12 @@ namespace {
 
 using matrix::demand;
 
-// An instruction with a VEX prefix of three bytes: C4, R X B and the map, W vvvv L pp; then the
-// opcode, ModRM, and an address.
+// An instruction with a three-byte VEX prefix: C4, R X B and the map, W vvvv L pp; then the opcode,
+// ModRM, and an address.
 struct Instruction {
-  int prefix, opcode, mode;  // pp: none, 66, F3, F2; mode 3: of registers alone
+  int prefix, opcode, mode;  // pp: none, 66, F3, F2; mode 3: only registers
   int reg, rm, vvvv;
-  uint64_t base = 0, index = 0;  // of an address base + row * index
+  uint64_t base = 0, index = 0;  // an address is base + row * index
   int64_t length = 5;
 
   explicit Instruction(const ucontext_t& context) {

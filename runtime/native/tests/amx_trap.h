@@ -1,11 +1,11 @@
-// AMX's instructions for a processor that has none.
+// Emulates AMX's instructions on processors without AMX.
 #pragma once
 
 #include <signal.h>
 
 namespace kernels_test {
 
-// While it lives, those that kernels/x86/matrix_amx.h uses are run by a handler of SIGILL.
+// While it lives, a SIGILL handler executes the instructions that kernels/x86/matrix_amx.h uses.
 class AmxTrap {
  public:
   AmxTrap();

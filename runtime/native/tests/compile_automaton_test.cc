@@ -1,8 +1,8 @@
-// Tests of byte automata: languages of random expressions against all texts there are, minimality,
-// and limits.
+// Tests of byte automata: compares the languages of random expressions with all short texts, and
+// tests minimality and limits.
 //
-// Compiled together with the sources, whose classes are hidden in the library. Prints "N passed, N
-// failed"; the exit status is 1 if one failed.
+// Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
+// failed". The exit status is 1 if a check failed.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -26,7 +26,7 @@ void check(bool holds, int line, const char* what) {
 }
 #define CHECK(condition) check((condition), __LINE__, #condition)
 
-constexpr size_t kLongest = 6;  // bytes of the texts that are tried, of a and b
+constexpr size_t kLongest = 6;  // the longest tested texts, in bytes, each a or b
 using Texts = std::set<std::string>;
 
 Texts joined(const Texts& first, const Texts& second) {
@@ -37,7 +37,7 @@ Texts joined(const Texts& first, const Texts& second) {
   return out;
 }
 
-// Random expressions, with the texts of at most kLongest bytes that they stand for.
+// Random expressions, with all their texts of at most kLongest bytes.
 class Random {
  public:
   Random(Expressions& expressions, std::mt19937& random)
@@ -101,7 +101,7 @@ class Random {
   std::mt19937& random_;
 };
 
-// Whether no two states accept the same texts, and each accepts one.
+// True if no two states accept the same texts, and each accepts one.
 bool is_minimal(const ByteAutomaton& automaton) {
   const size_t states = automaton.states();
   std::vector<int> parts(states);
@@ -149,7 +149,7 @@ void test_random_expressions(std::mt19937& random, int rounds) {
     CHECK(is_equal);
     CHECK(is_minimal(made));
     CHECK(expressions.is_nullable(node) == made.matches(""));
-    // What was made is an expression too, and equal to what it was made of.
+    // The automaton as an expression must give an equal automaton.
     if (!made.is_empty()) {
       const Node machine = expressions.machine(made);
       CHECK(automata.is_empty(expressions.without(node, machine)));
@@ -215,14 +215,14 @@ void test_characters(std::mt19937& random) {
   }
 }
 
-// Equal parts are found, however they are reached and whether they are in cycles or not.
+// Equal parts are merged, however they are reached, and whether or not they are in cycles.
 void test_merging() {
   Budget budget(Limits{});
   Expressions e(budget);
   Automata automata(e);
   const Node a = e.bytes("a"), b = e.bytes("b"), c = e.bytes("c");
   const Node loop = e.repeat(e.either(a, e.sequence(b, e.either(a, b))), 0, kUnbounded);
-  // Twice the same loop, before the same: with one round unrolled, and as it is.
+  // The same loop twice, before the same end: once with one round unrolled, once as it is.
   const Node unrolled =
       e.either(e.empty(), e.sequence(e.either(a, e.sequence(b, e.either(a, b))), loop));
   const size_t plain = automata.of(e.sequence(loop, c)).states();
@@ -231,7 +231,7 @@ void test_merging() {
             .of(e.either(e.sequence(e.bytes("ac"), e.sequence(unrolled, c)),
                          e.sequence(e.bytes("bc"), e.sequence(loop, c))))
             .states() == plain + 2);
-  // Different ends keep loops apart.
+  // Loops with different ends stay separate.
   CHECK(automata
             .of(e.either(e.sequence(e.bytes("ac"), e.sequence(loop, c)),
                          e.sequence(e.bytes("bc"), e.sequence(loop, e.bytes("cc")))))
@@ -258,11 +258,11 @@ void test_sizes_and_limits() {
     Expressions expressions(budget);
     return Automata(expressions).of(make(expressions)).states();
   };
-  // Repetitions of repetitions are counted as one where nothing lies between.
+  // Directly nested repetitions are counted as one.
   CHECK(states([](Expressions& e) { return e.repeat(e.repeat(e.bytes("a"), 1, 100), 1, 100); }) ==
         10001);
   CHECK(states([](Expressions& e) { return e.repeat(e.repeat(e.bytes("a"), 3, 4), 1, 2); }) == 9);
-  // Ten thousand words; a tail of optional parts that is shared.
+  // Ten thousand words with a shared tail of optional parts.
   CHECK(states([](Expressions& e) {
           std::vector<Node> words;
           for (int i = 0; i < 10000; ++i) words.push_back(e.bytes(std::to_string(1000000 + i)));
@@ -274,7 +274,7 @@ void test_sizes_and_limits() {
             tail = e.sequence(e.optional(e.bytes("," + std::to_string(100 + i))), tail);
           return tail;
         }) < 60 * 60);
-  // A part that no pattern of the stack could hold.
+  // A part too deep for recursion on the stack.
   CHECK(states([](Expressions& e) {
           Node deep = e.bytes("a");
           for (int i = 0; i < 5000; ++i)

@@ -1,8 +1,8 @@
-// Tests of the readers of constraints: regular expressions, patterns of JSON Schema, formats and
-// numbers, and input that is made to harm them.
+// Tests of the parsers of constraints: regular expressions, patterns of JSON Schema, formats,
+// numbers, and hostile input.
 //
-// Compiled together with the sources, whose classes are hidden in the library. Prints "N passed, N
-// failed"; the exit status is 1 if one failed.
+// Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
+// failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -41,7 +41,7 @@ ByteAutomaton compiled(const Make& make, const Limits& limits = {}) {
   return automata.of(make(expressions));
 }
 
-// The message of the error, or "" where there is none.
+// The error message, or "" if there is no error.
 string refusal(const Make& make, const Limits& limits = {}) {
   try {
     compiled(make, limits);
@@ -186,7 +186,7 @@ void test_formats() {
   CHECK(is_format("idn-hostname") && !is_format("color") && !is_format(""));
 }
 
-Node read_numbers(Expressions& e, std::string_view source) {  // "low high multiple", - for none
+Node read_numbers(Expressions& e, std::string_view source) {  // "low high multiple", -: missing
   NumberRange range;
   std::vector<string> parts(1);
   for (const char letter : source)
@@ -252,8 +252,8 @@ void test_unicode() {
     CHECK(intersection(*unicode_property(category), complement(*unicode_property("L"))).empty());
 }
 
-// Input that is deep, long, repeated without sense, or cut off: an error or an automaton, within
-// the limits.
+// Input that is deep, long, repetitive, or truncated gives an error or an automaton within the
+// limits.
 void test_hostile_input() {
   Limits limits;
   limits.seconds = 0.5;

@@ -1,5 +1,5 @@
-// The reader of JSON Schemas: what it accepts, what it refuses by name, and what hostile schemas
-// may cost. Built with AddressSanitizer and UndefinedBehaviorSanitizer where the others are.
+// The parser of JSON Schemas: what it accepts, its errors, and the cost of hostile schemas. Built
+// with AddressSanitizer and UndefinedBehaviorSanitizer like the others.
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -45,7 +45,7 @@ void check(const std::string& schema, const std::vector<std::string>& valid,
   }
 }
 
-// Throws an Error whose message has a part, or with "" may succeed too.
+// Expects an Error whose message has this part; with "", success is allowed too.
 void refuse(const std::string& schema, const std::string& part) {
   Budget budget(limits(), "schema");
   Expressions expressions(budget);

@@ -1,7 +1,7 @@
-// Tests of the token stage: automata over random vocabularies against the texts of their tokens.
+// Tests of the token stage: compares automata over random vocabularies with their tokens' texts.
 //
-// Compiled together with the sources, whose classes are hidden in the library. Prints "N passed, N
-// failed"; the exit status is 1 if one failed.
+// Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
+// failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -32,7 +32,7 @@ struct Source {
   int below(size_t limit) { return static_cast<int>(random() % limit); }
 };
 
-// Expressions as constraints have them: words, strings with what ends them, counted ones, lists.
+// Expressions like those of constraints: words, strings with terminators, counted ones, lists.
 Node make(Expressions& e, Source& source, int depth) {
   ByteSet inside;
   for (int byte = 0x20; byte < 0x7F; ++byte) inside.set(static_cast<size_t>(byte));
@@ -75,7 +75,7 @@ std::vector<std::string> make_vocabulary(Source& source) {
   const std::vector<std::string> pieces{
       "a",  "b",   "n",   "\"",           "\\",   ",",        "\xC3\xA9", "ab", "\xC3",
       "z ", "\",", ",\"", "\xE4\xB8\xAD", "\xA9", "\xE4\xB8", "\x80",     "\n", "\\n"};
-  std::vector<std::string> tokens(4);  // end and mask tokens, and two that are no text
+  std::vector<std::string> tokens(4);  // end and mask tokens, and two without text
   for (int i = 0; i < 120; ++i) {
     std::string text;
     for (int j = source.below(5); j >= 0; --j)
@@ -86,14 +86,14 @@ std::vector<std::string> make_vocabulary(Source& source) {
   return tokens;
 }
 
-// The states of both automata side by side: each token must lead on in one as its bytes do in the
-// other. Returns whether all do; `forced` tells states where only some tokens are kept.
+// Walks both automata in parallel: each token must lead to the same state as its bytes. Returns
+// whether all do. `forced` marks states where only some tokens are kept.
 void compare(const ByteAutomaton& texts, const dlm::Automaton& made,
              const std::vector<std::string>& tokens, const std::vector<int32_t>& ends,
              bool is_all) {
   std::map<std::pair<int32_t, int32_t>, bool> seen;
   std::vector<std::pair<int32_t, int32_t>> open{{0, 0}};
-  // Whether tokens of the vocabulary complete a text from each state.
+  // True for states from which tokens of the vocabulary can complete a text.
   std::vector<uint8_t> can_end(texts.accepting);
   const auto behind = [&](int32_t state, const std::string& text) {
     for (const char byte : text)
@@ -139,7 +139,7 @@ void compare(const ByteAutomaton& texts, const dlm::Automaton& made,
   CHECK(static_cast<int32_t>(numbers.size()) + 1 == made.states);
 }
 
-// Whether some tokens lead through a text.
+// True if some sequence of tokens spells the text.
 bool has_text(const dlm::Automaton& made, const std::vector<std::string>& tokens,
               const std::string& text) {
   std::set<std::pair<size_t, int32_t>> seen, open{{0, 0}};
@@ -156,7 +156,7 @@ bool has_text(const dlm::Automaton& made, const std::vector<std::string>& tokens
   return false;
 }
 
-// A text that the automaton accepts, by random bytes.
+// A text that the automaton accepts, from random bytes.
 std::string draw(const ByteAutomaton& texts, Source& source) {
   std::string out;
   int32_t state = 0;
@@ -173,7 +173,7 @@ std::string draw(const ByteAutomaton& texts, Source& source) {
   }
 }
 
-// Minimal: no two classes behave alike in all groups, and no two groups are equal.
+// Minimal: no two classes behave the same in all groups, and no two groups are equal.
 void check_classes(const dlm::Automaton& made) {
   std::map<std::vector<int32_t>, int> groups;
   std::vector<std::vector<int32_t>> of_class(static_cast<size_t>(made.classes));
@@ -221,11 +221,11 @@ void test_random_automata(std::mt19937& random, int rounds) {
       const dlm::Automaton shorter = token_automaton(texts, encoded, budget);
       compare(texts, shorter, tokens, ends, false);
       check_classes(shorter);
-      // Whatever text tokens make at all, those of the tokenizer make.
+      // Every text that tokens can spell can also be spelled with the tokenizer's tokens.
       for (int i = 0; i < 20; ++i)
         if (const std::string text = draw(texts, source); has_text(made, tokens, text))
           CHECK(has_text(shorter, tokens, text));
-      // The file comes back as it was.
+      // Writing and reading the file gives the same automaton.
       const uint8_t made_of[32] = {1, 2, 3};
       const std::vector<uint8_t> file = dlm::write_automaton(made, made_of);
       const dlm::Automaton read = dlm::read_automaton(file.data(), file.size(), "test");

@@ -1,8 +1,8 @@
-// Tests of constraints: files of automata, whole and damaged, and the most likely text against all
-// there are.
+// Tests of constraints: reads valid and damaged automaton files, and compares the most likely text
+// with all texts.
 //
-// Compiled together with the sources, whose classes are hidden in the library. Prints "N passed, N
-// failed"; the exit status is 1 if one failed.
+// Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
+// failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -72,7 +72,7 @@ dlm::Automaton read(const std::vector<uint8_t>& file) {
   return dlm::read_automaton(file.data(), file.size(), "it");
 }
 
-// Any automaton of few tokens: of every state each class leads to one state, or nowhere.
+// A random automaton of few tokens: from every state, each class leads to one state or nowhere.
 Made random_automaton(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);
@@ -136,7 +136,7 @@ void test_files(std::mt19937& random) {
     } catch (const dlm::Error& error) {
       CHECK(error.status() == DLM_BAD_BUNDLE || error.status() == DLM_UNSUPPORTED);
     }
-    // What somebody signed may still say anything: it is refused, or harmless.
+    // A file with a valid hash may still have any content: it must be rejected or harmless.
     for (int32_t change = 0; change < 40; ++change) {
       std::vector<uint8_t> hostile = whole;
       const size_t number =
@@ -172,9 +172,9 @@ void test_files(std::mt19937& random) {
   }
 }
 
-// A class that leads from a state to two states is refused, whichever of the two groups is larger.
+// A class that leads from a state to two states is an error, whichever of the two groups is larger.
 void test_ambiguous_files() {
-  // Tokens a and b; state 0 leads by {a, b} to itself and by {b} to state 1, where a text may end.
+  // Tokens a and b. State 0 goes to itself on {a, b} and to state 1, where a text may end, on {b}.
   Made made{2, 2, 2, {0, 1}, {0, 2, 3}, {0, 1, 1}, {0, 2, 3}, {0, 1, 1}, {0, 1, 1}, {1, 0}};
   const auto is_refused = [&] {
     try {
@@ -196,8 +196,8 @@ void test_ambiguous_files() {
   CHECK(!is_refused());
 }
 
-// The exact sum of doubles as a list of partial sums that do not overlap (Shewchuk, 1997; math.fsum
-// of Python).
+// The exact sum of doubles as a list of non-overlapping partial sums (Shewchuk, 1997; Python's
+// math.fsum).
 class Partials {
  public:
   void add(double x) {
@@ -236,7 +236,7 @@ void test_exact_sums(std::mt19937& random) {
   }
 }
 
-// Places of an automaton with rows of logits, and where its texts may start and end.
+// Places of an automaton with rows of logits, and the start and end states of texts.
 struct Problem {
   dlm::Automaton automaton;
   std::vector<std::vector<float>> logits;
@@ -244,7 +244,7 @@ struct Problem {
   int32_t room, start;
 };
 
-// Whole numbers as logits: many texts are equally likely.
+// Integers as logits, so that many texts are equally likely.
 Problem random_problem(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);
@@ -269,7 +269,7 @@ Problem random_problem(std::mt19937& random) {
   return problem;
 }
 
-// What may stand at a place, and what it weighs.
+// True if a place allows the token; weight: its weight.
 bool weighs(const dlm::Place& place, int32_t token, double& weight) {
   if (place.logits != nullptr)
     weight =
@@ -279,8 +279,7 @@ bool weighs(const dlm::Place& place, int32_t token, double& weight) {
   return place.token < 0 || token == place.token || token == place.other;
 }
 
-// Calls see(text) for each text of the problem that ends where it may, in the order of their
-// tokens.
+// Calls see(text) for each valid text of the problem, in the order of their tokens.
 void each_text(const Problem& problem, const std::vector<uint8_t>& ends,
                const std::function<void(const std::vector<int32_t>&)>& see) {
   std::vector<int32_t> text;
@@ -315,7 +314,7 @@ void test_most_likely_text(std::mt19937& random) {
             (automaton.distances[static_cast<size_t>(state)] <= problem.room));
     std::vector<std::vector<int32_t>> seen(length);  // the classes at each place
     double best = -std::numeric_limits<double>::infinity();
-    std::vector<int32_t> winner;  // the first one of the best weight
+    std::vector<int32_t> winner;  // the first one with the best weight
     each_text(problem, ends, [&](const std::vector<int32_t>& text) {
       double sum = 0, weight = 0;
       for (size_t k = length; k-- > 0;) weighs(places[k], text[k], weight), sum = weight + sum;
@@ -339,7 +338,7 @@ void test_most_likely_text(std::mt19937& random) {
   }
 }
 
-// The best token of a class that is longer than the stretches in which it is looked for.
+// The best token of a class longer than the stretches in which it is searched.
 void test_long_classes(std::mt19937& random) {
   constexpr int32_t vocab_size = 3000;
   Made made{vocab_size, 2, 2, {}, {0, 1, 2}, {0, 1}, {0, 1, 2}, {1, 1}, {0, 1}, {1, 0}};
@@ -365,8 +364,8 @@ void test_long_classes(std::mt19937& random) {
   }
 }
 
-// What a token of a place weighs among those drawn from: its tempered logit, with much taken off
-// where it is cut.
+// The weight of a place's token for sampling: its tempered logit, minus a large number if it is
+// cut.
 std::vector<double> tempered(const dlm::Place& place, int32_t vocab_size,
                              const dlm::Sampling& sampling) {
   std::vector<double> weights;
@@ -402,7 +401,7 @@ void test_all_texts(std::mt19937& random) {
   for (int32_t round = 0; round < 2000; ++round) {
     Problem problem = random_problem(random);
     for (dlm::Place& place : problem.places) {
-      place.other = -1;  // of edits, which draw nothing
+      place.other = -1;  // for edits, which do not sample
       if (place.logits == nullptr) place.best = -1;
     }
     const dlm::Automaton& automaton = problem.automaton;
@@ -444,8 +443,8 @@ void test_all_texts(std::mt19937& random) {
     texts.draw({static_cast<uint64_t>(round), 1, 2}, drawn);
     CHECK(std::any_of(all.begin(), all.end(),
                       [&](const auto& each) { return each.first == drawn && each.second > 0; }));
-    // Chi-squared over seeds, of texts that are expected five times at least, and of all others
-    // together.
+    // Chi-squared over seeds, with one bin per text that is expected at least five times, and one
+    // for all others.
     if (round % 50 != 0) continue;
     constexpr int32_t draws = 3000;
     double statistic = 0, rest = 0, rest_seen = 0;
@@ -465,17 +464,17 @@ void test_all_texts(std::mt19937& random) {
     }
     if (rest >= 5) meet(rest, rest_seen);
     CHECK(statistic <=
-          freedom + 4.5 * std::sqrt(2.0 * freedom) + 9);  // beyond it one of 10^5 lies at most
+          freedom + 4.5 * std::sqrt(2.0 * freedom) + 9);  // at most one in 10^5 exceeds it
   }
 }
 
-// ---- Extreme logits and temperatures, against all texts in exact arithmetic ----
+// ---- Extreme logits and temperatures, compared with all texts in exact arithmetic ----
 
-// A text with what the oracle knows of it.
+// A text and the oracle's results for it.
 struct Known {
   std::vector<int32_t> tokens;
   int32_t ruled_out = 0, cut = 0;
-  std::vector<double> logits;  // of the other tokens, and of each row's best one negated
+  std::vector<double> logits;  // of the other tokens, and each row's best logit, negated
   double prob = 0;
 };
 
@@ -510,7 +509,7 @@ float extreme_logit(std::mt19937& random, int32_t palette) {
   }
 }
 
-// Fills what is cut at each place; the definition of decode/sampling.h, one token after the other.
+// Finds the tokens that are cut at each place, one by one, by the definition of decode/sampling.h.
 std::vector<std::vector<uint8_t>> cut_tokens(const Problem& problem,
                                              const dlm::Sampling& sampling) {
   std::vector<std::vector<uint8_t>> cut;
@@ -581,7 +580,7 @@ void check_best_text(const Problem& problem, const std::vector<uint8_t>& ends, b
   }
   CHECK(taken != nullptr);
   if (taken == nullptr || taken == best) return;
-  // Sums that are not large are made in double: they may lose what that rounds.
+  // Sums that are not large are in double and may lose rounding errors.
   const double total = std::fabs(exact_difference(*best, Known()));
   CHECK(!is_exact && taken->ruled_out == best->ruled_out && total < 0x1p21 &&
         exact_difference(*best, *taken) <= static_cast<double>(found.size()) * total * 0x1p-52);
@@ -643,11 +642,11 @@ void check_draws(Problem problem, const std::vector<uint8_t>& ends, const dlm::S
     else
       rest += draws * known.prob, rest_seen += count;
   }
-  CHECK(seen == draws);  // a draw is one of the texts
+  CHECK(seen == draws);  // every sample is one of the texts
   if (rest >= 5) meet(rest, rest_seen);
   if (freedom > 0)
     CHECK(statistic <=
-          freedom + 5 * std::sqrt(2.0 * freedom) + 14);  // one of 10^6 is above it at most
+          freedom + 5 * std::sqrt(2.0 * freedom) + 14);  // at most one in 10^6 exceeds it
 }
 
 void test_extreme_logits(std::mt19937& random, int32_t rounds) {
@@ -673,7 +672,7 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
     const std::vector<uint8_t> ends = dlm::Ways(problem.automaton).reaching({}, problem.room);
     const dlm::Sampling sampling{temperatures[draw(0, 15)], draw(0, 2) == 0 ? 0.7 : 1,
                                  draw(0, 2) == 0 ? draw(1, 3) : 0};
-    if (has_nan) {  // engines refuse such rows; nothing may crash on one
+    if (has_nan) {  // engines reject such rows; they must not cause a crash
       dlm::Viterbi viterbi(problem.automaton);
       dlm::Texts texts(problem.automaton, problem.automaton.vocab_size);
       std::vector<int32_t> tokens;
@@ -686,14 +685,14 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
       }
       continue;
     }
-    // Sums of the first four palettes are whole multiples of a small power of 2, or too large for
+    // Sums of the first four palettes are exact multiples of a small power of 2, or too large for
     // double.
     check_best_text(problem, ends, palette == 0 || palette == 2 || palette == 3);
     check_draws(problem, ends, sampling, round % 5 == 0 ? 800 : 5);
   }
 }
 
-// ---- Requests, over the C ABI ----
+// ---- Requests, through the C ABI ----
 
 // Letters a, b, c, c and x, an end token and the mask token: (ab|c)*x.
 constexpr int32_t kLetters = 8, kEnd = 6, kMask = 7;
@@ -711,11 +710,11 @@ Made letters() {
           {1, 2, 0}};
 }
 
-// A denoiser of random logits, one of whose passes fails.
+// A denoiser with random logits and one failing pass.
 struct Noise {
   std::mt19937 random;
   int32_t fails_at = -1, passes = 0;
-  dlm_session* cancels = nullptr;  // in the pass before the one that fails
+  dlm_session* cancels = nullptr;  // cancelled in the pass before the failing one
 };
 
 dlm_status run_noise(void* user, const dlm_pass* pass) {
@@ -743,8 +742,8 @@ dlm_status run_noise(void* user, const dlm_pass* pass) {
   return DLM_OK;
 }
 
-// Requests that are cancelled, run out of passes or time, or fail: those that end well have a whole
-// text, and nothing leaks.
+// Requests that are cancelled, run out of passes or time, or fail. Those that end well have a
+// complete text, and nothing leaks.
 void test_requests(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);

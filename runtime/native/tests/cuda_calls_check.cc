@@ -1,7 +1,7 @@
-// Compares src/engines/cuda/cuda_api.h with CUDA's own cuda.h, at compile time: signatures, the
-// numbers of enums, and a struct's fields.
+// Compares src/engines/cuda/cuda_api.h with CUDA's cuda.h at compile time: signatures, enum values,
+// and a struct's fields.
 //
-// Built only where the header is found. That it compiles is the test; the program does nothing.
+// Built only if the header is installed. Compiling it is the test; the program does nothing.
 #include <cuda.h>
 
 #include <type_traits>
@@ -10,8 +10,8 @@
 
 namespace {
 
-// A type as engines/cuda/cuda_api.h writes it: enums are int, and the struct that it declares
-// itself is its own.
+// Maps a type to its form in engines/cuda/cuda_api.h: enums become int, and structs declared there
+// replace CUDA's.
 template <class T>
 struct Plain {
   using type = std::conditional_t<std::is_enum_v<T>, int, T>;

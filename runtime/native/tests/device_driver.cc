@@ -1,21 +1,22 @@
 // Generates with an engine on a device, over the mocks of CUDA and of TensorRT or ONNX Runtime, and
-// with a callback engine that makes the same passes in host memory, and compares.
+// with a callback engine that makes the same passes in host memory. Compares the results.
 // tests/test_native_tensorrt.py and tests/test_providers.py run it, mostly under sanitizers.
 //
-// The callback engine's layers are all alike, those of a bundle need not be: its layers are of one
-// head as wide as the widest layer of the bundle, and each pass is made on a copy in the bundle's
-// own layout.
+// All layers of the callback engine are equal, but a bundle's may differ. So its layers have one
+// head as wide as the bundle's widest layer, and each pass is made on a copy in the bundle's
+// layout.
 //
-//   device_driver BUNDLE [KEY=VALUE ...]   layers: KV_HEADSxHEAD_SIZE of each, with commas between;
-//   cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits,
-//                                            engine, provider, device, allow_fallback, cycle: round
-//                                            r asks for r % cycle more tokens; alternate=1: every
-//                                            second round asks for no more batch: requests at once,
-//                                            all of the same tokens, in batches of max_batch
+//   device_driver BUNDLE [KEY=VALUE ...]
+//     layers            KV_HEADSxHEAD_SIZE of each layer, separated by commas
+//     cycle             round r adds r % cycle tokens
+//     alternate         1: every second round adds none
+//     batch             requests at once, all with the same tokens, in batches of max_batch
+//     cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits, engine,
+//     provider, device, allow_fallback
 //
-// Prints, a line each: "open STATUS text"; for every round and thread "round STATUS text", where
+// Prints one line each: "open STATUS text"; for every round and thread "round STATUS text", where
 // text is "same" if both engines gave the same canvas or logits; after every round "counts
-// NAME=NUMBER ..."; last "live N".
+// NAME=NUMBER ..."; at the end "live N".
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -42,8 +43,8 @@ std::map<std::string, std::string> options = {
 
 int number(const char* key) { return std::atoi(options[key].c_str()); }
 
-// Rows of a layer between the callback engine's layout, [rows, width], and the bundle's, [kv_heads,
-// rows, row_bytes].
+// Converts a layer's rows between the callback engine's layout, [rows, width], and the bundle's,
+// [kv_heads, rows, row_bytes].
 std::vector<uint8_t> unpack(const mock::Layer& layer, const uint8_t* packed, int32_t rows,
                             int32_t width) {
   std::vector<uint8_t> out(static_cast<size_t>(layer.bytes(rows)));

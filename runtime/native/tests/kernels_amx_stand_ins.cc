@@ -1,13 +1,13 @@
-// The linear layers of kernels/x86/amx_kernels.cc over vectors of AVX2, so that tests run where no
-// AVX-512 is: once by AMX's instructions, once with their registers in plain C++, where sanitizers
-// see every access.
+// The linear layers of kernels/x86/amx_kernels.cc with AVX2 vectors, so that tests run without
+// AVX-512: once with AMX's instructions, once with emulated registers in plain C++, where
+// sanitizers see every access.
 #ifdef DLM_AMX_EMULATED
 #include "matrix_emulated.h"
 #else
 #include "kernels/x86/matrix_amx.h"
 #endif
 #include "kernels/x86/simd_avx2.h"
-// after the registers and vectors that it is written over
+// needs the registers and vectors defined above
 #include "kernels/linear_by_matrices.h"
 
 namespace dlm {

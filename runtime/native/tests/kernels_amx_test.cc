@@ -1,5 +1,4 @@
-// When AMX may be used: each thing that may stand in the way, and the proof that kernels multiply
-// rightly.
+// Tests when AMX may be used: each possible obstacle, and the test that kernels multiply correctly.
 #include <cerrno>
 
 #include "kernels/x86/amx.h"
@@ -8,7 +7,7 @@
 namespace kernels_test {
 namespace {
 
-int asked = 0, proven = 0;  // how often
+int asked = 0, proven = 0;  // number of calls
 
 dlm::AmxHost make_host() {
   asked = proven = 0;
@@ -20,7 +19,7 @@ void test_everything_that_stands_in_the_way_is_named(Tally& tally) {
   const auto check = [&](dlm::AmxHost host, const std::string& refusal, int asks, int proofs) {
     tally.about = dlm::find_amx_refusal(host);
     CHECK(tally.about == refusal);
-    CHECK(asked == asks && proven == proofs);  // nothing is tried that has no chance
+    CHECK(asked == asks && proven == proofs);  // no later check runs
   };
   dlm::AmxHost host = make_host();
   check(host, "", 1, 1);
@@ -37,13 +36,14 @@ void test_everything_that_stands_in_the_way_is_named(Tally& tally) {
   host = make_host(), host.request = [] { return ++asked, EPERM; };
   check(host, "the system does not grant AMX's registers: Operation not permitted", 1, 0);
   host = make_host(), host.prove = [] { return ++proven, false; };
-  check(host, "they multiplied wrongly when they were tried", 1, 1);
+  check(host, "a test of AMX multiplication gave wrong results", 1, 1);
 }
 
-// ---- The proof ----
+// ---- The multiplication test ----
 
 const dlm::Kernels* whole = nullptr;
-int64_t spoilt_format = 0, spoilt_at = 0;  // which group size, and which result from the end
+// the spoilt group size, and the spoilt result, counted from the end
+int64_t spoilt_format = 0, spoilt_at = 0;
 
 void multiply_wrongly(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   whole->linear(layer, scratch, parallel);

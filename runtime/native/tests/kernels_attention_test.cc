@@ -1,4 +1,4 @@
-// Attention over a cache, to a tolerance, and rows of the cache as they are stored.
+// Attention over a cache, to a tolerance, and the stored form of cached rows.
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -11,7 +11,7 @@ using dlm::CacheType;
 
 constexpr CacheType kCaches[] = {CacheType::fp32, CacheType::fp16, CacheType::int8};
 
-// x to the nearest multiple of 2 ^ exponent, half to even, which a double holds exactly.
+// Rounds x to the nearest multiple of 2 ^ exponent, half to even; the result is exact.
 double rounded_to(double x, int exponent) {
   return std::ldexp(std::nearbyint(std::ldexp(x, -exponent)), exponent);
 }
@@ -30,7 +30,7 @@ int64_t row_bytes(CacheType cache, int64_t D) {
   return of_this_size.row_bytes();
 }
 
-// Numbers of rows [rows, D] as they are stored.
+// The stored numbers of rows [rows, D].
 std::vector<double> read_rows(CacheType cache, const Bytes& stored, int64_t D) {
   std::vector<double> all;
   for (auto at = stored.data(); at != stored.data() + stored.size(); at += row_bytes(cache, D))
@@ -48,8 +48,8 @@ std::vector<double> read_rows(CacheType cache, const Bytes& stored, int64_t D) {
   return all;
 }
 
-// What rows [rows, D] are read back as: in fp16 each number alone, in INT8 codes of the least scale
-// of 8 bits that is not below amax / 127.
+// The values of rows [rows, D] after storing: fp16 rounds each number; INT8 has codes with the
+// smallest 8-bit scale that is not below amax / 127.
 std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
   std::vector<double> all(x.begin(), x.end());
   for (size_t from = 0; from < x.size() && cache != CacheType::fp32;
@@ -78,7 +78,7 @@ std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
   return all;
 }
 
-// Rows of multiples of 2 ^ -5 below 4, which every cache holds exactly, and of NaN.
+// Rows of multiples of 2 ^ -5 below 4, which every cache stores exactly, and NaN.
 Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
   const auto size = static_cast<size_t>(D), bytes = static_cast<size_t>(row_bytes(cache, D));
   const size_t element = cache == CacheType::fp32 ? 4 : cache == CacheType::fp16 ? 2 : 1;
@@ -112,8 +112,8 @@ struct Attention {
   int64_t B, T, S, H, G, D;  // G: heads of keys and values
   CacheType cache = CacheType::fp32;
   int64_t rotary_size = D, table_rows = 50, visible_block = 0;
-  Floats q, k, v, past_keys, past_values, cos, sin;  // past ones are multiples of 2 ^ -5 below 4
-  Floats q_norm, k_norm;                             // empty: heads are not normed
+  Floats q, k, v, past_keys, past_values, cos, sin;  // past rows are multiples of 2 ^ -5 below 4
+  Floats q_norm, k_norm;                             // empty: heads are not normalised
   std::vector<int64_t> positions;
   std::vector<dlm::Segment> segments;
   Floats y, new_keys, new_values;
@@ -132,7 +132,7 @@ struct Attention {
       cos.push_back(std::cos(angle)), sin.push_back(std::sin(angle));
     }
     for (int64_t i = 0; i < B * T; ++i) positions.push_back(numbers.below(table_rows));
-    // A softmax far from even: some keys have nearly all the weight.
+    // An uneven softmax: a few keys have nearly all the weight.
     for (float& one : q) one *= 2;
   }
 
@@ -177,7 +177,7 @@ struct Attention {
     kernels.attention(pass(), parallel);
   }
 
-  // x [B, T, heads, D] normed and turned, at [b, t, head].
+  // x [B, T, heads, D], normalised and rotated, at [b, t, head].
   std::vector<double> turned(const Floats& x, const Floats& norm, int64_t heads, int64_t b,
                              int64_t t, int64_t head) const {
     const float* const from = x.data() + ((b * T + t) * heads + head) * D;
@@ -208,7 +208,7 @@ struct Attention {
     return all;
   }
 
-  // Whether the query of token t sees the key of token j.
+  // True if the query of token t sees the key of token j.
   bool sees(int64_t b, int64_t t, int64_t j) const {
     const auto block = [&](int64_t token) {
       return positions[static_cast<size_t>(b * T + token)] / visible_block;
@@ -216,7 +216,7 @@ struct Attention {
     return visible_block == 0 || block(j) <= block(t);
   }
 
-  // The part of a segment as a pass of its own.
+  // A segment as a separate pass.
   Attention alone(const dlm::Segment& part) const {
     Attention one = *this;
     one.segments.clear();
@@ -271,8 +271,8 @@ struct Attention {
   }
 };
 
-// Scores of D products are off by about sqrt(D) * 2^-24 of their size, at most 100 here, and
-// weights by as much; the rest is less.
+// Scores of D products have an error of about sqrt(D) * 2^-24 of their size, at most 100 here, and
+// so have weights; other errors are smaller.
 constexpr double kAttentionTolerance = 5e-5;
 
 void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
@@ -319,9 +319,8 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
   }
 }
 
-// Blocks of any length over positions in order, from wherever they start, and in any order, some of
-// them left out; a part of each head turned. Rows are equal to the bit whatever stands behind their
-// blocks.
+// Blocks of any length over positions in order from any start, and in any order with some missing;
+// part of each head is rotated. Rows are bit-identical whatever follows their blocks.
 void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(15);
   InOrder in_order;
@@ -367,7 +366,7 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
     }
 }
 
-// A pass over keys that all queries see computes what it does without blocks, to the bit.
+// A pass over keys that all queries see gives the same bits as without blocks.
 void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(16);
   InOrder in_order;
@@ -381,8 +380,8 @@ void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kerne
   }
 }
 
-// Rows of any size, at the ends of what scales and codes reach; what is not finite stays in its
-// row.
+// Rows of any size, up to the limits of scales and codes. Values that are not finite affect only
+// their row.
 void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(14);
   InOrder in_order;
@@ -397,7 +396,7 @@ void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Ker
           attention.cache = cache;
           for (size_t i = 0; i < attention.v.size(); ++i) {
             const float part = std::clamp(attention.v[i] / 3, -1.0f, 1.0f);
-            // Every fourth number is a multiple of a half of the step between two codes: the ties.
+            // Every fourth number is a tie: a multiple of half the step between two codes.
             attention.v[i] = size * (i % 4 == 0 ? std::nearbyint(part * 254) / 254 : part);
           }
           for (int64_t t = 0; t < 40; ++t)
@@ -417,7 +416,7 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
   for (const CacheType cache : kCaches)
     for (const int64_t T : {1, 3, 40}) {
       const int64_t B = 2, S = 70, H = 4, G = 2, D = 12;
-      const bool by_rows = cache == CacheType::int8;  // of which one with NaN is NaN, whole
+      const bool by_rows = cache == CacheType::int8;  // a row with NaN becomes all NaN
       tally.about = std::string(kernels.name) + ", " + std::to_string(T) + " tokens";
       const auto check = [&](Attention& attention, auto is_bad) {
         attention.cache = cache;
@@ -447,8 +446,7 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
     }
 }
 
-// Several requests in one row, with cached rows of their own that stand anywhere: equal to the bit
-// to each by itself.
+// Several requests in one pass, with cached rows anywhere: bit-identical to separate passes.
 void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(16);
   InOrder in_order;
@@ -475,7 +473,7 @@ void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& ker
             one.run(kernels, in_order);
             const Floats own(attention.y.data() + part.first * 4 * D,
                              attention.y.data() + (part.first + part.tokens) * 4 * D);
-            // The same sums, but for how many queries are taken together.
+            // The sums are the same, except for the number of queries processed together.
             CHECK(distance(own, std::vector<double>(one.y.begin(), one.y.end()), 1) <
                   kAttentionTolerance);
             for (int64_t g = 0; g < G; ++g) {

@@ -1,4 +1,4 @@
-// The candidates of a row: which they are, and their probabilities to a tolerance.
+// The candidates of a row: their ids exactly, and their probabilities to a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -63,7 +63,7 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
     tally.about = std::string(kernels.name) + ", vocabulary of " + std::to_string(V);
     Rows rows(numbers, 5, V);
     check_candidates(tally, kernels, rows);
-    for (const int64_t masked : {int64_t{0}, V / 2, V - 1}) {  // even the best one must not win
+    for (const int64_t masked : {int64_t{0}, V / 2, V - 1}) {  // even the best token must not win
       if (V < 3) continue;
       Rows other = rows;
       other.bias[static_cast<size_t>(masked)] = -kInfinity;

@@ -1,4 +1,4 @@
-// INT8 and INT4 linear layers: to the bit, but for the gate.
+// INT8 and INT4 linear layers, compared bit by bit, except for the gate.
 #include <cstdlib>
 
 #include "kernels_test.h"
@@ -6,7 +6,7 @@
 namespace kernels_test {
 namespace {
 
-// The bits of a positive number that fp16 holds exactly.
+// The bits of a positive number that fp16 represents exactly.
 uint16_t half_of(float x) {
   int exponent = 0;
   const float mantissa = std::frexp(x, &exponent);
@@ -15,10 +15,10 @@ uint16_t half_of(float x) {
 
 struct Weight {
   int64_t inputs, columns, group_size;  // 0: INT8
-  std::vector<uint8_t> plain;           // [K, N], 128 too large, in INT4 8
-  std::vector<uint8_t> panels;          // as kernels want them
+  std::vector<uint8_t> plain;           // [K, N], plus 128, or plus 8 for INT4
+  std::vector<uint8_t> panels;          // in the kernels' layout
   Floats scales;
-  std::vector<uint16_t> halves;  // the scales of INT4, as kernels want them
+  std::vector<uint16_t> halves;  // the scales of INT4, in the kernels' layout
 
   Weight(int64_t K, int64_t N, int64_t size)
       : inputs(K),
@@ -42,7 +42,7 @@ struct Weight {
     return group_size == 0 ? static_cast<const void*>(scales.data()) : halves.data();
   }
 
-  // What fills up the last panel must not matter, so it is not zero here.
+  // The padding of the last panel must not matter, so it is not zero here.
   Weight& pack() {
     halves.clear();
     for (const float scale : scales) halves.push_back(half_of(scale));
@@ -73,7 +73,7 @@ Weight make_weight(Numbers& numbers, int64_t K, int64_t N, int64_t group_size = 
   return weight;
 }
 
-// Results of a layer of one kernel or of the plain loops, one for each output.
+// The results of a layer by one kernel or by plain loops, one for each output.
 std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& parallel,
                                const Floats& x, int64_t rows, const std::vector<Weight>& weights,
                                bool is_gated) {
@@ -95,8 +95,8 @@ std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& paral
   return results;
 }
 
-// One product in the arithmetic that the exporter's functions.py defines: any other order of the
-// sums gives the same.
+// One product in the arithmetic of the exporter's functions.py; any other order of the sums gives
+// the same.
 Floats multiply(const Floats& x, int64_t rows, const Weight& weight) {
   const int64_t K = weight.inputs, N = weight.columns;
   Floats y;
@@ -175,7 +175,7 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
     const std::string about =
         std::string(kernels.name) + ", groups of " + std::to_string(size) + ", ";
     for (int64_t rows = 1; rows <= 40; ++rows) {
-      for (const int64_t K : {8, 32, 40, 136, 264}) {  // some with a last group that is short
+      for (const int64_t K : {8, 32, 40, 136, 264}) {  // some have a short last group
         std::vector<Weight> weights;
         for (int64_t i = 0; i < 1 + rows % 3; ++i)
           weights.push_back(make_weight(numbers, K, 1 + numbers.below(100), size));
@@ -197,7 +197,7 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
   }
 }
 
-// Rows of the largest codes, of the smallest, and of both.
+// Rows with the largest codes, the smallest, and both.
 Floats make_extreme_rows(int64_t rows, int64_t K) {
   Floats x;
   for (int64_t i = 0; i < rows * K; ++i)
@@ -205,7 +205,7 @@ Floats make_extreme_rows(int64_t rows, int64_t K) {
   return x;
 }
 
-// Sums of the largest codes in 16 bits come within 7% of their end.
+// 16-bit sums of the largest codes come within 7% of overflow.
 void test_int4_extremes(Tally& tally, const dlm::Kernels& kernels) {
   constexpr int64_t K = 1032, N = 40;
   for (const int64_t size : kGroupSizes) {
@@ -221,7 +221,7 @@ void test_int4_extremes(Tally& tally, const dlm::Kernels& kernels) {
   }
 }
 
-// Products of the largest codes overflow 16 bits in pairs: kernels must not add them up there.
+// Pairs of products of the largest codes overflow 16 bits, so kernels must not add them in 16 bits.
 void test_int8_extremes(Tally& tally, const dlm::Kernels& kernels) {
   constexpr int64_t K = 1028, N = 40;
   tally.about = kernels.name;
@@ -280,8 +280,8 @@ void test_gated(Tally& tally, const dlm::Kernels& kernels) {
         x[static_cast<size_t>(k)] *= 1000;  // far into both ends of the sigmoid
       const Floats gate = multiply(x, rows, weights[0]), up = multiply(x, rows, weights[1]);
       const Floats y = run_linear(kernels, in_order, x, rows, weights, true)[0];
-      // Exponentials are within 2e-7 and rounding their exponent's share, and what follows rounds
-      // three times, 6e-8 each. Below 2 ^ -126 of the other factor they end.
+      // Exponentials are accurate to 2e-7, plus the rounding of their exponent; the rest rounds
+      // three times, by 6e-8 each. Exponentials saturate below 2 ^ -126 of the other factor.
       for (size_t i = 0; i < y.size(); ++i) {
         const double expected =
             static_cast<double>(gate[i]) / (1 + std::exp(-static_cast<double>(gate[i]))) * up[i];

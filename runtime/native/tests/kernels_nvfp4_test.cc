@@ -4,7 +4,7 @@
 namespace kernels_test {
 namespace {
 
-// A weight with its codes and scales as kernels want them; what fills up the last panel must not
+// A weight with its codes and scales in the kernels' layout. The padding of the last panel must not
 // matter.
 struct Nvfp4 {
   int64_t inputs, columns;
@@ -17,7 +17,7 @@ struct Nvfp4 {
     scales.resize(width * static_cast<size_t>(K / 16));
     for (uint8_t& two : panels) two = static_cast<uint8_t>(numbers.below(256));
     for (uint8_t& scale : scales)
-      scale = static_cast<uint8_t>(numbers.below(0x7f));  // every finite one, subnormal ones too
+      scale = static_cast<uint8_t>(numbers.below(0x7f));  // all finite ones
   }
 
   double at(int64_t k, int64_t n) const {

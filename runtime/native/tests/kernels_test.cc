@@ -1,8 +1,8 @@
-// Every set of kernels that this processor has against plain loops: INT8 and INT4 layers to the
-// bit, what sums floats to a tolerance. Sets that it lacks are tested as far as others of its
-// instructions can stand for theirs.
+// Compares every kernel set that this processor supports with plain loops: INT8 and INT4 layers bit
+// by bit, float sums to a tolerance. Unsupported sets are tested as far as the processor's other
+// instructions can emulate them.
 //
-// Prints a line for each set and "N passed, N failed"; the exit status is 1 if one failed.
+// Prints a line for each set and "N passed, N failed". The exit status is 1 if a check failed.
 #include "kernels_test.h"
 
 #ifdef __x86_64__
@@ -35,12 +35,12 @@ int main() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     std::vector<const dlm::Kernels*> amx = {&dlm::kAmxEmulated};
 #ifdef DLM_AMX
-    const kernels_test::AmxTrap trap;  // where AMX is, nothing gets caught
+    const kernels_test::AmxTrap trap;  // with AMX, it catches nothing
     amx.push_back(&dlm::kAmxStandIn);
 #endif
     for (const dlm::Kernels* const kernels : amx) {
       std::printf("%s\n", kernels->name);
-      test_linear(tally, *kernels);  // they have nothing else
+      test_linear(tally, *kernels);  // these sets have only linear layers
     }
     test_amx(tally, dlm::kAmxEmulated);
   }

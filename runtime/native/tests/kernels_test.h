@@ -1,4 +1,4 @@
-// What the tests of kernels share. Each file tests one set of kernels against plain loops:
+// Shared by the tests of kernels. Each file tests one kind of kernel against plain loops;
 // kernels_test.cc runs them all.
 #pragma once
 
@@ -24,7 +24,7 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
 
 struct Tally {
   int passed = 0, failed = 0;
-  std::string about;  // what is tested now
+  std::string about;  // the current test
   void note(bool holds, const char* file, int line, const char* what) {
     ++(holds ? passed : failed);
     if (!holds) std::printf("%s:%d: failed: %s (%s)\n", file, line, what, about.c_str());
@@ -32,7 +32,7 @@ struct Tally {
 };
 #define CHECK(condition) tally.note((condition), __FILE__, __LINE__, #condition)
 
-// ---- Who runs the tasks ----
+// ---- Runners of tasks ----
 
 class InOrder final : public dlm::Parallel {
   void run(size_t count, void (*task)(void*, size_t), void* user) override {
@@ -83,7 +83,7 @@ inline bool same_bits(const Floats& a, const Floats& b) {
          (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
-// The greatest distance, as a part of `scale`; infinite where one is not finite and the other is.
+// The largest difference divided by `scale`; infinite if only one of two values is finite.
 inline double distance(const Floats& got, const std::vector<double>& expected, double scale) {
   double worst = got.size() == expected.size() ? 0 : std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < std::min(got.size(), expected.size()); ++i) {
@@ -94,7 +94,7 @@ inline double distance(const Floats& got, const std::vector<double>& expected, d
   return worst;
 }
 
-// run(parallel) makes the same std::vector<Floats> in whatever order tasks are run.
+// Checks that run(parallel) returns the same std::vector<Floats> in any order of tasks.
 template <class Run>
 void check_order_of_tasks(Tally& tally, Run run) {
   InOrder in_order;

@@ -1,4 +1,4 @@
-// The product of a tied head, in every type that its table may have, to a tolerance.
+// The product of a tied head, for every type of its table, to a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -21,7 +21,7 @@ double value_of_fp16(int code) {
   return (code & 0x8000) != 0 ? -size : size;
 }
 
-// A table as kernels want it, and the numbers that it holds.
+// A table in the kernels' layout, and its values.
 struct Table {
   dlm::TableType type;
   int64_t rows, inputs;

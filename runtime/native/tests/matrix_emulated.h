@@ -1,6 +1,6 @@
-// The matrix registers of kernels/x86/matrix_amx.h in plain C++, by Intel's description of the
-// instructions. What the processor would fault at, or take from a thread's last owner of the
-// registers, ends the program.
+// The matrix registers of kernels/x86/matrix_amx.h in plain C++, after Intel's description of the
+// instructions. Ends the program where the processor would fault, or would use data of a thread's
+// previous owner of the registers.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Register {
   uint8_t bytes[16][64];
 };
 
-// Those of a thread, by number.
+// A thread's registers, by number.
 class File {
  public:
   static File& here() {
@@ -30,7 +30,7 @@ class File {
     return file;
   }
 
-  // Shapes of the eight.
+  // Sets the shapes of the eight registers.
   void configure(const uint8_t* rows, const uint16_t* row_bytes) {
     demand(!is_configured_, "configured twice");
     for (int i = 0; i < 8; ++i) {
@@ -44,7 +44,7 @@ class File {
 
   void zero(int number) { std::memset(find(number).bytes, 0, sizeof(Register::bytes)); }
 
-  // Loads fill up with zeros what the shape leaves out; stores write the shape alone.
+  // Loads pad with zeros outside the shape; stores write only the shape.
   void load(int number, const void* from, int64_t stride) {
     zero(number);
     Register& to = find(number);
@@ -68,7 +68,7 @@ class File {
                codes.row_bytes == 4 * weights.rows,
            "shapes that do not fit each other");
     for (int64_t row = 0; row < sums.rows; ++row) {
-      uint32_t totals[16];  // which wrap around, as the processor's do
+      uint32_t totals[16];  // they wrap around, like the processor's
       std::memcpy(totals, sums.bytes[row], sizeof totals);
       for (int64_t line = 0; line < weights.rows; ++line)
         for (int64_t column = 0; column < sums.row_bytes / 4; ++column) {

@@ -1,9 +1,9 @@
-// Calls of the C ABI whose every allocation fails once: each ends with a status, nothing leaks,
-// what it was called on takes the next call, and that comes to what it always comes to.
+// Fails each allocation of C ABI calls once. Every call must end with a status and leak nothing,
+// and its object must accept the next call, which must give the usual result.
 //
-// memory_test STRIDE [BUNDLE]: every STRIDE-th allocation; BUNDLE, a folder with a compiled text,
-// is opened as well. Compiled with the core's sources, to give a bundle of files an engine that is
-// made up. Prints "N allocations failed, N claims did".
+// memory_test STRIDE [BUNDLE]: fails every STRIDE-th allocation. Also opens BUNDLE, a folder with a
+// compiled text. Compiled with the core's sources, so that a bundle of files can get a fake engine.
+// Prints "N allocations failed, N claims did".
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -27,7 +27,7 @@
 
 namespace {
 
-// Before one fails; negative: none does. Opening a bundle hashes on a second thread.
+// Allocations until one fails; negative: none fails. Opening a bundle hashes on a second thread.
 std::atomic<long> allocations_left{-1};
 std::atomic<bool> has_failed{false};
 
@@ -48,7 +48,7 @@ void* allocate(std::size_t bytes) {
   return found;
 }
 
-// What follows is the test's own.
+// Ends the failures; later allocations are the test's.
 void stop_failing() { allocations_left = -1; }
 
 int failures = 0, wrong = 0;
@@ -59,15 +59,15 @@ void check(bool holds, const char* name, long number, const char* what) {
   std::printf("%s, allocation %ld: %s\n", name, number, what);
 }
 
-// What a call came to: its status, and all that it gave, as text.
+// The result of a call: its status, and all its outputs as text.
 struct Came {
   dlm_status status;
   std::string result;
 };
 
-// `prepare` makes what `call` is called on, anew for each allocation that fails. A call that finds
-// no memory says OUT_OF_MEMORY, or does without and comes to the same; and so does the same call
-// behind it. `wanted`: what it says where memory is there.
+// `prepare` creates the object of `call` for each failing allocation. Without memory, a call must
+// return OUT_OF_MEMORY or the usual result; a second call must give the usual result. `wanted`: the
+// status with enough memory.
 template <class Prepare, class Call>
 void sweep(const char* name, long stride, Prepare prepare, Call call, dlm_status wanted = DLM_OK) {
   Came whole;
@@ -110,7 +110,7 @@ dlm_status run(void*, const dlm_pass* pass) {
   return DLM_OK;
 }
 
-// The same, and requests may share a pass.
+// The same, for requests that may share a pass.
 class Sharing final : public dlm::HostEngine {
  public:
   explicit Sharing(dlm::CacheShape cache) : HostEngine(std::move(cache)) {}
@@ -202,7 +202,7 @@ std::string shown(const int32_t* tokens, size_t count) {
   return text;
 }
 
-// What a session says of its last call; without memory it may say nothing.
+// The session's message for its last call; without memory it may be empty.
 Came of(dlm_session& session, dlm_status status) {
   stop_failing();
   return {status, dlm_session_last_error(&session)};
@@ -281,7 +281,7 @@ void sweep_sessions(long stride) {
     double seconds[2];
     return of(*session, dlm_session_time_passes(session.get(), 2, 4, 8, 2, seconds, 2));
   });
-  // Refusals, whose sentences want memory too.
+  // Errors; their messages need memory too.
   sweep(
       "a canvas that is too long", stride, anew(*alone),
       [&](auto& session) {
@@ -304,7 +304,7 @@ void sweep_sessions(long stride) {
 // An automaton of all texts: one state, one class, one group.
 std::string any_text() {
   std::vector<int32_t> numbers = {kVocab, 1, 1, 1, 1, 1};
-  numbers.resize(numbers.size() + 8);  // what it was made of
+  numbers.resize(numbers.size() + 8);  // made_of
   for (int32_t token = 0; token < kVocab; ++token) numbers.push_back(token == kMask ? -1 : 0);
   for (const int32_t number : {0, 1, 0, 0, 1, 0, 0, 0})
     numbers.push_back(number);  // groups, edges, distances
@@ -366,7 +366,7 @@ void sweep_constraints(long stride) {
   }
 }
 
-// All that three requests come to by one scheduler; a request that found no memory fails alone.
+// The results of three requests in one scheduler; a request without memory fails alone.
 Came schedule(dlm_scheduler& scheduler, const dlm_policy& policy) {
   Owned<dlm_job> jobs[3];
   Came came{DLM_OK, ""};
@@ -383,7 +383,7 @@ Came schedule(dlm_scheduler& scheduler, const dlm_policy& policy) {
   keep(ran);
   if (ran != DLM_OK)
     keep(dlm_scheduler_run(&scheduler, 1, nullptr, nullptr, nullptr,
-                           0));  // goes on with what there is
+                           0));  // continues with the remaining requests
   for (const Owned<dlm_job>& job : jobs) {
     if (job == nullptr) continue;
     stop_failing();
@@ -456,17 +456,17 @@ Came encoded(const dlm_text* text) {
   return {status, status == DLM_OK ? shown(ids, count) : ""};
 }
 
-// A bundle of files, opened without an engine and given one that is made up.
+// Opens a bundle of files without an engine and gives it a fake one.
 void sweep_files(long stride, const std::string& folder) {
   dlm_open_options options;
   dlm_open_options_init(&options, sizeof options);
-  options.engine = "none", options.check_hashes = 0;  // which take time, and no memory
+  options.engine = "none", options.check_hashes = 0;  // hashing takes time, but no memory
   const auto open = [&](dlm_bundle** out) {
     return dlm_bundle_open(folder.c_str(), &options, nullptr, 0, out);
   };
   sweep(
       "dlm_bundle_open", 7 * stride, [] { return 0; },
-      [&](int) {  // a manifest is thousands of values
+      [&](int) {  // a manifest has thousands of values
         dlm_bundle* bundle = nullptr;
         const dlm_status status = open(&bundle);
         const Owned<dlm_bundle> owned(bundle);
@@ -520,7 +520,7 @@ void sweep_files(long stride, const std::string& folder) {
       },
       DLM_INVALID_ARGUMENT);
 
-  // From text to text, over a made-up denoiser of a vocabulary that the text has.
+  // From text to text, over a fake denoiser with the text's vocabulary.
   bundle->manifest.denoiser = dlm::check_denoiser(denoiser());
   bundle->engine = dlm::make_callback(run, nullptr, bundle->manifest.denoiser);
   const dlm_policy chosen = policy(false);

@@ -1,9 +1,9 @@
-// Stands for libcuda.so.1 on a machine without one. Stricter than a device: device pointers cannot
-// be read by the host, every range is checked, work on a stream is not done before somebody waits
+// Replaces libcuda.so.1 on a machine without CUDA. It is stricter than a device: the host cannot
+// read device pointers, every range is checked, work on a stream is done only when a caller waits
 // for it, and calls without a current context fail.
 //
-// $MOCK_CUDA_SM is the device's compute capability (default 120), $MOCK_CUDA_DEVICES how many there
-// are (default 1), $MOCK_CUDA_BYTES their memory (default 1 GiB), $MOCK_CUDA_FAIL which call fails.
+// $MOCK_CUDA_SM is the device's compute capability (default 120), $MOCK_CUDA_DEVICES their number
+// (default 1), $MOCK_CUDA_BYTES their memory (default 1 GiB), $MOCK_CUDA_FAIL the failing calls.
 #include "mock_cuda.h"
 
 #include <cstdlib>
@@ -25,7 +25,7 @@ struct CUstream_st {
 
 namespace {
 
-// Set in device addresses, so that the host's processor faults on them.
+// Set in device addresses, so that the processor faults when the host reads them.
 constexpr CUdeviceptr kDeviceBit = CUdeviceptr{1} << 62;
 constexpr size_t kGuardBytes = 64;
 constexpr unsigned char kGuard = 0xD7;
@@ -33,7 +33,7 @@ constexpr unsigned char kGuard = 0xD7;
 struct State {
   std::mutex mutex;
   std::map<std::string, int> counts;
-  std::map<uintptr_t, size_t> device, pinned;  // start and bytes of blocks
+  std::map<uintptr_t, size_t> device, pinned;  // start and size of blocks
   std::set<const void*> objects;
   int retained = 0;
 };
@@ -94,7 +94,7 @@ void drain(CUstream stream) {
   stream->pending.clear();
 }
 
-// Allocates with guards on both sides; they are compared when the block is freed.
+// Allocates with guard bytes on both sides, which are checked when the block is freed.
 void* allocate(std::map<uintptr_t, size_t> State::* blocks, size_t bytes) {
   auto* const raw = static_cast<unsigned char*>(std::malloc(bytes + 2 * kGuardBytes));
   std::memset(raw, kGuard, bytes + 2 * kGuardBytes);
@@ -170,7 +170,7 @@ void submit(CUstream stream, const std::function<void()>& work) {
 
 }  // namespace mock
 
-// Counts the call, which fails where it was asked to; most calls need a current context.
+// Counts the call and makes it fail if requested; most calls need a current context.
 #define CALL_ANYWHERE(name, failure) \
   if (mock::note(#name)) return failure
 #define CALL(name, failure)                               \

@@ -1,5 +1,4 @@
-// What the mock of TensorRT and the driver of the tests want of the mock of CUDA, beside CUDA's own
-// calls.
+// The extra functions of the mock of CUDA, for the mock of TensorRT and the tests' driver.
 #pragma once
 
 #include <cuda.h>
@@ -9,24 +8,24 @@
 
 namespace mock {
 
-// Counts a call; true if it shall fail, as $MOCK_CUDA_FAIL says: "cuMemAlloc:2,enqueueV3:*" is the
-// second and all.
+// Counts a call. Returns true if $MOCK_CUDA_FAIL makes it fail: "cuMemAlloc:2,enqueueV3:*" means
+// the second one and all.
 bool note(const std::string& call);
 
-// "cuInit=1 cuMemAlloc=2 ...": calls so far, and what must never happen: bad_access, stale_graph.
+// "cuInit=1 cuMemAlloc=2 ...": the calls so far, and errors: bad_access, stale_graph.
 std::string counts();
 
-// Streams, graphs, memory and retained contexts that nobody has given back.
+// The number of streams, graphs, memory blocks and retained contexts that were not freed.
 int live();
 
-// The host's view of device memory, or nullptr and a bad_access if [address, address + bytes) is
-// not inside one allocation.
+// The host's view of device memory. Returns nullptr, and counts a bad_access, if [address, address
+// + bytes) is not inside one allocation.
 void* view(CUdeviceptr address, size_t bytes);
 
 bool is_capturing(CUstream stream);
 
-// Work on a stream: recorded while it captures, else done when somebody waits for the stream, and
-// no sooner.
+// Queues work on a stream: recorded while it captures, otherwise done only when a caller waits for
+// the stream.
 void submit(CUstream stream, const std::function<void()>& work);
 
 }  // namespace mock

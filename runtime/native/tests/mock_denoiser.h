@@ -1,7 +1,7 @@
-// A denoiser that is pure arithmetic over all that a pass sees: ids, positions, and every byte of
-// the cached rows, whose order within a head is free, as in attention, but the same for its keys
-// and values. The mock of TensorRT computes it on "device" memory and the driver's callback engine
-// on the loop's: canvases are equal only if every byte reached its place.
+// A denoiser that computes hashes of everything a pass sees: ids, positions, and every byte of the
+// cached rows (in any order within a head, as in attention, but the same for keys and values). The
+// mock of TensorRT runs it on "device" memory and the driver's callback engine on the loop's
+// memory. Canvases are equal only if every byte is in its place.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Pass {
   int32_t tokens, cached, rows;
   const int64_t *ids, *positions, *score_rows;
   std::vector<const uint8_t*> past;  // key and value of every layer, [kv_heads, S, row_bytes]
-  std::vector<uint8_t*> present;     // the same with T rows; empty: not wanted
+  std::vector<uint8_t*> present;     // the same with T rows; empty: not needed
   int32_t* top_tokens;
   float *top_probs, *entropy, *logits;  // the last two may be NULL
 };

@@ -1,19 +1,19 @@
-// Stands for libnvinfer: the classes of TensorRT 10.14's headers, with a denoiser of arithmetic
-// (mock_denoiser.h) behind them.
+// Replaces libnvinfer: implements the classes of TensorRT 10.14's headers with the denoiser of
+// mock_denoiser.h.
 //
-// Its "engine file" is text:
+// Its "engine file" is text; types are the numbers of nvinfer1::DataType:
 //   mock-engine
-//   denoiser VOCAB MASK TOP_K CACHE_TYPE                             (types are
-//   nvinfer1::DataType's numbers) layer KV_HEADS HEAD_SIZE (once a layer) profile T_MIN T_OPT T_MAX
-//   S_MIN S_OPT S_MAX R_MIN R_OPT R_MAX    (once a profile) rename PORT NAME (PORT then has that
-//   name alone)
-// and, to be a wrong one: "without PORT", "extra OUTPUT", "type PORT TYPE", "host PORT", "nan",
-// "chatty" (reports an error and goes on). $MOCK_TRT_VERSION is its version (default 10.14.1.48).
-// Calls fail where $MOCK_CUDA_FAIL says so.
+//   denoiser VOCAB MASK TOP_K CACHE_TYPE
+//   layer KV_HEADS HEAD_SIZE               (once per layer)
+//   profile T_MIN T_OPT T_MAX S_MIN S_OPT S_MAX R_MIN R_OPT R_MAX    (once per profile)
+//   rename PORT NAME                       (replaces the port's name)
+// and, for invalid engines: "without PORT", "extra OUTPUT", "type PORT TYPE", "host PORT", "nan",
+// "chatty" (reports an error and continues). $MOCK_TRT_VERSION is its version (default
+// 10.14.1.48). $MOCK_CUDA_FAIL makes calls fail.
 //
-// Stricter than TensorRT: an enqueue checks every address against the mock's device memory and the
-// tensors against each other; a context whose shapes are new cannot be captured; replaying a graph
-// after its context changed or went is counted.
+// Stricter than TensorRT: an enqueue checks every address against the mock's device memory, and the
+// tensors against each other. A context with new shapes cannot be captured. Replaying a graph after
+// its context has changed or been destroyed is counted.
 #include <NvInferRuntime.h>
 
 #include <cstdio>
@@ -45,7 +45,7 @@ struct Tensor {
   DataType type;
   std::vector<int64_t> dims;
   bool is_on_host = false;
-  std::string role{};  // its name until it was renamed
+  std::string role{};  // its name before it was renamed
 };
 
 size_t element_bytes(DataType type) {
@@ -61,7 +61,7 @@ struct Plan {
   std::vector<Range> profiles;
   bool is_nan = false, is_chatty = false;
 
-  // False if the text is no plan.
+  // False if the text is not a plan.
   bool read(const std::string& text) {
     std::istringstream in(text);
     std::string word, name;
@@ -161,13 +161,13 @@ Dims to_dims(const std::vector<int64_t>& dims, int64_t tokens, int64_t cached, i
   return out;
 }
 
-// What a captured enqueue was made with; it must still be so when it is replayed.
+// The parameters of a captured enqueue; they must be the same at replay.
 struct Generation {
   int number = 0;
   bool is_alive = true;
 };
 
-// Every virtual function that is not overridden with something to do.
+// Every virtual function that needs no implementation.
 #define NOTHING(signature, value) \
   signature noexcept override { return value; }
 

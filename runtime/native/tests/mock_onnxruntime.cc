@@ -1,21 +1,20 @@
-// Stands for libonnxruntime with providers for GPUs: the slots of OrtApi that the engine calls,
-// with a denoiser of arithmetic (mock_denoiser.h) behind them, which a GPU's provider computes on
-// the "device" memory of mock_cuda, that the host cannot read.
+// Replaces libonnxruntime with GPU providers: implements the OrtApi slots that the engine calls,
+// with the denoiser of mock_denoiser.h. A GPU provider computes on the "device" memory of
+// mock_cuda, which the host cannot read.
 //
-// Its "graph" is text:
+// Its "graph" is text; types are the numbers of ONNXTensorElementDataType:
 //   mock-graph
-//   denoiser VOCAB MASK TOP_K CACHE_TYPE      (types are ONNXTensorElementDataType's numbers)
-//   layer KV_HEADS HEAD_SIZE                  (once a layer)
-//   node NAME OPERATOR [PROVIDER ...]         (DOMAIN:OPERATOR of another domain; the CPU runs all
-//   of them)
-// and, to be a wrong one: "nan".
+//   denoiser VOCAB MASK TOP_K CACHE_TYPE
+//   layer KV_HEADS HEAD_SIZE                  (once per layer)
+//   node NAME OPERATOR [PROVIDER ...]         (DOMAIN:OPERATOR for other domains; the CPU runs all)
+// and, for an invalid graph: "nan".
 //
-// $MOCK_ORT_VERSION is its version (default 1.31.1), $MOCK_ORT_PROVIDERS what it was built with
-// (default: TensorRT, CUDA, CPU), $MOCK_ORT_LIBRARIES what a provider cannot load, $MOCK_ORT_FULL
-// the call that finds the device full ("Run:2"). Calls fail where $MOCK_CUDA_FAIL says so.
+// $MOCK_ORT_VERSION is its version (default 1.31.1), $MOCK_ORT_PROVIDERS its providers (default:
+// TensorRT, CUDA, CPU), $MOCK_ORT_LIBRARIES the libraries that a provider cannot load,
+// $MOCK_ORT_FULL the call that finds the device full ("Run:2"). $MOCK_CUDA_FAIL makes calls fail.
 //
-// Stricter than ONNX Runtime: keys and values have to be on the provider's device and whole, all
-// else in host memory; what is still waiting on a stream of ours when a pass starts was not done.
+// Stricter than ONNX Runtime: keys and values must be on the provider's device and complete, all
+// else in host memory. Work still waiting on our streams when a pass starts counts as not done.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -81,7 +80,7 @@ struct OrtSession {
   mock::Shape shape{};
   int cache_type = 0;
   bool is_nan = false, is_recorded = false;
-  std::string provider;  // that runs the denoiser
+  std::string provider;  // runs the denoiser
   int device = 0;
   std::vector<std::pair<std::string, OrtTypeInfo>> inputs, outputs;
   std::vector<OrtEpAssignedSubgraph> placement;
@@ -103,9 +102,9 @@ OrtStatus* refuse(const std::string& message, int code = kFail) {
   return new OrtStatus{code, message};
 }
 
-// Counts the call; a status if it is to fail, or to find the device full.
+// Counts the call. Returns an error status if it should fail or find the device full.
 OrtStatus* noted(const std::string& call) {
-  static std::map<std::string, int> made;  // the driver's threads are told to fail one at a time
+  static std::map<std::string, int> made;  // tests let one of the driver's threads fail at a time
   const bool is_failing = mock::note(call);
   if (variable("MOCK_ORT_FULL", "") == call + ":" + std::to_string(++made[call]))
     return refuse(
@@ -216,8 +215,8 @@ OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptio
   return nullptr;
 }
 
-// A value's bytes as the provider sees them; nullptr and a count if they are not where they have to
-// be.
+// A value's bytes as the provider sees them. Returns nullptr, and counts an error, if they are not
+// where they must be.
 void* view(const OrtSession& session, const OrtValue& value, bool is_cache) {
   const bool on_device = is_cache && session.provider != kCpu;
   const bool is_there = on_device

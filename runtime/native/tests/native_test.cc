@@ -1,8 +1,8 @@
-// Tests of the parts of the native runtime that stand alone: the JSON reader, SHA-256, the callback
-// engine and the contexts in host memory, requests, the decisions of the TensorRT engine.
+// Tests of independent parts of the native runtime: the JSON reader, SHA-256, the callback engine,
+// contexts in host memory, requests, and the decisions of the TensorRT engine.
 //
-// The core's classes are hidden in the library, so this program is compiled together with their
-// sources. Prints "N passed, N failed"; the exit status is 1 if one failed.
+// Compiled with the core's sources, because the library hides these classes. Prints "N passed, N
+// failed". The exit status is 1 if a check failed.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -35,8 +35,8 @@ struct Tally {
 };
 
 #define CHECK(condition) tally.note((condition), __FILE__, __LINE__, #condition)
-// That code throws Error(status) with a message that is exactly `message`, or contains it where it
-// starts with "...".
+// Checks that `code` throws Error(status) with the message `message`, or containing the rest of it
+// if it starts with "...".
 #define CHECK_ERROR(code, status, message) \
   check_error(tally, __FILE__, __LINE__, [&] { (void)(code); }, status, message)
 
@@ -127,7 +127,7 @@ void test_json_refuses(Tally& tally) {
       {"", "line 1: expected a value, found the end of the text"},
       {"\n\n tru", "line 3: expected a value, found \"tru\""},
       {"{\"a\":1}\n{", "line 2: expected the end of the text, found \"{\""},
-      {"{\"a\":1,\n\"b\":2,\n\"a\":3}", "line 3: the key \"a\" is there twice"},
+      {"{\"a\":1,\n\"b\":2,\n\"a\":3}", "line 3: the key \"a\" occurs twice"},
       {"{\"a\":1,}", "line 1: expected a key in double quotes, found \"}\""},
       {"{a:1}", "line 1: expected a key in double quotes, found \"a:1}\""},
       {"{\"a\" 1}", "line 1: expected ':' after the key \"a\", found \"1}\""},
@@ -139,7 +139,7 @@ void test_json_refuses(Tally& tally) {
       {"\"\\x41\"", "line 1: unknown escape: \"\\\\x\""},
       {"\"\\u12", "...expected four hex digits"},
       {"\"\\u+123\"", "...expected four hex digits"},
-      {"\"\\u0000\"", "...a string holds NUL"},
+      {"\"\\u0000\"", "...a string contains NUL"},
       {"\"\\ud800\"", "...unpaired surrogate"},
       {"\"\\udc00\"", "...unpaired surrogate"},
       {"\"\\ud800\\u0041\"", "...unpaired surrogate"},
@@ -147,7 +147,7 @@ void test_json_refuses(Tally& tally) {
       {"\"\xc0\x80\"", "...invalid UTF-8"},          // overlong
       {"\"\xed\xa0\x80\"", "...invalid UTF-8"},      // a surrogate
       {"\"\xf4\x90\x80\x80\"", "...invalid UTF-8"},  // beyond U+10FFFF
-      {"\"\xe2\x82", "...invalid UTF-8"},            // cut short
+      {"\"\xe2\x82", "...invalid UTF-8"},            // truncated
       {"\"\x80\"", "...invalid UTF-8"},
       {"\xef\xbb\xbf{}",
        "line 1: expected a value, found \"\\xef\\xbb\\xbf{}\""},  // a byte order mark
@@ -157,7 +157,7 @@ void test_json_refuses(Tally& tally) {
       {".5", "...expected a value"},
       {"1e", "...not a number"},
       {"+1", "...expected a value"},
-      {"1e999", "line 1: no double holds \"1e999\""},
+      {"1e999", "line 1: out of range for a double: \"1e999\""},
       {"NaN", "...expected a value"},
       {"Infinity", "...expected a value"},
       {"'a'", "...expected a value"},
@@ -165,8 +165,7 @@ void test_json_refuses(Tally& tally) {
       {std::string("1\0", 2), "...expected the end of the text"},
       {std::string(65, '['), "...nested deeper than 64 levels"},
       {std::string(100000, '['), "...nested deeper than 64 levels"},
-      {std::string(kLimit + 1, ' '),
-       "line 1: the text has 1048577 bytes, more than the 1048576 that are read"},
+      {std::string(kLimit + 1, ' '), "line 1: the text has 1048577 bytes; the limit is 1048576"},
   };
   for (const auto& [text, message] : cases) CHECK_ERROR(parse(text), DLM_BAD_BUNDLE, message);
   // A long path keeps its end and stays short.
@@ -178,8 +177,7 @@ void test_json_refuses(Tally& tally) {
   CHECK(value->path().size() < 300 && value->path().compare(0, 3, "...") == 0);
 }
 
-// Damaged text is read or refused; it never crashes (the sanitizers watch) and never throws
-// anything else.
+// Damaged text is accepted or throws Error; it never crashes (the sanitizers check).
 void test_json_survives_mutations(Tally& tally) {
   uint32_t state = 12345;
   const auto random =
@@ -222,7 +220,7 @@ void test_json_survives_mutations(Tally& tally) {
 }
 
 void test_json_canonical(Tally& tally) {
-  // The right side is what Python's json.dumps(value, sort_keys=True, separators=(",", ":")) gives.
+  // The right side is Python's json.dumps(value, sort_keys=True, separators=(",", ":")).
   const auto root = parse(
       "{ \"b\": [ -0, [], 7 , {} ], \"seal\": 1, \"B\": {\"seal\": \"\\\"\\\\/ ~\"},\n \"a.0\": "
       "[true, null]}");
@@ -232,9 +230,9 @@ void test_json_canonical(Tally& tally) {
   CHECK_ERROR(parse("[1, 2.0]")->canonical(), DLM_BAD_BUNDLE, "...[1]: expected an integer in ");
   CHECK_ERROR(parse("[1e3]")->canonical(), DLM_BAD_BUNDLE, "...expected an integer");
   CHECK_ERROR(parse("{\"a\":\"\\u00e9\"}")->canonical(), DLM_BAD_BUNDLE,
-              "a: may hold printable ASCII only, found \"\\xc3\\xa9\"");
+              "a: must be printable ASCII, found \"\\xc3\\xa9\"");
   CHECK_ERROR(parse("{\"a\\n\":1}")->canonical(), DLM_BAD_BUNDLE,
-              "the document: may hold printable ASCII only, found \"a\\x0a\"");
+              "the document: must be printable ASCII, found \"a\\x0a\"");
 }
 
 void test_sha256(Tally& tally) {
@@ -254,8 +252,8 @@ void test_sha256(Tally& tally) {
       CHECK(hash.hex() == hex);
     }
   }
-  // Every length around the block size, in pieces of every size: both paths agree with each other
-  // and with one update.
+  // Every length around the block size, in pieces of every size: both implementations agree with
+  // each other and with a single update.
   bool agree = true;
   std::string text;
   for (size_t length = 0; length < 200; ++length, text += static_cast<char>(length * 37)) {
@@ -308,18 +306,18 @@ void test_callback_engine(Tally& tally) {
               "the pass callback is NULL");
 }
 
-// What passes read of the cache: every row outside theirs, once, in any order, that of the last
-// pass which wrote it. Rows are told apart by layer, head (of all requests of a batch), position
-// and pass, keys and values by kind. Layers differ in heads and in the size of one, as some
-// denoisers' do; two of them are alike.
+// Checks the cached rows that passes read: every row outside theirs, once, in any order, from the
+// last pass that wrote it. Rows encode layer, head (of all requests of a batch), position and pass;
+// keys and values differ by kind. Layers have different numbers and sizes of heads, as in some
+// denoisers; two layers are alike.
 struct Rows {
   dlm::CacheShape cache = {{3, 3, 2}, {1, 5, 2}, {3, 3, 2}, {2, 2, 2}};
   int passes = 0, wrong = 0;
-  std::map<int, int> written;  // by position: the pass that did last
+  std::map<int, int> written;  // by position: the last pass that wrote it
   const char* start = nullptr;
-  bool is_growing = false;  // the rows may move to a larger place
+  bool is_growing = false;  // the rows may move to a larger buffer
 
-  // Checks what the pass reads, writes what it shall, and is surest of the last scored row.
+  // Checks the pass's reads, does its writes, and makes the last scored row the surest.
   static dlm_status run(void* user, const dlm_pass* pass) {
     static_cast<Rows*>(user)->check(*pass);
     return DLM_OK;
@@ -361,7 +359,7 @@ struct Rows {
             bytes[1] = static_cast<char>(passes);
           }
           if (layer + kind + head > 0) continue;
-          // One copy: new rows are behind the others.
+          // One copy: new rows follow the others.
           const char* const begins = present - heads * pass.cached * row_bytes;
           wrong += pass.cached > 0 && !is_growing && begins != start;
           start = begins;
@@ -393,7 +391,7 @@ void test_host_contexts(Tally& tally) {
   };
   using dlm::CacheUse;
   for (const auto& [requests, length] :
-       {std::pair{3, 20}, {1, 20}, {5, 11}}) {  // smaller ones next, in the same memory
+       {std::pair{3, 20}, {1, 20}, {5, 11}}) {  // then smaller ones, in the same memory
     const int behind = length - 2;
     batch = requests;
     make(0, length, length, CacheUse::write);
@@ -408,7 +406,7 @@ void test_host_contexts(Tally& tally) {
     make(6, 9, length, CacheUse::read);
     context->keep_outside(5, behind);
     make(5, behind, length, CacheUse::refresh);
-    context->keep_outside(4, length);  // straight from one pass that refreshes to the next
+    context->keep_outside(4, length);  // straight from one refreshing pass to the next
     make(4, length, length, CacheUse::refresh);
     context->keep_outside(behind, length);
     make(behind, length, length, CacheUse::read);
@@ -422,7 +420,7 @@ void test_host_contexts(Tally& tally) {
               "...opened with engine \"none\"");
 }
 
-// Ranges that no policy asks for: each pass over rows that the one before left, in part or whole.
+// Ranges that no policy uses: each pass reads rows that the previous one left, in part or whole.
 void test_rows_through_random_ranges(Tally& tally) {
   uint32_t state = 1;
   const auto random = [&](int low, int high) {  // both included
@@ -440,7 +438,7 @@ void test_rows_through_random_ranges(Tally& tally) {
     dlm_pass pass{};
     pass.batch = random(1, 5), pass.tokens = length, pass.position_ids = positions.data();
     context->run(pass, dlm::CacheUse::write);
-    int first = length, last = 0;  // what the next range has to hold, as its rows were not kept
+    int first = length, last = 0;  // rows not kept; the next range must include them
     for (int i = 0; i < 8; ++i) {
       first = random(0, std::min(first, length - 1)),
       last = random(std::max(last, first + 1), length);
@@ -457,7 +455,7 @@ void test_rows_through_random_ranges(Tally& tally) {
   CHECK(wrong == 0);
 }
 
-// Runs so many requests in lockstep.
+// Runs this many requests in lockstep.
 template <class Make>
 std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoiser,
                                                     dlm::Engine& engine, int32_t count, Make make) {
@@ -470,8 +468,8 @@ std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoise
   return jobs;
 }
 
-// Every cache, block and refresh of a canvas, alone and with others: what passes read, and under a
-// sanitizer how it got there.
+// Every cache, block length and refresh of a canvas, alone and with others: checks the rows that
+// passes read, and under a sanitizer how they were moved.
 void test_rows_through_whole_requests(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* cache : {"prefix", "dual"})
@@ -497,8 +495,8 @@ void test_rows_through_whole_requests(Tally& tally) {
   CHECK(cases == 144 && wrong == 0);
 }
 
-// The cache of blocks: it grows with what is stored, which is read at its place. With `reuse` every
-// pass over a block stores it again; with `open` the pass that stores one decides in the next.
+// The block cache grows with the stored rows, which are read in place. With `reuse`, every pass
+// over a block stores it again; with `open`, the pass that stores one block decides in the next.
 void test_rows_that_are_appended(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* store : {"pass", "reuse", "open"})
@@ -519,10 +517,10 @@ void test_rows_that_are_appended(Tally& tally) {
             const auto jobs = run_together(denoiser, *engine, batch, [&] {
               return dlm::Request(denoiser, *engine, policy, canvas, undecided, 0);
             });
-            const dlm_stats& counts = *jobs[0]->result().stats;  // as of all: they are alike
-            // Requests that store what their last passes computed never go together.
+            const dlm_stats& counts = *jobs[0]->result().stats;  // of every job: they are alike
+            // Requests that store the rows of their last pass never run together.
             const int32_t turns = std::strcmp(store, "reuse") == 0 ? batch : 1;
-            // Each of the passes that open a block decides one position of it, as here every pass
+            // Each pass that opens a block decides one of its positions, because here every pass
             // does.
             const bool opens = std::strcmp(store, "open") == 0;
             wrong += rows.wrong + (counts.denoise_passes +
@@ -536,8 +534,8 @@ void test_rows_that_are_appended(Tally& tally) {
   CHECK(cases == 144 && wrong == 0);
 }
 
-// What becomes of a canvas under a denoiser that predicts 10 + position, surest from the left, and
-// of its positions.
+// Fills a canvas with a denoiser that predicts 10 + position, surest from the left, and reports the
+// positions.
 std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
                           std::vector<uint8_t> undecided, Tally& tally) {
   const dlm::Denoiser denoiser{40, 9, 64, 2, 0, false, {{1, 2, 4}}, {12}};
@@ -561,8 +559,8 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
   return request.canvas();
 }
 
-// Proposes what logits say least of, lets one position commit a pass, the last one, and keeps what
-// it is told.
+// Proposes the least likely token, commits one position per pass, the last one, and records its
+// notifications.
 class Least final : public dlm::Proposer {
  public:
   Least(int32_t vocab_size, std::map<int32_t, int32_t>& told)
@@ -588,7 +586,7 @@ class Least final : public dlm::Proposer {
   std::map<int32_t, int32_t>& told_;
 };
 
-// Two requests of a batch, each with its own rule and proposer: what a pass gives is what one of
+// Two requests of a batch with different rules and proposers: a pass has the outputs that one of
 // them needs.
 void test_proposers_side_by_side(Tally& tally) {
   struct Seen {
@@ -641,7 +639,7 @@ void test_proposers_side_by_side(Tally& tally) {
   CHECK(seen.passes == 4 && seen.with_logits == 4 && seen.with_entropy == 0);
 }
 
-// An engine of one request a pass cannot run two canvases.
+// An engine that takes one request per pass cannot run two canvases.
 void test_guidance_is_refused_where_passes_take_one_request(Tally& tally) {
   class One final : public dlm::HostEngine {
    public:
@@ -655,18 +653,17 @@ void test_guidance_is_refused_where_passes_take_one_request(Tally& tally) {
   dlm_policy policy = dlm::default_policy();
   policy.cfg_scale = 1.5;
   CHECK_ERROR(dlm::Request(denoiser, engine, dlm::check_policy(policy), {1, 9}, {0, 1}, 0),
-              DLM_UNSUPPORTED, "...cfg_scale = 1.5 takes two canvases a pass");
+              DLM_UNSUPPORTED, "...cfg_scale = 1.5 needs two canvases per pass");
 }
 
 void test_undecided_is_not_the_mask_token(Tally& tally) {
   dlm_policy policy = dlm::default_policy();
   policy.block_length = 2;
   policy.stop = "none";
-  // A mask token (9) that was given stays, and noise that stands where a token is wanted is
-  // replaced.
+  // A given mask token (9) stays; noise at an undecided position is replaced.
   CHECK((fill(policy, {9, 9, 5, 7, 9, 3}, {0, 1, 1, 0, 0, 1}, tally) ==
          std::vector<int32_t>{9, 11, 12, 7, 9, 15}));
-  // 12 is the end token: committed at position 2, it fills every undecided position behind its
+  // 12 is the end token: committed at position 2, it fills every undecided position after its
   // block, and no other.
   CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) ==
          std::vector<int32_t>{1, 11, 12, 9, 14, 15}));
@@ -682,16 +679,15 @@ void test_tensorrt_plans(Tally& tally) {
   engine.sm = {89, 120};
   engine.prefill = {{1, 256, 512}, {0, 0, 0}, {1, 8, 64}};
   engine.block = {{1, 32, 32}, {0, 256, 512}, {1, 8, 32}};
-  // Full passes are prefill's at any length, cached ones block's.
+  // Full passes use prefill at any length, cached ones block.
   CHECK(choose_profile(engine, 512, 0) == 0 && choose_profile(engine, 8, 0) == 0 &&
         choose_profile(engine, 8, 1) == 1);
   CHECK(choose_profile(engine, 32, 512) == 1 && choose_profile(engine, 33, 1) == -1 &&
         choose_profile(engine, 513, 0) == -1);
   CHECK(choose_profile(engine, 1, 513) == -1);
-  engine.prefill.tokens.smallest = 64;  // then short ones are block's
+  engine.prefill.tokens.smallest = 64;  // then short ones use block
   CHECK(choose_profile(engine, 32, 0) == 1 && choose_profile(engine, 33, 0) == -1);
-  engine.prefill.cached = {0, 256,
-                           512};  // and a prefill that takes cached rows takes what block does not
+  engine.prefill.cached = {0, 256, 512};  // and a prefill with cached rows takes what block cannot
   CHECK(choose_profile(engine, 100, 100) == 0 && choose_profile(engine, 32, 100) == 1);
 
   const dlm::Sizes rows{1, 8, 30};
@@ -704,8 +700,8 @@ void test_tensorrt_plans(Tally& tally) {
       is_right = is_right && (bucket % 8 == 0 || bucket == tokens || bucket == 30);
     }
   CHECK(is_right);
-  CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);  // never fewer than the profile takes
-  CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);  // never fewer than are wanted
+  CHECK(rows_bucket(1, 2, {4, 8, 32}) == 4);  // at least the profile's minimum
+  CHECK(rows_bucket(3, 1, {1, 8, 32}) == 3);  // at least the needed rows
 
   const auto sizes = dlm::trt::largest(engine);
   CHECK(sizes.tokens == 512 && sizes.cached == 512 && sizes.rows == 64);

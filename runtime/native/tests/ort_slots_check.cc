@@ -1,8 +1,8 @@
-// Compares src/engines/onnxruntime/ort_api.h with ONNX Runtime's official header, at compile time:
-// slots, signatures and the numbers of enums.
+// Compares src/engines/onnxruntime/ort_api.h with ONNX Runtime's official header at compile time:
+// slots, signatures and enum values.
 //
-// Built only where the header is installed (Debian's libonnxruntime-dev puts it into
-// <onnxruntime/>). That it compiles is the test; the program does nothing.
+// Built only if the header is installed (Debian's libonnxruntime-dev puts it in <onnxruntime/>).
+// Compiling it is the test; the program does nothing.
 #include "engines/graph_contract.h"
 #include "engines/onnxruntime/ort_api.h"
 
@@ -14,14 +14,13 @@
 
 #include <type_traits>
 
-// The official pointers carry attributes (nonnull, warn_unused_result) that do not belong to a
-// type.
+// The official pointers have attributes (nonnull, warn_unused_result) that are not part of a type.
 #pragma GCC diagnostic ignored "-Wignored-attributes"
 
 namespace {
 
-// A type as engines/onnxruntime/ort_api.h writes it: enums are int, noexcept is left out, and
-// tables that we look up ourselves are void.
+// Maps a type to its form in engines/onnxruntime/ort_api.h: enums become int, noexcept is dropped,
+// and the tables that our code looks up become void.
 template <class T>
 struct Plain {
   using type = std::conditional_t<std::is_enum_v<T>, int, T>;
@@ -137,7 +136,7 @@ CHECK_SLOT_OF(PlacedNodeGetDomain, EpAssignedNode_GetDomain);
 CHECK_SLOT_OF(PlacedNodeGetOperator, EpAssignedNode_GetOperatorType);
 #endif
 
-// OrtCustomOp grows at its end only, and a library reads as much of it as its version says.
+// OrtCustomOp grows only at its end, and a library reads only the part that its version has.
 static_assert(sizeof(dlm::ort::CustomOp) <= sizeof(OrtCustomOp));
 static_assert(
     std::is_same_v<decltype(dlm::ort::CustomOp::version), decltype(OrtCustomOp::version)>);

@@ -1,9 +1,9 @@
-// Requests that share passes, and those that take turns, come to what each comes to alone: over a
-// made-up denoiser whose predictions depend on every row that is seen, and on nothing else. Random
-// requests join, leave, are cancelled and fail, from several threads.
+// Requests that share passes, and requests that take turns, must give the same results as alone. A
+// fake denoiser's predictions depend on every visible row and on nothing else. Random requests
+// join, leave, are cancelled and fail, from several threads.
 //
-// Compiled together with the core's sources, as its classes are hidden in the library. Prints "N
-// passed, N failed".
+// Compiled with the core's sources, because the library hides these classes. Prints "N passed, N
+// failed".
 #include "decode/runner.h"
 
 #include <algorithm>
@@ -40,12 +40,12 @@ void note(bool holds, int line, const std::string& what) {
 }
 #define CHECK(condition) note((condition), __LINE__, #condition)
 
-// Where a request fails.
+// The call in which a request fails.
 enum class Fault { none, needs, propose, end, end_foreign, end_memory, step };
 
 struct NotAnException {};
 
-// The policy's own proposer. One of its calls throws.
+// The policy's proposer, with one call that throws.
 class Faulty final : public dlm::Proposer {
  public:
   Faulty(const dlm::Denoiser& of, const dlm::Policy& policy, Fault fault)
@@ -85,7 +85,7 @@ class Faulty final : public dlm::Proposer {
   const Fault fault_;
 };
 
-// The options of a job, to be made as often as they are wanted.
+// The options of a job; can be created repeatedly.
 struct Limits {
   int32_t max_steps = 0;
   std::optional<dlm::Clock::time_point> deadline;
@@ -102,7 +102,7 @@ struct Limits {
   }
 };
 
-// A scheduler over whatever makes the passes of the engine's requests.
+// A scheduler with the pass maker that suits the engine.
 class Scheduler {
  public:
   Scheduler(const dlm::Denoiser& of, dlm::Engine& engine, const dlm::Runner::Options& options,
@@ -133,7 +133,7 @@ std::vector<int32_t> canvas_of(const dlm::Job& job) {
   return {job.result().tokens, job.result().tokens + job.result().length};
 }
 
-// A request, to be made as often as it is wanted.
+// A request; can be created repeatedly.
 struct Wish {
   dlm::Policy policy;
   std::vector<int32_t> canvas;
@@ -185,7 +185,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
   return wish;
 }
 
-// What the request comes to by itself, as a session runs it.
+// The result of the request alone, as a session runs it.
 std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
   dlm::LockstepPasses passes(of, engine, INT64_MAX, 1);
   dlm::Runner runner(of, passes, {});
@@ -194,7 +194,7 @@ std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, co
   return job;
 }
 
-// Equal canvases, finishes and statistics, but for times.
+// True if canvases, finishes and statistics are equal, except for times.
 bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
   const dlm_result &one = job.result(), &other = alone->result();
   const auto equal = [](float a, float b) {
@@ -255,11 +255,11 @@ void test_passes_are_shared() {
   }
   scheduler.run(true, kNothing);
   CHECK(engine.most_requests() == 8);
-  CHECK(scheduler.told().passes == 8);  // one token each of eight, all in the same passes
+  CHECK(scheduler.told().passes == 8);  // eight passes, each with one token of all eight requests
 }
 
-// Passes that requests share are expected to stay within a time, by what they cost; those that
-// cannot wait for a pass of their own.
+// Shared passes stay within a time limit by their expected cost. Requests that do not fit wait for
+// another pass.
 void test_costs(uint32_t seed) {
   std::mt19937 random(seed);
   const int32_t visible_block = any_of<int32_t>(random, {0, 4}),
@@ -281,13 +281,13 @@ void test_costs(uint32_t seed) {
   scheduler.run(true, kNothing);
   CHECK(engine.costliest_shared() <= most_ms);
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
-  // A pass that only stores scores a row all the same, which no request counts.
+  // A pass that only stores still scores one row, which no request counts.
   const double expected = 1000 * scheduler.told().expected_s;
   CHECK(expected <= engine.cost() * (1 + 1e-9));
   CHECK(expected >= engine.cost() - cost.row * static_cast<double>(scheduler.told().passes) - 1e-6);
 }
 
-// No more requests begin than a pass within the time has room for, and one does whatever it takes.
+// Requests start only while a pass stays within the time limit; a single one always starts.
 void test_admission_by_cost() {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
@@ -309,10 +309,10 @@ void test_admission_by_cost() {
     return most;
   };
   CHECK(most_running(0) == 8);
-  CHECK(most_running(13) == 3);  // four tokens of a block each, and one millisecond
+  CHECK(most_running(13) == 3);  // a block of four tokens each, and one millisecond
   CHECK(most_running(12.9) == 2);
   CHECK(most_running(0.1) == 1);
-  // Passes that take several times as long as their cost says are of fewer requests before long.
+  // If passes take several times as long as predicted, they soon have fewer requests.
   CHECK(most_running(130, 10) == 3);
   const int64_t before = passes;
   engine.take(std::chrono::milliseconds(4));
@@ -320,7 +320,7 @@ void test_admission_by_cost() {
   CHECK(passes > before);
 }
 
-// A pass that fails fails those that took part in it, with its sentence, and nobody else.
+// A pass that fails ends the requests in it with its message, and no others.
 void test_failures_stay_with_their_requests(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -348,8 +348,8 @@ void test_failures_stay_with_their_requests(bool shares) {
   CHECK(failures >= 1 && failures <= 2);
 }
 
-// A request that fails as it ends, or anywhere else, fails alone: every wait ends, and the other
-// results do not change.
+// A request that fails, even while it ends, fails alone: every wait ends, and other results do not
+// change.
 void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -363,7 +363,7 @@ void test_faults_stay_with_their_requests(bool shares, Fault fault) {
     const auto submit_faulty = [&](Limits limits) {
       if (fault == Fault::step) limits.on_step = throws;
       Wish wish = make_wish(random, 4, 0);
-      wish.policy.cfg_scale = 0;  // guidance asks its proposer for no needs
+      wish.policy.cfg_scale = 0;  // with guidance, the proposer's needs are not called
       wish.canvas = std::vector<int32_t>(20, kMask);
       return scheduler.submit(wish.make(of, engine, fault), limits);
     };
@@ -398,7 +398,7 @@ void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
 }
 
-// One that is not done as its scheduler goes, and fails as it ends then.
+// A request that has not ended when its scheduler is destroyed, and then fails as it ends.
 void test_faults_as_a_scheduler_is_destroyed() {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, true);
@@ -413,8 +413,8 @@ void test_faults_as_a_scheduler_is_destroyed() {
         std::string(job->result().message) == "made to fail");
 }
 
-// When making passes itself fails, all that run and wait end with the cause; then submit() throws
-// it, until the next run.
+// If making passes fails, all running and waiting requests end with the cause. submit() throws it
+// until the next run.
 void test_an_error_of_nobody_ends_all(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -482,7 +482,7 @@ void test_limits() {
       return error.status();
     }
   };
-  CHECK(status_of(wish(31, {})) == DLM_INVALID_ARGUMENT);  // more rows than there are
+  CHECK(status_of(wish(31, {})) == DLM_INVALID_ARGUMENT);  // more rows than exist
   const auto first = submit(wish(30, {})),
              second = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   CHECK(status_of(wish(8, {})) == DLM_BUSY);
@@ -496,7 +496,7 @@ void test_limits() {
   const auto late = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   scheduler.run(true, kNothing);
   CHECK(finish_of(*late) == dlm::Finish::deadline && late->result().stats->nfe == 0);
-  // A step callback that stops, and one that sees every step.
+  // A step callback that stops, and one that counts every step.
   int steps = 0;
   const auto count = [](void* user, const dlm_step* step) {
     return ++*static_cast<int*>(user) == 3 || step->nfe < 0 ? 1 : 0;
@@ -504,7 +504,7 @@ void test_limits() {
   const auto stopped = submit(wish(20, {0, {}, count, &steps}));
   scheduler.run(true, kNothing);
   CHECK(stopped->result().status == DLM_CANCELLED && steps == 3);
-  // When before_pass asks to stop, requests stay as they are, and the next run goes on.
+  // If before_pass asks to stop, requests stay, and the next run continues them.
   const auto kept = submit(wish(12, {}));
   int calls = 0;
   try {
@@ -516,7 +516,7 @@ void test_limits() {
   CHECK(!kept->wait(dlm::Clock::duration{}));
   scheduler.run(true, kNothing);
   CHECK(kept->result().status == DLM_OK && kept->wait(dlm::Clock::duration{}));
-  // One that is abandoned with its scheduler ends cancelled.
+  // A request that is dropped with its scheduler ends as cancelled.
   std::shared_ptr<dlm::Job> abandoned;
   {
     Scheduler short_lived(of, engine, {1, 2, 64}, 30);
@@ -525,8 +525,8 @@ void test_limits() {
   CHECK(abandoned->wait({}) && finish_of(*abandoned) == dlm::Finish::cancelled);
 }
 
-// Many threads hand in and cancel, one runs; what was neither cancelled nor stopped is what it is
-// alone.
+// Many threads submit and cancel, one runs. Requests that were neither cancelled nor stopped give
+// the same result as alone.
 void test_threads(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
@@ -560,9 +560,9 @@ void test_threads(bool shares, int requests_a_thread) {
   CHECK(scheduler.told().finished == 4 * requests_a_thread);
 }
 
-// Four threads hand in requests of every kind, some of which fail wherever one can, while the
-// thread that makes passes is stopped and started again and then destroyed with requests in it.
-// Every wait ends, and the results of the other requests do not change.
+// Four threads submit requests of every kind, some with faults in any call. Meanwhile the thread
+// that makes passes is stopped and restarted, and finally destroyed with requests in it. Every wait
+// ends, and the results of the other requests do not change.
 void test_mixed_requests(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
@@ -571,7 +571,7 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
   std::atomic<bool> is_closed{false};
   std::atomic<int> wrong{0}, ended{0}, failed_jobs{0};
   std::thread runner([&] {
-    for (int runs = 0; !is_closed; ++runs) {  // stop() may come before, while and after it runs
+    for (int runs = 0; !is_closed; ++runs) {  // stop() may come before, during and after a run
       try {
         scheduler->run(false, [&] { return runs % 3 != 2; });
       } catch (const dlm::Error&) {
@@ -636,7 +636,7 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
   CHECK(ended + static_cast<int>(left.size()) == 4 * requests_a_thread);
 }
 
-// An automaton of texts of tokens from kBarred on alone, 4 or more.
+// An automaton that only accepts texts of tokens from kBarred on, 4 or more.
 std::shared_ptr<const dlm::Automaton> barred_alone() {
   auto made = std::make_shared<dlm::Automaton>();
   constexpr int32_t kStates = 5;
@@ -656,9 +656,9 @@ std::shared_ptr<const dlm::Automaton> barred_alone() {
   return made;
 }
 
-// One job in fifty throws in its last step, one fails as it ends, one is cancelled, the proposer of
-// one finds no token, and the denoiser rules out every token that the constraint of one allows:
-// those fail or end by themselves, and all others are what they are alone.
+// In every fifty jobs, one throws in its last step, one fails as it ends, one is cancelled, one's
+// proposer finds no token, and one has a constraint whose tokens the denoiser rules out. These fail
+// or end alone; all others give the same result as alone.
 void test_ten_thousand_jobs(bool shares, int count) {
   enum Fate { throws, fails_at_end, is_cancelled, finds_no_token, is_ruled_out, fates };
   const dlm::Denoiser of = denoiser(0, 0);
@@ -724,8 +724,7 @@ void test_ten_thousand_jobs(bool shares, int count) {
   }
   CHECK(wrong == 0 && waiting == 0);
   const int each = count / 50;
-  // Of those that are to fail at their end, some are done after their only pass, and do not end
-  // early.
+  // Some jobs that should fail at their end have only one pass, and do not end early.
   CHECK(failures[throws] == each && failures[is_cancelled] == each);
   CHECK(failures[finds_no_token] == each && failures[is_ruled_out] == each);
   CHECK(failures[fails_at_end] > each / 2);

@@ -1,5 +1,5 @@
-// A made-up denoiser whose predictions follow from every row that a pass sees, and from nothing
-// else: a token that is out of place, or a row of another request, changes the canvas.
+// A fake denoiser whose predictions depend on every row that a pass sees, and on nothing else. A
+// misplaced token, or a row of another request, changes the canvas.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1;
-// A canvas that starts with kMarked never gets tokens from kBarred on, where a pass runs all of it.
+// In a pass over the whole canvas, one that starts with kMarked gets no tokens from kBarred on.
 constexpr int32_t kMarked = 3, kBarred = 11;
 
 uint64_t mix(uint64_t x) {  // SplitMix64
@@ -30,8 +30,8 @@ uint64_t mix(uint64_t x) {  // SplitMix64
   return x ^ (x >> 31);
 }
 
-// A row of every head of every layer is a token and its position. A prediction follows from the sum
-// over all rows that are seen.
+// A row of any head and layer is a token and its position. A prediction depends on the sum over all
+// visible rows.
 class Summing final : public dlm::HostEngine {
  public:
   Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments)
@@ -43,10 +43,10 @@ class Summing final : public dlm::HostEngine {
   std::string description() const override { return "made up"; }
   void fail_after(int passes) { fails_after_ = passes; }
   int64_t most_requests() const { return most_requests_; }
-  // What its passes cost by this: together, and the costliest one that several requests shared.
+  // Sums the predicted cost of its passes, and records the costliest shared pass.
   void count_by(const dlm::PassCost& cost) { cost_ = cost; }
   double cost() const { return spent_; }
-  void take(std::chrono::microseconds time) { time_ = time; }  // a pass, at least
+  void take(std::chrono::microseconds time) { time_ = time; }  // the shortest time of a pass
   double costliest_shared() const { return costliest_shared_; }
 
   void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
@@ -93,7 +93,7 @@ class Summing final : public dlm::HostEngine {
         }
   }
 
-  // What is cached, by each head of each layer; they have to agree.
+  // Sums the cached rows of each head of each layer; all heads must agree.
   uint64_t cached_sum(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
     uint64_t found = 0;
     if (part.cached == 0) return found;
@@ -134,7 +134,7 @@ class Summing final : public dlm::HostEngine {
     double logits[kVocabulary], total = 0;
     int32_t order[kVocabulary];
     for (int32_t v = 0; v < kVocabulary; ++v) {
-      // An end token is rare, so that requests go on for a while.
+      // An end token is rare, so that requests run for a while.
       logits[v] = static_cast<double>(mix(seed + static_cast<uint64_t>(v)) % 9000) / 1000 -
                   (v == kEnd ? 4 : 0);
       order[v] = v;

@@ -1,9 +1,9 @@
-// Tests of compiled text files: damaged ones are refused or harmless, and small functions hold what
-// they say.
+// Tests of compiled text files: damaged ones are rejected or harmless, and small functions are
+// correct.
 //
-// text_test FILE...: whole files, which `dlm_export.text` compiled. Compiled together with the
-// sources, whose classes are hidden in the library. Prints "N passed, N failed"; the exit status is
-// 1 if one failed.
+// text_test FILE...: valid files, compiled by `dlm_export.text`. Compiled with the library's
+// sources, because the library hides these classes. Prints "N passed, N failed". The exit status is
+// 1 if a check failed.
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -38,7 +38,8 @@ const char* const kTexts[] = {"",
                               "<|im_start|>user <s></s> <|eos|>",
                               "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
 
-// All that a file can be asked for: whatever it says, memory stays in bounds and results are whole.
+// Uses everything in a file: for any content, memory accesses stay in bounds, and results are
+// whole.
 void use(const std::shared_ptr<const dlm::Text>& text) {
   std::vector<int32_t> ids;
   for (const char* const each : kTexts) {
@@ -46,9 +47,7 @@ void use(const std::shared_ptr<const dlm::Text>& text) {
     try {
       text->encode(each, {}, ids);
     } catch (const dlm::Error& error) {
-      CHECK(
-          error.status() ==
-          DLM_INVALID_ARGUMENT);  // a damaged vocabulary may spell a special token in one way only
+      CHECK(error.status() == DLM_INVALID_ARGUMENT);  // the text has a special token
     }
     for (const int32_t id : ids) CHECK(id >= 0 && id < text->file().vocab_size);
   }
@@ -72,7 +71,7 @@ void use(const std::shared_ptr<const dlm::Text>& text) {
     }
 }
 
-// Whether the file is read; one that is refused says why.
+// True if the file is accepted; otherwise there must be a message.
 bool is_read(const std::string& data) {
   try {
     const auto text = std::make_shared<const dlm::Text>(data.data(), data.size(), "it");
@@ -146,7 +145,7 @@ void test_text_that_is_none(const std::string& whole) {
     } catch (const dlm::Error& error) {
       CHECK(error.status() == DLM_INVALID_ARGUMENT);
       CHECK(std::string(error.what()) ==
-            "the text is no UTF-8: byte " + std::to_string(at) + " starts no whole character");
+            "the text is not UTF-8: byte " + std::to_string(at) + " starts no whole character");
     }
   }
   CHECK(ids.empty());

@@ -1,8 +1,8 @@
-// Many threads on one bundle, over the C ABI alone: sessions and requests of a scheduler, cancelled
-// from elsewhere, late, failing and stopped by callbacks, their handles destroyed at any time that
-// the header allows. Each comes to what it may come to.
+// Many threads on one bundle, through the C ABI: sessions and requests of a scheduler that other
+// threads cancel, that are late or fail, or that callbacks stop. Handles are destroyed at any time
+// that the header allows. Each request must give a valid result.
 //
-// threads_test [REQUESTS]: prints "N passed, N failed". Made for ThreadSanitizer as much as for
+// threads_test [REQUESTS]: prints "N passed, N failed". Run with ThreadSanitizer and
 // AddressSanitizer.
 #include <atomic>
 #include <cstdio>
@@ -27,7 +27,7 @@ void check(bool holds, int line, const char* what) {
 constexpr int32_t kVocab = 40, kMask = 39, kEos = 1, kLength = 24;
 constexpr int kThreads = 4;
 
-// Fails once in about 300 passes.
+// Fails about once in 300 passes.
 dlm_status run(void* user, const dlm_pass* pass) {
   auto& passes = *static_cast<std::atomic<uint32_t>*>(user);
   for (int32_t row = 0; row < pass->batch * pass->rows; ++row) {
@@ -45,7 +45,7 @@ dlm_status run(void* user, const dlm_pass* pass) {
 
 int32_t stop_sometimes(void* user, const dlm_step* step) {
   CHECK(step->length == kLength &&
-        step->nfe >= 0);  // one that is late from the start makes no pass
+        step->nfe >= 0);  // one past its deadline at the start makes no pass
   return ++*static_cast<int*>(user) == 3;
 }
 
@@ -53,7 +53,7 @@ bool may_be(dlm_status status) {
   return status == DLM_OK || status == DLM_ENGINE_FAILED || status == DLM_CANCELLED;
 }
 
-// A request as it is wanted, and what its callback counts.
+// The options of a request, and its callback's counter.
 struct Wish {
   dlm_policy policy;
   dlm_request request;
@@ -74,7 +74,7 @@ struct Wish {
   }
 };
 
-// A session, while another thread asks it to end whatever runs.
+// Runs a session while another thread cancels its requests.
 void generate(dlm_bundle* bundle, std::mt19937& random, int requests) {
   dlm_session* session = nullptr;
   CHECK(dlm_session_create(bundle, nullptr, 0, &session) == DLM_OK);
@@ -97,7 +97,7 @@ void generate(dlm_bundle* bundle, std::mt19937& random, int requests) {
   dlm_session_destroy(session);
 }
 
-// Jobs of a scheduler that another thread runs; some are left to end by themselves.
+// Submits jobs to a scheduler that another thread runs; some jobs end without a waiter.
 void submit(dlm_scheduler* scheduler, std::mt19937& random, int requests) {
   for (int i = 0; i < requests; ++i) {
     Wish wish(random);
@@ -107,7 +107,7 @@ void submit(dlm_scheduler* scheduler, std::mt19937& random, int requests) {
     if (job == nullptr) continue;
     const bool is_left =
         random() % 5 == 0 &&
-        wish.request.on_step == nullptr;  // the callback's counter lives no longer than this
+        wish.request.on_step == nullptr;  // the callback's counter does not outlive this function
     if (random() % 3 == 0) dlm_job_cancel(job);
     dlm_scheduler_stats stats;
     dlm_scheduler_get_stats(scheduler, &stats, sizeof stats);

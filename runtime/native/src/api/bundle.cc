@@ -1,4 +1,4 @@
-// The C ABI of bundles: opening, what is known of them, and their loops.
+// The C ABI of bundles: opening them, and reading their properties and policies.
 #include <sched.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ using dlm::require;
 
 namespace {
 
-// What every layer has; 0 where they differ.
+// The value that all layers share; 0 if they differ.
 int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
   const int32_t first = cache.front().*size;
   const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
@@ -44,7 +44,7 @@ dlm::ProviderChoice provider_of(const dlm_open_options& options) {
           options.allow_fallback != 0};
 }
 
-// What an engine is opened with.
+// The parameters for opening an engine.
 struct Opening {
   const dlm::Manifest& manifest;
   std::string library;
@@ -61,7 +61,7 @@ std::unique_ptr<dlm::Engine> open_tensorrt(const Opening& with) {
   if (manifest.engines.empty())
     dlm::fail(
         DLM_UNSUPPORTED,
-        "this bundle holds no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the "
+        "this bundle has no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the "
         "CPU, or with a provider such as \"cuda\"",
         manifest.is_for_gpus ? manifest.device_advice.c_str() : "Build it with --target for GPUs");
   return dlm::open_tensorrt(manifest.graph, manifest.engines, with.library);
@@ -71,7 +71,7 @@ std::unique_ptr<dlm::Engine> open_none(const Opening& with) {
   return dlm::make_none(with.manifest.denoiser.cache);
 }
 
-// The engines of bundles. "auto" is one of them: the manifest decides.
+// The engine kinds of bundles. With "auto", the manifest decides.
 struct EngineKind {
   const char* name;
   std::unique_ptr<dlm::Engine> (*open)(const Opening& with);
@@ -85,7 +85,7 @@ const EngineKind* find_engine(const std::string& name) {
   return nullptr;
 }
 
-// The engine that is asked for, perhaps "auto". Providers of GPUs are ONNX Runtime's alone.
+// The requested engine, which may be "auto". Only ONNX Runtime has GPU providers.
 std::string choose_engine(const dlm_open_options& options) {
   const std::string engine = options.engine == nullptr ? "" : options.engine;
   if (engine != "auto" && find_engine(engine) == nullptr) {
@@ -102,15 +102,15 @@ std::string choose_engine(const dlm_open_options& options) {
   return engine == "auto" && provider.is_gpu() ? "onnxruntime" : engine;
 }
 
-// The cores that this process may use; 0 if the system does not say.
+// The cores that this process may use; 0 if unknown.
 int available_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
-  // The machine has more cores than the set holds.
+  // The machine has more cores than cpu_set_t can hold.
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// More threads than cores only wait for each other, and thousands take minutes to start.
+// More threads than cores would only wait for each other, and starting thousands takes minutes.
 int limit_threads(int32_t wanted) {
   dlm::check_range("threads", wanted, 0, 4096);
   const int cores = available_cores();
@@ -134,18 +134,18 @@ const dlm_policy& find_effort(const dlm::Manifest& manifest, const char* preset,
   if (manifest.efforts.empty())
     dlm::fail(DLM_NOT_FOUND,
               "effort \"%.40s\": this bundle has no levels: `dlm-export effort BUNDLE --data FILE` "
-              "fits them, instant, low, medium and high",
+              "fits instant, low, medium and high",
               level.c_str());
   if (preset != nullptr && preset != manifest.effort_preset)
     dlm::fail(DLM_INVALID_ARGUMENT,
-              "effort %.40s was fitted for preset %.40s, not for %.40s: give one of the two",
+              "effort %.40s was fitted for preset %.40s, not for %.40s: set only one of the two",
               level.c_str(), manifest.effort_preset.c_str(), preset);
   if (const dlm_policy* const found = dlm::find_policy(manifest.efforts, level)) return *found;
   dlm::fail(DLM_NOT_FOUND, "effort \"%.40s\" is not one of %s", level.c_str(),
             names_of(manifest.efforts).c_str());
 }
 
-// What dlm_bundle_denoiser and dlm_bundle_engine tell.
+// Fills the results of dlm_bundle_denoiser and dlm_bundle_engine.
 void finish_opening(dlm_bundle& bundle) {
   bundle.engine_description = bundle.engine->description();
   const dlm::Denoiser& d = bundle.manifest.denoiser;
@@ -210,14 +210,14 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
                           chosen.engine_library == nullptr ? "" : chosen.engine_library,
                           limit_threads(chosen.threads), provider_of(chosen)};
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
-    // On a thread of its own, if one is to be had, while the engine maps the files.
+    // Hashes on another thread if possible, while the engine maps the files.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
       opened->engine = find_engine(opened->manifest.engine)->open(opening);
     } catch (...) {
-      hashed.get();  // a damaged file explains what an engine says of it
+      hashed.get();  // report a damaged file before any engine error that it caused
       throw;
     }
     hashed.get();
@@ -258,7 +258,7 @@ dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset, const
   return dlm::guarded(message, message_capacity, [&] {
     require(bundle, "bundle");
     require(policy, "policy");
-    dlm::take(*policy, *policy, "dlm_policy");  // whether it was set up
+    dlm::take(*policy, *policy, "dlm_policy");  // checks that the caller initialised it
     const dlm::Manifest& manifest = bundle->manifest;
     const dlm_policy& found =
         effort != nullptr

@@ -49,7 +49,7 @@ dlm::compile::Constraint read_constraint(const dlm_constraint& given) {
   out.layout.has_lines = given.has_lines != 0;
   if (given.max_depth >= 0) out.max_depth = static_cast<uint32_t>(given.max_depth);
   if (!(given.seconds >= 0) || given.states < 0 || given.edges < 0)
-    dlm::fail(DLM_INVALID_ARGUMENT, "a limit of compiling is below 0");
+    dlm::fail(DLM_INVALID_ARGUMENT, "a compile limit is negative");
   out.limits = {given.seconds, given.memory_bytes, static_cast<size_t>(given.states),
                 static_cast<size_t>(given.edges)};
   return out;

@@ -1,4 +1,4 @@
-// What the files of the C ABI share: handles, checks of arguments, and the exception boundary.
+// Shared by the files of the C ABI: handles, argument checks, and the exception boundary.
 #pragma once
 
 #include <array>
@@ -31,14 +31,14 @@ struct dlm_bundle {
   dlm::Manifest manifest;
   std::unique_ptr<dlm::Engine> engine;
   std::string engine_description;
-  dlm_denoiser denoiser{};  // as dlm_bundle_denoiser tells it
+  dlm_denoiser denoiser{};  // as dlm_bundle_denoiser returns it
   std::mutex text_mutex;
-  dlm_text text;  // once it was asked for
+  dlm_text text;  // set by the first call that needs it
   std::mutex vocabulary_mutex;
-  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;  // once it was compiled for
+  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;  // set by the first compile
 };
 
-// Requests hold the automaton that they began with.
+// A request holds the automaton that it started with.
 struct dlm_automaton {
   std::shared_ptr<const dlm::Automaton> automaton;
   std::array<uint8_t, 32> made_of{};
@@ -55,7 +55,7 @@ inline void copy_message(const char* text, char* message, size_t capacity) {
   make_one_line(message, std::strlen(message));
 }
 
-// Runs `body`. An exception becomes a status and a message for `report`; only ThreadExit passes.
+// Runs `body` and turns an exception into a status and a message for `report`. ThreadExit passes.
 template <typename Body, typename Report>
 dlm_status guarded(Body body, Report report) {
   try {
@@ -72,7 +72,7 @@ dlm_status guarded(Body body, Report report) {
   } catch (const ThreadExit&) {
     throw;
   } catch (...) {
-    return DLM_OUT_OF_MEMORY;  // only a message that found no memory comes here
+    return DLM_OUT_OF_MEMORY;  // only reached if there was no memory for a message
   }
 }
 
@@ -86,7 +86,7 @@ inline void require(const void* pointer, const char* name) {
   if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
 }
 
-// A call that makes *out, which `body` returns. NULL if it fails.
+// Wraps a call that creates an object: sets *out to the result of `body`, or to NULL on failure.
 template <typename Out, typename Body>
 dlm_status make(Out** out, const char* name, char* message, size_t capacity, Body body) {
   if (out != nullptr) *out = nullptr;
@@ -96,26 +96,26 @@ dlm_status make(Out** out, const char* name, char* message, size_t capacity, Bod
   });
 }
 
-// `given`, or the bundle's default.
+// Returns `given`, or the bundle's default if it is NULL.
 Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 
-// The bundle's text, read at the first call.
+// Returns the bundle's text tables; the first call reads the file.
 const dlm_text& text_of(dlm_bundle& bundle);
 
-// Ids of a chat. special_tokens: text of a content that spells a special token is that token.
+// Encodes a chat. special_tokens: in message contents, the text of a special token is that token.
 std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count,
                                  bool special_tokens);
 
-// A view of a caller's text. name: the argument's, for messages.
+// A view of a caller's text. name: the argument's name for messages.
 std::string_view view_of(const char* string, size_t size, const char* name);
 
-// A canvas of the given tokens and mask tokens after them.
+// A canvas of the given tokens, followed by mask tokens.
 std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,
                                  int32_t new_tokens);
 
-constexpr double kLongestMs = 1e12;  // 31 years, which clocks hold
+constexpr double kLongestMs = 1e12;  // 31 years, which all clocks can represent
 
-// A checked dlm_request, ready to be submitted. Throws Error.
+// A checked dlm_request, ready to submit. Throws Error.
 struct Wanted {
   Request request;
   JobOptions options;

@@ -1,4 +1,4 @@
-// dlm_request as a checked request of the core: tokens, policy, constraint, limits, text.
+// Turns a dlm_request into a checked request: tokens, policy, constraint, limits, text.
 #include <chrono>
 #include <memory>
 #include <string>
@@ -26,7 +26,7 @@ void check_options(const dlm_request& request) {
   };
   if (request.max_new_tokens < 0)
     fail(DLM_INVALID_ARGUMENT,
-         "max_new_tokens = %d is negative, and is not DLM_DEFAULT_NEW_TOKENS (%d)",
+         "max_new_tokens = %d is negative and not DLM_DEFAULT_NEW_TOKENS (%d)",
          request.max_new_tokens, DLM_DEFAULT_NEW_TOKENS);
   refuse_negative("steps", request.steps);
   refuse_negative("max_steps", request.max_steps);
@@ -39,13 +39,13 @@ void check_options(const dlm_request& request) {
          "text = %d is not one of DLM_TEXT_NONE, DLM_TEXT_RESULT and DLM_TEXT_STEPS", request.text);
 }
 
-// The given prompt or chat, encoded; empty if the request gives tokens, or nothing.
+// Encodes the request's prompt or chat. Empty if it has tokens instead, or none of the three.
 std::vector<int32_t> encode_given(dlm_bundle& bundle, const dlm_request& request) {
   const bool has_tokens = request.tokens != nullptr || request.token_count > 0,
              has_prompt = request.prompt != nullptr || request.prompt_size > 0,
              has_chat = request.messages != nullptr || request.message_count > 0;
   if (has_tokens + has_prompt + has_chat > 1)
-    fail(DLM_INVALID_ARGUMENT, "the request has several of tokens, prompt and messages: give one");
+    fail(DLM_INVALID_ARGUMENT, "the request has several of tokens, prompt and messages: set one");
   std::vector<int32_t> given;
   if (has_prompt)
     text_of(bundle).text->encode(view_of(request.prompt, request.prompt_size, "prompt"),
@@ -63,7 +63,7 @@ std::vector<std::string> stop_strings_of(const dlm_request& request) {
     require(request.stop_strings[i], "stop_strings");
     found.emplace_back(request.stop_strings[i]);
     if (found.back().empty() || !is_utf8(found.back()))
-      fail(DLM_INVALID_ARGUMENT, "stop string %zu is %s: give text, or leave it out", i,
+      fail(DLM_INVALID_ARGUMENT, "stop string %zu is %s: remove it, or set a text", i,
            found.back().empty() ? "empty" : "not UTF-8");
   }
   return found;
@@ -74,10 +74,10 @@ std::unique_ptr<TextWriter> writer_of(dlm_bundle& bundle, const dlm_request& req
   std::vector<std::string> stops = stop_strings_of(request);
   if (request.text == DLM_TEXT_NONE && stops.empty()) return {};
   if (request.text_start < -1 || request.text_start > static_cast<int64_t>(length))
-    fail(DLM_INVALID_ARGUMENT, "text_start = %d is outside the canvas (0..%zu), and not -1",
+    fail(DLM_INVALID_ARGUMENT, "text_start = %d is neither in the canvas (0..%zu) nor -1",
          request.text_start, length);
   const size_t start = request.text_start >= 0 ? static_cast<size_t>(request.text_start)
-                                               : given % length;  // 0 if nothing is added
+                                               : given % length;  // 0 if there are no new tokens
   Decode decode = request.decode != nullptr ? decode_by_windows(request.decode, request.user)
                                             : TextDecoder(text_of(bundle).text);
   return std::make_unique<TextWriter>(bundle.manifest.denoiser, std::move(decode), start,
@@ -99,11 +99,11 @@ std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens
   const size_t length = count + static_cast<size_t>(new_tokens);
   if (count > longest || length > longest)
     fail(DLM_INVALID_ARGUMENT,
-         "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu: give "
-         "fewer tokens, or a smaller max_new_tokens",
+         "a canvas of %zu tokens (%zu given and %d new) is longer than the denoiser's %zu: "
+         "use fewer tokens, or a smaller max_new_tokens",
          length, count, new_tokens, longest);
   if (length == 0)
-    fail(DLM_INVALID_ARGUMENT, "the canvas is empty: give tokens, or max_new_tokens of at least 1");
+    fail(DLM_INVALID_ARGUMENT, "the canvas is empty: set tokens, or max_new_tokens to at least 1");
   std::vector<int32_t> canvas(length, denoiser.mask_token_id);
   for (size_t i = 0; i < count; ++i) {
     if (tokens[i] < 0 || tokens[i] >= denoiser.vocab_size)

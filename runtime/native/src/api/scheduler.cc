@@ -1,4 +1,4 @@
-// The C ABI of schedulers and jobs: requests from any thread, passes on one.
+// The C ABI of schedulers and jobs: any thread submits, one thread makes the passes.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -41,10 +41,10 @@ dlm_scheduler_options default_scheduler_options() {
 
 void check_time(const char* name, double value) {
   if (!(value >= 0 && std::isfinite(value)))
-    dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is no time: give milliseconds", name, value);
+    dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is not a time: set milliseconds", name, value);
 }
 
-// The cost of passes that requests share; none where they take turns.
+// The cost of passes that requests share; unknown if the engine cannot share passes.
 dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine& engine) {
   check_time("max_pass_ms", options.max_pass_ms);
   dlm::PassCost found;
@@ -58,24 +58,24 @@ dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine
   }
   if (options.max_pass_ms > 0 && !found.is_known())
     dlm::fail(DLM_INVALID_ARGUMENT,
-              "max_pass_ms = %g wants to know what passes cost here: give cost, which `dlm-export "
+              "max_pass_ms = %g needs this machine's cost of passes: set cost, which `dlm-export "
               "bench BUNDLE --cost` measures",
               options.max_pass_ms);
   if (engine.takes_segments()) return found;
   if (options.max_pass_ms > 0)
     dlm::fail(DLM_UNSUPPORTED,
-              "max_pass_ms bounds passes that requests share, and with this engine (%s) they take "
+              "max_pass_ms limits shared passes, but with this engine (%s) requests take "
               "turns: leave it out",
               engine.description().c_str());
   return {};
 }
 
-// Rows of keys and values for all that run.
+// The number of key/value rows for all running requests together.
 int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
   uint64_t row = 0;
   for (const dlm::CacheLayer& layer : denoiser.cache) row += 2 * layer.tensor_bytes(1, 1);
   const auto longest = static_cast<uint64_t>(denoiser.max_canvas_length);
-  // No more than all that run can have, guided ones twice.
+  // At most what max_running requests can use; guided ones use two canvases.
   const uint64_t most =
       std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
   const uint64_t wanted =
@@ -148,7 +148,7 @@ int32_t dlm_job_wait(const dlm_job* job, double timeout_ms) {
   if (job == nullptr) return 0;
   if (timeout_ms < 0) return job->job->wait({}) ? 1 : 0;
   const std::chrono::duration<double, std::milli> time(
-      timeout_ms > 0 ? std::min(timeout_ms, dlm::kLongestMs) : 0);  // 0 for NaN too
+      timeout_ms > 0 ? std::min(timeout_ms, dlm::kLongestMs) : 0);  // a NaN timeout counts as 0
   return job->job->wait(std::chrono::duration_cast<dlm::Clock::duration>(time)) ? 1 : 0;
 }
 

@@ -1,4 +1,4 @@
-// The C ABI of sessions: requests on the caller's thread.
+// The C ABI of sessions: requests run on the caller's thread.
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -19,18 +19,18 @@ struct dlm_session {
       : bundle(opened),
         passes(opened.manifest.denoiser, *opened.engine, INT64_MAX, 1),
         runner(opened.manifest.denoiser, passes, {}) {
-    passes.spare_context();  // now, so that a device without room is noticed here
+    passes.spare_context();  // opened now, so that a device without memory is noticed here
   }
 
   dlm_bundle& bundle;
   dlm::LockstepPasses passes;
   Runner runner;
-  dlm::Buffers buffers;  // of passes without a request
+  dlm::Buffers buffers;  // for passes outside any request
   std::mutex jobs_mutex;
-  std::vector<std::shared_ptr<dlm::Job>> jobs;  // of the requests that were started last
-  std::function<bool()> before_pass = [] { return true; };  // false: to stop
+  std::vector<std::shared_ptr<dlm::Job>> jobs;              // of the requests started last
+  std::function<bool()> before_pass = [] { return true; };  // false: stop
   std::string last_error;
-  bool is_running = false;  // inside a call, perhaps inside one of its callbacks
+  bool is_running = false;  // inside a call, or one of its callbacks
 };
 
 namespace {
@@ -42,17 +42,17 @@ dlm_status guarded(dlm_session* session, Body body) {
     session->last_error = text;
     dlm::make_one_line(session->last_error.data(), session->last_error.size());
   };
-  // It would pull the request, or the buffers of the pass, from under the call that is under way.
+  // A second call would destroy the request or the buffers that the current call uses.
   const auto refuse = [] {
     dlm::fail(DLM_INVALID_ARGUMENT,
-              "a call on this session is under way: a callback may make no other, and each thread "
-              "takes a session of its own, or a scheduler");
+              "this session is already in a call: callbacks must not call it, and each thread "
+              "needs its own session, or a scheduler");
   };
   if (session->is_running) return dlm::guarded(refuse, report);
   session->is_running = true;
   session->last_error.clear();
   const dlm_status status = dlm::guarded(body, report);
-  if (status == DLM_OK) session->last_error.clear();  // of a call that a callback tried
+  if (status == DLM_OK) session->last_error.clear();  // set by a call that a callback attempted
   session->is_running = false;
   return status;
 }
@@ -73,7 +73,7 @@ void require_before_pass(const dlm_session& session) {
   if (!session.before_pass()) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// Runs jobs of the session; if that fails, they are dropped.
+// Runs the session's jobs; drops them on failure.
 void run(dlm_session& session, Runner& runner, Runner::Until until) {
   try {
     runner.run(until, session.before_pass);
@@ -96,8 +96,8 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// The numbers of the requests, in an order in which those that go in lockstep follow each other:
-// each joins the first batch that has room for it and that it fits into.
+// Orders the requests' indices so that those in lockstep are contiguous: each joins the first batch
+// that it fits into.
 std::vector<size_t> lockstep_order(const dlm::Engine& engine,
                                    const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<std::vector<size_t>> batches;
@@ -116,7 +116,7 @@ std::vector<size_t> lockstep_order(const dlm::Engine& engine,
   return order;
 }
 
-// How many rows of keys and values `most` of the requests take together, whichever they are.
+// The most key/value rows that any `most` of the requests need together.
 int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   std::vector<int64_t> rows;
   for (const dlm::Wanted& wanted : requests) rows.push_back(dlm::rows_of(wanted.request));
@@ -125,7 +125,7 @@ int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
-// Runs the requests, at most max_batch at a time: they share passes, or go in lockstep.
+// Runs the requests, at most max_batch at a time, in shared passes or in lockstep.
 void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t max_batch) {
   const auto most = static_cast<size_t>(max_batch);
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
@@ -227,8 +227,8 @@ dlm_status dlm_session_result(dlm_session* session, size_t number, const dlm_res
     require(result, "result");
     if (number >= session->jobs.size() || !is_done(*session->jobs[number]))
       dlm::fail(DLM_INVALID_ARGUMENT,
-                "request %zu has no result: the session started %zu requests last, and a result is "
-                "there once the request has ended",
+                "request %zu has no result: the last call started %zu requests, and each has a "
+                "result only after it has ended",
                 number, session->jobs.size());
     *result = &session->jobs[number]->result();
   });
@@ -264,7 +264,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
     const auto most = static_cast<size_t>(engine.max_rows(length, 0));
     if (most == 0)
       dlm::fail(DLM_INVALID_ARGUMENT,
-                "a pass over the whole canvas has %d tokens, but the engine takes %s: give fewer "
+                "a pass over the whole canvas has %d tokens, but the engine takes %s: use fewer "
                 "tokens, or build the engine again with a larger --canvas",
                 length, engine.limits().c_str());
     dlm::Buffers& buffers = session->buffers;

@@ -12,7 +12,7 @@ using dlm::require, dlm::text_of, dlm::view_of;
 
 namespace {
 
-// A call that writes the text or ids that `body` returns, up to capacity; *count is all there is.
+// Copies at most `capacity` of the characters or ids from `body`; *count becomes their number.
 template <class Element, class Body>
 dlm_status give(const dlm_text* text, char* message, size_t message_capacity, Element* to,
                 size_t capacity, size_t* count, Body body) {
@@ -30,7 +30,7 @@ dlm_status give(const dlm_text* text, char* message, size_t message_capacity, El
 
 void check_flags(int32_t flags, int32_t known, const char* names) {
   if ((flags & ~known) != 0)
-    dlm::fail(DLM_INVALID_ARGUMENT, "flags = %d has others than %s", flags, names);
+    dlm::fail(DLM_INVALID_ARGUMENT, "flags = %d has bits other than %s", flags, names);
 }
 
 dlm::RenderedChat render(const dlm_text& text, const dlm_message* messages, size_t count) {

@@ -1,4 +1,4 @@
-// Foreign libraries, opened when an engine is wanted and never linked.
+// Loads third-party libraries when an engine needs them. They are never linked.
 #pragma once
 
 #include <string>
@@ -7,14 +7,15 @@
 namespace dlm {
 
 struct LibrarySearch {
-  const char* what;                // for messages: "ONNX Runtime"
-  const char* variable;            // of the environment, a path; comes after `given`
-  std::vector<std::string> names;  // of the system, in order
-  const char* advice;              // what to do where it is missing
+  const char* what;                // name for messages: "ONNX Runtime"
+  const char* variable;            // environment variable with a path; used if no path is given
+  std::vector<std::string> names;  // names to try, in order
+  const char* advice;              // what to do if it is missing
 };
 
-// Opens `given`, else the variable's path, else the first of the names that loads; *name is what
-// was opened. It is never closed: such libraries have threads. Throws Error(DLM_ENGINE_MISSING).
+// Opens the path `given`, or the variable's path, or the first of the names that loads. Sets *name
+// to the one opened. Never closes it, because such libraries have threads. Throws
+// Error(DLM_ENGINE_MISSING).
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 
 }  // namespace dlm

@@ -1,4 +1,4 @@
-// The one exception of the core: a status for the C ABI and a sentence for a person.
+// The exception of the core: a status for the C ABI and a message for people.
 #pragma once
 
 #include <cxxabi.h>
@@ -23,17 +23,17 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// pthread_exit() in a callback unwinds the thread's stack with this. A handler for all exceptions
-// must throw it on, or the process aborts. CPython up to 3.13 does so at exit.
+// pthread_exit() in a callback unwinds the stack with this type. A catch-all handler must rethrow
+// it, or the process aborts. CPython up to 3.13 calls pthread_exit() at exit.
 using ThreadExit = abi::__forced_unwind;
 
-// What an exception becomes at the C ABI.
+// The status and message of an exception.
 struct Failure {
   dlm_status status;
   std::string message;
 };
 
-// The exception that is being handled. Without memory for its message, the lack of memory.
+// Describes the current exception. If its message cannot be allocated, reports out of memory.
 inline Failure thrown() noexcept {
   try {
     try {
@@ -48,7 +48,7 @@ inline Failure thrown() noexcept {
     }
   } catch (...) {
   }
-  // Short enough for std::string to store it without an allocation.
+  // Short enough for std::string to store without an allocation.
   return {DLM_OUT_OF_MEMORY, "out of memory"};
 }
 

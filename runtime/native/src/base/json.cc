@@ -1,4 +1,4 @@
-// Recursive descent over RFC 8259's grammar; see base/json.h for what is refused.
+// Recursive descent over RFC 8259's grammar; base/json.h lists what is rejected.
 #include "base/json.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace dlm::json {
 namespace {
 
-// A number for a message, as short as it reads back.
+// A number for a message: the shortest text that reads back as the same double.
 std::string shown(double number) {
   char text[40];
   const auto end = std::to_chars(text, text + sizeof text, number).ptr;
@@ -20,7 +20,7 @@ std::string shown(double number) {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// Whether a key may stand in a path without quotes.
+// True if a path can show the key without quotes.
 bool is_plain(std::string_view key) {
   const auto is_word = [](char c) {
     return is_digit(c) || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
@@ -58,7 +58,7 @@ class Reader {
   }
 
  private:
-  std::string_view text_;  // what is left
+  std::string_view text_;  // the text not yet read
   const int max_depth_;
   int32_t line_ = 1;
 
@@ -131,7 +131,7 @@ class Reader {
     if (is_object) refuse_duplicates(out);
   }
 
-  // Sorted, so that a hostile object of n keys costs n log n comparisons.
+  // Sorts, so that a hostile object of n keys costs n log n comparisons.
   static void refuse_duplicates(const Value& object) {
     std::vector<const Value*> order;
     order.reserve(object.items_.size());
@@ -141,7 +141,7 @@ class Reader {
     for (size_t i = 1; i < order.size(); ++i) {
       const Value &one = *order[i - 1], &other = *order[i];
       if (one.key_ != other.key_) continue;
-      error_at(std::max(one.line_, other.line_), "the key " + quoted(one.key_) + " is there twice");
+      error_at(std::max(one.line_, other.line_), "the key " + quoted(one.key_) + " occurs twice");
     }
   }
 
@@ -179,7 +179,7 @@ class Reader {
       }
       if (code >= 0xD800 && code <= 0xDFFF)
         error("unpaired surrogate: " + quoted(from.substr(0, 6)));
-      if (code == 0) error("a string holds NUL: " + quoted(from.substr(0, 6)));
+      if (code == 0) error("a string contains NUL: " + quoted(from.substr(0, 6)));
       append_char(code, out);
       return;
     }
@@ -189,7 +189,7 @@ class Reader {
     text_.remove_prefix(2);
   }
 
-  // The four hex digits behind \u.
+  // The four hex digits after \u.
   uint32_t unit(std::string_view from) {
     uint32_t code = 0;
     const char* const digits = text_.data() + 2;
@@ -224,9 +224,9 @@ class Reader {
     out.text_ = text_.substr(0, end);
     const char* const first = out.text_.data();
     const char* const last = first + out.text_.size();
-    // from_chars, not strtod: the host's locale must not decide what a bundle means.
+    // from_chars, not strtod: a bundle's meaning must not depend on the locale.
     if (std::from_chars(first, last, out.number_).ec != std::errc())
-      error("no double holds " + quoted(out.text_));
+      error("out of range for a double: " + quoted(out.text_));
     out.is_integer_ = is_integer && std::from_chars(first, last, out.integer_).ec == std::errc();
     text_.remove_prefix(end);
   }
@@ -250,7 +250,7 @@ std::string Value::path() const {
       step += is_plain(value->key_) ? value->key_ : quoted(value->key_);
     }
     out.insert(0, step);
-    // Hostile nesting makes long paths; the end is the part that tells.
+    // Deep nesting makes long paths; the end is the useful part.
     if (out.size() > 240) return "..." + out;
   }
   return out.empty() ? "the document" : out;
@@ -334,7 +334,7 @@ void Value::append_canonical(std::string& out, std::string_view without) const {
   const auto append_text = [&](const std::string& text) {
     out += '"';
     for (const char c : text) {
-      if (c < ' ' || c > '~') refuse("may hold printable ASCII only, found " + quoted(text));
+      if (c < ' ' || c > '~') refuse("must be printable ASCII, found " + quoted(text));
       if (c == '"' || c == '\\') out += '\\';
       out += c;
     }
@@ -369,8 +369,8 @@ void Value::refuse_unknown(const std::vector<std::string_view>& known) const {
 
 std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes, int max_depth) {
   if (text.size() > max_bytes) {
-    fail(DLM_BAD_BUNDLE, "line 1: the text has %zu bytes, more than the %zu that are read",
-         text.size(), max_bytes);
+    fail(DLM_BAD_BUNDLE, "line 1: the text has %zu bytes; the limit is %zu", text.size(),
+         max_bytes);
   }
   auto root = std::make_unique<Value>();
   Reader(text, max_depth).document(*root);

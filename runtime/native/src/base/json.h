@@ -1,11 +1,10 @@
-// A strict reader of JSON (RFC 8259), for text that may be damaged or hostile.
+// A strict JSON reader (RFC 8259), for text that may be damaged or hostile.
 //
-// Refused, beyond what the RFC refuses: a byte order mark, invalid UTF-8, an unpaired surrogate, an
-// escaped NUL (strings go on as C strings), a number that no double holds, duplicate keys, nesting
-// beyond the caller's limit (kMaxDepth by default), text beyond the caller's limit. Every failure
-// is Error(DLM_BAD_BUNDLE). While reading it starts with "line N: "; afterwards the accessors name
-// the value by its path: `denoiser.layers: expected an integer in 1..65536, found "x"`. Quoted text
-// is escaped and at most 60 characters long.
+// Beyond the RFC it rejects byte order marks, invalid UTF-8, unpaired surrogates, escaped NUL
+// (strings become C strings), numbers that overflow a double, duplicate keys, and nesting
+// (kMaxDepth by default) or text above the caller's limits. Every failure is Error(DLM_BAD_BUNDLE).
+// Syntax errors start with "line N: ". Accessors name the value by its path: `denoiser.layers:
+// expected an integer in 1..65536, found "x"`. Quoted text is escaped and cut to 60 characters.
 //
 // A value takes about 120 bytes, so reading n bytes of text may take 100 n bytes of memory.
 #pragma once
@@ -21,7 +20,7 @@ namespace dlm::json {
 
 constexpr int kMaxDepth = 64;
 
-// text for a message: in double quotes, escaped but for printable ASCII, cut after 60 characters.
+// `text` for a message: in double quotes, non-ASCII and controls escaped, cut to 60 characters.
 std::string quoted(std::string_view text);
 
 class Value {
@@ -37,25 +36,25 @@ class Value {
   Kind kind() const { return kind_; }
   bool is_null() const { return kind_ == Kind::null; }
 
-  // The key of a member, "" for everything else; the line where the value starts, from 1.
+  // key: of an object's member, otherwise "". line: where the value starts, from 1.
   const std::string& key() const { return key_; }
   int32_t line() const { return line_; }
 
-  // Where the value stands, as messages say it: presets[0].block_length.
+  // The value's path for messages, such as presets[0].block_length.
   std::string path() const;
-  // Throws "<path>: <reason>", for checks that only the caller can make.
+  // Throws "<path>: <reason>", for checks in the caller's code.
   [[noreturn]] void refuse(const std::string& reason) const;
 
-  // The value itself, or a refusal.
+  // The value as this type; any other type is an error.
   bool boolean() const;
   double number(double low, double high) const;      // low..high, both included
   int64_t integer(int64_t low, int64_t high) const;  // written without fraction and exponent
   const std::string& string() const;
-  const std::string& written() const { return text_; }  // of a number: as the text has it
+  const std::string& written() const { return text_; }  // of a number: as in the text
   const std::vector<Value>& elements() const;           // of an array
   const std::vector<Value>& members() const;  // of an object, in file order, each with its key()
 
-  // Members of an object. find: nullptr when there is none; the others refuse.
+  // Members of an object. find returns nullptr if the key is missing; the others throw.
   const Value* find(std::string_view key) const;
   const Value& at(std::string_view key) const;
   bool boolean(std::string_view key) const { return at(key).boolean(); }
@@ -69,12 +68,12 @@ class Value {
   const std::vector<Value>& array(std::string_view key) const { return at(key).elements(); }
   const Value& object(std::string_view key) const;
 
-  // The value as the one text that means it: keys sorted, no white space, integers in decimal;
-  // `without` names a member that is left out. Refuses fractions and all text but printable ASCII.
+  // The canonical text: keys sorted, no white space, integers in decimal. `without` names a member
+  // to leave out. Throws for fractions and for text beyond printable ASCII.
   // Equals Python's json.dumps(value, sort_keys=True, separators=(",", ":")).
   std::string canonical(std::string_view without = {}) const;
 
-  // Refuses the first member whose key is not among known: skipping it would change the meaning.
+  // Throws for the first member whose key is not in `known`: skipping it would change the meaning.
   void refuse_unknown(const std::vector<std::string_view>& known) const;
 
  private:
@@ -89,13 +88,13 @@ class Value {
   int32_t line_ = 0;
   int64_t integer_ = 0;
   double number_ = 0;
-  const Value* parent_ = nullptr;  // set once the tree stands still; the root owns everything
+  const Value* parent_ = nullptr;  // set once the tree no longer moves; the root owns everything
   std::string key_;
   std::string text_;  // of a string; of a number as it was written
   std::vector<Value> items_;
 };
 
-// Reads one value and nothing behind it. max_bytes limits the text, max_depth its nesting.
+// Reads exactly one value. max_bytes limits the text, max_depth its nesting.
 std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes,
                                    int max_depth = kMaxDepth);
 

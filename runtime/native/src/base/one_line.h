@@ -1,4 +1,4 @@
-// Sentences as callers get them: of one line, and fit for a terminal.
+// Messages for callers: one line each, safe to print on a terminal.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace dlm {
 
-// A message may quote a file, and must not steer the terminal that it is printed on: control
-// characters become spaces, and those of U+0080 to U+009F two question marks.
+// A message may quote a file and must not control the terminal that prints it: control characters
+// become spaces, and U+0080 to U+009F become two question marks.
 inline void make_one_line(char* text, size_t size) noexcept {
   for (size_t i = 0; i < size; ++i) {
     const auto byte = static_cast<unsigned char>(text[i]);
@@ -21,7 +21,7 @@ inline void make_one_line(char* text, size_t size) noexcept {
   }
 }
 
-// A foreign message, which may quote a hostile file, as one line of UTF-8 of at most 600 bytes.
+// A third-party message, which may quote a hostile file, as one UTF-8 line of at most 600 bytes.
 inline std::string one_line(std::string text) {
   if (text.size() > 600) text.replace(600, std::string::npos, "...");
   make_one_line(text.data(), text.size());

@@ -4,8 +4,8 @@
 
 namespace dlm {
 
-// One request of several in a row of tokens, and a row of the graph's port "segments". Its cached
-// rows are [start, start + cached) of past, its new tokens [first, first + tokens) of the row.
+// One request's part of a shared pass, as a row of the graph's input "segments". Its cached rows
+// are [start, start + cached) of past, its new tokens [first, first + tokens) of the row.
 struct Segment {
   int64_t start, cached, first, tokens;
 };

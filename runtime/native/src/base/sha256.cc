@@ -35,7 +35,7 @@ alignas(16) constexpr uint32_t kRounds[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-// The same of the square roots of the first 8 primes (section 5.3.3).
+// The same for the square roots of the first 8 primes (section 5.3.3).
 constexpr uint32_t kInitial[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                   0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
@@ -68,7 +68,7 @@ void compress_portable(uint32_t* state, const uint8_t* blocks, size_t count) {
 }
 
 #if defined(__x86_64__)
-// By cpuid, as not every compiler's __builtin_cpu_supports knows "sha".
+// Uses cpuid, because not every compiler's __builtin_cpu_supports knows "sha".
 bool has_instructions() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0) return false;
@@ -157,7 +157,7 @@ Sha256::Sha256(bool portable)
 }
 
 void Sha256::update(const void* data, size_t bytes) {
-  if (bytes == 0) return;  // data may be null then, which memcpy does not take
+  if (bytes == 0) return;  // data may be null then, and memcpy must not get a null pointer
   const uint8_t* from = static_cast<const uint8_t*>(data);
   total_bytes_ += bytes;
   if (pending_bytes_ > 0) {
@@ -195,7 +195,7 @@ std::string Sha256::hex() {
 }
 
 std::string sha256_file_hex(const std::string& path) {
-  // Non-blocking, so that opening a pipe without a writer returns; plain files do not notice.
+  // Non-blocking, so that opening a pipe without a writer returns; plain files are not affected.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file.is_open())
     throw Error(errno == ENOENT ? DLM_NOT_FOUND : DLM_BAD_BUNDLE,

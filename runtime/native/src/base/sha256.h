@@ -1,7 +1,7 @@
-// SHA-256 (FIPS 180-4): the hashes by which a manifest names the files of a bundle.
+// SHA-256 (FIPS 180-4), for the hashes of a bundle's files in its manifest.
 //
-// Weights run to gigabytes, so the processor's own instructions are used where it has them (x86-64
-// SHA-NI, ARMv8 SHA2), found at run time; the portable code gives the same result everywhere else.
+// Weights can be gigabytes, so it uses the processor's SHA instructions if there are any (x86-64
+// SHA-NI, ARMv8 SHA2; found at run time). The portable code gives the same result everywhere else.
 #pragma once
 
 #include <array>
@@ -13,14 +13,14 @@ namespace dlm {
 
 class Sha256 {
  public:
-  // portable: keep to the portable code, which tests compare with the fast one.
+  // portable: use only the portable code; tests compare it with the fast one.
   explicit Sha256(bool portable = false);
   void update(const void* data, size_t bytes);
-  // Ends the message; the object is spent afterwards. hex: in lower case.
+  // Ends the message; do not use the object afterwards. hex: lower case.
   std::array<uint8_t, 32> digest();
   std::string hex();
 
-  // Whether this processor has instructions that we use.
+  // True if this processor has SHA instructions that the code uses.
   static bool is_accelerated();
 
  private:
@@ -39,11 +39,11 @@ inline std::string sha256_hex(const std::string& text) {
   return hash.hex();
 }
 
-// The hash of a file. Error(DLM_NOT_FOUND) if there is no such file, Error(DLM_BAD_BUNDLE) if it
-// cannot be read or is not a plain file (a pipe or a device might never end).
+// The hash of a file. Throws Error(DLM_NOT_FOUND) if it is missing, and Error(DLM_BAD_BUNDLE) if it
+// cannot be read or is not a plain file (reading a pipe or device might never end).
 std::string sha256_file_hex(const std::string& path);
 
-// The same of an open file, from its current position on. `path` is for messages.
+// The same for an open file, from its current position. `path` is for messages.
 std::string sha256_file_hex(int descriptor, const std::string& path);
 
 }  // namespace dlm

@@ -1,4 +1,4 @@
-// Structs of the C ABI that may grow. Their first member, struct_size, is the caller's size.
+// C ABI structs that may grow. Their first member, struct_size, is the size that the caller knows.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace dlm {
 
-// Sets up a program's struct of `size` bytes with the defaults. Bytes that this library does not
-// know become 0; struct_size stays `size`, so that a use of the struct is then refused.
+// Fills a caller's struct of `size` bytes with the defaults. Sets bytes beyond this library's
+// struct to 0, and struct_size to `size`, so that a later call rejects a struct that is too large.
 template <class Struct>
 void give(const Struct& value, size_t size, Struct* to) {
   if (to == nullptr || size < sizeof to->struct_size) return;
@@ -19,14 +19,14 @@ void give(const Struct& value, size_t size, Struct* to) {
   to->struct_size = size;
 }
 
-// A program's struct, with defaults for the fields that it lacks. Throws
-// Error(DLM_INVALID_ARGUMENT) if it is larger than this library knows, or not set up.
+// Reads a caller's struct, with defaults for the fields it lacks. Throws
+// Error(DLM_INVALID_ARGUMENT) if it is larger than this library's struct, or was not initialised.
 template <class Struct>
 Struct take(const Struct& given, Struct defaults, const char* name) {
   const size_t size = given.struct_size;
   if (size > sizeof(Struct) && size % alignof(Struct) == 0 && size < 16 * sizeof(Struct))
     fail(DLM_INVALID_ARGUMENT,
-         "%s: struct_size is %zu, and this library (%s) knows %zu bytes of it: the program was "
+         "%s: struct_size is %zu, but this library (%s) supports %zu bytes: the program was "
          "compiled with the dlm_runtime.h of a newer library. Install that one, or compile with "
          "this one's header",
          name, size, dlm_version(), sizeof(Struct));

@@ -1,4 +1,4 @@
-// UTF-8 by characters: of text that was checked, and of bytes that may be none.
+// Reads UTF-8 by characters, both checked text and bytes that may be invalid.
 #pragma once
 
 #include <cstddef>
@@ -9,15 +9,15 @@
 namespace dlm {
 
 constexpr char32_t kCodePoints = 0x110000;
-constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, for bytes that are no text
+constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, for invalid bytes
 
-// Bytes of the character that starts with `lead`, in checked text.
+// The length in bytes of the character that starts with `lead`, in checked text.
 inline size_t char_bytes(char lead) {
   const auto byte = static_cast<uint8_t>(lead);
   return byte < 0x80 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
 }
 
-// The character at `at` of checked text; `at` goes behind it.
+// Reads the character at `at` of checked text, and moves `at` after it.
 inline char32_t next_char(std::string_view text, size_t& at) {
   const auto byte = [&](size_t i) {
     return static_cast<char32_t>(static_cast<uint8_t>(text[at + i]));
@@ -54,14 +54,14 @@ inline bool is_scalar(int32_t point) {
   return point >= 0 && point < 0x110000 && (point < 0xD800 || point > 0xDFFF);
 }
 
-// What bytes start with: a whole character, a broken one, or one that is cut off.
+// The start of some bytes: a whole character, an invalid one, or a truncated one.
 struct Utf8Start {
   enum Kind : uint8_t { whole, broken, cut } kind;
   size_t bytes;
 };
 
-// `bytes` is not empty. The start of a broken character counts as one, as Unicode advises, so that
-// one U+FFFD replaces it. Overlong forms and surrogates are broken (Unicode 15, table 3-7).
+// `bytes` is not empty. An invalid character's valid start counts as one, as Unicode advises, so
+// one U+FFFD replaces it. Overlong forms and surrogates are invalid (Unicode 15, table 3-7).
 inline Utf8Start utf8_start(std::string_view bytes) {
   const auto lead = static_cast<uint8_t>(bytes[0]);
   if (lead < 0x80) return {Utf8Start::whole, 1};

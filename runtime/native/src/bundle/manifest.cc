@@ -22,7 +22,7 @@ constexpr int64_t kManifestLimitBytes = 4 << 20, kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAgain = "Build or copy the bundle again.";
 
-// Bytes of a plain file. missing: the status where there is none.
+// The size of a plain file. missing: the status if there is no file.
 int64_t file_bytes(const std::string& path, const char* advice = kAgain,
                    dlm_status missing = DLM_NOT_FOUND) {
   struct stat info{};
@@ -43,14 +43,14 @@ std::string read_file(const std::string& path, int64_t limit, const char* what) 
   return data;
 }
 
-// Links may lead out of the bundle's folder. The caller's path to the folder may have links.
+// Links may point outside the bundle's folder. Only the caller's path to the folder may have links.
 void refuse_links(const std::string& folder, const std::string& name) {
   for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
     const std::string path = folder + "/" + name.substr(0, end);
     struct stat info{};
     if (lstat(path.c_str(), &info) == 0 && S_ISLNK(info.st_mode))
       fail(DLM_BAD_BUNDLE,
-           "%s: not a plain file but a symbolic link, which may lead out of the bundle. Copy the "
+           "%s: not a plain file but a symbolic link, which may point outside the bundle. Copy the "
            "bundle with what its links point to: cp -rL.",
            path.c_str());
     if (end == std::string::npos) return;
@@ -61,22 +61,23 @@ std::string read_manifest(const std::string& folder) {
   const std::string path = folder + "/" + kManifest;
   struct stat info{};
   if (folder.empty())
-    fail(DLM_NOT_FOUND, "a bundle's path is empty: give the folder that `dlm-export build` wrote");
+    fail(DLM_NOT_FOUND,
+         "the bundle's path is empty: give the folder that `dlm-export build` wrote");
   if (stat(folder.c_str(), &info) != 0)
     fail(DLM_NOT_FOUND, "%s: %s. Give the folder that `dlm-export build` wrote.", folder.c_str(),
          std::strerror(errno));
   if (!S_ISDIR(info.st_mode))
-    fail(DLM_NOT_FOUND, "%s: no folder, and a bundle is one. `dlm-export build` writes it.",
+    fail(DLM_NOT_FOUND, "%s: not a folder. A bundle is the folder that `dlm-export build` writes.",
          folder.c_str());
   refuse_links(folder, kManifest);
   if (stat(path.c_str(), &info) != 0)
     fail(DLM_NOT_FOUND,
-         "%s: no manifest.json there, so it is not a bundle. `dlm-export build` writes one.",
+         "%s: not a bundle: it has no manifest.json. `dlm-export build` writes bundles.",
          folder.c_str());
   return read_file(path, kManifestLimitBytes, "a manifest");
 }
 
-// A file's name may lead down from the bundle's folder, never out of it.
+// True if a file name stays inside the bundle's folder.
 bool is_safe_name(const std::string& name) {
   for (const char* const part : {"//", "/./", "/../"})
     if (("/" + name + "/").find(part) != std::string::npos) return false;
@@ -92,13 +93,13 @@ const std::string& read_hash(const json::Value& object, const char* key) {
   return hash;
 }
 
-constexpr const char* kEngines = "engines/";  // where engine files lie
-constexpr int64_t kLarge = 16 << 20;          // bytes that take 10 ms to hash
+constexpr const char* kEngines = "engines/";  // folder of engine files
+constexpr int64_t kLarge = 16 << 20;          // bytes; hashing takes about 10 ms
 
-// Engine files are compared where one of them is to be run: a damaged one must not keep the graph
-// from the CPU, nor an engine from being built again. Without engines to run, hashes of large files
-// are left for the caller to compare.
-// `records`: for large files. Hashing a small one takes less time than looking for its record.
+// Checks the listed files. Engine files are checked only if one of them may run: a damaged engine
+// must not stop the CPU from running the graph, nor a rebuild of the engine. If no engine runs,
+// hashes of large files are left to the caller. `records`: for large files only, because hashing a
+// small file is faster than looking for its record.
 std::vector<FileHash> check_files(const json::Value& files, const std::string& folder,
                                   bool check_hashes, bool with_engines, Records records) {
   std::vector<FileHash> left;
@@ -111,7 +112,7 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
     const std::string& hash = read_hash(entry, "sha256");
     const bool is_engine = entry.key().compare(0, std::strlen(kEngines), kEngines) == 0;
     if (is_engine && !with_engines) continue;
-    const char* const advice = is_engine ? "Copy it again, or see dlm-export engine: --force "
+    const char* const advice = is_engine ? "Copy it again, or use dlm-export engine: --force "
                                            "builds it again, --remove takes it out."
                                          : kAgain;
     const int64_t found = file_bytes(path, advice, is_engine ? DLM_BAD_BUNDLE : DLM_NOT_FOUND);
@@ -129,7 +130,7 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
   return left;
 }
 
-// A file that the manifest names elsewhere must be among the checked ones.
+// A file named elsewhere in the manifest must be in `files`, so that it is checked.
 std::string listed(const json::Value& files, const json::Value& name) {
   if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
   return name.string();
@@ -149,12 +150,12 @@ int32_t read_size(const json::Value& object, const char* key, int32_t low, int32
   return static_cast<int32_t>(object.integer(key, low, high));
 }
 
-// Of each layer that keeps keys and values, in the order of the passes' arrays.
+// Each layer that has keys and values, in the order of the arrays of a pass.
 CacheShape read_cache(const json::Value& graph) {
   const int32_t type = read_cache_type(graph);
   if (type == kInt8 && graph.find("device_file") != nullptr)
     graph.at("cache_dtype")
-        .refuse("keys and values in int8 are for CPUs, and the bundle has a device_file for GPUs");
+        .refuse("int8 keys and values are for CPUs, but the bundle has a device_file for GPUs");
   const auto element = static_cast<int32_t>(element_bytes(type));
   const int32_t scale = type == kInt8 ? static_cast<int32_t>(kRowScaleBytes) : 0;
   const json::Value& layers = graph.object("ports").at("layers");
@@ -167,7 +168,7 @@ CacheShape read_cache(const json::Value& graph) {
   return cache;
 }
 
-// Names reach an engine's library and messages, so they are short, printable and unique.
+// The engine's library and messages use these names, so they must be short, printable and unique.
 PortNames read_ports(const json::Value& graph) {
   std::set<std::string> taken;
   const auto name = [&](const json::Value& object, const char* key) {
@@ -177,7 +178,7 @@ PortNames read_ports(const json::Value& graph) {
       object.at(key).refuse(
           "expected a port's name: 1 to 128 characters of printable ASCII without spaces");
     if (!taken.insert(text).second)
-      object.at(key).refuse("another port is called " + json::quoted(text) + " too");
+      object.at(key).refuse("another port has the name " + json::quoted(text) + " too");
     return text;
   };
   const json::Value& ports = graph.object("ports");
@@ -244,7 +245,7 @@ Profile read_profile(const json::Value& profile) {
   return {sizes("tokens"), sizes("cached"), sizes("rows")};
 }
 
-// "10.14.1.48", or without the build number.
+// "10.14.1.48", or the same without the build number.
 bool is_version(const std::string& text) {
   const auto dots = std::count(text.begin(), text.end(), '.');
   return (dots == 2 || dots == 3) && text.size() <= 40 && text.front() != '.' &&
@@ -257,7 +258,7 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// What makes a bundle for GPUs run there. The exporter checks "targets": it may name no device.
+// How to run a bundle for GPUs on one. The exporter checks "targets": it may name no device.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");
@@ -270,7 +271,7 @@ std::string device_advice(const json::Value& root, const std::string& folder) {
          (is_target_name(first) ? first : "TARGET");
 }
 
-// One of the bundle's engines. `is_run`: hashes of what the engine was built from are compared too.
+// One of the bundle's engines. `is_run`: also check the hashes of the files it was built from.
 EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files,
                        const std::string& folder, bool is_run) {
   const std::string& target = entry.key();
@@ -307,7 +308,7 @@ EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const
       {"weights", graph.string("file") + ".data"}};
   for (const auto& [key, file] : origins)
     if (read_hash(built_from, key) != read_hash(files.object(file), "sha256") && is_run)
-      built_from.at(key).refuse("was built from another graph than this bundle's " + file + ": " +
+      built_from.at(key).refuse("was built from a graph other than this bundle's " + file + ": " +
                                 again);
   if (read_hash(entry, "seal") != sha256_hex(entry.canonical("seal")) && is_run)
     entry.refuse("was edited after it was written: " + again);
@@ -325,7 +326,7 @@ dlm_policy read_preset(const json::Value& preset) {
     if (field.kind == DLM_FIELD_CHOICE) {
       const char* const choice = canonical_choice(field, found->string());
       if (choice == nullptr)
-        found->refuse(json::quoted(found->string()) + " is nothing that this runtime knows");
+        found->refuse(json::quoted(found->string()) + " is not known to this runtime");
       set_field(policy, field, choice);
     } else if (field.kind == DLM_FIELD_INT32) {
       const auto lowest = static_cast<int64_t>(field.lowest),
@@ -345,7 +346,7 @@ dlm_policy read_preset(const json::Value& preset) {
   return policy;
 }
 
-// `loop.effort`: a policy for each of the levels, which are always the same.
+// `loop.effort`: one policy for each of the fixed levels.
 Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   effort.refuse_unknown({"preset", "levels"});
   if (presets.find(effort.string("preset")) == nullptr)
@@ -358,12 +359,12 @@ Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   return found;
 }
 
-// The compiled text file, or why the build wrote none.
+// The compiled text file, or the reason why the build wrote none.
 void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder,
                      bool check_hashes, Manifest& manifest) {
   const json::Value* const entry = root.find("text");
   if (entry == nullptr) {
-    manifest.text_refusal = "it has no tokenizer, or was built before there were such files";
+    manifest.text_refusal = "it has no tokenizer, or an old version of dlm-export built it";
     return;
   }
   if (entry->find("file") == nullptr) {
@@ -387,7 +388,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
          "schema_version %lld: this runtime reads version %lld only. Build the bundle again with "
          "`dlm-export build CHECKPOINT -o %s --force`, or update dlm-export if the bundle is newer",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion), folder.c_str());
-  // Only loop and files are read here. The exporter checks the others by manifest.schema.json.
+  // Reads only loop and files. The exporter checks the other keys with manifest.schema.json.
   root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source",
                         "precision", "kernels", "targets", "tokenizer", "chat_template",
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
@@ -427,7 +428,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
 
 [[noreturn]] void refuse_hash(const std::string& path, const char* advice) {
   fail(DLM_BAD_BUNDLE,
-       "%s: its SHA-256 is not the manifest's: the file is damaged or was changed. %s",
+       "%s: its SHA-256 differs from the manifest's: the file is damaged or was changed. %s",
        path.c_str(), advice);
 }
 
@@ -441,11 +442,11 @@ std::shared_ptr<const Text> read_text(const Manifest& manifest) {
   const std::string& path = manifest.text_path;
   if (path.empty())
     fail(DLM_UNSUPPORTED,
-         "this bundle holds no compiled text: %s. Give token ids instead, or use Python, which "
+         "this bundle has no compiled text: %s. Pass token ids instead, or use Python, which "
          "runs any tokenizer",
          manifest.text_refusal.c_str());
   const std::string data = read_file(path, kTextLimitBytes, "it");
-  // The file was hashed when the bundle was opened, and may have been replaced since.
+  // The file was hashed when the bundle was opened, but may have been replaced since.
   if (!manifest.text_sha256.empty() && sha256_hex(data) != manifest.text_sha256)
     refuse_hash(path, kAgain);
   return std::make_shared<const Text>(data.data(), data.size(), path);
@@ -461,7 +462,7 @@ Manifest read_bundle(const std::string& path, bool check_hashes, const std::stri
     return interpret(text, folder, check_hashes, engine, records);
   } catch (const Error& error) {
     const std::string message = error.what();
-    // Errors about a file start with its path already; those about the manifest's text do not.
+    // Errors about a file already start with its path; those about the manifest's text do not.
     if (message.compare(0, folder.size(), folder) == 0) throw;
     throw Error(error.status(), folder + "/" + kManifest + ": " + message);
   }

@@ -1,8 +1,8 @@
-// A bundle on disk: reads and checks manifest.json, and compares sizes and hashes of its files.
+// Reads a bundle from disk: checks manifest.json, and the sizes and hashes of its files.
 //
-// docs/reference/bundle.md and manifest.schema.json say what it is. The folder is hostile until
-// checked: names may not leave it, sizes are bounded before anything is allocated, and what this
-// reader does not know is refused by name. It reads `loop` and `files` alone.
+// docs/reference/bundle.md and manifest.schema.json define the format. The folder is untrusted
+// until checked: names must stay inside it, sizes are limited before memory is allocated, and
+// unknown keys are errors. Reads only `loop` and `files`.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@
 
 namespace dlm {
 
-// A file, what its SHA-256 must be, and what to do where it is not.
+// A file, its expected SHA-256, and what to do if they differ.
 struct FileHash {
   std::string path, sha256;
   const char* advice;
@@ -39,39 +39,39 @@ inline const dlm_policy* find_policy(const Policies& policies, const std::string
 
 struct Manifest {
   std::string text;    // of manifest.json
-  std::string engine;  // that runs it: read_bundle's, or for "auto" the one that it was built for
+  std::string engine;  // the one to run; for "auto": the one it was built for
   Denoiser denoiser;
   GraphSpec graph;
   std::vector<EngineSpec> engines;  // in the manifest's order
-  bool is_for_gpus = false;         // built for them, though it may hold no engine yet
-  std::string device_advice;        // what makes it run on a GPU; empty if it is not for GPUs
+  bool is_for_gpus = false;         // built for GPUs, even if it has no engine yet
+  std::string device_advice;        // how to run it on a GPU; empty if it is not for GPUs
   std::string default_preset;
   Policies presets;           // strings are static
-  Policies efforts;           // levels fitted on data, fewest passes first; empty where none were
-  std::string effort_preset;  // for which they were fitted
-  std::string text_path;      // of the compiled text file; empty: there is none,
-  std::string text_refusal;   // and why
-  std::string text_sha256;    // that the text file must have as it is read; empty: not checked
-  std::vector<FileHash> unhashed;  // large files, still to be compared by check_hash
+  Policies efforts;           // fitted effort levels, fewest passes first; may be empty
+  std::string effort_preset;  // the preset that they were fitted for
+  std::string text_path;      // of the compiled text file; empty: it is missing
+  std::string text_refusal;   // why it is missing
+  std::string text_sha256;    // expected hash of the text file when it is read; empty: not checked
+  std::vector<FileHash> unhashed;  // large files that check_hash must still check
 };
 
-// Reads and checks the bundle in folder `path`; check_hashes = false compares sizes only.
-// Large files are not hashed again if they have not changed since their hash was right
-// (bundle/verified_files.h), unless $DLM_HASH_FILES is "always" or `engine` is "none": a bundle
-// that makes no passes is opened to be checked. Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE,
-// DLM_UNSUPPORTED, DLM_INVALID_ARGUMENT). `engine` is dlm_open_options': engine files and what
-// their entries rest on are compared only where one is to be run. What it leaves in `unhashed` can
-// be compared while an engine maps the same files: nothing may be computed before.
+// Reads and checks the bundle in folder `path`. check_hashes = false checks sizes only. Large files
+// are not hashed again if they are unchanged since their hash was last right
+// (bundle/verified_files.h), unless $DLM_HASH_FILES is "always" or `engine` is "none", which opens
+// a bundle only to check it. `engine` is from dlm_open_options; engine files, and the hashes in
+// their entries, are checked only if an engine may run. The files left in `unhashed` may be checked
+// while an engine maps them, but before any pass. Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE,
+// DLM_UNSUPPORTED, DLM_INVALID_ARGUMENT).
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
 
 // Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle has no such file, and
-// Error(DLM_BAD_BUNDLE) if the file changed after the bundle was opened.
+// Error(DLM_BAD_BUNDLE) if the file has changed since the bundle was opened.
 std::shared_ptr<const Text> read_text(const Manifest& manifest);
 
-// Throws Error(DLM_BAD_BUNDLE) for a file of another hash.
+// Throws Error(DLM_BAD_BUNDLE) if the file has another hash.
 void check_hash(const FileHash& file);
 
-// Checks what a caller says of a denoiser; throws Error(DLM_INVALID_ARGUMENT).
+// Checks a caller's description of a denoiser. Throws Error(DLM_INVALID_ARGUMENT).
 Denoiser check_denoiser(const dlm_denoiser& denoiser);
 
 }  // namespace dlm

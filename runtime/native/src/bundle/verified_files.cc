@@ -20,12 +20,12 @@
 namespace dlm {
 namespace {
 
-constexpr int64_t kSettledSeconds = 2;  // some file systems keep whole seconds
+constexpr int64_t kSettledSeconds = 2;  // some file systems store whole seconds
 constexpr const char* kFolder = "dlm-runtime";
 
-// File systems that update a file's change time on every write, also on the first write through
-// mmap after a flush (their page_mkwrite calls file_update_time), or that are read-only.
-// Magic numbers of linux/magic.h and the kernel's fs/.
+// File systems that are read-only, or that update a file's change time on every write, including
+// the first write through mmap after a flush (their page_mkwrite calls file_update_time). Magic
+// numbers of linux/magic.h and the kernel's fs/.
 struct FileSystem {
   uint32_t magic;
   bool is_read_only;
@@ -35,12 +35,12 @@ constexpr FileSystem kTrusted[] = {
     {0x58465342, false},  // XFS
     {0x9123683E, false},  // Btrfs
     {0xF2F52010, false},  // F2FS
-    {0x794C7630, false},  // overlayfs, as in containers
+    {0x794C7630, false},  // overlayfs, used by containers
     {0x73717368, true},   // SquashFS
     {0xE0F5E1E2, true},   // EROFS
 };
 
-// A text that differs for any two states of files. A record is this text, so it needs no parser.
+// A text that differs for any two states of files. A record is this text, so no parser is needed.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
   std::snprintf(text, sizeof text,
@@ -52,7 +52,7 @@ std::string describe(const struct stat& info, const std::string& sha256) {
   return text;
 }
 
-// At most 65,536 names, so records take little room. Two files with one name replace each other's.
+// At most 65,536 names, so records stay small. Two files with the same name replace each other.
 std::string record_name(const struct stat& info) {
   char text[16];
   std::snprintf(text, sizeof text, "%04x",
@@ -74,8 +74,8 @@ bool is_ours_alone(const struct stat& info) {
   return info.st_uid == geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
-// The user's cache directory by the XDG Base Directory Specification; empty if there is none. A
-// program with raised privileges has none: its environment belongs to somebody else.
+// The user's cache directory by the XDG Base Directory Specification, or "". Also "" for a program
+// with raised privileges, because another user controls its environment.
 std::string cache_home() {
   const auto is_absolute = [](const char* path) { return path != nullptr && *path == '/'; };
   const char *const chosen = secure_getenv("XDG_CACHE_HOME"), *const home = secure_getenv("HOME");
@@ -85,8 +85,8 @@ std::string cache_home() {
   return found;
 }
 
-// Makes the folder of records and its parent where they are missing. Nothing is made in a
-// directory of somebody else: its owner could not use that later.
+// Creates the folder of records and its parent if they are missing. Creates nothing in another
+// user's directory, because that user could not use it later.
 void make_folder(const std::string& home) {
   const std::string above = home.substr(0, home.find_last_of('/') + 1);
   struct stat info{};
@@ -95,7 +95,7 @@ void make_folder(const std::string& home) {
     mkdir((home + "/" + kFolder).c_str(), S_IRWXU);
 }
 
-// The folder of records, if it belongs to the user alone. Not open otherwise.
+// Opens the folder of records if it belongs to the user alone. Otherwise the result is not open.
 Descriptor open_folder(bool is_made) {
   const std::string home = cache_home();
   if (home.empty()) return Descriptor(-1);
@@ -119,7 +119,7 @@ bool is_recorded(const struct stat& info, const std::string& sha256) {
   if (!file.is_open() || fstat(file.number(), &record) != 0 || !S_ISREG(record.st_mode) ||
       !is_ours_alone(record))
     return false;
-  // A record of the future: the clock was set back since, so time stamps may come a second time.
+  // A record from the future: the clock was set back, so time stamps may repeat.
   if (is_before(now(), record.st_mtim)) return false;
   const std::string expected = describe(info, sha256);
   char found[512];
@@ -145,7 +145,7 @@ void record(const struct stat& info, const std::string& sha256) {
     unlinkat(folder.number(), partial.c_str(), 0);
 }
 
-// Whether every later change of the file will show in its change time.
+// True if every later change of the file will change its change time.
 bool will_show_changes(int descriptor, const struct stat& info) {
   timespec settled = info.st_ctim;
   settled.tv_sec += kSettledSeconds;
@@ -154,7 +154,7 @@ bool will_show_changes(int descriptor, const struct stat& info) {
   if (fstatfs(descriptor, &system) != 0) return false;
   for (const FileSystem& trusted : kTrusted) {
     if (static_cast<uint32_t>(system.f_type) != trusted.magic) continue;
-    // Until it is flushed, a page can be written through mmap again without an update of the time.
+    // Until a page is flushed, mmap writes can change it again without updating the time.
     return trusted.is_read_only || fsync(descriptor) == 0;
   }
   return false;
@@ -167,9 +167,9 @@ bool has_sha256(const std::string& path, const std::string& sha256, Records reco
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat before{}, after{};
   if (!file.is_open() || fstat(file.number(), &before) != 0 || !S_ISREG(before.st_mode))
-    return sha256_file_hex(path) == sha256;  // throws, and says what is wrong with the file
+    return sha256_file_hex(path) == sha256;  // throws if the file cannot be read
   if (records == Records::use && is_recorded(before, sha256)) return true;
-  // In this order: the flush, the hash, and the second look at the time stamps.
+  // The order matters: flush, hash, then check the time stamps again.
   const bool shows_changes = will_show_changes(file.number(), before);
   const bool is_right = sha256_file_hex(file.number(), path) == sha256;
   if (is_right && shows_changes && fstat(file.number(), &after) == 0 &&
@@ -183,8 +183,7 @@ Records chosen_records() {
   if (wanted == nullptr || *wanted == '\0' || std::strcmp(wanted, "changed") == 0)
     return Records::use;
   if (std::strcmp(wanted, "always") == 0) return Records::none;
-  fail(DLM_INVALID_ARGUMENT, "DLM_HASH_FILES is \"%.40s\"; choose \"changed\" or \"always\"",
-       wanted);
+  fail(DLM_INVALID_ARGUMENT, "DLM_HASH_FILES is \"%.40s\"; set \"changed\" or \"always\"", wanted);
 }
 
 }  // namespace dlm

@@ -1,19 +1,18 @@
-// Remembers which files had the right SHA-256, so that they are not hashed on every open.
+// Remembers which files had the right SHA-256, so that opening a bundle need not hash them again.
 //
-// A record is a small file in the user's cache directory, $XDG_CACHE_HOME/dlm-runtime or
-// ~/.cache/dlm-runtime. It holds the file's device, inode, size, modification and change time, and
-// the hash. The kernel sets the change time whenever it changes the file, and programs cannot
-// choose it, so a file with the recorded change time still has the recorded hash. Records detect
-// neither damage of the disk nor what root does to the clock or to the disk's blocks: hash the
-// file for these.
+// A record is a small file in $XDG_CACHE_HOME/dlm-runtime or ~/.cache/dlm-runtime. It has the
+// file's device, inode, size, modification time, change time and hash. The kernel sets the change
+// time on every change, and programs cannot choose it, so a file with the recorded change time
+// still has the recorded hash. Records do not detect disk damage, nor changes by root to the clock
+// or to the disk's blocks; hash the file to detect those.
 //
 // A record is not written if a later change of the file could go unnoticed:
 //   - the file changed less than two seconds ago: its time stamp may be too coarse to tell two
 //     changes apart (the "racy" entries of git's index, gitformat-index and racy-git in git's
 //     documentation);
-//   - its file system is not in the list of those that update time stamps on every write: network
-//     file systems and FUSE leave that to others, and tmpfs does not notice writes through mmap.
-// Without a cache directory of the user's own there are no records: every open hashes the files.
+//   - its file system is not known to update time stamps on every write: for network file systems
+//     and FUSE this depends on others, and tmpfs misses writes through mmap.
+// Without a cache directory that belongs to the user, every open hashes the files.
 #pragma once
 
 #include <string>
@@ -26,8 +25,8 @@ enum class Records {
   use,    // do not hash the file if a record says that its hash was right; otherwise as `write`
 };
 
-// Whether the file at `path` has the SHA-256 `sha256`, in lower-case hex. Throws what
-// sha256_file_hex does. A record that cannot be read or written is not an error.
+// True if the file at `path` has the SHA-256 `sha256`, in lower-case hex. Throws like
+// sha256_file_hex. Failing to read or write a record is not an error.
 bool has_sha256(const std::string& path, const std::string& sha256, Records records);
 
 // The user's choice in $DLM_HASH_FILES: "changed" (also if unset or empty) is Records::use,

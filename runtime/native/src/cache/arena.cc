@@ -20,7 +20,7 @@ Arena::Arena(HostEngine& engine, const CacheShape& shape, int64_t rows)
     starts_.push_back(end);
     row_sum_ += row;
   }
-  // So that make_room makes all of it, or nothing.
+  // So that make_room allocates all of it, or fails before anything.
   past_keys_.reserve(shape.size()), past_values_.reserve(shape.size());
 }
 
@@ -30,7 +30,7 @@ std::byte* Arena::rows_of(const Place& place, size_t tensor, size_t head) const 
 }
 
 bool Arena::has_room(const std::vector<int32_t>& wanted) const {
-  std::vector<int64_t> gaps;  // their lengths; each place is taken from the first that fits
+  std::vector<int64_t> gaps;  // their lengths; a place takes the first gap that fits
   int64_t end = 0;
   for (const Place& place : places_) {
     gaps.push_back(place.start - end);
@@ -52,7 +52,7 @@ Arena::Handle Arena::take(int32_t rows) {
   for (; before != places_.end() && before->start - start < rows; ++before)
     start = before->start + before->rows;
   if (before == places_.end() && rows_ - start < rows)
-    fail(DLM_INTERNAL, "no room for %d rows of keys and values", rows);
+    fail(DLM_INTERNAL, "no room for %d key/value rows", rows);
   std::list<Place> made;
   made.push_back({start, rows, {}});
   const Handle place = made.begin();
@@ -62,7 +62,7 @@ Arena::Handle Arena::take(int32_t rows) {
 }
 
 void Arena::make_room() {
-  storage_.reset(new std::byte[starts_.back()]);  // make_unique would write zeros to all of it
+  storage_.reset(new std::byte[starts_.back()]);  // make_unique would zero all of it
   for (size_t i = 0; i < 2 * shape_.size(); ++i)
     (i % 2 == 0 ? past_keys_ : past_values_).push_back(storage_.get() + starts_[i]);
 }
@@ -74,10 +74,10 @@ void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
   for (const Part& part : parts) {
     has_past |= part.cached > 0, keeps |= keeps_rows(part.use);
     if (part.cached > 0 && part.place->slots.kept() != part.cached)
-      fail(DLM_INTERNAL, "a pass over %d cached rows a head, and %d are kept", part.cached,
+      fail(DLM_INTERNAL, "a pass over %d cached rows a head, but %d are kept", part.cached,
            part.place->slots.kept());
     if (keeps_rows(part.use) && part.cached + part.tokens > part.place->rows)
-      fail(DLM_INTERNAL, "a pass that keeps %d rows behind %d, and there is room for %d",
+      fail(DLM_INTERNAL, "a pass that keeps %d rows after %d, but there is room for %d",
            part.tokens, part.cached, part.place->rows);
     segments_.push_back({part.cached > 0 ? part.place->start : 0, part.cached, first, part.tokens});
     first += part.tokens;

@@ -1,4 +1,4 @@
-// Keys and values in host memory of requests that share passes as segments of one row of tokens.
+// Host memory for the keys and values of requests that share passes as segments.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 namespace dlm {
 
 class Arena {
-  // The rows that belong to a request, of every head of every layer.
+  // The rows of one request, in every head of every layer.
   struct Place {
     int64_t start;
     int32_t rows;
@@ -23,41 +23,41 @@ class Arena {
  public:
   using Handle = std::list<Place>::iterator;
 
-  // A request's part of a pass.
+  // One request's part of a pass.
   struct Part {
     Handle place;
-    int32_t first, tokens, cached;  // positions [first, first + tokens) over so many own rows
+    int32_t first, tokens, cached;  // computes [first, first + tokens) over `cached` own rows
     CacheUse use;
   };
 
-  // Memory is allocated with the first request that keeps rows. Throws std::bad_alloc.
+  // Allocates memory with the first request that keeps rows. Throws std::bad_alloc.
   Arena(HostEngine& engine, const CacheShape& shape, int64_t rows);
 
-  // Whether `wanted` rows that follow each other are free.
+  // True if each of `wanted` can get that many contiguous free rows.
   bool has_room(const std::vector<int32_t>& wanted) const;
 
-  // 0 rows: of a request that keeps none. There must be room.
+  // rows = 0: for a request without a cache. Only if has_room().
   Handle take(int32_t rows);
   void give_back(Handle place) { places_.erase(place); }
 
-  // As Context::run, for all parts in order, with B = 1. All but keys and values is set.
+  // Like Context::run, for all parts in order, with B = 1. Sets the pass's keys and values itself.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
-  // As Context::keep_outside, of one request.
+  // Like Context::keep_outside, for one request.
   void keep_outside(Handle place, int32_t first, int32_t last);
 
-  // What the rows that a place holds take.
+  // The bytes of the rows in a place.
   uint64_t bytes_of(Handle place) const {
     return static_cast<uint64_t>(place->slots.length()) * row_sum_;
   }
 
-  // What the rows that were ever stored at once take, at most.
+  // The most bytes of rows that were ever stored at once.
   uint64_t cache_bytes() const { return used_bytes_; }
 
  private:
   size_t row_bytes(size_t tensor) const { return shape_[tensor / 2].row_bytes(); }
   size_t heads(size_t tensor) const { return static_cast<size_t>(shape_[tensor / 2].kv_heads); }
-  // Where the rows of a head of a request start.
+  // The first row of a request's head in a tensor.
   std::byte* rows_of(const Place& place, size_t tensor, size_t head) const;
   void make_room();
   void keep_new(const dlm_pass& pass, const std::vector<Part>& parts);
@@ -65,9 +65,9 @@ class Arena {
   HostEngine& engine_;
   const CacheShape& shape_;  // the engine's
   const int64_t rows_;
-  std::list<Place> places_;                       // in order of start
-  std::unique_ptr<std::byte[]> storage_, fresh_;  // all rows; those of a pass that are to be stored
-  std::vector<size_t> starts_;  // [2 * layers + 1] of the tensors in storage_: keys, values, ...
+  std::list<Place> places_;                       // ordered by first row
+  std::unique_ptr<std::byte[]> storage_, fresh_;  // all rows; a pass's rows to store
+  std::vector<size_t> starts_;  // [2 * layers + 1], of the tensors in storage_: keys, values, ...
   size_t fresh_bytes_ = 0, row_sum_ = 0;  // a row of all heads of all tensors
   uint64_t used_bytes_ = 0;
   std::vector<const void*> nothing_, past_keys_, past_values_;

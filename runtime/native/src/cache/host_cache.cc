@@ -1,4 +1,4 @@
-// Contexts that keep keys and values in host memory, one copy each.
+// Contexts that keep keys and values in host memory, one copy per context.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -32,7 +32,7 @@ class HostContext final : public Context {
     const bool is_read = use != CacheUse::none && pass.cached > 0, is_written = keeps_rows(use);
     for (const Group& group : groups_)
       if (is_read && group.slots.kept() != pass.cached)
-        fail(DLM_INTERNAL, "a pass over %d cached rows a head, and %d are kept", pass.cached,
+        fail(DLM_INTERNAL, "a pass over %d cached rows a head, but %d are kept", pass.cached,
              group.slots.kept());
     if (use == CacheUse::write) lay_out(pass.batch, pass.tokens, pass.tokens);
     if (use == CacheUse::append) make_room(pass.batch, pass.cached, pass.tokens);
@@ -66,7 +66,7 @@ class HostContext final : public Context {
   uint64_t cache_bytes() const override { return used_bytes_; }
 
  private:
-  // Layers of as many heads: their rows lie, and move, alike.
+  // Layers with the same number of heads: their rows have the same layout and moves.
   struct Group {
     int32_t kv_heads;
     std::vector<size_t> layers;
@@ -77,7 +77,7 @@ class HostContext final : public Context {
     std::vector<void*> keys, values;  // [layers]
   };
 
-  // Where each tensor starts if all have `rows` a head, and behind them the size of all.
+  // The start of each tensor if all have `rows` per head, followed by the total size.
   std::vector<size_t> starts_of(int32_t batch, int32_t rows) const {
     std::vector<size_t> starts(1, 0);
     for (size_t i = 0; i < 2 * cache_.size(); ++i) {
@@ -89,14 +89,14 @@ class HostContext final : public Context {
     return starts;
   }
 
-  // For `rows` of each head, and up to `most` if the storage has room. It never shrinks.
+  // Lays out `rows` per head, and up to `most` if the storage has room. Storage never shrinks.
   void lay_out(int32_t batch, int32_t rows, int32_t most) {
     used_bytes_ = 0;
     size_t bytes = starts_of(batch, rows).back();
     if (bytes > storage_bytes_) {
       storage_bytes_ = 0;
       storage_.reset();
-      storage_.reset(new std::byte[bytes]);  // make_unique would write zeros to all of it
+      storage_.reset(new std::byte[bytes]);  // make_unique would zero all of it
       storage_bytes_ = bytes;
     }
     capacity_ = static_cast<int32_t>(
@@ -112,8 +112,8 @@ class HostContext final : public Context {
                           capacity_);
   }
 
-  // For `tokens` rows behind the `cached` ones of each head, which stay. Room doubles, so that rows
-  // are moved to a new place a few times only, and never comes to more than the longest canvas has.
+  // Makes room for `tokens` rows after each head's `cached` ones, which stay. Room doubles, so rows
+  // are copied only a few times, but never exceeds the longest canvas.
   void make_room(int32_t batch, int32_t cached, int32_t tokens) {
     const int32_t rows = cached + tokens;
     if (cached == 0) {
@@ -135,7 +135,7 @@ class HostContext final : public Context {
     used_bytes_ = std::max(used_bytes_, starts_of(batch, rows).back());
   }
 
-  // At what lies behind `cached` rows a head in each tensor.
+  // Points to the part after `cached` rows per head in each tensor.
   void point(Tensors& tensors, int32_t batch, int32_t cached) const {
     tensors.keys.resize(cache_.size());
     tensors.values.resize(cache_.size());
@@ -149,12 +149,12 @@ class HostContext final : public Context {
   HostEngine& engine_;
   const CacheShape& cache_;  // the engine's
   const int32_t longest_;
-  const std::vector<const void*> nothing_;  // [layers], the past of a pass without one
+  const std::vector<const void*> nothing_;  // [layers], the past of a pass without cached rows
   std::unique_ptr<std::byte[]> storage_;    // keys and values of layer 0, of layer 1, ...
-  std::vector<size_t> starts_;  // [2 * layers + 1], where in the storage each of them starts
-  int32_t capacity_ = 0;        // rows a head that each has room for
+  std::vector<size_t> starts_;              // [2 * layers + 1], the start of each in the storage
+  int32_t capacity_ = 0;                    // allocated rows per head
   size_t storage_bytes_ = 0, used_bytes_ = 0;
-  Tensors past_, present_;  // of the last pass that had them
+  Tensors past_, present_;  // of the last pass that used them
   std::vector<Group> groups_;
 };
 
@@ -164,7 +164,7 @@ class None final : public HostEngine {
 
   void run(const dlm_pass&, const std::vector<Segment>&) override {
     fail(DLM_UNSUPPORTED,
-         "the bundle was opened with engine \"none\", which makes no passes: open it with another "
+         "the bundle was opened with engine \"none\", which runs no passes: open it with another "
          "engine");
   }
 

@@ -1,4 +1,4 @@
-// Where rows of keys and values lie in a tensor whose cached rows stand in front.
+// The layout of a key or value tensor whose cached rows come first.
 #pragma once
 
 #include <algorithm>
@@ -10,21 +10,21 @@
 
 namespace dlm {
 
-// Where the rows of a tensor of keys or values lie: heads * L of them, one for every stored
-// position and every head of all requests of a batch. A pass reads [heads, S] at the start and
-// writes [heads, T] behind them; S + T is L, which is the canvas, or grows by what is appended.
+// Maps rows of a key or value tensor to slots: heads * L of them, one for each stored position and
+// head of all requests in a batch. A pass reads [heads, S] at the start and writes [heads, T] after
+// them. S + T is L, which is the canvas length, or grows as rows are appended.
 //
-// Cached rows may stand in any order. A change of S or of the positions therefore moves only rows
-// outside their head's new part: a few blocks' rows for each head before, for any canvas.
+// Cached rows may be in any order. So a change of S or of the positions moves only the rows outside
+// their head's new part: a few blocks per preceding head, whatever the canvas length.
 class Slots {
  public:
-  // Rows [from, from + rows) of a tensor go to `to`, or are swapped with it. They do not overlap.
+  // Rows [from, from + rows) of a tensor move to `to`, or swap with it. They do not overlap.
   struct Move {
     size_t from, to, rows;
     bool is_swap;
   };
 
-  // Makes room for `capacity` rows a head. Kept rows stay if the number of heads is the same.
+  // Sets room for `capacity` rows per head. Kept rows stay if the number of heads is unchanged.
   void lay_out(size_t heads, int32_t capacity) {
     const std::vector<size_t> before(
         row_at_.begin(),
@@ -41,7 +41,7 @@ class Slots {
   int32_t kept() const { return static_cast<int32_t>(kept_); }
   int32_t length() const { return static_cast<int32_t>(length_); }
 
-  // A pass over `cached` rows has written those of the positions from `first` on.
+  // Records that a pass over `cached` rows wrote the positions from `first` on.
   void note_written(int32_t first, int32_t tokens, int32_t cached) {
     const auto from = static_cast<size_t>(first), written = static_cast<size_t>(tokens);
     kept_ = static_cast<size_t>(cached);
@@ -52,13 +52,13 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
-  // Moves each head's rows outside positions [first, last) to the head's part of the start.
+  // Moves each head's rows outside positions [first, last) to the head's part at the start.
   std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};
     const size_t kept = length_ - (hole.last - hole.first);
-    // Of each head: slots of its new part that may hold what does not belong there, and rows that
-    // may be elsewhere. All other slots of the part hold a row that stays.
+    // Per head: slots of its new part that may hold a row that must leave, and rows that may be
+    // outside the part. All other slots of the part hold a row that stays.
     std::vector<std::vector<size_t>> slots(heads_), rows(heads_);
     for (size_t head = 0; head < heads_; ++head) {
       const Range part{head * kept, (head + 1) * kept}, before{head * kept_, (head + 1) * kept_};
@@ -70,7 +70,7 @@ class Slots {
     }
     std::vector<Move> moves;
     for (size_t n = 0; n < heads_; ++n) {
-      // In the direction in which parts shift, so that little is in the way.
+      // Go in the direction in which the parts shift, so few slots are occupied.
       const size_t head = kept < kept_ ? n : heads_ - 1 - n;
       const Range part{head * kept, (head + 1) * kept},
           own{head * stride_, head * stride_ + length_};
@@ -81,13 +81,13 @@ class Slots {
       auto row = rows[head].begin();
       for (const size_t slot : slots[head]) {
         if (!part.holds(slot) || belongs(row_at_[slot])) continue;
-        while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;  // as many as such slots
+        while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;  // one per such slot
         const size_t from = slot_of_[*row];
         const bool is_swap = !hole.holds(row_at_[slot] % stride_);
         put(row_at_[slot], from);
         put(*row, slot);
-        // Rows of one head go together alone: they come from outside its part, so that what goes to
-        // the part cannot overlap them. The next head's may start where this one's arrived.
+        // Merges moves only within a head: its rows come from outside its part, so source and
+        // target cannot overlap. The next head's source may start at this head's target.
         const Move before = moves.size() == begun ? Move{} : moves.back();
         if (before.rows > 0 && before.is_swap == is_swap && before.from + before.rows == from &&
             before.to + before.rows == slot)
@@ -107,7 +107,7 @@ class Slots {
     bool holds(size_t i) const { return i >= first && i < last; }
   };
 
-  // What is in `one` and not in `other`.
+  // Visits the elements of `one` that are not in `other`.
   template <class Visit>
   static void each_in_one(const Range& one, const Range& other, const Visit& visit) {
     for (size_t i = one.first; i < std::min(one.last, other.first); ++i) visit(i);
@@ -120,14 +120,14 @@ class Slots {
   }
 
   size_t heads_ = 0, length_ = 0;  // L
-  size_t stride_ = 1;              // rows a head that there is room for
-  size_t kept_ = 0;  // S: rows of each head at the start, of all positions outside hole_
+  size_t stride_ = 1;              // allocated rows per head
+  size_t kept_ = 0;  // S: rows of each head at the start, for all positions outside hole_
   Range hole_{0, 0};
-  // [heads * stride] both. The row of head h and position i is h * stride + i.
+  // Both [heads * stride]. The row of head h and position i has index h * stride + i.
   std::vector<size_t> row_at_, slot_of_;
 };
 
-// Does the moves in a tensor whose rows have `row` bytes.
+// Applies the moves to a tensor with `row` bytes per row.
 inline void apply(const std::vector<Slots::Move>& moves, std::byte* rows, size_t row) {
   for (const Slots::Move& move : moves) {
     assert(move.from + move.rows <= move.to || move.to + move.rows <= move.from);

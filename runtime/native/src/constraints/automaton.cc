@@ -23,12 +23,12 @@ constexpr size_t kMagicBytes = 8, kMadeOfBytes = 32, kHashBytes = 32;
 constexpr size_t kLimitBytes = size_t{1} << 30;
 constexpr size_t kSizes = 6;
 
-// Reads one array of the file behind the other.
+// Reads the arrays of the file in order.
 class Reader {
  public:
   Reader(const uint8_t* data, std::string where) : data_(data), where_(std::move(where)) {}
 
-  // `count` numbers, each of lowest..highest.
+  // Reads `count` numbers, each in lowest..highest.
   std::vector<int32_t> take(const char* name, size_t count, int32_t lowest, int32_t highest) {
     std::vector<int32_t> out(count);
     if (count > 0) std::memcpy(out.data(), data_, count * sizeof(int32_t));
@@ -40,7 +40,7 @@ class Reader {
     return out;
   }
 
-  // `count` + 1 numbers from 0 up to `total`, none below the one before it.
+  // Reads `count` + 1 ascending numbers from 0 to `total` (equal ones may repeat).
   std::vector<int32_t> take_starts(const char* name, size_t count, int32_t total) {
     std::vector<int32_t> out = take(name, count + 1, 0, total);
     if (out.front() != 0 || out.back() != total || !std::is_sorted(out.begin(), out.end()))
@@ -65,8 +65,8 @@ void check_groups(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// A distance that is one more than the least behind it leads down to 0: an end is reached from
-// every state. Where a text may end, tokens may stand behind it without end.
+// Requires each distance to be one more than the smallest distance after it. Then an end is
+// reachable from every state. A state where a text may end can have edges without limit.
 void check_distances(const Automaton& automaton, const std::string& where) {
   for (int32_t state = 0; state < automaton.states; ++state) {
     const int32_t distance = automaton.distances[static_cast<size_t>(state)];
@@ -76,14 +76,14 @@ void check_distances(const Automaton& automaton, const std::string& where) {
       least = std::min(least, automaton.distances[static_cast<size_t>(
                                   automaton.edge_states[static_cast<size_t>(edge)])]);
     if (least != std::max(distance - 1, 0))
-      fail(DLM_BAD_BUNDLE, "%s: state %d says that it is %d tokens from an end, and is not",
+      fail(DLM_BAD_BUNDLE, "%s: state %d is not %d tokens from an end, as the file claims",
            where.c_str(), state, distance);
   }
 }
 
-// Each class must lead from a state to one state at most. The classes of a state's largest group
-// are only looked up, as many states share large groups: so a file takes hardly longer than its
-// edges do.
+// Requires that each class leads from a state to at most one state. The classes of a state's
+// largest group are only looked up, because many states share large groups. So checking a file
+// takes little longer than reading its edges.
 void check_edges(const Automaton& automaton, const std::string& where) {
   std::vector<int32_t> seen(static_cast<size_t>(automaton.classes),
                             -1);  // by class, the last state that has an edge for it
@@ -181,10 +181,10 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   const auto* const bytes = static_cast<const uint8_t*>(data);
   constexpr size_t header = kMagicBytes + kSizes * sizeof(int32_t) + kMadeOfBytes;
   if (size < header + kHashBytes || std::memcmp(bytes, kMagic, kMagicBytes - 1) != 0)
-    fail(DLM_BAD_BUNDLE, "%s: not an automaton of a constraint, or cut off", where.c_str());
+    fail(DLM_BAD_BUNDLE, "%s: not a compiled constraint, or truncated", where.c_str());
   if (bytes[kMagicBytes - 1] != kVersion)
     fail(DLM_UNSUPPORTED,
-         "%s: an automaton of version %d, and this library knows version %d: compile the "
+         "%s: the automaton has version %d, but this library reads version %d: compile the "
          "constraint again",
          where.c_str(), bytes[kMagicBytes - 1], kVersion);
   Sha256 hash;
@@ -192,19 +192,19 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   const std::array<uint8_t, kHashBytes> digest = hash.digest();
   if (std::memcmp(digest.data(), bytes + size - kHashBytes, kHashBytes) != 0)
     fail(DLM_BAD_BUNDLE,
-         "%s: damaged: its SHA-256 is not what it says. Compile the constraint again",
+         "%s: the file is damaged: its SHA-256 does not match. Compile the constraint again",
          where.c_str());
   std::array<int32_t, kSizes> sizes;
   std::memcpy(sizes.data(), bytes + kMagicBytes, sizeof sizes);
   const auto [vocab_size, states, classes, groups, members, edges] = sizes;
-  uint64_t numbers = 2;  // the starts are one more than groups and states
+  uint64_t numbers = 2;  // the two starts arrays have one extra entry each
   for (const int32_t count : {vocab_size, groups, members, states, states, edges, edges}) {
     if (count < 0) fail(DLM_BAD_BUNDLE, "%s: a size of %d", where.c_str(), count);
     numbers += static_cast<uint64_t>(count);
   }
   if (vocab_size < 1 || states < 1 || classes < 0 || classes > vocab_size ||
       numbers * sizeof(int32_t) != size - header - kHashBytes)
-    fail(DLM_BAD_BUNDLE, "%s: %zu bytes do not hold the sizes that it says", where.c_str(), size);
+    fail(DLM_BAD_BUNDLE, "%s: its sizes do not fit its %zu bytes", where.c_str(), size);
   Automaton out{vocab_size, states, classes, groups, {}, {}, {}, {}, {}, {}, {}, {}, {}};
   const auto count = [](int32_t value) { return static_cast<size_t>(value); };
   Reader reader(bytes + header, where);
@@ -221,7 +221,7 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   list_tokens(out);
   if (std::adjacent_find(out.class_starts.begin(), out.class_starts.end()) !=
       out.class_starts.end())
-    fail(DLM_BAD_BUNDLE, "%s: a class without tokens", where.c_str());
+    fail(DLM_BAD_BUNDLE, "%s: a class has no tokens", where.c_str());
   return out;
 }
 

@@ -1,13 +1,12 @@
-// A constraint as a file has it: an automaton over token ids, whose texts are the ones that a
-// request may come to.
+// A compiled constraint: an automaton over token ids that accepts the texts a request may produce.
 //
-// compile/token_automaton.cc makes it. Tokens that behave alike in every state are a class, classes
-// that lead from one state to another a group, so that work a pass grows with these and not with
-// tokens.
+// compile/token_automaton.cc builds it. A class holds the tokens that behave alike in every state.
+// A group holds the classes that lead from one state to another. So the work of a pass grows with
+// the classes and groups, not with the tokens.
 //
-// The file is little-endian: the magic "DLMAUTO" and the version 1; the sizes as six int32
-// (vocabulary, states, classes, groups, members of all groups, edges); 32 bytes that say what it
-// was made of; the first seven arrays of the struct in their order; and the SHA-256 of all before
+// The file is little-endian: the magic "DLMAUTO"; version 1; six int32 sizes (vocabulary, states,
+// classes, groups, members of all groups, edges); 32 bytes that identify the source; the first
+// seven arrays of the struct, in order; and the SHA-256 of everything before it.
 // it.
 #pragma once
 
@@ -22,15 +21,15 @@ struct Automaton {
   int32_t vocab_size, states, classes, groups;
   std::vector<int32_t> token_class;  // [V]; -1: leads nowhere
   std::vector<int32_t> group_starts,
-      group_classes;  // of group g the classes [group_starts[g], group_starts[g + 1]), ascending
-  std::vector<int32_t> edge_starts;  // of state s the edges [edge_starts[s], edge_starts[s + 1])
+      group_classes;  // of group g: [group_starts[g], group_starts[g + 1]), ascending
+  std::vector<int32_t> edge_starts;  // of state s: edges [edge_starts[s], edge_starts[s + 1])
   std::vector<int32_t> edge_states,
-      edge_groups;                 // of an edge the state behind it, and the group that leads there
-  std::vector<int32_t> distances;  // of a state the fewest tokens to where a text may end; 0: here
+      edge_groups;                 // by edge: the next state, and the group that leads to it
+  std::vector<int32_t> distances;  // by state: fewest tokens to the end of a text; 0: may end here
   std::vector<int32_t> class_starts,
-      class_tokens;  // of class c the tokens [class_starts[c], class_starts[c + 1]), ascending
+      class_tokens;  // the tokens of class c are [class_starts[c], class_starts[c + 1]), ascending
 
-  // The state behind `token`, or -1. State 0 is the first.
+  // The state after `token`, or -1. State 0 is the start state.
   int32_t next(int32_t state, int32_t token) const;
   bool has_class(int32_t group, int32_t number) const;
   bool has_token(int32_t group, int32_t token) const;  // false for -1
@@ -45,21 +44,21 @@ struct Automaton {
   }
 };
 
-// Fills class_starts and class_tokens from the rest.
+// Fills class_starts and class_tokens from the other fields.
 void list_tokens(Automaton& automaton);
 
-// The file. made_of: 32 bytes of the caller's that it keeps.
+// Returns the bytes of the file. made_of: 32 bytes that identify the source; stored as they are.
 std::vector<uint8_t> write_automaton(const Automaton& automaton, const uint8_t* made_of);
 
-// The 32 bytes that a file keeps. It must have passed read_automaton.
+// The 32 bytes that identify the source. read_automaton must have accepted the file.
 const uint8_t* made_of(const void* data);
 
-// Checks all of a file's content: what follows may rely on every number of it. `where` starts the
-// messages. Throws Error(DLM_BAD_BUNDLE), and Error(DLM_UNSUPPORTED) for a file of another version.
+// Checks everything in the file, so that later code can rely on every number. `where` starts
+// messages. Throws Error(DLM_BAD_BUNDLE), or Error(DLM_UNSUPPORTED) for a file of another version.
 Automaton read_automaton(const void* data, size_t size, const std::string& where);
 
-// The file at `path`, read and checked. Throws Error(DLM_NOT_FOUND) as well. `made_of`: where its
-// 32 bytes go.
+// Reads and checks the file at `path`. Also throws Error(DLM_NOT_FOUND). `made_of` receives the 32
+// bytes that identify the source.
 Automaton open_automaton(const std::string& path, uint8_t* made_of);
 
 }  // namespace dlm

@@ -10,7 +10,7 @@ namespace dlm {
 namespace {
 
 [[noreturn]] void refuse_without_text(int32_t position) {
-  fail(DLM_INTERNAL, "the constraint has no text up to position %d", position);
+  fail(DLM_INTERNAL, "the constraint accepts no text at position %d", position);
 }
 
 }  // namespace
@@ -26,14 +26,14 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
       texts_(*automaton_, denoiser.mask_token_id) {
   if (automaton_->vocab_size != denoiser.vocab_size)
     fail(DLM_UNSUPPORTED,
-         "the constraint is of a vocabulary of %d tokens, and the denoiser has %d: compile it for "
+         "the constraint has a vocabulary of %d tokens, but the denoiser has %d: compile it for "
          "this bundle",
          automaton_->vocab_size, denoiser.vocab_size);
   if (automaton_->token_class[static_cast<size_t>(denoiser.mask_token_id)] >= 0)
     fail(DLM_UNSUPPORTED, "the constraint allows the mask token: compile it for this bundle");
   if (denoiser.eos_token_ids.empty())
     fail(DLM_UNSUPPORTED,
-         "a constraint needs an end token, to stand behind its text, and the denoiser has none");
+         "a constraint needs an end token after its text, but the denoiser has none");
   const auto first = std::find(undecided.begin(), undecided.end(), 1),
              last = std::find(undecided.rbegin(), undecided.rend(), 1).base();
   range_ = first == undecided.end() ? Range{0, 0}
@@ -43,7 +43,7 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
   const auto require_room = [&] {
     if (shortest > range_.tokens())
       fail(DLM_INVALID_ARGUMENT,
-           "the shortest text of the constraint has %d tokens, and there is room for %d: raise "
+           "the shortest text of the constraint has %d tokens, but there is room for %d: raise "
            "max_new_tokens",
            shortest, range_.tokens());
   };
@@ -53,14 +53,14 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
   }
   if (given > range_.first)
     fail(DLM_INVALID_ARGUMENT,
-         "%d given tokens are to be of the constraint's text, and %d are in front of the first "
-         "undecided position",
+         "%d given tokens should start the constraint's text, but there are only %d before the "
+         "first undecided position",
          given, range_.first);
   range_.first -= given;
   require_room();
   if (ends_behind(range_.first, canvas, undecided).front() == 0)
     fail(DLM_INVALID_ARGUMENT,
-         "no text of the constraint has the given tokens in positions %d..%d: change them, or "
+         "no text of the constraint matches the given tokens in positions %d..%d: change them, or "
          "leave more masks",
          range_.first, range_.last - 1);
 }
@@ -106,7 +106,7 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     proposals.probs[row] = prob;
     if (scores_texts(turn))
       proposals.scores[row] = score_of_texts(marginals_[at]);
-    else  // A margin is to the best of the other tokens, so it may be below 0.
+    else  // The margin is to the best of the other tokens, so it may be below 0.
       proposals.scores[row] =
           !turn.is_editing && policy_.score == Score::margin
               ? prob - static_cast<double>(path_[at] == place.best ? probs[1] : probs[0])
@@ -114,7 +114,7 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
   }
 }
 
-// Fills path_, and marginals_ where they are the scores.
+// Fills path_, and marginals_ if they are the scores.
 void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends) {
   const Sampling drawn{policy_.temperature, policy_.top_p, policy_.top_k}, predicted{1, 1, 0};
   bool is_found;
@@ -146,7 +146,7 @@ void Constrained::scaffold(const std::vector<int32_t>& canvas,
   for (int32_t position = std::max(first, range.first); position < last; ++position) {
     const int32_t number = only_[static_cast<size_t>(position - first)];
     if (number < 0 || undecided[static_cast<size_t>(position)] == 0) continue;
-    if (number == end_class)  // which of the end tokens makes no other text
+    if (number == end_class)  // all end tokens make the same text
       certain.push_back({position, end});
     else if (automaton_->is_one_token(number))
       certain.push_back({position, automaton_->first_token(number)});
@@ -179,7 +179,7 @@ void Constrained::note(int32_t position, int32_t) {
   if (states_.size() > known) states_.resize(known);
 }
 
-// What leads there is decided.
+// Every position before `position` must be decided.
 int32_t Constrained::state_before(int32_t position, const std::vector<int32_t>& canvas) {
   while (static_cast<int32_t>(states_.size()) <= position - range_.first) {
     const auto at = static_cast<size_t>(range_.first) + states_.size() - 1;
@@ -195,7 +195,7 @@ std::vector<uint8_t> Constrained::ends_behind(int32_t position, const std::vecto
   return viterbi_.ways().reaching(places_, 0);
 }
 
-// What is decided may stand there alone.
+// Decided positions allow only their token.
 void Constrained::fill_places(int32_t first, int32_t last, const std::vector<int32_t>& canvas,
                               const std::vector<uint8_t>& undecided) {
   places_.clear();

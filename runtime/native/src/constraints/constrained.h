@@ -1,10 +1,10 @@
-// The proposer of a constrained request: every token is of one text that the automaton accepts, the
-// most likely one or a draw, so that any of them may commit together. A request that ends before
-// its time is completed to the text with the fewest tokens that has what was proposed.
+// The proposer of a constrained request. All its proposals come from one text that the automaton
+// accepts, the most likely one or a sample, so any of them may commit together. If a request ends
+// early, its text is completed with the fewest tokens that fit the proposals.
 //
 // The constraint covers the positions from the request's first undecided one to the last, and
-// `given` tokens before them. Given tokens among them are part of the text. After a block, a text
-// only has to be possible in the room that is left, with what is decided there.
+// `given` tokens before them. Given tokens in that range belong to the text. After each block, a
+// full text must still be possible with the decided tokens in the remaining room.
 #pragma once
 
 #include <memory>
@@ -19,9 +19,9 @@ namespace dlm {
 
 class Constrained final : public Proposer {
  public:
-  // given: so many tokens in front of the first undecided position are the text's first ones.
-  // Throws Error(DLM_INVALID_ARGUMENT) where no text fits into the canvas, and
-  // Error(DLM_UNSUPPORTED) for an automaton of another vocabulary. denoiser must outlive it.
+  // given: the number of tokens before the first undecided position that belong to the text. Throws
+  // Error(DLM_INVALID_ARGUMENT) if no text fits into the canvas, and Error(DLM_UNSUPPORTED) if the
+  // automaton has another vocabulary. denoiser must outlive it.
   Constrained(const Denoiser& denoiser, const Policy& policy,
               std::shared_ptr<const Automaton> automaton, int32_t given,
               const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided);
@@ -40,7 +40,7 @@ class Constrained final : public Proposer {
   bool is_drawn(const Turn& turn) const {
     return policy_.select == Select::sample && !turn.is_editing;
   }
-  bool scores_texts(const Turn& turn) const;  // rather than what the denoiser says of each position
+  bool scores_texts(const Turn& turn) const;  // instead of the denoiser's own predictions
   double score_of_texts(const Marginal& found) const;
   int32_t first_open(const std::vector<uint8_t>& undecided)
       const;  // the first undecided position, or the end of the range
@@ -53,8 +53,8 @@ class Constrained final : public Proposer {
   const Denoiser& denoiser_;
   const Policy policy_;
   const std::shared_ptr<const Automaton> automaton_;
-  Range range_;                  // of the canvas, that the constraint is of
-  std::vector<int32_t> states_;  // before the positions from its first on, as far as they are known
+  Range range_;                  // the positions of the canvas that the constraint covers
+  std::vector<int32_t> states_;  // states before range_'s positions, as far as they are known
   Viterbi viterbi_;
   Texts texts_;
   std::vector<Place> places_;

@@ -20,13 +20,13 @@ void raise(Weight& largest, const Weight& other, double slope) {
 
 }  // namespace
 
-// A sum of weights that are added one by one, the largest known.
+// A sum of weights; the largest must be known first.
 template <class Weight>
 class TextSums<Weight>::Total {
  public:
   Total(const Weight& largest, double slope) : largest_(largest), slope_(slope) {}
   void add(const Weight& weight) { add_ratio(weight.ratio(largest_, slope_)); }
-  // ratio: the logarithm of a weight by the largest.
+  // ratio: the logarithm of a weight divided by the largest.
   void add_ratio(double ratio) {
     if (ratio > -kNothing) sum_ += std::exp(ratio);
   }
@@ -34,13 +34,13 @@ class TextSums<Weight>::Total {
 
  private:
   static constexpr double kNothing =
-      60;  // behind which even 2^32 weights are lost in a double's rounding
+      60;  // below this, even 2^32 weights are lost in a double's rounding
   const Weight largest_;
   const double slope_;
   double sum_ = 0;
 };
 
-// A token's weight at the place.
+// The weight of a token at the place.
 template <class Weight>
 Weight TextSums<Weight>::weigh(int32_t token) const {
   if (place_->logits == nullptr) return Weight::one();
@@ -65,7 +65,7 @@ Weight TextSums<Weight>::weigh_class(int32_t number) {
   return sum.weight = total.value();
 }
 
-// weigh_class where nothing is cut, so that the highest logit has the largest weight.
+// weigh_class if nothing is cut. The token with the highest logit has the largest weight.
 template <class Weight>
 Weight TextSums<Weight>::weigh_whole(Tokens first, Tokens last) const {
   const float* const logits = place_->logits;
@@ -73,7 +73,7 @@ Weight TextSums<Weight>::weigh_whole(Tokens first, Tokens last) const {
   for (auto token = first; token != last; ++token) highest = std::max(highest, logits[*token]);
   const Weight largest = Weight::of(highest, base_, false, slope_);
   if (is_ruled_out(highest))
-    return largest.times(std::log(static_cast<double>(last - first)));  // all are ruled out alike
+    return largest.times(std::log(static_cast<double>(last - first)));  // all are ruled out
   Total total(largest, slope_);
   for (auto token = first; token != last; ++token)
     total.add_ratio((static_cast<double>(logits[*token]) - static_cast<double>(highest)) * slope_);
@@ -106,7 +106,7 @@ void TextSums<Weight>::weigh_place(size_t place) {
   ++weighing_;
   place_ = &places_[place];
   layer_ = &layers_[place];
-  // The limit is for temperatures whose inverse is infinite: 0 times that would be NaN.
+  // The limit is for tiny temperatures, whose inverse is infinite: 0 times infinity is NaN.
   slope_ = std::min(1 / sampling_.temperature, 1e300);
   base_ = place_->logits == nullptr ? 0 : place_->base();
 }
@@ -169,7 +169,7 @@ void TextSums<Weight>::each_token(int32_t group, See see) const {
   }
 }
 
-// On all edges of a state, as often as they stand there.
+// Tokens on all edges of a state; repeated ones count again.
 template <class Weight>
 int64_t TextSums<Weight>::count_tokens(int32_t state) const {
   int64_t count = 0;
@@ -185,11 +185,11 @@ int64_t TextSums<Weight>::count_tokens(int32_t state) const {
   return count;
 }
 
-// Draws the token at the place by its share of `all`, the sum over all ways on from `state`.
+// Draws the token at the place by its share of `all`, the sum over all paths from `state`.
 template <class Weight>
 int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const DrawKey& key) {
   if (place_->token >= 0) return place_->token;
-  // The most likely token has a share of one in V at least.
+  // The most likely token has a share of at least 1 / V.
   const double farthest = kFarthest + std::log(static_cast<double>(automaton_.vocab_size));
   Winner winner(key);
   if (count_tokens(state) > automaton_.vocab_size / 2)
@@ -206,12 +206,12 @@ int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const Dra
   return winner.token();
 }
 
-// The state behind a token from which a text goes on to its end.
+// The next state. A text must be able to continue from it to an end.
 template <class Weight>
 int32_t TextSums<Weight>::next_state(int32_t state, int32_t token) const {
   const int32_t next = automaton_.next(state, token);
   if (next < 0 || ahead_[at(next)].is_never())
-    fail(DLM_INTERNAL, "a draw took token %d, which no text of the constraint has there", token);
+    fail(DLM_INTERNAL, "the constraint does not allow token %d, which was drawn", token);
   return next;
 }
 
@@ -232,8 +232,7 @@ void TextSums<Weight>::draw(const DrawKey& key, const Ways& ways, std::vector<in
   }
 }
 
-// Splits a state's probability among its edges' groups and next states. all: the sum of its ways
-// on.
+// Splits a state's probability among its edges' groups and next states. all: its paths' sum.
 template <class Weight>
 void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   const int32_t first = automaton_.edge_starts[at(state)],

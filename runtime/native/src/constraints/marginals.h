@@ -1,16 +1,16 @@
-// All texts of a constraint over some positions of a canvas, each as likely as its tokens are
-// together: draws of one, and how likely a token is at a position among them.
+// The distribution over all texts of a constraint at some positions of a canvas: samples, and the
+// marginals of tokens. A text's probability is proportional to the product of its tokens'.
 //
-// Sums over the rest of the text are made from the last position on, and a draw goes forward over
-// them (forward filtering and backward sampling, Carter and Kohn, 1994, in the other direction). So
-// a draw is distributed exactly as the product of the tempered rows, restricted to the texts of the
-// constraint. Of these, only texts with the fewest ruled-out tokens (logit -inf) are drawn, and
-// among those only texts with the fewest tokens that top_k and top_p cut. A row draws with the same
-// noise as without a constraint (decode/sampling.h).
+// Sums over the rest of the text run from the last position back, and sampling runs forward
+// (forward filtering, backward sampling; Carter and Kohn, 1994, with directions swapped). So a
+// sample has exactly the distribution of the product of the tempered rows, restricted to the
+// constraint. Only texts with the fewest ruled-out tokens (logit -inf) are drawn, and among those
+// only texts with the fewest tokens that top_k and top_p cut. A row uses the same noise as without
+// a constraint (decode/sampling.h).
 //
-// Sums are logarithms in double. Where no text is free of ruled-out and cut tokens, or the
-// logarithms are large (temperatures near 0, huge logits), all is done again with exact sums of
-// logits (decode/exact_sum.h). So some legal token always has a share of its position.
+// Sums are logarithms in double. If every text has a ruled-out or cut token, or the logarithms are
+// large (temperatures near 0, huge logits), they are computed again from exact sums of logits
+// (decode/exact_sum.h). So some legal token always has a share of its position.
 // exporter/dlm_export/network/constrained.py implements the same in exact arithmetic.
 #pragma once
 
@@ -25,12 +25,12 @@
 
 namespace dlm {
 
-// The probability of a position's token among all texts; and of its tokens p1 - p2 and sum p ln p.
+// The probability of a position's token over all texts, and p1 - p2 and sum p ln p of the position.
 struct Marginal {
   double prob, margin, entropy;
 };
 
-// The log weight of some texts, in double. A text with a ruled-out or cut token weighs nothing.
+// The log weight of a set of texts, in double. Texts with a ruled-out or cut token weigh 0.
 struct RoundedWeight {
   double log = -std::numeric_limits<double>::infinity();
 
@@ -42,14 +42,14 @@ struct RoundedWeight {
   bool is_never() const { return !(log > -std::numeric_limits<double>::infinity()); }
   RoundedWeight times(const RoundedWeight& other) const { return {log + other.log}; }
   RoundedWeight times(double factor_log) const { return {log + factor_log}; }
-  // The logarithm of this by `other`. slope: 1 / temperature.
+  // The logarithm of this divided by `other`. slope: 1 / temperature.
   double ratio(const RoundedWeight& other, double) const { return log - other.log; }
 };
 
-// The same without rounding: exp(sum * slope + rest), of the texts with the fewest avoided tokens.
+// The same, exactly: exp(sum * slope + rest), over the texts with the fewest avoided tokens.
 struct ExactTexts {
   ExactWeight logits = ExactWeight::never();
-  double rest = 0;  // stays small: the logarithm of numbers of texts that are about as likely
+  double rest = 0;  // stays small: the logarithm of a number of about equally likely texts
 
   static ExactTexts of(float logit, float base, bool is_cut, double) {
     if (is_ruled_out(logit)) return {{ExactWeight::kRuledOut, {}}, 0};
@@ -70,7 +70,7 @@ struct ExactTexts {
   }
 };
 
-// What `Texts` does, with one kind of weights.
+// The implementation of `Texts` for one kind of weights.
 template <class Weight>
 class TextSums {
  public:
@@ -86,19 +86,19 @@ class TextSums {
 
  private:
   using Tokens = std::vector<int32_t>::const_iterator;
-  // Of a class or a group at a place: the sum of its tokens' weights.
+  // The sum of the token weights of a class or group at a place.
   struct Sum {
     Weight weight;
-    int32_t number;  // of the weighing that it is of
+    int32_t number;  // of the place's weighing, see weighing_
   };
   struct Weighed {
     int32_t group;
     Weight weight;
   };
-  // Of a place.
+  // The results at a place.
   struct Layer {
-    std::vector<Weight> ahead;    // by state that is met, the sum over all ways on
-    std::vector<Weighed> groups;  // that ways lead through
+    std::vector<Weight> ahead;    // by visited state: the sum over all paths to the end
+    std::vector<Weighed> groups;  // used by these paths
     Cut cut;
   };
   class Total;
@@ -121,37 +121,37 @@ class TextSums {
   Sampling sampling_{};
   int32_t state_ = 0;
   std::vector<Place> places_;
-  std::vector<Layer> layers_;     // by place, and one behind the last
-  const Place* place_ = nullptr;  // that is being weighed, with its layer
+  std::vector<Layer> layers_;     // by place, plus one after the last
+  const Place* place_ = nullptr;  // the place being weighed; layer_ is its layer
   Layer* layer_ = nullptr;
-  float base_ = 0;    // what its logits are compared with
-  double slope_ = 1;  // what differences of logits are multiplied by
+  float base_ = 0;    // subtracted from its logits
+  double slope_ = 1;  // the factor for differences of logits
   int32_t weighing_ = 0;
   std::vector<Sum> classes_, groups_;
-  std::vector<float> spare_;    // a draw's Winner's
+  std::vector<float> spare_;    // scratch of a draw's Winner
   std::vector<Weight> terms_;   // by edge of a state
   std::vector<double> shares_;  // by edge of a state
-  std::vector<Weight> ahead_;   // by state, behind the place
+  std::vector<Weight> ahead_;   // by state, after the place
   std::vector<double> mass_,
-      mass_behind_;  // by state: how likely it is before the place, and behind it
-  std::vector<double> group_mass_, class_mass_;  // how likely each is at the place
+      mass_behind_;  // by state: its probability before and after the place
+  std::vector<double> group_mass_, class_mass_;  // the probability of each at the place
 };
 
 class Texts {
  public:
-  // left_out: the mask token, which no text has.
+  // left_out: the mask token, which no text contains.
   Texts(const Automaton& automaton, int32_t left_out)
       : ways_(automaton), rounded_(automaton, left_out), exact_(automaton, left_out) {}
 
-  // Sums over all ways from `state` to a state of `ends` (1 or 0 a state); false if there is none.
-  // Must be called before the functions below. Without logits a place's tokens are equally likely.
+  // Sums over all paths from `state` to a state of `ends` (1 or 0 per state); false if there is
+  // none. Call it before the functions below. Without logits, tokens are equally likely.
   bool sum(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
            const Sampling& sampling);
 
-  // Draws one text, a token a place; the first is at key's position.
+  // Draws one text, one token per place. The first place is at key's position.
   void draw(const DrawKey& key, std::vector<int32_t>& tokens);
 
-  // How likely each place's token is. Margins and entropies are only filled if `with_all`.
+  // The probability of each place's token. Fills margins and entropies only if `with_all`.
   void find_marginals(const std::vector<int32_t>& tokens, bool with_all,
                       std::vector<Marginal>& marginals);
 

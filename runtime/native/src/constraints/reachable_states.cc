@@ -60,9 +60,9 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
   }
 }
 
-// From one place to the next few states come or go, of hundreds that a counted text can be in.
+// An update, because few of the (perhaps hundreds of) states change from one place to the next.
 void Ways::move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
-  // Bytes may alias all else: what the inner loop reads is held here.
+  // Writes through uint8_t may alias anything, so the inner loop's pointers are kept in locals.
   const int32_t *const starts = automaton_.edge_starts.data(), *const states =
                                                                    automaton_.edge_states.data();
   int32_t* const edges_to = edges_to_.data();
@@ -96,7 +96,7 @@ void Ways::list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states)
 
 std::vector<uint8_t> Ways::reaching(const std::vector<Place>& places, int32_t room) {
   const auto states = at(automaton_.states);
-  size_t last = places.size();  // behind it any token may stand
+  size_t last = places.size();  // any token is allowed from here on
   while (last > 0 && places[last - 1].token < 0) --last;
   const int64_t behind = int64_t{room} + static_cast<int64_t>(places.size() - last);
   std::vector<uint8_t> out(states), next(states);

@@ -15,15 +15,15 @@ namespace {
 constexpr double kNever = -std::numeric_limits<double>::infinity();
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-constexpr size_t kLanes = 8;      // as many maxima as there are loads under way at a time
-constexpr size_t kRun = 32;       // tokens of a row whose highest logit is held
-constexpr size_t kSections = 16;  // of a row: each has a token that reaches the bound
+constexpr size_t kLanes = 8;      // independent maxima, one for each load in flight
+constexpr size_t kRun = 32;       // tokens per run; highest_ has the highest logit of each run
+constexpr size_t kSections = 16;  // of a row: each has a token at or above the bound
 constexpr size_t kMany =
-    16;  // a row's highest tokens are looked for before one token in so many is looked up
+    16;  // looks for a row's highest tokens before reading more than one token in this many
 
 size_t at(int32_t index) { return static_cast<size_t>(index); }
 
-// -infinity for a token that the denoiser rules out.
+// Returns -inf for a token that the denoiser rules out.
 double weigh(const Place& place, int32_t token) {
   if (place.logits == nullptr) return place.best < 0 || token == place.best ? 0 : -1;
   if (is_ruled_out(place.logits[token])) return kNever;
@@ -37,8 +37,8 @@ ExactWeight weigh_exactly(const Place& place, int32_t token) {
   return {0, ExactSum(place.logits[token]) - ExactSum(place.base())};
 }
 
-// Whether a token is better than another at a place: by its logit, then by its id. Differences of
-// logits may be rounded to the same double, so they are not compared.
+// True if a token is better than another at a place: by logit, then by lower id. Compares logits,
+// not differences, because rounding can make different differences equal.
 bool is_better(const Place& place, int32_t token, int32_t other) {
   if (place.logits != nullptr)
     return place.logits[token] > place.logits[other] ||
@@ -47,7 +47,7 @@ bool is_better(const Place& place, int32_t token, int32_t other) {
   return weight > other_weight || (weight == other_weight && token < other);
 }
 
-// The highest of a run of logits, four at a time: NaN keeps compilers from doing that.
+// The maximum of a run of logits, four at a time. Written out, because NaN rules stop compilers.
 float max_of_run(const float* logits) {
   using Four = float __attribute__((vector_size(16)));
   constexpr size_t kFours = kRun / 4;
@@ -65,9 +65,9 @@ void fetch_run(const float* logits) {
   for (size_t i = 0; i < kRun; i += kLine) __builtin_prefetch(logits + i);
 }
 
-// The first of the tokens with the highest logit; the first of all if every logit is -inf.
+// The first token with the highest logit; the first of all if every logit is -inf.
 int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
-  constexpr size_t kStretch = 32 * kLanes;  // short enough to look through once more
+  constexpr size_t kStretch = 32 * kLanes;  // short enough to search a second time
   float highest = kNone;
   size_t found = 0;
   for (size_t start = 0; start < count; start += kStretch) {
@@ -89,7 +89,7 @@ int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
 
 }  // namespace
 
-// If a class has one of the row's highest tokens, its best token is among these.
+// Finds the row's highest tokens. A class that has any of them has its best token among them.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = at(automaton_.vocab_size), runs = vocab_size / kRun;
@@ -155,7 +155,7 @@ int32_t Viterbi::best_of_group(const Place& place, int32_t group) {
   return best;
 }
 
-// What a state's ways on lead through.
+// Weighs the groups on a state's edges.
 void Viterbi::weigh_edges(const Place& place, int32_t state, Layer& layer) {
   for (int32_t edge = automaton_.edge_starts[at(state)];
        edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
@@ -187,7 +187,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
                        *const states = automaton_.edge_states.data(),
                        *const groups = automaton_.edge_groups.data();
   const double *const ahead = ahead_.data(), *const weights = weights_.data();
-  // What is endless less endless is no number, and not above any.
+  // inf - inf is NaN, which compares false and so is never the best.
   const auto best_of = [=](int32_t from) {
     double best = kNever;
     for (int32_t edge = starts[from], last = starts[from + 1]; edge < last; ++edge) {
@@ -226,11 +226,11 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// Like `solve`, for texts with ruled-out tokens, or with logits too far apart for sums in double.
+// Like `solve`, for texts with ruled-out tokens or with logits too far apart for sums in double.
 bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
                             const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
   struct Step {
-    int32_t token, state;  // the best next token, and the state after it; -1 if no text goes on
+    int32_t token, state;  // the best next token and the state after it; -1 if no text continues
   };
   const size_t length = places.size();
   std::vector<std::vector<Step>> steps(
@@ -280,7 +280,7 @@ bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// The state after the first step of the best way on; of equal ones the lowest token's.
+// The state after the first step of the best path; ties go to the lowest token.
 int32_t Viterbi::find_step(size_t place, int32_t state, int32_t& token) {
   const std::vector<Weighed>& groups = layers_[place].groups;
   const std::vector<int32_t>& behind = ways_.before(place + 1);
@@ -309,9 +309,9 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
   classes.resize(places.size());
   leads_on_ = ends;
   std::vector<uint8_t> found;
-  bool do_all = true;  // whether all states that are met behind the place lead on
+  bool do_all = true;  // whether every visited state after the place leads on
   for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[at(end)] != 0;
-  // Bytes may alias all else: what the inner loop reads is held here.
+  // Writes through uint8_t may alias anything, so the inner loop's pointers are kept in locals.
   const int32_t *const starts = automaton_.edge_starts.data(),
                        *const states = automaton_.edge_states.data(),
                        *const groups = automaton_.edge_groups.data(),
@@ -323,7 +323,7 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
     const uint8_t* const leads_on = leads_on_.data();
     int32_t only = none;
     const bool is_sure =
-        is_free && do_all;  // that the states do which are met here: each has an edge
+        is_free && do_all;  // then all visited states here lead on, because each has an edge
     found.assign(met.size(), 1);
     for (size_t from = 0; from < met.size() && !(is_sure && only == several); ++from) {
       uint8_t is_found = 0;

@@ -1,12 +1,12 @@
-// What passes cost on a machine, as `dlm-export bench --cost` fits it to measured passes.
+// A linear cost model of passes. `dlm-export bench --cost` fits it to measured passes.
 #pragma once
 
 namespace dlm {
 
-// What a pass computes, or one request's part of it.
+// The work of a pass, or one request's share of it.
 struct PassLoad {
-  double tokens = 0, rows = 0;  // rows: that are scored
-  double pairs = 0;             // of a token and a position that it sees, of its own request
+  double tokens = 0, rows = 0;  // rows: scored rows
+  double pairs = 0;             // (token, visible position) pairs, within each request
 
   PassLoad& operator+=(const PassLoad& other) {
     tokens += other.tokens;
@@ -16,12 +16,12 @@ struct PassLoad {
   }
 };
 
-// Milliseconds of a pass, and of each of what it computes.
+// Milliseconds: a fixed cost per pass, plus a cost per token, row and pair.
 struct PassCost {
   double pass = 0, token = 0, row = 0, pair = 0;
 
   bool is_known() const { return pass > 0 || token > 0 || row > 0 || pair > 0; }
-  // What a part adds to a pass.
+  // The milliseconds that `load` adds to a pass.
   double share(const PassLoad& load) const {
     return token * load.tokens + row * load.rows + pair * load.pairs;
   }

@@ -1,5 +1,5 @@
-// The exact weight of a text: how many of its tokens are ruled out or cut, and the exact sum of the
-// logits of the others. Sums in double lose small logits beside large ones.
+// The exact weight of a text: the number of its tokens that are ruled out or cut, and the exact sum
+// of the other tokens' logits. A sum in double would lose small logits next to large ones.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace dlm {
 
-// A finite float is an integer below 2^277 times 2^-149, so 320 bits hold sums of 2^40 floats.
+// A finite float is an integer below 2^277 times 2^-149, so 320 bits can hold a sum of 2^40 floats.
 class ExactSum {
  public:
   ExactSum() = default;
@@ -20,7 +20,7 @@ class ExactSum {
     uint32_t bits;
     std::memcpy(&bits, &logit, sizeof bits);
     const uint32_t exponent = bits >> 23 & 0xFF, fraction = bits & 0x7FFFFF;
-    // Exponent 0: zero and denormals.
+    // An exponent field of 0 means zero or a denormal.
     const uint64_t significand = exponent == 0 ? fraction : fraction | 0x800000;
     const uint32_t shift = exponent == 0 ? 0 : exponent - 1;
     const size_t word = shift / 64, bit = shift % 64;
@@ -36,7 +36,7 @@ class ExactSum {
   friend bool operator==(const ExactSum& a, const ExactSum& b) { return a.words_ == b.words_; }
   friend bool operator<(const ExactSum& a, const ExactSum& b) { return (a - b).is_negative(); }
 
-  // The nearest double, within a few units in the last place.
+  // The sum as a double, accurate to a few units in the last place.
   double value() const {
     if (is_negative()) return -(ExactSum() - *this).value();
     double sum = 0;
@@ -48,7 +48,7 @@ class ExactSum {
  private:
   static constexpr size_t kWords = 5;
 
-  // This plus b, whose bits are flipped where `flip` has ones.
+  // Returns this + (b ^ flip) + carry. flip = ~0 and carry = 1 subtract b.
   ExactSum combine(const ExactSum& b, uint64_t flip, uint64_t carry) const {
     ExactSum sum;
     for (size_t i = 0; i < kWords; ++i) {
@@ -63,10 +63,10 @@ class ExactSum {
   std::array<uint64_t, kWords> words_{};  // two's complement, the lowest word first
 };
 
-// Fewer ruled-out tokens are better, then fewer cut tokens, then the larger sum.
+// Fewer ruled-out tokens win; then fewer cut tokens; then the larger sum.
 struct ExactWeight {
-  int64_t avoided = 0;  // kRuledOut for each token of logit -inf, kCut for each cut by top_k, top_p
-  ExactSum sum;         // of the logits of all other tokens, each less the best logit of its row
+  int64_t avoided = 0;  // kRuledOut per token of logit -inf, kCut per token that top_k or top_p cut
+  ExactSum sum;         // of the other tokens' logits, each minus the best logit of its row
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;
 
@@ -83,8 +83,8 @@ struct ExactWeight {
   }
 };
 
-// Where the best sum in double is larger than this, sums are made again without rounding. Below,
-// what rounding adds up to over thousands of positions is less than 1e-6.
+// Above this best sum (in double), sums are computed again exactly. Below it, the rounding errors
+// of thousands of positions add up to less than 1e-6.
 constexpr double kLargestRounded = 0x1p20;
 
 }  // namespace dlm

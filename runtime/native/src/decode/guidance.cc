@@ -20,7 +20,7 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
     const float with = conditional.logits[i], without = unconditional[i];
     const double guided = static_cast<double>(without) +
                           (scale + 1) * (static_cast<double>(with) - static_cast<double>(without));
-    // A token is ruled out if either pass rules it out, and never because it becomes too low.
+    // Either pass can rule a token out (-inf). A guided logit that overflows rules nothing out.
     logits_[i] = with == -kInfinite || without == -kInfinite ? -kInfinite
                  : guided < static_cast<double>(kLowest)     ? kLowest
                  : guided > -static_cast<double>(kLowest)    ? kInfinite
@@ -35,7 +35,7 @@ void Guided::rank(const Denoiser& denoiser, size_t row) {
              top_k = static_cast<size_t>(denoiser.top_k);
   const float* const logits = logits_.data() + row * width;
   int32_t* const best = tokens_.data() + row * top_k;
-  size_t count = 0;  // of the best so far; the lowest id first among equals, as ids come in order
+  size_t count = 0;  // kept so far, best first; equal logits keep the lowest id first
   bool is_usable = true;
   for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
     if (token == denoiser.mask_token_id) continue;

@@ -1,7 +1,7 @@
-// Classifier-free guidance: moves predictions away from those without the prompt.
+// Classifier-free guidance: compares predictions with and without the prompt.
 //
-// l = l_u + (w + 1)(l_c - l_u), l_u being the logits of a canvas whose given tokens are masked, as
-// in LLaDA's loop (arXiv:2502.09992). One pass runs both canvases.
+// l = l_u + (w + 1)(l_c - l_u), where l_u are the logits of a canvas with all given tokens masked
+// (LLaDA's loop, arXiv:2502.09992). One pass runs both canvases.
 #pragma once
 
 #include <cstddef>
@@ -13,11 +13,12 @@
 
 namespace dlm {
 
-// Guided rows, with the candidates and entropies that an engine would give of them.
+// Computes guided logits, and the candidates and entropies that an engine would return for them.
 class Guided {
  public:
-  // Of `rows` rows: what a pass predicted with the prompt, and the logits [rows, V] without it. A
-  // row with a logit of NaN or +infinity, or with -infinity alone, gets probabilities of NaN.
+  // Guides `rows` rows. conditional: predictions with the prompt. The other array holds logits
+  // [rows, V] without it. A row with a NaN or +inf logit, or with only -inf, gets NaN
+  // probabilities.
   Predictions guide(const Denoiser& denoiser, double scale, const Predictions& conditional,
                     const float* unconditional, size_t rows);
 

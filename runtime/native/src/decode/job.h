@@ -1,4 +1,4 @@
-// A request that was submitted to a runner: its options, its result and statistics, its error.
+// A job: one submitted request with its options, result, statistics and error.
 #pragma once
 
 #include <atomic>
@@ -18,16 +18,16 @@ namespace dlm {
 
 using Clock = std::chrono::steady_clock;
 
-// When a request ends before everything is decided, and who is told of its steps.
+// When a request ends early, and the callback after its steps.
 struct JobOptions {
-  int32_t max_steps = 0;  // passes; 0: any number
+  int32_t max_steps = 0;  // most passes; 0: no limit
   std::optional<Clock::time_point> deadline;
   std::unique_ptr<TextWriter> writer;  // NULL: no text is made
   dlm_step_fn on_step = nullptr;
   void* user = nullptr;
 };
 
-// What the threads that wait for jobs share with the one that runs them. It outlives both.
+// Shared by the threads that wait for jobs and the thread that runs them. Outlives both.
 struct Board {
   std::mutex mutex;
   std::condition_variable changed;
@@ -42,10 +42,10 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // Ends it within one pass with what it has. From any thread.
+  // Ends the job within one pass; it keeps the tokens decided so far. Any thread may call it.
   void cancel() { is_cancelled_ = true; }
 
-  // Whether it has ended, after waiting for that; no time: without limit.
+  // Waits until the job has ended, at most `time` (without one: forever). Returns whether it has.
   bool wait(std::optional<Clock::duration> time) const {
     std::unique_lock<std::mutex> lock(board_->mutex);
     const auto is_done = [&] { return is_done_; };
@@ -54,10 +54,10 @@ class Job {
     return true;
   }
 
-  // Of a job that has ended. Its pointers live as long as the job.
+  // Only after the job has ended. Its pointers live as long as the job.
   const dlm_result& result() const { return result_; }
 
-  // After its last step, for the thread that runs it.
+  // The last step. Only for the thread that runs the job.
   const dlm_step& step() const { return step_; }
   const Request& request() const { return request_; }
 
@@ -68,10 +68,10 @@ class Job {
   JobOptions options_;
   Request request_;
   std::unique_ptr<Member> member_;  // while it runs
-  double usual_ms_ = 0;             // that it is expected to add to a pass
-  uint64_t served_ = 0;             // the pass that it took part in last
+  double usual_ms_ = 0;             // expected share of a pass, in ms
+  uint64_t served_ = 0;             // number of the last pass that it took part in
   dlm_step step_{};
-  bool was_told_done_ = false;  // its last step was told
+  bool was_told_done_ = false;  // whether its last step was reported
   std::atomic<bool> is_cancelled_{false};
   bool is_done_ = false;  // under the board's mutex
   dlm_status status_ = DLM_OK;

@@ -17,15 +17,15 @@ class LockstepPasses::LaneMember final : public Member {
 };
 
 struct LockstepPasses::Lane {
-  // A row of the lane's passes, of one canvas of a member.
+  // One row of the batch: one canvas of a member.
   struct Row {
-    LaneMember* member;  // NULL: it has left
+    LaneMember* member;  // NULL: the member has left
     size_t canvas;
   };
 
   std::unique_ptr<Context> context;
   std::vector<LaneMember*> members;
-  std::vector<Row> rows;  // of the last pass
+  std::vector<Row> rows;  // batch of the last pass
   bool has_begun = false;
   Range kept{0, 0};  // see Member::kept
 
@@ -35,7 +35,7 @@ struct LockstepPasses::Lane {
     });
   }
 
-  // Members that have left keep their rows in the cache until a pass reads none of it.
+  // Members that have left keep their batch rows until a pass that reads no cache.
   void lay_out_rows() {
     if (!rows.empty() && slowest().request.stage().cached > 0) return;
     rows.clear();
@@ -76,11 +76,11 @@ std::unique_ptr<Member> LockstepPasses::start(Request& request) {
   std::list<Lane> made;
   if (found == nullptr) {
     spare_context();
-    spare_.reserve(spare_.size() + lanes_.size() + 1);  // leave() puts back, and must not allocate
+    spare_.reserve(spare_.size() + lanes_.size() + 1);  // so that leave() need not allocate
     lane = made.emplace(made.end());
   }
   lane->members.reserve(lane->members.size() + 1);
-  // Before the member exists, as its destructor takes all of this back.
+  // Taken before the member exists, because the member's destructor gives all of this back.
   auto member = std::make_unique<LaneMember>(request, *this, lane);
   if (found == nullptr) {
     lane->context = std::move(spare_.back());
@@ -129,10 +129,10 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
                       rows});
   dlm_pass pass = prepare_pass(pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
-  size_t most = 1;  // a pass scores one row at least, whether or not a request looks at it
+  size_t most = 1;  // a pass scores at least one row, even if no request reads it
   for (const Member* const member : members)
     most = std::max(most, member->request.positions().size());
-  // Canvases with fewer positions score row 0, which exists.
+  // Canvases with fewer positions score row 0 instead; it always exists.
   buffers.score_rows.assign(lane.rows.size() * most, 0);
   for (size_t row = 0; row < lane.rows.size(); ++row) {
     LaneMember* const member = lane.rows[row].member;
@@ -153,7 +153,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
     lane.context->run(pass, stage.use);
   }
   if (keeps_rows(stage.use)) lane.kept = {0, 0};
-  // Before a request's first row is stored, the context may still hold those of another.
+  // Until a request stores its first row, the context may still hold rows of another request.
   for (Member* const member : members)
     if (keeps_rows(stage.use) || member->cache_bytes > 0)
       member->cache_bytes =

@@ -1,15 +1,15 @@
-// For engines that take one shape a pass: requests of one shape go in lockstep, others take turns.
+// For engines that take one shape per pass: equal requests run in lockstep, others take turns.
 //
-// A lane is a context of the engine and the requests in it. Over a cache, its rows are moved for
-// all of them alike: a request that has finished a stage waits for the slowest, its rows computed
-// and ignored. A request that has ended leaves at the next pass that reads no cache, which over the
-// cache `block` means the first block alone. Without a cache each goes at its own pace.
+// A lane is an engine context and the requests in it. With a cache, a lane's requests go through
+// the stages together: one that is early waits for the slowest, and its rows are computed but
+// ignored. An ended request leaves the lane before the next pass that reads no cache. With cache
+// `block`, only the first block has one. Without a cache, each request has its own pace.
 //
-// Invariants. A lane has a context while it has a member, and the context goes back to spare_ with
-// the last one. Nobody joins a lane after its first pass, because the cache lacks the newcomer's
-// rows. Lane::rows maps the batch of the last pass to members: as long as passes read the cache,
-// the batch keeps that order, and the rows of a member that has left run another member's tokens,
-// which nobody reads. leave() runs in a destructor: start() reserves what it needs.
+// Invariants. A lane has a context while it has a member; the context returns to spare_ with the
+// last member. No request joins a lane after its first pass, because the cache lacks its rows.
+// Lane::rows maps the batch of the last pass to members. While passes read the cache, that order
+// stays; the rows of a member that has left run another member's tokens, and are ignored. leave()
+// runs in a destructor, so start() reserves its memory.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,14 @@ namespace dlm {
 
 class LockstepPasses final : public PassMaker {
  public:
-  // rows: of keys and values of all requests. lanes: open at once. denoiser and engine outlive it.
+  // rows, lanes: limits for all requests together. denoiser and engine must outlive it.
   LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes);
   ~LockstepPasses() override;
 
-  // So many requests that fit each other may share a lane (1). They join before its first pass.
+  // The most requests of one shape in a lane (default 1). They join before its first pass.
   void set_together(size_t requests) { together_ = requests; }
 
-  // A context that no request uses now, for passes without one.
+  // A context that no request is using, for passes outside any request.
   Context& spare_context();
 
   int64_t rows() const override { return rows_; }

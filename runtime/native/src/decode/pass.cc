@@ -51,7 +51,7 @@ Predictions predictions_of(const Denoiser& denoiser, const Request& request, con
 void check_batch(const Engine& engine, int32_t batch) {
   if (batch <= engine.max_batch()) return;
   fail(DLM_UNSUPPORTED,
-       "a pass of %d requests, but the engine takes %d at a time: give max_batch = %d, or open the "
+       "a pass of %d requests, but the engine takes at most %d: set max_batch = %d, or open the "
        "bundle with engine \"onnxruntime\", which takes any number",
        batch, engine.max_batch(), engine.max_batch());
 }
@@ -61,15 +61,15 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
                  size_t repeats, const std::function<void()>& before_pass) {
   const int32_t longest = denoiser.max_canvas_length;
   if (batch < 1 || batch > kMostRequests)
-    fail(DLM_INVALID_ARGUMENT, "a pass of %d requests: a batch has 1..%d", batch, kMostRequests);
+    fail(DLM_INVALID_ARGUMENT, "a pass of %d requests is outside 1..%d", batch, kMostRequests);
   if (tokens < 1 || cached < 0 || rows < 1 || rows > tokens || tokens > longest ||
       cached > longest - tokens)
     fail(DLM_INVALID_ARGUMENT,
-         "a pass of %d tokens over %d cached ones that scores %d rows: tokens must be 1 or more, "
-         "with the cached ones at most %d, and rows in 1..tokens",
+         "a pass of %d tokens over %d cached ones that scores %d rows: tokens must be at least 1, "
+         "tokens plus cached at most %d, and rows in 1..tokens",
          tokens, cached, rows, longest);
   if (cached > 0 && !denoiser.has_cache)
-    fail(DLM_UNSUPPORTED, "this denoiser keeps no keys and values: cached must be 0");
+    fail(DLM_UNSUPPORTED, "this denoiser has no key/value cache: cached must be 0");
   check_batch(engine, batch);
   const int32_t length = cached + tokens;
   if (rows > engine.max_rows(tokens, cached) || (cached > 0 && engine.max_rows(length, 0) < 1))

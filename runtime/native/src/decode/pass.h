@@ -1,11 +1,11 @@
-// The inputs and outputs of one pass, and what it says to each request.
+// The inputs and outputs of one pass, and each request's part of the outputs.
 //
-// The order of calls: prepare_pass sets the inputs, the maker of the pass fills buffers.score_rows,
-// prepare_scores makes room for the outputs, the engine runs, and predictions_of gives each request
-// its part. A dlm_pass points into its Buffers: it is valid until they are prepared again.
+// Order of calls: prepare_pass sets the inputs; the pass maker fills buffers.score_rows;
+// prepare_scores allocates the outputs; the engine runs; predictions_of returns each request's
+// part. A dlm_pass points into its Buffers and is valid until they are prepared again.
 //
-// Scored rows are one array, [B, R]. A request's rows follow each other from Member::first_row on,
-// in the order of its positions. Those of its second canvas follow Member::apart rows later.
+// Scored rows form one array, [B, R]. A request's rows are contiguous from Member::first_row on, in
+// the order of its positions. The rows of its second canvas start Member::apart rows later.
 #pragma once
 
 #include <chrono>
@@ -19,7 +19,7 @@
 
 namespace dlm {
 
-// Inputs and outputs of passes. They are kept, so that passes of the same size allocate nothing.
+// The arrays of a pass. They are reused, so that passes of the same size allocate nothing.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens;
@@ -28,10 +28,10 @@ struct Buffers {
   Guided guided;
 };
 
-// The most canvases of a pass: sizes of its arrays stay far from overflow.
+// The most canvases in one pass. Keeps array sizes far from overflow.
 constexpr int32_t kMostRequests = 4096;
 
-// Adds the time that it lives to `seconds`.
+// Adds its lifetime to `seconds`.
 class Stopwatch {
  public:
   explicit Stopwatch(double& seconds) : seconds_(seconds) {}
@@ -46,28 +46,28 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Positions of a canvas that a pass runs over.
+// The positions of one canvas that a pass runs over.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
 };
 
-// A pass of `batch` requests over the pieces: only its inputs are set.
+// Returns a pass of `batch` requests over the pieces, with only its inputs set.
 dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& buffers);
 
-// Makes the pass score buffers.score_rows, [B, R], with room for candidates and for `needs`.
+// Makes the pass score buffers.score_rows, [B, R]; allocates candidates and the outputs in `needs`.
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
 
-// What the pass says to a request. first and apart: Member's first_row and apart.
+// One request's part of the outputs. first and apart: the Member's first_row and apart.
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 
-// Throws Error(DLM_UNSUPPORTED) if the engine takes no passes of so many requests.
+// Throws Error(DLM_UNSUPPORTED) if the engine cannot take `batch` requests in one pass.
 void check_batch(const Engine& engine, int32_t batch);
 
-// The seconds of each of `repeats` passes of B = `batch` requests, `tokens` over `cached` ones that
-// score `rows`, on made-up tokens; a full pass fills the cache before them. before_pass is called
-// before each, untimed. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
+// Times `repeats` passes over made-up tokens, in seconds. Each runs B = `batch` requests, `tokens`
+// tokens over `cached` ones, and scores `rows` rows. A full pass fills the cache first. Calls
+// before_pass before each pass, untimed. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
                  int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
                  size_t repeats, const std::function<void()>& before_pass);

@@ -1,11 +1,11 @@
-// What makes the passes of running requests, below the runner: it owns their keys and values.
+// Makes the passes of running requests, one layer below the runner. It owns their keys and values.
 //
-// Engines that take segments run requests of all kinds in one pass (make_shared_passes). Engines
-// that take one shape a pass run requests of the same shape together (decode/lockstep_passes.h).
+// Engines that take segments run any mix of requests in one pass (make_shared_passes). Engines that
+// take one shape per pass run requests of the same shape together (decode/lockstep_passes.h).
 //
-// A request's way through it: has_room, start (which makes its Member), then any number of rounds
-// of choose and run, until the Member is destroyed. All calls come from the runner's thread. A
-// Member refers to its Request and its PassMaker: both outlive it, and the request does not move.
+// Order of calls for a request: has_room; start, which creates its Member; any number of rounds of
+// choose and run; then the Member is destroyed. All calls come from the runner's thread. A Member
+// refers to its Request and its PassMaker: both must outlive it, and the request must not move.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@
 
 namespace dlm {
 
-// A running request: its place among the keys and values, which it gives back when it is destroyed.
+// A running request and its space in the cache. Destroying it frees that space.
 class Member {
  public:
   explicit Member(Request& request) : request(request) {}
@@ -31,19 +31,19 @@ class Member {
   Needs needs;                      // of the next pass, once the runner has found its positions
   size_t first_row = 0, apart = 0;  // of the last pass: see predictions_of
   uint64_t cache_bytes = 0;         // of its keys and values now
-  // The cache was told to keep the rows outside of these, and no row was stored since. Of no tokens
-  // if that does not hold: the next pass that reads the cache has to tell it.
+  // The cache keeps the rows outside this range, and no row was stored since that was set. Empty
+  // otherwise; then the next pass that reads the cache must set it.
   Range kept{0, 0};
 };
 
-// What a pass that several requests share keeps within.
+// Limits of a pass that several requests share.
 struct PassLimits {
   int32_t most_tokens;
-  double most_ms;  // 0: any time
-  PassCost cost;   // by which the time is expected
+  double most_ms;  // 0: no limit
+  PassCost cost;   // predicts the time of a pass
 };
 
-// Where the seconds of a pass went.
+// The seconds of a pass, by where they were spent.
 struct PassSeconds {
   double engine = 0, cache = 0;
 };
@@ -52,33 +52,33 @@ class PassMaker {
  public:
   virtual ~PassMaker() = default;
 
-  // How many rows of keys and values the requests that run may have together.
+  // The most key/value rows that all running requests may hold together.
   virtual int64_t rows() const = 0;
 
   virtual bool has_room(const Request& request) const = 0;
 
-  // There must be room.
+  // Only if has_room().
   virtual std::unique_ptr<Member> start(Request& request) = 0;
 
-  // Who takes part in the next pass, at least one. members: all that run, by time of waiting.
+  // Returns the indices of at least one member for the next pass. members: all, longest wait first.
   virtual std::vector<size_t> choose(const std::vector<Member*>& members,
                                      const PassLimits& limits) = 0;
 
-  // Makes the pass of those that were chosen. Throws what the engine throws.
+  // Makes the pass of the chosen members. Throws the engine's errors.
   virtual dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
                        PassSeconds& seconds) = 0;
 
-  // Of all that run, now.
+  // The current bytes of all running requests.
   virtual uint64_t cache_bytes() const = 0;
 };
 
-// Rows of keys and values that a request keeps, of all its canvases.
+// The key/value rows that a request holds, over all its canvases.
 inline int64_t rows_of(const Request& request) {
   return request.has_cache() ? static_cast<int64_t>(request.canvases() * request.canvas().size())
                              : 0;
 }
 
-// What the requests need of a pass beside candidates.
+// The outputs that the requests need besides candidates.
 inline Needs needs_of(const std::vector<Member*>& members) {
   Needs needs;
   for (const Member* const member : members) {
@@ -88,7 +88,7 @@ inline Needs needs_of(const std::vector<Member*>& members) {
   return needs;
 }
 
-// NULL if the engine takes no segments. rows: of keys and values. Both references outlive it.
+// NULL if the engine takes no segments. rows: of keys and values. Both references must outlive it.
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
                                               int64_t rows);
 

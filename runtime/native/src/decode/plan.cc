@@ -17,7 +17,7 @@ bool has_undecided(const std::vector<uint8_t>& undecided, Range range) {
   return std::find(undecided.begin() + range.first, last, 1) != last;
 }
 
-// Those that hold an undecided position.
+// Finds the blocks with an undecided position.
 std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Policy& policy,
                                int32_t visible_block, int32_t steps) {
   std::vector<Block> blocks;
@@ -31,7 +31,7 @@ std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Poli
       static_cast<int32_t>((int64_t{length} - origin + block_length - 1) / block_length);
   if (steps > 0 && steps < count)
     fail(DLM_INVALID_ARGUMENT,
-         "steps = %d is fewer than the %d blocks of %d tokens: every block takes a step", steps,
+         "steps = %d is fewer than the %d blocks of %d tokens: every block needs a step", steps,
          count, block_length);
   for (int32_t number = 0; number < count; ++number) {
     const int32_t start = origin + number * block_length;
@@ -75,7 +75,7 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
   return plan;
 }
 
-// How many of `tokens` a pass over `cached` ones takes, in whole blocks; all if not even one block.
+// How many of `tokens` fit in a pass over `cached` ones, in whole blocks; all if none fits.
 int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
   for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
     if (engine.max_rows(most, cached) > 0) return most;
@@ -92,8 +92,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
   int32_t stored = 0;
   for (const Block& block : blocks) {
     const auto [start, end] = block.range;
-    // A shifted denoiser decides the block's first position by the row before it, in the pass that
-    // stores what is before the block; without a cache in a separate pass, for equal canvases.
+    // A shifted denoiser predicts the block's first position in the row before it. The pass that
+    // stores that row scores it. Without a cache, a separate pass does, so canvases agree.
     const PassKind before = &block == &blocks.front() ? PassKind::prefill : PassKind::store;
     const int32_t size =
         policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();
@@ -112,7 +112,7 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       const int32_t at_once =
           stored + tokens_at_once(engine, wanted - stored, stored, visible_block);
       if (is_opened && at_once == end) {
-        // With the block's own rows, in whose place later passes over it put theirs.
+        // Stores the block's own rows too; later passes over the block overwrite them.
         add({stored, end}, stored, CacheUse::append, before, false, opened, steps_of(0));
         stored = start;
         break;
@@ -139,7 +139,7 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       }
       if (has_undecided(undecided, decided))
         add(rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps);
-      // Over the rest of the block as that pass left it, and the row that predicts its start.
+      // Reads the block's other rows. Includes the row that predicts the part's start.
       const Range part{std::max(start, decided.first - shift), decided.last};
       const int32_t around = end - part.tokens();
       add(part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise, true,
@@ -157,25 +157,25 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
   if (visible_block == 0) {
     if (policy.cache == Cache::block || policy.cache == Cache::block_dual)
       fail(DLM_UNSUPPORTED,
-           "policy: cache = \"%s\" is for block-causal attention, and this denoiser's is full: use "
+           "policy: cache = \"%s\" needs block-causal attention, but this denoiser's is full: use "
            "cache = \"dual\", \"prefix\" or \"none\"",
            cache);
     if (policy.sub_block_length > 0)
       fail(DLM_UNSUPPORTED,
-           "policy: sub_block_length = %d is for block-causal attention, and this denoiser's is "
-           "full: give block_length = %d instead",
+           "policy: sub_block_length = %d needs block-causal attention, but this denoiser's is "
+           "full: set block_length = %d instead",
            policy.sub_block_length, policy.sub_block_length);
   } else {
     if (is_full(policy.cache))
       fail(DLM_UNSUPPORTED,
-           "policy: cache = \"%s\" is for full attention, and this denoiser's is block-causal, in "
+           "policy: cache = \"%s\" needs full attention, but this denoiser's is block-causal, in "
            "blocks of %d: use cache = \"block\", which is exact, or \"none\"",
            cache, visible_block);
     if (policy.block_length % visible_block != 0)
       fail(DLM_INVALID_ARGUMENT,
            "policy: block_length = %d does not suit this denoiser, whose attention is block-causal "
-           "in blocks of %d: give a multiple of %d, or 0 for %d; sub_block_length decides fewer "
-           "positions at a time",
+           "in blocks of %d: set a multiple of %d, or 0 for %d; to decide fewer positions at a "
+           "time, set sub_block_length",
            policy.block_length, visible_block, visible_block, visible_block);
     if (policy.block_length == 0) policy.block_length = visible_block;
     if (policy.sub_block_length > 0 && policy.block_length % policy.sub_block_length != 0)
@@ -186,24 +186,24 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
     if (policy.cache == Cache::block_dual) {
       if (policy.block_length != visible_block)
         fail(DLM_UNSUPPORTED,
-             "policy: cache = \"block-dual\" keeps rows of the block that is decided, all of which "
-             "see each other, as do %d positions of this denoiser: use block_length = %d, or cache "
+             "policy: cache = \"block-dual\" keeps rows of the current block, and in this denoiser "
+             "a block is %d positions that see each other: use block_length = %d, or cache "
              "= \"block\"",
              visible_block, visible_block);
       if (policy.remask == Remask::edit)
         fail(DLM_UNSUPPORTED,
-             "policy: remask = \"edit\" looks at a whole block again, and cache = \"block-dual\" "
-             "runs parts of it: use cache = \"block\"");
+             "policy: remask = \"edit\" scores whole blocks, but cache = \"block-dual\" "
+             "runs parts of them: use cache = \"block\"");
     }
   }
   if (shift == 0) return policy;
   if (policy.remask == Remask::edit)
     fail(DLM_UNSUPPORTED,
-         "policy: remask = \"edit\" predicts every position of a block by its own row, and this "
+         "policy: remask = \"edit\" needs each row to predict its own position, but this "
          "denoiser's rows predict the next position: use remask = \"none\"");
   if (policy.store != Store::pass)
     fail(DLM_UNSUPPORTED,
-         "policy: store = \"%s\" leaves out the pass that predicts a block's first position, and "
+         "policy: store = \"%s\" skips the pass that predicts a block's first position, because "
          "this denoiser's rows predict the next position: use store = \"pass\"",
          kStoreNames[static_cast<size_t>(policy.store)]);
   return policy;

@@ -8,7 +8,7 @@
 namespace dlm {
 namespace {
 
-// Whether the fields lie in dlm_policy one behind the other, up to its end.
+// True if the fields cover dlm_policy in order and without gaps.
 constexpr bool covers_dlm_policy() {
   size_t end = sizeof(dlm_policy::struct_size);
   for (const dlm_policy_field& field : kPolicyFields) {
@@ -20,7 +20,7 @@ constexpr bool covers_dlm_policy() {
          sizeof(dlm_policy);
 }
 static_assert(covers_dlm_policy(),
-              "dlm_policy has a field that DLM_POLICY_FIELDS lacks, or in another place");
+              "DLM_POLICY_FIELDS must list the fields of dlm_policy in the same order");
 
 template <class Enum>
 void check(const char* name, const char* given, const char* const* names, Enum& value) {
@@ -73,21 +73,21 @@ Policy check_policy(const dlm_policy& given) {
          "\"prefix\" or \"dual\", or refresh = 0",
          out.refresh, policy.cache);
   if (out.store != Store::pass && out.cache != Cache::block)
-    fail(DLM_INVALID_ARGUMENT, "policy: store = \"%s\" is of cache = \"block\", not of \"%s\"",
+    fail(DLM_INVALID_ARGUMENT, "policy: store = \"%s\" needs cache = \"block\", not \"%s\"",
          policy.store, policy.cache);
   if (out.select == Select::argmax && out.temperature > 0)
     fail(DLM_INVALID_ARGUMENT,
-         "policy: temperature = %.10g is of select = \"sample\": choose that, or temperature = 0",
+         "policy: temperature = %.10g needs select = \"sample\": set that, or temperature = 0",
          out.temperature);
   if (out.select == Select::sample && out.temperature == 0)
     fail(DLM_INVALID_ARGUMENT,
-         "policy: select = \"sample\" draws at a temperature above 0: give one, or select = "
+         "policy: select = \"sample\" needs a temperature above 0: set one, or select = "
          "\"argmax\"");
   const bool wants_fraction = out.commit == Commit::threshold || out.commit == Commit::dynamic ||
                               out.commit == Commit::factor;
   if (wants_fraction && out.score == Score::entropy)
     fail(DLM_INVALID_ARGUMENT,
-         "policy: commit = \"%s\" compares scores in 0..1, entropies are not: use score = "
+         "policy: commit = \"%s\" needs scores in 0..1, and entropies are not: use score = "
          "\"confidence\"",
          policy.commit);
   if (out.commit == Commit::entropy_bound) out.score = Score::entropy;  // the rule ranks by entropy
@@ -100,8 +100,8 @@ int32_t even_count(int32_t masked, int32_t step, int32_t steps) {
 
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
   if (step >= steps - 1) return masked;
-  // torch.linspace(1, eps, steps + 1) in fp32: from either end, by the rounded increment.
-  const int32_t half = steps / 2 + steps % 2;  // of steps + 1, which may be no int32
+  // As torch.linspace(1, eps, steps + 1) in fp32: rounded increments from either end.
+  const int32_t half = steps / 2 + steps % 2;  // of steps + 1, which can overflow int32
   const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(steps);
   const auto t = [&](int32_t i) {
     const double exact =

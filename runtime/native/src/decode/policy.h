@@ -1,12 +1,12 @@
-// What to commit after a pass: a policy's fields, its checked form, and its rules.
+// Decides which positions commit after a pass: a policy's fields, its checks, and its rules.
 //
 // Definitions: LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream (arXiv:2508.15487),
 // SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857).
-// exporter/dlm_export/network/reference.py states the same rules in plain torch.
+// exporter/dlm_export/network/reference.py implements the same rules in plain torch.
 //
-// A policy is checked twice, and never again: check_policy checks its fields and their
-// combinations, suit_policy (decode/plan.h) whether it suits the denoiser. Rules see scores alone.
-// A proposer makes these, so that argmax, draws and constraints share the rules.
+// A policy is checked twice: check_policy checks its fields and their combinations, and suit_policy
+// (decode/plan.h) checks that it suits the denoiser. Rules rank scores and see nothing else.
+// Proposers compute the scores, so argmax, sampling and constraints share the rules.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@
 
 namespace dlm {
 
-// Each enum, and below it the names of its values in the same order, the default first, then NULL.
+// Each enum is followed by the names of its values, in the same order: default first, NULL last.
 enum class Select { argmax, sample };
 inline constexpr const char* kSelectNames[] = {"argmax", "sample", nullptr};
 enum class Score { confidence, margin, entropy, random };
@@ -43,12 +43,12 @@ inline constexpr const char* kStoreNames[] = {"pass", "reuse", "open", nullptr};
 enum class ScoreOf { prediction, draw, marginal };
 inline constexpr const char* kScoreOfNames[] = {"prediction", "draw", "marginal", nullptr};
 
-// Of full attention, approximate: FULL_CACHES of exporter/dlm_export/network/passes.py.
+// Caches for full attention, approximate: FULL_CACHES of exporter/dlm_export/network/passes.py.
 constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == Cache::dual; }
 
-// Every field of a policy in the order of dlm_policy, which this table must cover (decode/policy.cc
-// asserts it). From it follow the defaults, the checks, the presets that a manifest may hold, and
-// what dlm_policy_field_at tells of them.
+// Every field of a policy, in the order of dlm_policy (decode/policy.cc asserts that all are
+// there). The defaults, the checks, a manifest's presets and dlm_policy_field_at derive from this
+// table.
 //   CHOICE(name, enum)   NUMBER(name, type, default, lowest, highest)
 #define DLM_POLICY_FIELDS(CHOICE, NUMBER)          \
   CHOICE(select, Select)                           \
@@ -76,7 +76,7 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   CHOICE(score_of, ScoreOf)                        \
   NUMBER(cfg_scale, double, 0, 0, 1000)
 
-// A policy whose values and combinations were checked; dlm_runtime.h says what they mean.
+// A policy whose values and combinations passed the checks. dlm_runtime.h documents the fields.
 struct Policy {
 #define DLM_CHOICE(field, type) type field;
 #define DLM_NUMBER(field, type, ...) type field;
@@ -113,30 +113,30 @@ constexpr size_t field_bytes(int32_t kind) {
                                    : 8;
 }
 
-// LLaDA's: static, confidence, blocks of 32, no cache. Its strings are static.
+// LLaDA's policy: static, confidence, blocks of 32, no cache. Its strings are static.
 dlm_policy default_policy();
 
-// The static string that equals `value`, or nullptr if that is none of the field's choices.
+// The static string that equals `value`, or nullptr if it is not one of the field's choices.
 const char* canonical_choice(const dlm_policy_field& field, const std::string& value);
 
-// Sets a field whose kind has that type.
+// Sets a field; Value must be the type of the field's kind.
 template <class Value>
 void set_field(dlm_policy& policy, const dlm_policy_field& field, Value value) {
   std::memcpy(reinterpret_cast<char*>(&policy) + field.offset, &value, sizeof value);
 }
 
 // Checks a caller's policy, of any known size: its fields and their combinations. Throws
-// Error(DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED) that lists the choices.
+// Error(DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED) and lists the valid choices.
 Policy check_policy(const dlm_policy& policy);
 
 // Planned commits of `step` if `masked` positions are split evenly over `steps`, larger ones first.
 int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 
-// Dream's share of the masked positions, in fp32 as published: at least 1, at the last step all.
+// Dream's commits of a step, in fp32 as published: at least 1; all at the last step.
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
 
-// Orders indices into scores, which are in order of position: score descending, then position
-// (sequential: position). Returns how many of them commit, at least 1.
+// Orders indices into `scores`, which are in order of position: by score descending, then by
+// position (`sequential`: by position alone). Returns how many of them commit, at least 1.
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 

@@ -8,7 +8,7 @@
 namespace dlm {
 namespace {
 
-// The best token.
+// Proposes the most likely token.
 class Argmax final : public Proposer {
  public:
   Argmax(const Denoiser& denoiser, const Policy& policy)
@@ -33,7 +33,7 @@ class Argmax final : public Proposer {
   const Policy policy_;
 };
 
-// A draw; an edit looks for better tokens, and so proposes the best one.
+// Proposes a sampled token. When editing, it proposes the most likely one.
 class Sampled final : public Proposer {
  public:
   Sampled(const Denoiser& denoiser, const Policy& policy)
@@ -67,7 +67,7 @@ class Sampled final : public Proposer {
   }
 
  private:
-  // What scores ask of a draw.
+  // The outputs of a draw that the scores need.
   Told told() const {
     if (policy_.score_of != ScoreOf::draw || policy_.score == Score::random) return Told::token;
     return policy_.score == Score::entropy ? Told::entropy : Told::distribution;

@@ -20,16 +20,16 @@ inline std::array<uint32_t, 4> philox(uint64_t key, std::array<uint32_t, 4> coun
   return counter;
 }
 
-// What random numbers are for, the last word of their counters, so that no two uses share any.
+// The purpose of a random number. It is the last word of the counter, so purposes share no numbers.
 enum : uint32_t { kScores = 0, kDraws = 1 };
 
-// Uniform in (0, 1), without its ends: 52 bits and a half are what a double holds.
+// Uniform in (0, 1), both ends excluded. Uses 52 bits plus one half, which fits a double exactly.
 inline double unit(uint32_t high, uint32_t low) {
   const uint64_t bits = (uint64_t{high} << 32 | low) >> 12;
   return (static_cast<double>(bits) + 0.5) * 0x1p-52;
 }
 
-// Uniform in (0, 1) for a position at a step; step counts the request's passes.
+// Uniform in (0, 1) for a position at a step. step counts the request's passes.
 inline double random_score(uint64_t seed, uint32_t step, uint32_t position) {
   const auto words = philox(seed, {step, position, 0, kScores});
   return unit(words[0], words[1]);

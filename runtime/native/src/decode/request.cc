@@ -11,8 +11,8 @@
 namespace dlm {
 namespace {
 
-// ln of the best token's probability minus ln of another one's. A probability that underflows
-// counts as the smallest double, so that the loss is finite: at most 745 nats.
+// ln p of the best token minus ln p of another. A probability that underflows counts as the
+// smallest double, so the loss is finite: at most 745 nats.
 double log_prob_loss(double best, double prob) {
   constexpr double least = std::numeric_limits<double>::denorm_min();
   return std::max(0.0, std::log(std::max(best, least)) - std::log(std::max(prob, least)));
@@ -30,12 +30,12 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
       is_constrained_(proposer != nullptr),
       proposer_(is_constrained_ ? std::move(proposer) : make_proposer(denoiser, policy_)) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
-    fail(DLM_UNSUPPORTED, "policy: this denoiser keeps no keys and values: use cache = \"none\"");
+    fail(DLM_UNSUPPORTED, "policy: this denoiser has no key/value cache: use cache = \"none\"");
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
   if (guidance() > 0) {
     if (engine.max_batch() < 2)
       fail(DLM_UNSUPPORTED,
-           "policy: cfg_scale = %.10g takes two canvases a pass, one without the prompt, and the "
+           "policy: cfg_scale = %.10g needs two canvases per pass, one without the prompt, but the "
            "engine takes one: use cfg_scale = 0, or open the bundle with engine \"onnxruntime\"",
            guidance());
     unconditional_ = canvas_;
@@ -65,13 +65,13 @@ void Request::check_limits(const Engine& engine) const {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated;
     int32_t rows = count_undecided(stage.decided);
-    if (is_full && stage.is_repeated) --rows;  // its opening pass decides one at least
+    if (is_full && stage.is_repeated) --rows;  // the block's opening pass decides at least one
     if (is_full && rows == 0) continue;
     if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
     if (std::max(1, rows) <= engine.max_rows(tokens, stage.cached)) continue;
     const char* const advice =
         policy_.cache == Cache::block || policy_.cache == Cache::block_dual
-            ? "choose a smaller block_length, if this is no least one"
+            ? "choose a smaller block_length, unless this is the smallest"
         : policy_.cache == Cache::none || (is_opening && tokens == length)
             ? "choose a shorter canvas or a smaller block_length"
         : is_opening ? (is_prefix ? "choose cache = \"dual\", or refresh = 0"
@@ -91,7 +91,7 @@ bool Request::fits(const Request& other) const {
   };
   if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
   if (!has_cache()) return true;
-  // One more pass, for a slower request, would store other rows than this request's last pass.
+  // If a slower request needed one more pass, it would store other rows than this one's last.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -146,15 +146,15 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
 void Request::propose(const Predictions& predictions, Proposals& proposals) {
   const auto check = [&](size_t row, int32_t token, double prob, double score) {
     if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
-      fail(DLM_ENGINE_FAILED, "the denoiser predicted token %d at position %d, outside what it may",
-           token, positions_[row]);
+      fail(DLM_ENGINE_FAILED, "the denoiser predicted the invalid token %d at position %d", token,
+           positions_[row]);
     if (!std::isfinite(prob) || !std::isfinite(score))
       fail(DLM_ENGINE_FAILED,
-           "the denoiser's prediction at position %d is not finite: weights are damaged, or "
+           "the denoiser's prediction at position %d is not finite: the weights are damaged or "
            "overflow at this precision",
            positions_[row]);
   };
-  for (size_t row = 0; row < positions_.size(); ++row) {  // before anybody looks up a token's logit
+  for (size_t row = 0; row < positions_.size(); ++row) {  // before any lookup of a token's logit
     const size_t best = row * static_cast<size_t>(denoiser_.top_k);
     check(row, predictions.tokens[best], predictions.probs[best], 0);
   }
@@ -165,11 +165,11 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
     proposals.losses[row] = log_prob_loss(
         predictions.probs[row * static_cast<size_t>(denoiser_.top_k)], proposals.probs[row]);
-  // If a shifted denoiser runs over a cache of full attention, only a block's opening pass has the
-  // row that predicts the block's first position. That position therefore has to commit in it.
+  // With a shifted denoiser and a cache of full attention, only the block's opening pass has the
+  // row that predicts the block's first position. So that position must commit in the opening pass.
   const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
-    // No other score may be higher: if it stayed undecided, row -1 would score it next.
+    // Its score must be the highest. If it stayed undecided, the next pass would score row -1.
     const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
     proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
   }
@@ -190,7 +190,7 @@ void Request::commit(const Proposals& proposals) {
   take(proposals, order_);
 }
 
-// LLaDA2.1: what is decided changes where another token is surely better.
+// LLaDA2.1: replaces decided tokens when another token is clearly more likely.
 void Request::edit(const Proposals& proposals) {
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row)
@@ -281,7 +281,7 @@ void Request::scaffold(Range range, const Predictions* predictions) {
   committed_ += static_cast<int32_t>(certain_.size());
 }
 
-// The loss of a token that needs no pass, by the last pass; 0 if that did not score its position.
+// The loss of a token that needs no pass, from the last pass; 0 if its position was not scored.
 double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
   const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
   if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
@@ -293,15 +293,15 @@ double Request::loss_of(const Certain& certain, const Predictions* predictions) 
   return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
 }
 
-// Goes on to the next stage that has a pass to make. predictions: of the last pass, if any.
+// Moves to the next stage with a pass to make. predictions: of the last pass, or NULL.
 void Request::settle(const Predictions* predictions) {
   while (!done()) {
     const Stage& now = stage();
     scaffold(now.block, predictions);
     const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
-    // The pass that opens a block can be left out if nothing of the block is undecided. With
-    // `refresh` it cannot: the next opening pass does not reach back beyond it.
+    // A block's opening pass can be skipped if the whole block is decided. With `refresh` it
+    // cannot, because the next opening pass would not reach back before this block.
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided))
@@ -320,7 +320,7 @@ void Request::settle(const Predictions* predictions) {
   }
 }
 
-// Whether the block ended the request, as it holds an end token.
+// Returns whether an end token in the block ended the request.
 bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {

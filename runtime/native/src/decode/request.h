@@ -1,9 +1,9 @@
-// One request: its canvas, the stages of its plan, and what a pass commits.
+// One request: its canvas, the stages of its plan, and the commits after each pass.
 //
-// It is always either done or at a stage that has a pass to make: the constructor and step() call
-// settle(), which goes on to the next such stage. The order for a pass is find_positions, needs,
-// the pass, step. step() proposes, commits (or edits, once the block is full), and settles. take()
-// writes every decided token and tells the proposer of it.
+// A request is either done or at a stage with a pass to make: the constructor and step() call
+// settle(), which moves to the next such stage. The order for a pass is find_positions, needs, the
+// pass, step. step() proposes, commits (or edits, once the block is full), and settles. take()
+// writes every decided token and notifies the proposer.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace dlm {
 
-// Why a request ended, as dlm_result has it.
+// Why a request ended; the values of dlm_result.
 enum class Finish : int32_t {
   none = DLM_FINISH_NONE,
   stop = DLM_FINISH_STOP,
@@ -29,28 +29,28 @@ enum class Finish : int32_t {
   constraint = DLM_FINISH_CONSTRAINT
 };
 
-// A request's canvas: which positions a pass scores, and what commits. It makes no passes itself.
+// A request's canvas: selects the positions that a pass scores, and commits. Makes no passes.
 class Request {
  public:
-  // undecided: 1 for each position of the canvas that wants a token; passes see the canvas's token
-  // until then. Ids and lengths are checked already. steps > 0: passes planned for the whole
+  // undecided: 1 for each position to fill; passes see the canvas's own token there until it is
+  // decided. The caller has checked ids and lengths. steps > 0: passes planned for the whole
   // generation. proposer: NULL for the policy's own. Throws Error(DLM_INVALID_ARGUMENT,
-  // DLM_UNSUPPORTED), also if the engine cannot take a pass that it may need.
+  // DLM_UNSUPPORTED), also if the engine is too small for a pass of the plan.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
           std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
           std::unique_ptr<Proposer> proposer = nullptr);
 
-  // Whether both can go in lockstep: over a cache, their passes run over the same rows.
+  // True if both can run in lockstep: with a cache, their passes must run over the same rows.
   bool fits(const Request& other) const;
   bool has_cache() const { return policy_.cache != Cache::none; }
   double guidance() const { return policy_.cfg_scale; }       // 0: none
-  size_t canvases() const { return guidance() > 0 ? 2 : 1; }  // that a pass takes of it
+  size_t canvases() const { return guidance() > 0 ? 2 : 1; }  // of this request in a pass
 
   bool done() const { return stage_ == plan_.size(); }
   size_t stage_number() const { return stage_; }
   const Stage& stage() const { return plan_[stage_]; }
   const std::vector<int32_t>& canvas() const { return canvas_; }
-  // For guidance: canvas 1 is the one whose given tokens are masked.
+  // Guidance: canvas 1 is the one with all given tokens masked.
   const std::vector<int32_t>& canvas(size_t number) const {
     return number == 0 ? canvas_ : unconditional_;
   }
@@ -60,25 +60,25 @@ class Request {
   int32_t nfe() const { return nfe_; }
   dlm_step view() const;
 
-  // What the next pass computes for it, once find_positions has found what it scores.
+  // The load of the next pass; call find_positions first.
   PassLoad load() const { return load_of(stage(), positions_.size()); }
-  // What the passes ahead compute of which a stage may take several, the costliest of them.
+  // The load of the costliest stage ahead that may take several passes.
   PassLoad usual_load(const PassCost& cost) const;
 
-  // Finds the positions that the next pass scores, and returns their number: 0 if it only stores.
+  // Finds the positions that the next pass scores. Returns their number; 0 if the pass only stores.
   size_t find_positions();
   const std::vector<int32_t>& positions() const { return positions_; }  // ascending
-  Needs needs() const;  // of that pass; nothing where it scores none
+  Needs needs() const;  // of that pass; empty if it scores no rows
 
   // Commits after a pass over find_positions' positions. Throws Error(DLM_ENGINE_FAILED).
   void step(const Predictions& predictions, Proposals& proposals);
 
-  // Ends a request early; does nothing once it is done. Undecided positions take what the last pass
-  // proposed, else what the proposer completes, else an end token. They stay undecided.
+  // Ends a request early; does nothing if it is done. Each undecided position takes the last pass's
+  // proposal, else the proposer's completion, else an end token. They still count as undecided.
   void end(Finish why);
-  void drop() noexcept;  // like end, but leaves the canvas as it is: needs no memory
+  void drop() noexcept;  // like end(), but leaves the canvas unchanged, so it needs no memory
 
-  // Of a request that is done: the fields of dlm_result that it knows. Pointers are its own.
+  // The fields of dlm_result that a finished request knows. Its pointers belong to the request.
   dlm_result result() const;
 
  private:
@@ -104,16 +104,16 @@ class Request {
   std::vector<bool> is_given_;
   std::vector<Stage> plan_;
   size_t stage_ = 0;
-  bool is_made_ = false, is_editing_ = false;  // of the stage: a pass was made; its block is full
-  int32_t step_ = 0, masked_ = 0;   // passes made of the stage; positions undecided before them
+  bool is_made_ = false, is_editing_ = false;  // the stage had a pass; its block is full
+  int32_t step_ = 0, masked_ = 0;   // passes of the stage; undecided positions before them
   int32_t edits_ = 0, nfe_ = 0;     // passes over its full block; passes of the request
-  std::vector<int32_t> positions_;  // what find_positions found
+  std::vector<int32_t> positions_;  // set by find_positions
   bool is_constrained_;
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
   std::vector<double> losses_;    // by position, see Proposals::losses; empty without a constraint
-  Finish finish_ = Finish::none;  // of a request that was ended
+  Finish finish_ = Finish::none;  // set if the request was ended early
   std::vector<Certain> certain_;
   int32_t committed_ = 0, view_start_ = 0, view_end_ = 0;
 };

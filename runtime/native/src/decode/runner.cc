@@ -20,7 +20,7 @@ void Runner::guard(Job& job, Body body) {
   }
 }
 
-// Ends a job with its current canvas; if that fails, with the error.
+// Ends a job with its current canvas; if that throws, fails the job with the error.
 void Runner::end(Job& job, Finish why) noexcept {
   try {
     job.request_.end(why);
@@ -36,7 +36,7 @@ void Runner::fail_job(Job& job, const Failure& failure) noexcept {
       job.message_ = failure.message;
       make_one_line(job.message_.data(), job.message_.size());
     } catch (...) {
-      job.message_.clear();  // the status has to do
+      job.message_.clear();  // no memory: report the status alone
     }
   }
   try {
@@ -76,19 +76,18 @@ std::shared_ptr<Job> Runner::submit(Request request, JobOptions options) {
   const int64_t rows = rows_of(request);
   if (rows > pass_maker_.rows())
     fail(DLM_INVALID_ARGUMENT,
-         "this request keeps the keys and values of %lld tokens, and the scheduler has room for "
+         "this request needs cache for %lld tokens, but the scheduler has room for "
          "%lld: give it more cache_bytes, or choose a shorter canvas or cache = \"none\"",
          static_cast<long long>(rows), static_cast<long long>(pass_maker_.rows()));
   const auto job = std::make_shared<Job>(board_, std::move(request), std::move(options));
   job->usual_ms_ = options_.cost.share(job->request().usual_load(options_.cost));
   const std::lock_guard<std::mutex> lock(board_->mutex);
   if (failure_)
-    throw Error(
-        failure_->status,
-        "the scheduler takes no more requests, as making passes failed: " + failure_->message);
+    throw Error(failure_->status, "the scheduler takes no more requests, because a pass failed: " +
+                                      failure_->message);
   if (waiting_.size() >= static_cast<size_t>(options_.most_waiting)) {
     ++stats_.refused;
-    fail(DLM_BUSY, "%zu requests wait already, as many as may: submit this one again later",
+    fail(DLM_BUSY, "%zu requests are waiting, which is the limit: submit this one again later",
          waiting_.size());
   }
   waiting_.push_back(job);
@@ -100,7 +99,7 @@ std::shared_ptr<Job> Runner::submit(Request request, JobOptions options) {
 void Runner::run(Until until, const std::function<bool()>& before_pass) {
   std::unique_lock<std::mutex> lock(board_->mutex);
   if (is_running_)
-    fail(DLM_INVALID_ARGUMENT, "the scheduler is being run already: one thread makes the passes");
+    fail(DLM_INVALID_ARGUMENT, "the scheduler is already running: one thread makes the passes");
   struct Running {
     std::unique_lock<std::mutex>& lock;
     bool& is_running;
@@ -125,7 +124,7 @@ void Runner::run(Until until, const std::function<bool()>& before_pass) {
   if (is_paused) fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// The loop of run(): takes the lock over, and frees it to work. False: before_pass asked to stop.
+// The loop of run(). Enters with the lock held; unlocks to work. Returns false if before_pass did.
 bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
                          std::unique_lock<std::mutex>& lock) {
   while (!is_stopping_) {
@@ -148,7 +147,7 @@ bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
   return true;
 }
 
-// Ends the jobs that must end, and starts those that can.
+// Ends the jobs that are due, and starts waiting jobs that fit.
 void Runner::settle() {
   {
     const std::lock_guard<std::mutex> lock(board_->mutex);
@@ -166,7 +165,7 @@ void Runner::stop() {
   board_->changed.notify_all();
 }
 
-// Ends a job that was cancelled, made as many passes as it may, or is late.
+// Ends a job that was cancelled, has used its passes, or is past its deadline.
 void Runner::end_if_due(Job& job, Clock::time_point now) {
   const JobOptions& options = job.options_;
   if (job.is_cancelled_)
@@ -189,7 +188,7 @@ bool Runner::has_room(const Job& job) const {
   return pass_maker_.has_room(job.request_);
 }
 
-// Starts waiting jobs, oldest first: a job never overtakes an older one that needs more room.
+// Starts waiting jobs, oldest first. A job never overtakes an older one that needs more room.
 void Runner::admit() {
   while (!waiting_.empty()) {
     Job& job = *waiting_.front();
@@ -201,7 +200,7 @@ void Runner::admit() {
     if (!is_admitted) break;
     running_.splice(running_.end(), waiting_, waiting_.begin());
   }
-  // Jobs that ended while they waited.
+  // Removes jobs that ended while they waited.
   for (auto it = waiting_.begin(); it != waiting_.end();)
     if (const auto job = it++; (*job)->request_.done())
       running_.splice(running_.end(), waiting_, job);
@@ -219,7 +218,7 @@ void Runner::finish_done() {
   }
 }
 
-// Writes the result, gives back what the job held, and wakes the threads that wait for it.
+// Writes the result, frees the job's cache, and wakes the threads that wait for it.
 void Runner::finish(Job& job) noexcept {
   job.member_.reset();
   const TextWriter* const writer = job.options_.writer.get();
@@ -235,7 +234,7 @@ void Runner::finish(Job& job) noexcept {
     result.text = writer->text().c_str();
     result.text_size = writer->text().size();
     result.is_text_decided = writer->is_decided(job.request_) ? 1 : 0;
-    // In proposals that were never decided, a stop string ends the text, but not the request.
+    // A stop string in undecided proposals ends the text, but not the request.
     if (writer->is_stopped() && result.is_text_decided != 0) {
       result.finish = DLM_FINISH_STOP;
       result.completion_tokens = writer->completion_tokens();
@@ -249,7 +248,7 @@ void Runner::finish(Job& job) noexcept {
   board_->changed.notify_all();
 }
 
-// The jobs of the next pass: those first that have waited longest for one. Empty if all failed.
+// Chooses the jobs of the next pass, longest wait first. Returns an empty list if all failed.
 std::vector<std::shared_ptr<Job>> Runner::choose() {
   std::vector<std::shared_ptr<Job>> order(running_.begin(), running_.end()), chosen;
   std::stable_sort(order.begin(), order.end(), [](const auto& one, const auto& other) {
@@ -272,7 +271,7 @@ std::vector<std::shared_ptr<Job>> Runner::choose() {
   return chosen;
 }
 
-// Makes one pass of the chosen jobs, commits, and tells.
+// Makes one pass of the chosen jobs, commits, and reports the steps.
 void Runner::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
   ++passes_;
   std::vector<Member*> members;
@@ -342,7 +341,7 @@ void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_p
   }
 }
 
-// Tells of a step: reads its text, which may end the request, and calls on_step.
+// Reports a step: reads its text (this may end the request) and calls on_step.
 void Runner::tell(Job& job) {
   TextWriter* const writer = job.options_.writer.get();
   if (writer != nullptr && !writer->read(job.request_) && !job.request_.done())
@@ -357,7 +356,7 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// A mean over about ten passes. Slow ones count for kMost at most, quick ones not at all.
+// An exponential average over about ten passes. `times` counts as at most kMost.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

@@ -12,10 +12,10 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// No less than 2^power, and no more than 1.07 times that unless it is tiny: what a float's bits
-// mean, 2^n (1 + f) >= 2^(n + f), with a thousandth for what was rounded.
+// At least 2^power, and at most 1.07 times that unless it is tiny. Read as a float, the bits
+// satisfy 2^n (1 + f) >= 2^(n + f); one thousandth is added for rounding.
 float exp_bound(float power) {
-  constexpr float kOne = 127, kStep = 8388608;  // the exponent of 1; bits of a step of it
+  constexpr float kOne = 127, kStep = 8388608;  // the exponent of 1; the bits of one step of it
   const float exponent = power + kOne;
   const auto bits =
       static_cast<int32_t>((exponent > 0 ? exponent < 254 ? exponent : 254 : 0) * kStep);
@@ -34,12 +34,12 @@ struct IsBefore {
 
 struct Best {
   int32_t token;
-  bool is_finite;  // no logit is NaN or infinitely large, and one is more than infinitely small
+  bool is_finite;  // no logit is NaN or +inf, and at least one is above -inf
 };
 
 Best find_best(const float* logits, int32_t vocab_size, int32_t left_out) {
   constexpr float kInfinite = std::numeric_limits<float>::infinity();
-  std::array<float, 8> largest;  // of every eighth one, so that they need not wait for each other
+  std::array<float, 8> largest;  // eight independent maxima, which run in parallel
   largest.fill(-kInfinite);
   std::array<int32_t, 8> bad{};
   const auto see = [&](int32_t token, size_t lane) {
@@ -67,7 +67,7 @@ void Winner::see(int32_t token, double log_weight) {
   const float bound = exp_bound(static_cast<float>(log_weight * kLog2E));
   if (spare_ != nullptr && spare_[token] > bound * scale_) return;
   const double u = uniform(token);
-  // -ln(-ln u) <= -ln(1 - u), which tells almost all that lose without a logarithm.
+  // -ln(-ln u) <= -ln(1 - u): this rejects almost all losers without a logarithm.
   if (1 - u > bound * scale_) return;
   const double value = log_weight - std::log(-std::log(u));
   if (value < best_ || (value == best_ && token > token_)) return;
@@ -76,7 +76,7 @@ void Winner::see(int32_t token, double log_weight) {
   scale_ = std::exp(-best_) * (1 + 1e-9);
 }
 
-// The first 24 bits of 1 - u, for `count` tokens from an even one on; one more if count is odd.
+// The first 24 bits of 1 - u for `count` tokens from an even one on; one more if count is odd.
 void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
   const auto bound = [](uint32_t word) {
     return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
@@ -93,11 +93,11 @@ void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
   spare_ = spare.data();
 }
 
-// As see, a few at a time.
+// Like see(), for several tokens at a time.
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best,
                      double temperature) {
   constexpr int32_t kSome = 128;
-  // Halves, because differences can overflow. A slope of 0 makes NaN only of -inf: its bound is 0.
+  // Halved, because differences can overflow. NaN (slope 0 times -inf) has a bound of 0.
   const auto slope = static_cast<float>(std::min(2 * kLog2E / temperature, 1e30));
   const float half_best = 0.5f * best;
   std::array<float, kSome> weights, spare;
@@ -149,7 +149,7 @@ Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
   temper({logits, best, sampling.temperature}, vocab_size, left_out);
   cut(logits, sampling);
   if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
-    // The others of the top_k tokens are too unlikely for any draw, but a constraint may need them.
+    // The rest of the top_k tokens are too unlikely to be drawn, but a constraint may need them.
     kept_.clear();
     for (int32_t token = 0; token < vocab_size; ++token)
       if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
@@ -192,12 +192,12 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   } else {
     for (int32_t token = 0; token < vocab_size; ++token) count(token);
   }
-  // ln p is a tempered logit less the sum's logarithm.
+  // ln p is the tempered logit minus the logarithm of the sum.
   return {winner.token(), weights_[winner.token()] / sum, (1 - second) / sum,
           product / sum - std::log(sum)};
 }
 
-// Leaves the top_k best tokens in kept_; 0: all.
+// Keeps the top_k best tokens in kept_; 0: all.
 void Sampler::keep_best(const float* logits, int32_t top_k) {
   const auto count = static_cast<size_t>(top_k);
   if (count == 0 || count >= kept_.size()) return;
@@ -205,10 +205,10 @@ void Sampler::keep_best(const float* logits, int32_t top_k) {
   kept_.resize(count);
 }
 
-// Finds what is kept in linear time, by halving the part in which the cut must lie.
+// Finds the kept tokens in linear time by bisection.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
-  // All tokens of smaller weight together weigh less than what top_p leaves out: none is kept.
+  // Lighter tokens together weigh less than the part that top_p leaves out, so all are cut.
   const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
   for (size_t token = 0; token < weights_.size(); ++token)
     if (weights_[token] > 0 && weights_[token] >= least)
@@ -217,7 +217,7 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // Rank `first` is kept, rank `last` is not; `before`: the weight of ranks below `first`.
+  // Rank `first` is kept, rank `last` is not; `before` is the weight of the ranks below `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;

@@ -1,8 +1,8 @@
-// Passes that requests share: each canvas is a segment of a row of tokens, with an arena place.
+// Passes that requests share: each canvas is a segment of the pass, with a place in the arena.
 //
-// Pieces, arena parts, and therefore segments have one order: member by member, canvas by canvas.
-// Before the pass the arena moves the rows of members that read other rows than last time (kept). A
-// member's places are its own until it is destroyed, so passes never see another request's rows.
+// Pieces, arena parts and segments have the same order: member by member, canvas by canvas. Before
+// the pass, the arena moves the rows of members that read other rows than last time (kept). A
+// member owns its places until it is destroyed, so passes never see another request's rows.
 #include <algorithm>
 
 #include "cache/arena.h"
@@ -11,7 +11,7 @@
 namespace dlm {
 namespace {
 
-// Bytes of logits in one pass, where several requests could go one after the other.
+// The most bytes of logits in a pass of several requests; beyond it, requests take turns.
 constexpr double kMostLogits = 256 << 20;
 
 std::vector<int32_t> rows_by_canvas(const Request& request) {
@@ -28,12 +28,12 @@ class SharingMember final : public Member {
     for (const Arena::Handle place : places) arena_.give_back(place);
   }
 
-  // Apart from the constructor, so that the destructor gives back what was taken if this throws.
+  // Not in the constructor, so that the destructor frees the places taken if this throws.
   void take_places() {
     for (const int32_t rows : rows_by_canvas(request)) places.push_back(arena_.take(rows));
   }
 
-  std::vector<Arena::Handle> places;  // of its canvases
+  std::vector<Arena::Handle> places;  // one per canvas
 
  private:
   Arena& arena_;
@@ -81,7 +81,7 @@ class SharedPasses final : public PassMaker {
     buffers.score_rows.clear();
     std::vector<Piece> pieces;
     std::vector<Arena::Part> parts;
-    int64_t first = 0;  // of a canvas's rows, in the pass
+    int64_t first = 0;  // of the canvas, among the rows of the pass
     for (Member* const each : members) {
       auto& member = static_cast<SharingMember&>(*each);
       const Request& request = member.request;
@@ -103,7 +103,7 @@ class SharedPasses final : public PassMaker {
         arena_->keep_outside(place, stage.rows.first, stage.rows.last);
       member.kept = stage.rows;
     }
-    // A pass scores one row at least, whether or not a request looks at it.
+    // A pass scores at least one row, even if no request reads it.
     if (buffers.score_rows.empty()) buffers.score_rows.push_back(0);
     dlm_pass pass = prepare_pass(pieces, 1, buffers);
     prepare_scores(denoiser_, pass, needs_of(members), buffers);

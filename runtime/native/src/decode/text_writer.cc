@@ -17,7 +17,7 @@ class WindowDecoder {
     window_.insert(window_.end(), ids, ids + count);
     const std::string decoded = text_of(window_);
     std::string_view whole = decoded;
-    // Bytes at the end that are no character yet may become one.
+    // An incomplete character at the end may be completed by the next ids.
     const size_t mark = kReplacement.size();
     while (!is_last && whole.size() >= mark && whole.substr(whole.size() - mark) == kReplacement)
       whole.remove_suffix(mark);
@@ -42,7 +42,7 @@ class WindowDecoder {
       if (size > found.size()) continue;
       found.resize(size);
       if (!is_utf8(found))
-        fail(DLM_INVALID_ARGUMENT, "the decode callback gave text that is not UTF-8");
+        fail(DLM_INVALID_ARGUMENT, "the decode callback returned text that is not UTF-8");
       return found;
     }
   }
@@ -50,7 +50,7 @@ class WindowDecoder {
   dlm_decode_fn decode_;
   void* user_;
   std::vector<int32_t> window_;
-  size_t told_ = 0;  // bytes of the window's text that were given out
+  size_t told_ = 0;  // bytes of the window's text already returned
 };
 
 }  // namespace
@@ -94,9 +94,9 @@ bool TextWriter::read(const Request& request) {
   return !is_stopped_;
 }
 
-// Moves to text_ what is held and cannot be the start of a stop string.
+// Moves the part of held_ that cannot be the start of a stop string to text_.
 void TextWriter::give(bool is_last) {
-  // The stop string that is complete first, however the text comes in pieces.
+  // Finds the stop string that is complete first, however the text is split.
   size_t end = std::string::npos, stop_end = std::string::npos;
   for (const std::string& stop : stop_strings_) {
     const size_t at = held_.find(stop);

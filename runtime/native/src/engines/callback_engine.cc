@@ -1,4 +1,4 @@
-// The engine whose passes the caller makes, such as tests that run a torch denoiser.
+// The engine whose passes a callback makes, such as tests that run a torch denoiser.
 #include <limits>
 
 #include "base/error.h"
@@ -32,7 +32,7 @@ class Callback final : public HostEngine {
   std::string description() const override { return "callback"; }
 
  private:
-  // Whether all logits but the mask token's are below +infinity, and none of these is NaN.
+  // True if all logits except the mask token's are below +inf, and none of them is NaN.
   bool is_usable(const float* logits) const {
     bool is_usable = true;
     for (const auto& [first, last] :

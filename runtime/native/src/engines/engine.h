@@ -1,8 +1,8 @@
-// The seam between the loop and whatever runs the denoiser.
+// The interface between the loop and the engines that run the denoiser.
 //
-// An Engine holds the weights and is shared by threads. Each session opens a Context on it, which
-// owns the session's buffers and its cache of keys and values, wherever the engine wants them: the
-// loop says what a pass shall do with the cache and never sees the bytes.
+// An Engine holds the weights; threads share it. Each session opens a Context, which owns the
+// session's buffers and its cache of keys and values, in the engine's kind of memory. The loop only
+// says how a pass uses the cache; it never sees the bytes.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace dlm {
 
-// A layer's keys (or values) are [B, kv_heads, rows, head_size], with a scale after each int8 row.
+// A layer's keys (or values) are [B, kv_heads, rows, head_size]; each int8 row ends with its scale.
 struct CacheLayer {
   int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
 
@@ -32,49 +32,49 @@ struct CacheLayer {
   }
 };
 
-// Every layer has its own.
+// One entry per layer.
 using CacheShape = std::vector<CacheLayer>;
 
-// What the loop knows of a denoiser, checked.
+// The denoiser's properties that the loop needs, checked.
 struct Denoiser {
   int32_t vocab_size, mask_token_id, max_canvas_length, top_k, shift;
   bool has_cache;
-  CacheShape cache;  // at least one layer, and of no use where there is none
+  CacheShape cache;  // at least one layer, but unused if has_cache is false
   std::vector<int32_t> eos_token_ids;
   int32_t visible_block = 0;     // 0: attention is full
-  int32_t max_new_tokens = 128;  // of a request that does not say
+  int32_t max_new_tokens = 128;  // default of a request
 
   bool is_end(int32_t token) const {
     return std::find(eos_token_ids.begin(), eos_token_ids.end(), token) != eos_token_ids.end();
   }
 };
 
-// What a pass does with the cache of its context.
+// How a pass uses its context's cache.
 enum class CacheUse {
-  none,   // nothing: S is 0, and the T new rows are of no use
-  write,  // S is 0; the T new rows are kept for keep_outside, and all others forgotten, B with them
-  read,   // over the S rows that keep_outside kept
-  refresh,  // over them as well, and the T new rows are kept with them
-  append    // over positions [0, S), none or kept; the T new rows are kept behind them, no others
+  none,     // S is 0; the T new rows are discarded
+  write,    // S is 0; the T new rows are stored for keep_outside, and all others dropped; sets B
+  read,     // reads the S rows that keep_outside kept
+  refresh,  // reads them too, and stores the T new rows
+  append    // reads positions [0, S), if any; stores only the T new rows, after them
 };
 
-// Whether the new rows are kept.
+// True if the new rows are stored.
 constexpr bool keeps_rows(CacheUse use) { return use != CacheUse::none && use != CacheUse::read; }
 
 class Context {
  public:
   virtual ~Context() = default;
 
-  // Runs one pass over positions that follow each other, the same for each request of a batch. The
-  // caller sets everything of it but `layers` and the keys and values, which are the context's.
-  // Throws Error(DLM_ENGINE_FAILED) or whatever else ends the request.
+  // Runs one pass over contiguous positions, the same for each request of the batch. The caller
+  // sets everything in it except `layers` and the keys and values; the context sets these. Throws
+  // Error(DLM_ENGINE_FAILED) or any other error that ends the request.
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
-  // Makes the rows of the positions outside [first, last) what the next passes read, in any order,
-  // as keys are encoded with their positions. They were kept, or are the last pass's.
+  // Later passes read the rows of the positions outside [first, last), in any order, because keys
+  // include their positions. These rows must be stored, or from the last pass.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
-  // Bytes of the batch's keys and values now: of the canvas, or of what was appended.
+  // Current bytes of the batch's keys and values, of the canvas or of the appended rows.
   virtual uint64_t cache_bytes() const = 0;
 };
 
@@ -84,31 +84,31 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  // A context of this engine, which must outlive it; one thread at a time uses it. `longest`: rows
-  // that an appended cache has room for at most, the denoiser's max_canvas_length.
+  // Opens a context for one thread at a time. The engine must outlive it. `longest`: the most rows
+  // of an appended cache, the denoiser's max_canvas_length.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
 
-  // Whether requests may share a pass as segments of a row of tokens. If not, they go in lockstep.
+  // True if requests may share a pass as segments. Otherwise they run in lockstep.
   virtual bool takes_segments() const { return false; }
 
-  // `rows` rows of keys and values for requests that do, else NULL. The engine must outlive it.
+  // Opens `rows` key/value rows for shared passes; NULL without them. The engine must outlive it.
   virtual std::unique_ptr<Arena> open_arena(int64_t rows);
 
   // One line for people: name, version, provider.
   virtual std::string description() const = 0;
 
-  // How many rows a pass of T `tokens` over S `cached` ones may score; 0: it takes no such pass.
+  // The most rows that a pass of T `tokens` over S `cached` ones may score; 0: no such pass.
   virtual int32_t max_rows(int32_t /*tokens*/, int32_t /*cached*/) const { return INT32_MAX; }
 
-  // How many requests a pass may have (B).
+  // The most requests in a pass (B).
   virtual int32_t max_batch() const { return INT32_MAX; }
 
-  // The sizes behind max_rows, for people; "" where there is no limit.
+  // The sizes that limit max_rows, for people; "" if there is no limit.
   virtual std::string limits() const { return ""; }
 };
 
-// An engine that is told in dlm_pass where everything of a pass is. Its contexts keep the cache,
-// and point the pass at it: in host memory, unless the engine opens others.
+// An engine that finds all buffers of a pass in dlm_pass. Its contexts own the cache and set the
+// pass's pointers to it. The cache is in host memory, unless the engine opens other contexts.
 class HostEngine : public Engine {
  public:
   explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
@@ -116,8 +116,8 @@ class HostEngine : public Engine {
   std::unique_ptr<Context> open_context(int32_t longest) override;
   std::unique_ptr<Arena> open_arena(int64_t rows) override;
 
-  // Runs a pass with all of dlm_pass set; called by several contexts at once. segments: of its
-  // tokens, with B = 1 and S = all rows; none if the requests are those of B.
+  // Runs a pass with all of dlm_pass set; several contexts may call it at once. segments: of the
+  // tokens, with B = 1 and S = all rows; empty if the requests are those of B.
   virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments) = 0;
 
  protected:
@@ -127,51 +127,51 @@ class HostEngine : public Engine {
   const CacheShape cache_;
 };
 
-// What a graph calls the inputs and outputs of a pass.
+// The graph's names for the inputs and outputs of a pass.
 struct PortNames {
   struct Layer {
     std::string past_key, past_value, present_key, present_value;
   };
   std::string input_ids, position_ids, score_rows, top_token, top_prob, entropy, logits;
-  std::string segments{};  // "": the graph has none
+  std::string segments{};  // "": the graph has no such input
   std::vector<Layer> layers{};
 };
 
-// What an engine must know of a bundle's graph; the manifest says it.
+// The manifest's description of a bundle's graph, for engines.
 struct GraphSpec {
   std::string path;         // of denoiser.onnx
-  std::string device_path;  // of device.onnx, the same graph for GPUs; empty if there is none
+  std::string device_path;  // of device.onnx, the same graph for GPUs; may be empty
   int32_t vocab_size, top_k;
   CacheShape cache;
   int32_t cache_type;  // an element type of engines/graph_contract.h
-  bool simulated;   // quantised values are computed on in floating point, as the graph is written
-  PortNames ports;  // as many layers as cache
+  bool simulated;      // computes on quantised values in floating point, as the graph is written
+  PortNames ports;     // with as many layers as `cache`
 };
 
-// The smallest, the best and the largest of a size, as an engine's profile has them.
+// The smallest, best and largest value of a size in an engine's profile.
 struct Sizes {
   int32_t smallest, best, largest;
 };
 
-// The passes that one profile of a TensorRT engine takes.
+// The passes that one profile of a TensorRT engine accepts.
 struct Profile {
   Sizes tokens, cached, rows;
 };
 
-// A compute capability as people write it: 89 as "8.9".
+// A compute capability as people write it: 89 is "8.9".
 inline std::string sm_text(int32_t sm) {
   return std::to_string(sm / 10) + "." + std::to_string(sm % 10);
 }
 
-// One of a bundle's TensorRT engines; the manifest says it.
+// One of a bundle's TensorRT engines, from the manifest.
 struct EngineSpec {
   std::string target, path, builder, version;  // builder: "tensorrt" or "tensorrt_rtx"
-  std::string bundle;                          // the folder that it lies in, for messages
-  std::vector<int32_t> sm;                     // compute capabilities that it runs on, 89 = 8.9
+  std::string bundle;                          // its folder, for messages
+  std::vector<int32_t> sm;                     // compute capabilities that can run it, 89 = 8.9
   Profile prefill, block;                      // profiles 0 and 1
 };
 
-// Which of ONNX Runtime's providers runs the graph, as dlm_open_options has it.
+// The ONNX Runtime provider that runs the graph; the fields of dlm_open_options.
 struct ProviderChoice {
   std::string name = "cpu";
   int32_t device = 0;
@@ -180,22 +180,22 @@ struct ProviderChoice {
   bool is_gpu() const { return name != "cpu"; }
 };
 
-// Loads libonnxruntime (library, or the places that dlm_open_options names) and the graph; threads
-// = 0: all cores. Throws Error(DLM_ENGINE_MISSING) without the library, its provider or what that
-// needs, Error(DLM_UNSUPPORTED) if the provider leaves nodes to the CPU that it may not.
+// Loads libonnxruntime (`library`, or the places that dlm_open_options lists) and the graph.
+// threads = 0: all cores. Throws Error(DLM_ENGINE_MISSING) if the library, its provider or a
+// dependency is missing, DLM_UNSUPPORTED if nodes would run on the CPU without permission.
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
                                          int threads, const ProviderChoice& provider);
 
-// Loads TensorRT (library, or the places that dlm_open_options names) and the engine that fits it
-// and the device. Throws Error(DLM_ENGINE_MISSING), or Error(DLM_UNSUPPORTED) if none fits.
+// Loads TensorRT (`library`, or the places that dlm_open_options lists) and the engine that fits it
+// and the device. Throws Error(DLM_ENGINE_MISSING), or Error(DLM_UNSUPPORTED) if no engine fits.
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::vector<EngineSpec>& engines,
                                       const std::string& library);
 
-// A row with a logit of NaN or +infinity gets a probability of NaN, which ends its request.
+// A row with a NaN or +inf logit gets NaN probabilities, which end its request.
 std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const Denoiser& denoiser);
 
-// For bundles that are opened to be looked at: every pass is refused with Error(DLM_UNSUPPORTED).
+// For bundles that are only inspected: every pass throws Error(DLM_UNSUPPORTED).
 std::unique_ptr<Engine> make_none(CacheShape cache);
 
 }  // namespace dlm

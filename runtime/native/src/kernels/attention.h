@@ -8,10 +8,10 @@ namespace {
 
 constexpr float kLowest = -3.4028235e38f;
 constexpr int64_t kWidened =
-    4096;  // numbers of stored rows that are held as floats at a time, in the first-level cache
+    4096;  // floats of widened rows at a time, which fit the first-level cache
 
-// x [D] of a head, normed if there is a weight, and then the first rotary_size of it turned by a
-// position's row of the tables, rotate-half.
+// Normalises x [D] of a head if there is a weight, then rotates its first rotary_size numbers by a
+// position's row of the tables (rotate-half).
 inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const float* weight,
                           int64_t position, float* out) {
   alignas(64) float normed[dlm::kLargestHeadSize];
@@ -36,17 +36,17 @@ inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const f
   for (d = 2 * half; d < a.head_size; ++d) out[d] = x[d];
 }
 
-// Attention of kQueries queries over the same keys, one a lane of kVectors vectors, with the
-// softmax taken over keys as they come (Milakov and Gimelshein, arXiv:1805.02867): no row of scores
-// is ever whole.
+// Attention of kQueries queries over the same keys, one query per lane of kVectors vectors. The
+// softmax is computed online, key by key (Milakov and Gimelshein, arXiv:1805.02867), so no full row
+// of scores is stored.
 template <int kVectors>
 class Softmax {
  public:
   static constexpr int kQueries = kVectors * kLanes;
-  // Sums of a product: enough of them to hide the latency of multiply-adds.
+  // Independent sums, enough to hide the latency of multiply-adds.
   static constexpr int kBlock = kVectors == 1 ? 8 : simd::kKeyBlock;
-  // Keys whose scores are held at a time. With few queries memory sets the speed: then these keys
-  // and values, and those that are fetched meanwhile, have to fit the first-level cache.
+  // Keys whose scores are held at a time. With few queries, memory limits the speed; then these
+  // keys and values, and the prefetched ones, must fit the first-level cache.
   static constexpr int kKeys = kVectors == 1 ? 16 : 32;
 
   explicit Softmax(int64_t head_size) : head_size_(head_size) {
@@ -55,13 +55,12 @@ class Softmax {
       largest_[v] = simd::set(-__builtin_inff()), total_[v] = simd::zero();
   }
 
-  // One query's values [D], times `scale`, into its lane.
+  // Stores one query [D], times `scale`, in its lane.
   void set_query(int64_t lane, const float* query, float scale) {
     for (int64_t d = 0; d < head_size_; ++d) queries_[d * kQueries + lane] = query[d] * scale;
   }
 
-  // Lets the query of each lane see keys at positions up to its own of `last_seen` alone, where
-  // positions are said.
+  // Limits each lane's query to keys at positions up to its `last_seen`, in add_seen.
   void set_last_seen(const int32_t* last_seen) {
     first_limit_ = last_limit_ = last_seen[0];
     for (int lane = 1; lane < kQueries; ++lane) {
@@ -71,11 +70,11 @@ class Softmax {
     for (int v = 0; v < kVectors; ++v) {
       last_seen_[v] = simd::iload(last_seen + v * kLanes);
       largest_[v] =
-          simd::set(kLowest);  // finite: the first keys may be hidden from a lane, all of them
+          simd::set(kLowest);  // finite, because all of the first keys may be hidden from a lane
     }
   }
 
-  // `rows` keys and values [rows, D].
+  // Adds `rows` keys and values [rows, D].
   void add(const float* keys, const float* values, int64_t rows) {
     for (int64_t from = 0; from < rows; from += kKeys) {
       const int64_t count = least(kKeys, rows - from);
@@ -84,8 +83,7 @@ class Softmax {
     }
   }
 
-  // The same at `positions` [rows], in any order: nothing is computed for runs of keys that no lane
-  // sees.
+  // Adds keys and values at `positions` [rows], in any order. Skips runs of keys that no lane sees.
   void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
     for (int64_t from = 0, end; from < rows; from = end) {
       end = from + 1;
@@ -103,7 +101,7 @@ class Softmax {
     }
   }
 
-  // `rows` keys and values as a cache stores them.
+  // Adds `rows` keys and values in the cache's format.
   template <class Rows>
   void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
     const int64_t together = least(kKeys, kWidened / head_size_), bytes = Rows::bytes(head_size_);
@@ -119,7 +117,7 @@ class Softmax {
     }
   }
 
-  // One query's result [D].
+  // Writes one query's result [D].
   void get_result(int64_t lane, float* out) const {
     float total[kQueries];
     for (int v = 0; v < kVectors; ++v) simd::store(total + v * kLanes, total_[v]);
@@ -127,9 +125,9 @@ class Softmax {
   }
 
  private:
-  // Scores `count` keys. Meanwhile the rows at `next` are fetched, which are read after these, a
-  // part for each d: they come from memory, as weights have passed through the caches. Where
-  // kHides, only the lanes that see a position have a score there, and a weight.
+  // Scores `count` keys. For each d it prefetches part of the rows at `next`, which are read after
+  // these; they come from memory, because the weights have replaced them in the caches. With
+  // kHides, keys have a score and weight only in the lanes that see their position.
   template <bool kHides>
   void score(const float* keys, const void* next, const int64_t* positions, int64_t count) {
     F largest[kVectors];
@@ -140,8 +138,8 @@ class Softmax {
       F sums[kSums];
       const float* rows[kBlock];
       unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
-        rows[j] = keys + (from + least(j, there - 1)) *
-                             head_size_;  // the last one again where there are fewer
+        rows[j] =
+            keys + (from + least(j, there - 1)) * head_size_;  // missing rows repeat the last one
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
       for (int64_t d = 0; d < head_size_; ++d) {
@@ -167,8 +165,8 @@ class Softmax {
           sums[i] =
               simd::select_greater(behind, simd::zero(), simd::set(-__builtin_inff()), sums[i]);
         }
-        largest[v] = simd::max(
-            sums[i], largest[v]);  // of a NaN nothing: it comes back through the exponential
+        largest[v] =
+            simd::max(sums[i], largest[v]);  // ignores a NaN; the exponential brings it back
         simd::store(out + i * kLanes, sums[i]);
       });
     }
@@ -189,12 +187,12 @@ class Softmax {
     }
   }
 
-  // Prefetches what is `number` floats after the start of `rows`, which may be after their end.
+  // Prefetches the float `number` after the start of `rows`; it may be past their end.
   [[gnu::always_inline]] static void fetch(const void* rows, int64_t number) {
     fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
   }
 
-  // Adds `count` values by their weights. Meanwhile the rows at `next` are fetched.
+  // Adds `count` values times their weights. Prefetches the rows at `next`.
   void weigh(const float* values, const void* next, int64_t count) {
     constexpr int kTogether = kBlock;
     int64_t d = 0;
@@ -232,13 +230,13 @@ class Softmax {
   const int64_t head_size_;
   F largest_[kVectors], total_[kVectors], shrink_[kVectors];
   I last_seen_[kVectors];
-  int32_t first_limit_, last_limit_;  // the least and the greatest of these
+  int32_t first_limit_, last_limit_;  // the smallest and largest of these
   alignas(64) float scores_[kKeys * kQueries];
   alignas(64) float queries_[dlm::kLargestHeadSize * kQueries];
   alignas(64) float sums_[dlm::kLargestHeadSize * kQueries];
 };
 
-// `count` new keys and values [count, D] as the cache stores them.
+// Stores `count` new keys and values [count, D] in the cache's format.
 template <class Rows>
 void store_rows(const float* keys, const float* values, int64_t count, int64_t D,
                 uint8_t* stored_keys, uint8_t* stored_values) {
@@ -248,7 +246,7 @@ void store_rows(const float* keys, const float* values, int64_t count, int64_t D
   }
 }
 
-// What one request's tokens are to one head of keys and values.
+// One request's tokens, and its rows for one key/value head.
 struct Part {
   dlm::Segment segment;
   int64_t batch, kv_head;
@@ -259,7 +257,7 @@ struct Part {
   int64_t token(const dlm::CachedAttention& a, int64_t t) const {
     return batch * a.tokens + segment.first + t;
   }
-  // Of the new rows, and of the cached ones, in [B, Hkv, rows].
+  // The first new and first cached row, in [B, Hkv, rows].
   int64_t first_new(const dlm::CachedAttention& a) const {
     return (batch * a.kv_heads + kv_head) * a.tokens + segment.first;
   }
@@ -268,7 +266,7 @@ struct Part {
   }
 };
 
-// The new keys and values of one head in the cache's layout, as computed and as stored.
+// Writes the new keys and values of one head, as computed and in the cache's format.
 inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   const int64_t D = a.head_size, T = part.segment.tokens, row = part.first_new(a);
   float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
@@ -287,7 +285,7 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
     store_rows<Int8Rows>(keys, values, T, D, stored_keys, stored_values);
 }
 
-// The cached keys and values of one head.
+// Attends to the cached keys and values of one head.
 template <class Attending>
 void add_past(const dlm::CachedAttention& a, const Part& part, Attending& softmax) {
   const int64_t S = part.segment.cached, offset = part.first_past(a) * a.row_bytes();
@@ -304,7 +302,7 @@ void add_past(const dlm::CachedAttention& a, const Part& part, Attending& softma
   }
 }
 
-// The queries of all heads that share keys are taken together, in order of token and head.
+// Processes the queries of all heads that share keys together, in order of token and head.
 template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
@@ -317,17 +315,17 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     tiles += tiles_of(number);
     most = tiles_of(number) > most ? tiles_of(number) : most;
   }
-  if (most > 1) {  // whose tasks all read the new rows
+  if (most > 1) {  // all its tasks read the new rows
     parallel.each(static_cast<size_t>(parts * a.kv_heads), [&](size_t i) {
       const int64_t number = static_cast<int64_t>(i) / a.kv_heads;
       if (tiles_of(number) > 1)
         keep_new_rows(a, Part(a, number, static_cast<int64_t>(i) % a.kv_heads));
     });
   }
-  // Scores are powers of two: the scale of the exponential goes into the queries.
+  // Scores are exponents of 2: the scale goes into the queries.
   const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
   parallel.each(static_cast<size_t>(tiles * a.kv_heads), [&](size_t i) {
-    // The tiles of a head of a request follow each other.
+    // The tiles of a request's head are contiguous.
     int64_t number = 0, at = static_cast<int64_t>(i);
     for (; at >= tiles_of(number) * a.kv_heads; ++number) at -= tiles_of(number) * a.kv_heads;
     const int64_t own = tiles_of(number);
@@ -342,7 +340,8 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     alignas(64) float row[dlm::kLargestHeadSize];
     int32_t last_seen[kQueries];
     for (int64_t lane = 0; lane < kQueries; ++lane) {
-      const int64_t query = least(first + lane, last - 1);  // lanes without one repeat the last
+      // lanes without a query repeat the last one
+      const int64_t query = least(first + lane, last - 1);
       const int64_t position = a.positions[part.token(a, query / group)];
       norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);
       softmax.set_query(lane, row, scale);
@@ -361,7 +360,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   });
 }
 
-// The most queries of a request that see the same keys.
+// The largest number of a request's queries that see the same keys.
 inline int64_t largest_tile(const dlm::CachedAttention& a) {
   int64_t most = 0;
   for (int64_t number = 0; number < a.parts(); ++number)
@@ -370,7 +369,7 @@ inline int64_t largest_tile(const dlm::CachedAttention& a) {
 }
 
 void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
-  // A few queries do not fill the lanes: then one vector of them is enough.
+  // A few queries do not fill the lanes, so one vector of them is enough.
   if (largest_tile(a) <= kLanes)
     attend<1>(a, parallel);
   else

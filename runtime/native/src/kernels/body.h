@@ -1,8 +1,8 @@
-// The kernels of kernels/kernels.h, written once over `simd`; each instruction set's file includes
-// this after its own vectors.
+// The kernels of kernels/kernels.h, written once over `simd`. Each instruction set's file defines
+// its vectors and then includes this file.
 //
-// Everything here has internal linkage and calls nothing of the standard library that could be
-// shared with files compiled for lesser processors.
+// Everything here has internal linkage. It calls nothing from the standard library that could be
+// shared with files compiled for older processors.
 #pragma once
 
 #include "kernels/attention.h"

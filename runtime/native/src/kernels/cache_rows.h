@@ -1,17 +1,16 @@
-// Rows of the cache as they are stored, the keys or values of one position and head. `Rows` is
-// Fp16Rows or Int8Rows:
+// Storage formats of cached rows (the keys or values of one position and head). `Rows` is Fp16Rows
+// or Int8Rows:
 //
-//   bytes(D)             of a row of D numbers
-//   widen(row, D, out)   a row as floats
-//   store(x, D, row)     D floats as a row
+//   bytes(D)             bytes of a row of D numbers
+//   widen(row, D, out)   converts a row to floats
+//   store(x, D, row)     stores D floats as a row
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// one_vector(in, out) for every kLanes numbers; the last ones go by way of copies where they do not
-// fill a vector.
+// Calls one_vector(in, out) for every kLanes numbers. A partial last vector is copied first.
 template <class In, class Out, class OneVector>
 [[gnu::always_inline]] inline void each_vector(const In* in, int64_t count, Out* out,
                                                OneVector one_vector) {
@@ -40,9 +39,9 @@ struct Fp16Rows {
   }
 };
 
-// A row's codes, then m and e: its scale is (128 + m) * 2 ^ (e + 1), and e = 127 makes it infinite,
-// so that codes of 0 are NaN. Both lie between -128 and 127, so that they are whole bytes with the
-// highest bit turned over.
+// A row's codes, then m and e. Its scale is (128 + m) * 2 ^ (e + 1); e = 127 makes it infinite, so
+// that codes of 0 become NaN. Both are in -128..127, so each is a byte with its highest bit
+// flipped.
 struct Int8Rows {
   static int64_t bytes(int64_t size) { return size + dlm::kRowScaleBytes; }
 
@@ -66,8 +65,8 @@ struct Int8Rows {
     float wanted;
     __builtin_memcpy(&wanted, &bits, sizeof wanted);
     wanted = (wanted < kSmallestRow ? kSmallestRow : wanted) / 127.0f;
-    // The least scale that is not below it. Up to 255 times a power of two it takes that power,
-    // beyond it the next one.
+    // The smallest scale that is not below `wanted`: up to 255 times a power of two it uses that
+    // power, above it the next one.
     int32_t wanted_bits;
     __builtin_memcpy(&wanted_bits, &wanted, sizeof wanted_bits);
     const int32_t exponent = ((wanted_bits + 0xffff) >> 23) - 7;
@@ -83,7 +82,7 @@ struct Int8Rows {
   }
 
  private:
-  // The float of this exponent field, 0 to 255.
+  // The float with this exponent field, 0 to 255.
   static float power_of_two(int32_t field) {
     const uint32_t bits = static_cast<uint32_t>(field) << 23;
     float power;

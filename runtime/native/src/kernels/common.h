@@ -1,4 +1,4 @@
-// What kernels of all kinds share, written over `simd`, which is included before.
+// Shared by all kernels; written over `simd`, which must be included before.
 #pragma once
 
 #include <utility>
@@ -16,9 +16,9 @@ using simd::kLanes;
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// 2 ^ x for x <= 0 or a little above, NaN for NaN; below -126 it is 2 ^ -126, which is nothing
-// beside the 1 of a softmax. A polynomial of degree 6 for the fraction in [-0.5, 0.5]: relative
-// error 1e-7.
+// 2 ^ x for x <= 0 or slightly above, and NaN for NaN. Below -126 it is 2 ^ -126, which is
+// negligible next to the 1 of a softmax. Uses a polynomial of degree 6 for the fraction in [-0.5,
+// 0.5]; relative error 1e-7.
 inline F exp2(F x) {
   x = simd::max(simd::set(-126.0f), x);
   const F whole = simd::round(x);
@@ -35,10 +35,10 @@ inline F exp2(F x) {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
-// Fewer numbers than this are gone through faster than a second thread is woken.
+// Processing fewer numbers takes less time than waking a second thread.
 constexpr int64_t kFewNumbers = 100'000;
 
-// Calls body(0) to body(kCount - 1), each with a constant: arrays that it indexes stay in
+// Calls body(0) to body(kCount - 1), each with a constant, so that arrays it indexes stay in
 // registers.
 template <int... kNumbers, class Body>
 [[gnu::always_inline]] inline void unroll(std::integer_sequence<int, kNumbers...>, Body body) {
@@ -49,10 +49,10 @@ template <int kCount, class Body>
   unroll(std::make_integer_sequence<int, kCount>{}, body);
 }
 
-constexpr float kSmallestRow = 1e-30f;  // the least magnitude that a row is quantised by
+constexpr float kSmallestRow = 1e-30f;  // the smallest magnitude that a row is quantised by
 
-// The largest magnitude of a row, as the bits of its float: those of NaN and infinity are
-// 0x7f800000 and above.
+// The largest magnitude in a row, as the bits of its float; NaN and infinity are 0x7f800000 and
+// above.
 inline int32_t largest_bits(const float* x, int64_t count) {
   I largest = simd::izero();
   const I sign = simd::iset(0x7fffffff);
@@ -72,7 +72,7 @@ inline int32_t largest_bits(const float* x, int64_t count) {
   return bits;
 }
 
-// How rows are cut into tiles of at most `most` that differ by one row at most.
+// Cuts rows into tiles of at most `most`, whose sizes differ by at most one row.
 struct Tiles {
   int64_t count, small, larger;  // the first `larger` tiles have small + 1 rows
 
@@ -82,8 +82,7 @@ struct Tiles {
   int64_t rows(int64_t tile) const { return small + (tile < larger ? 1 : 0); }
 };
 
-// Fetches a line at a distance. It may lie after the end of the data, where fetching is
-// harmless.
+// Prefetches a line `ahead` bytes away. It may be past the end of the data; that is harmless.
 template <class Stored>
 [[gnu::always_inline]] inline void fetch_ahead(const Stored* at, uintptr_t bytes) {
   simd::prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
@@ -95,6 +94,6 @@ template <class Stored>
 }
 
 constexpr int64_t kTilesTogether =
-    20;  // whose codes stay in the second-level cache while panels go by
+    20;  // tiles whose codes stay in the second-level cache while panels stream by
 
 }  // namespace

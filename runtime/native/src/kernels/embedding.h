@@ -1,5 +1,5 @@
-// Rows of an embedding table that is stored as the weight of a tied head: a token's row is a column
-// of the panels.
+// Reads rows of an embedding table that is stored as a tied head's weight: a token's row is a
+// column of the panels.
 #pragma once
 
 #include "kernels/common.h"
@@ -15,7 +15,7 @@ inline void look_up_int8(const dlm::Embedding& table, int64_t id, float* y) {
     for (int64_t i = 0; i < kDot; ++i) y[k + i] = static_cast<float>(code[i] - 128) * scale;
 }
 
-// One row of INT4 panels: codes times the scale of their group.
+// One row of INT4 panels: codes times their group's scale.
 inline void look_up_int4(const dlm::Embedding& table, int64_t id, float* y) {
   const int64_t panel = id / kPanel, column = id % kPanel,
                 groups = dlm::groups_of(table.hidden, table.group_size);
@@ -36,7 +36,7 @@ inline void look_up_int4(const dlm::Embedding& table, int64_t id, float* y) {
 }
 
 inline void embedding(const dlm::Embedding& table, dlm::Parallel& parallel) {
-  constexpr int64_t kTogether = 64;  // tokens of a task
+  constexpr int64_t kTogether = 64;  // tokens per task
   const int64_t tasks = (table.tokens + kTogether - 1) / kTogether;
   parallel.each(static_cast<size_t>(tasks), [&](size_t task) {
     const int64_t first = static_cast<int64_t>(task) * kTogether,

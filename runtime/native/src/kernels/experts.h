@@ -1,9 +1,9 @@
-// Mixtures of experts: rows grouped by the expert that they are routed to, two linear layers for
-// each group, and a weighted sum.
+// Mixtures of experts: groups rows by the expert they are routed to, runs two linear layers per
+// group, and adds the weighted results.
 //
-// Products are those of one layer (kernels/linear.h), or of floats (kernels/nvfp4.h), of the rows
-// of one expert. All experts' share one list of tasks, so that threads wait for each other four
-// times a mixture and not for every expert.
+// An expert's products are those of a quantised layer (kernels/linear.h) or of floats
+// (kernels/nvfp4.h). All experts share one list of tasks, so threads wait for each other four times
+// per mixture, not for every expert.
 #pragma once
 
 #include "kernels/linear.h"
@@ -11,7 +11,7 @@
 
 namespace {
 
-// A layer in fp32 as run_product's Product is: nothing is quantised.
+// An fp32 layer with the interface of run_product's Product; it quantises nothing.
 struct FloatProduct {
   static constexpr int64_t kTogether = kTilesTogether;
 
@@ -21,7 +21,7 @@ struct FloatProduct {
   FloatProduct(const dlm::Linear& of, void*) : layer(of), tiles(of.rows, simd::kFloatRows) {}
   void quantise(int64_t) const {}
 
-  // Panel `number` of a weight, [K, 32] floats, rows of tiles [first, last).
+  // Multiplies panel `number` of a weight, [K, 32] floats, by the rows of tiles [first, last).
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     float results[2][kTogether * simd::kFloatRows * kPanel];
     const int64_t top = tiles.start(first),
@@ -58,7 +58,7 @@ struct FloatProduct {
   }
 };
 
-// A quantised layer over memory of its own for the codes of its rows.
+// A quantised layer with memory for the codes of its rows.
 template <class Codes>
 struct CodesProduct : Product<Codes> {
   CodesProduct(const dlm::Linear& of, void* memory)
@@ -78,16 +78,16 @@ struct CodesProduct : Product<Codes> {
   }
 };
 
-// The memory of a mixture: rows by expert, what they become, and whose they are.
+// The memory of a mixture: rows grouped by expert, intermediate results, and the grouping.
 struct Routed {
   const dlm::Experts& mixture;
   int64_t slots;             // rows times active
   float *inputs, *hidden;    // [slots, K], [slots, M]
-  float* results;            // [slots, K], which are weighed
-  int64_t* place;            // [slots]: where a token's choice lies among the grouped rows
-  dlm::ExpertGroup* groups;  // [count of those reached]
+  float* results;            // [slots, K], before weighting
+  int64_t* place;            // [slots]: the index of a token's choice among the grouped rows
+  dlm::ExpertGroup* groups;  // [number of experts reached]
   int64_t count;
-  char* codes;  // of the quantised rows of a layer
+  char* codes;  // of a layer's quantised rows
 
   Routed(const dlm::Experts& of, void* scratch)
       : mixture(of), slots(of.rows * of.active), count(0) {
@@ -104,7 +104,7 @@ struct Routed {
       groups[expert].start = next;
       next += groups[expert].rows;
     }
-    // Those of an expert in the order of tokens: `start` runs on while they are placed, and back.
+    // Places an expert's rows in the order of tokens: `start` advances here and is reset below.
     for (int64_t slot = 0; slot < slots; ++slot) place[slot] = groups[of.chosen[slot]].start++;
     for (int64_t expert = 0; expert < of.count; ++expert) {
       if (groups[expert].rows == 0) continue;

@@ -1,13 +1,12 @@
-// INT8 and INT4 linear layers, written over `Codes`, which is simd::Int8 or simd::Int4. It says how
+// INT8 and INT4 linear layers, written over `Codes` (simd::Int8 or simd::Int4), which defines how
 // weights and rows are read and multiplied:
 //
-// - Code, kCodeOrder, store_codes: a row's code, and the order in which four of them are stored.
+// - Code, kCodeOrder, store_codes: the type of a row's code, and the order of four stored codes.
 // - Weights, load<kPart>: the weights of one step, of which a byte of a panel holds kParts.
-// - Activations, spread, dot: four codes of a row, and how they are multiplied by weights and
-// added.
-// - kWeightOffset: how much too large the weights are that `dot` sees.
-// - kMostInputs, widen: how many inputs `dot` may add up before its sums must be widened to 32
-//   bits; 0 means any number.
+// - Activations, spread, dot: four codes of a row, and their products with weights.
+// - kWeightOffset: the constant added to the weights that `dot` sees.
+// - kMostInputs, widen: the most inputs that `dot` may add before its sums must be widened to 32
+//   bits; 0: no limit.
 // - kTileRows, kVectors: the rows and vectors of weights whose sums fit the registers.
 #pragma once
 
@@ -20,32 +19,32 @@ namespace {
 // One tile of rows, quantised.
 template <class Codes>
 struct Tile {
-  const typename Codes::Code* codes;  // [K / 4, rows, 4], four of them in kCodeOrder
-  const int32_t* offsets;             // [groups, rows]: what the sums over a group start from
+  const typename Codes::Code* codes;  // [K / 4, rows, 4], each four in kCodeOrder
+  const int32_t* offsets;             // [groups, rows]: the initial values of the sums over a group
   const float* scales;                // [rows]
 };
 
-// The scales of columns: one of a column in fp32 for INT8, one of each group in fp16 for INT4.
+// The scales of columns: for INT8 one per column in fp32, for INT4 one per group in fp16.
 template <class Codes>
 using Scale = std::conditional_t<Codes::kParts == 1, float, uint16_t>;
 
 inline F load_scales(const float* from) { return simd::load(from); }
 inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
 
-// Weights are prefetched so many bytes before they are read. Hardware prefetchers stop at pages of
-// 4 KiB; this crosses them. Measured on Zen 4: 2 to 8 KiB are equally good.
-// Into the second-level cache: with the first, passes of 4 tokens took 2 to 5% longer.
+// Weights are prefetched this many bytes before they are read, because hardware prefetchers stop at
+// 4 KiB pages. Measured on Zen 4: 2 to 8 KiB are equally good. They go to the second-level cache;
+// with the first, passes of 4 tokens took 2 to 5% longer.
 constexpr uintptr_t kFetchedAhead = 4096;
 
 template <class Codes>
 struct Panel {
   const uint8_t* codes;
   const Scale<Codes>* scales;  // [groups, 32]
-  uintptr_t ahead;  // kFetchedAhead for the first tile that reads it, 0 for those after it
+  uintptr_t ahead;             // kFetchedAhead for the first tile that reads it, 0 for later ones
 };
 
-// Some rows of a tile of `stride`, quantised; kTogether codes of a row lie together, a power of
-// two.
+// Quantises some rows of a tile of `stride` rows. kTogether codes of a row, a power of two, are
+// contiguous.
 template <class Codes, int64_t kTogether = kDot>
 void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, int64_t stride,
                    typename Codes::Code* codes, int32_t* offsets, float* scales) {
@@ -53,14 +52,14 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
   constexpr int kPiece = kTogether < kLanes ? kTogether : kLanes;
   const int64_t groups = dlm::groups_of(inputs, group_size);
   for (int64_t row = 0; row < rows; ++row, x += inputs) {
-    const auto at = [&](int64_t k) {  // of a multiple of 4
+    const auto at = [&](int64_t k) {  // for a multiple of 4
       const int64_t inside = k & (kTogether - kDot);
       return codes + (k - inside) * stride + row * kTogether + inside;
     };
     const int32_t bits = largest_bits(x, inputs);
     float amax;
     __builtin_memcpy(&amax, &bits, sizeof amax);
-    if (bits >= 0x7f800000) {  // every output of the row is NaN: nothing is hidden
+    if (bits >= 0x7f800000) {  // every output of the row becomes NaN, so the error shows
       scales[row] = __builtin_nanf("");
       for (int64_t k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
       for (int64_t group = 0; group < groups; ++group) offsets[group * stride + row] = 0;
@@ -95,8 +94,8 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
   }
 }
 
-// Adds the products of kRows rows and kVectors vectors of columns over so many inputs to sums;
-// moves on what it reads.
+// Adds the products of kRows rows and kVectors vectors of columns over this many inputs to sums.
+// Advances its pointers.
 template <class Codes, int kRows>
 [[gnu::always_inline]] inline void sum_products(const typename Codes::Code*& code,
                                                 const uint8_t*& weight, int64_t inputs,
@@ -125,7 +124,7 @@ template <class Codes, int kRows>
   }
 }
 
-// Products of kRows rows and one panel, scaled, to out [kRows, 32].
+// Multiplies kRows rows by one panel and scales the results to out [kRows, 32].
 template <class Codes, int kRows>
 void multiply_tile(const Tile<Codes>& tile, const Panel<Codes>& panel, int64_t inputs,
                    int64_t group_size, float* out, int64_t stride) {
@@ -157,7 +156,8 @@ void multiply_tile(const Tile<Codes>& tile, const Panel<Codes>& panel, int64_t i
         I sums[kSums];
         start(sums);
         int64_t here = least(group_size, left);
-        fetch_ahead(scale, panel.ahead / 8);  // a group of 32 has 8 times as many bytes of codes
+        // a group of 32 has 8 times as many bytes of codes as of scales
+        fetch_ahead(scale, panel.ahead / 8);
         if constexpr (Codes::kMostInputs == 0) {
           sum_products<Codes, kRows>(code, weight, here, panel.ahead, sums);
         } else {
@@ -201,7 +201,7 @@ MultiplyTile<Codes> find_multiply_tile(int64_t rows) {
 
 inline F silu(F x) {
   const F scaled = simd::mul(x, simd::set(-kLog2e));
-  // Above 2 ^ 126 the quotient is 0 for every float that x can be.
+  // Above 2 ^ 126, the quotient is 0 for every float x.
   return simd::div(x, simd::add(simd::set(1.0f), exp2(simd::min(simd::set(126.0f), scaled))));
 }
 
@@ -215,7 +215,7 @@ struct Product {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  typename Codes::Code* codes;  // of all tiles, as are offsets and scales
+  typename Codes::Code* codes;  // of all tiles, like offsets and scales
   int32_t* offsets;
   float* scales;
 
@@ -226,7 +226,7 @@ struct Product {
                          codes + start * layer.inputs, offsets + start * groups, scales + start);
   }
 
-  // Panel `number` of the weights, rows of tiles [first, last).
+  // Multiplies panel `number` of the weights by the rows of tiles [first, last).
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     const int64_t all = layer.weights[weight].columns, column = number * kPanel,
                   columns = least(kPanel, all - column);
@@ -252,7 +252,7 @@ struct Product {
   }
 
  private:
-  // One tile, to out [rows, 32].
+  // Multiplies one tile, to out [rows, 32].
   void multiply(size_t weight, int64_t number, int64_t tile, uintptr_t ahead, float* out,
                 int64_t stride) const {
     const dlm::LinearWeight& w = layer.weights[weight];
@@ -266,15 +266,15 @@ struct Product {
   }
 };
 
-constexpr int64_t kTasks = 16;  // a layer is cut into, where it is large enough
+constexpr int64_t kTasks = 16;  // the fewest tasks of a layer, if it is large enough
 
-// Quantises the rows of a layer and multiplies them by every panel. Product is, as the struct of
-// that name is:
+// Quantises the rows of a layer and multiplies them by every panel. Product has the members of
+// the struct of that name:
 //
-//   slices, quantise(i)                    parts that rows are quantised in
-//   tiles, kTogether                       tiles of rows, and how many of them a panel goes by in a
-//   task Task                                   what a task holds of its thread while it multiplies
-//   multiply(weight, number, first, last)  panel `number` of a weight, rows of tiles [first, last)
+//   slices, quantise(i)                    quantise the rows in this many parts
+//   tiles, kTogether                       tiles of rows, and how many of them a task takes at once
+//   Task                                   data of a task's thread while it multiplies
+//   multiply(weight, number, first, last)  panel `number` of a weight by tiles [first, last)
 template <class Product>
 void run_product(const Product& product, dlm::Parallel& parallel) {
   const dlm::Linear& layer = product.layer;

@@ -1,10 +1,10 @@
-// INT8 and INT4 linear layers of many rows by the registers of `matrix`, which is included before;
-// few rows, and groups that the registers do not fit, are multiplied by vectors (kernels/linear.h).
-// Either gives the same to the bit.
+// INT8 and INT4 linear layers of many rows, with the registers of `matrix`, which must be included
+// before. Vectors (kernels/linear.h) multiply few rows, and groups that do not fit the registers.
+// The results are bit-identical.
 //
-// A tile is 32 rows, two registers of 16, and a panel is two registers wide; its bytes lie as they
-// want them. All four products of the two and the two have their sums in registers, so each byte of
-// either is loaded once for 32 of the other.
+// A tile is 32 rows, or two registers of 16. A panel is two registers wide, and its bytes have
+// their layout. The sums of all four products (two by two) are in registers, so each byte is loaded
+// once for 32 of the other side.
 #pragma once
 
 #include "kernels/linear.h"
@@ -13,17 +13,17 @@ namespace {
 
 constexpr int64_t kMatrixRows = 32;  // of a tile
 constexpr int64_t kSliceRows =
-    8;  // that are quantised together: one tile may be all there is, and threads many
-constexpr int64_t kMatrixTogether = 8;  // tiles that a panel goes by in a task
+    8;  // quantised together, so that many threads can share a single tile
+constexpr int64_t kMatrixTogether = 8;  // tiles that a task multiplies each panel by
 constexpr int64_t kUnpackedInputs =
-    256;  // whose INT4 weights are unpacked at a time: 8 KiB, which stay in the nearest cache
+    256;  // unpacked INT4 weights at a time: 8 KiB, which fit the first-level cache
 
-// Up to here vectors multiply: 16 cycles a row for 2048 weights are 256 at most, in which a core
-// gets no more of them from memory (at 3 GHz that were 24 GB/s, in INT4 12; its share is less).
-// Registers would be filled up with rows that are not there.
+// Up to this many rows, vectors multiply; registers would be padded with empty rows. A row takes 16
+// cycles per 2048 weights, so 16 rows take 256. In that time a core cannot read more weights from
+// memory (at 3 GHz that is 24 GB/s, or 12 for INT4; its share is less).
 constexpr int64_t kFewRows = 16;
 
-// Codes of rows are signed bytes and weights unsigned ones in both formats. A product takes kStep
+// In both formats, row codes are signed bytes and weights unsigned bytes. A product takes kStep
 // inputs.
 struct MatrixInt8 : simd::Bytes {
   static constexpr bool kIsInt4 = false;
@@ -37,12 +37,12 @@ struct MatrixInt4 : simd::Bytes {
   static constexpr int64_t kStep = kInputs;
 };
 
-// What is fetched meanwhile, so many lines with every product.
+// Data to prefetch meanwhile, a number of lines per product.
 struct Fetched {
   const uint8_t* next;
   int64_t lines;
 
-  // `bytes` from `from` on, but nothing from `end` on, shared by so many products.
+  // Splits `bytes` from `from`, but at most to `end`, over this many products.
   Fetched(const uint8_t* from, int64_t bytes, const uint8_t* end, int64_t products)
       : next(from), lines((least(bytes, end - from) + 64 * products - 1) / (64 * products)) {}
 };
@@ -68,7 +68,7 @@ inline void add_products(const int8_t* codes, const uint8_t* weights, int64_t st
   }
 }
 
-// To sums [32, 32].
+// Stores the registers' sums to [32, 32].
 inline void store_sums(int32_t* sums) {
   constexpr int64_t kHalf = kMatrixRows / 2, kWidth = kPanel * kDot;
   matrix::store<0>(sums, kWidth), matrix::store<1>(sums + kPanel / 2, kWidth);
@@ -76,7 +76,7 @@ inline void store_sums(int32_t* sums) {
   matrix::store<2>(sums, kWidth), matrix::store<3>(sums + kPanel / 2, kWidth);
 }
 
-// One panel's INT4 weights of `inputs` inputs as bytes [inputs / 4, 32, 4].
+// Unpacks one panel's INT4 weights of `inputs` inputs to bytes [inputs / 4, 32, 4].
 inline void unpack(const uint8_t* packed, int64_t inputs, uint8_t* bytes) {
   constexpr int64_t kWidth = kPanel * kDot, kVector = kLanes * kDot;
   for (int64_t k = 0; k < inputs; k += dlm::kPairs, packed += kWidth, bytes += 2 * kWidth) {
@@ -101,9 +101,9 @@ struct MatrixProduct {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // Of all tiles, each filled up to 32 rows and those to whole products.
+  // Of all tiles, each padded to 32 rows, and rows padded to whole products.
   int8_t* codes;     // [K / step, 32, step]
-  int32_t* offsets;  // [groups, 32]: what is added to the sums over a group
+  int32_t* offsets;  // [groups, 32]: added to the sums over a group
   float* scales;     // [32]
 
   int64_t products() const { return (layer.inputs + kStep - 1) / kStep; }
@@ -156,14 +156,14 @@ struct MatrixProduct {
     }
   }
 
-  // Results [tiles, 32, 32] of one panel.
+  // Writes the results [tiles, 32, 32] of one panel.
   void multiply_int8(const dlm::LinearWeight& weight, int64_t number, int64_t first, int64_t last,
                      float* results) const {
     const int64_t K = layer.inputs, bytes = K * kPanel, whole = K / kStep, left = K % kStep;
     const uint8_t* const panel = weight.panels + number * bytes;
     const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) * K;
-    alignas(64) uint8_t rest[kStep * kPanel];  // of the last product, as what lies behind the panel
-                                               // need not be there
+    alignas(64) uint8_t rest[kStep * kPanel];  // of the last product; the memory after the panel
+                                               // may not exist
     __builtin_memcpy(rest, panel + whole * kStep * kPanel, static_cast<size_t>(left * kPanel));
     __builtin_memset(rest + left * kPanel, 0, static_cast<size_t>((kStep - left) * kPanel));
     Fetched fetched(panel + bytes, bytes, end, products() * (last - first));
@@ -226,8 +226,8 @@ struct MatrixProduct {
         [&](auto v) __attribute__((always_inline)) { to[v] = load_scales(from + v * kLanes); });
   }
 
-  // Calls body with each vector of a tile's sums in registers, and the group's offsets added: where
-  // in [32, 32], which of its row.
+  // Adds the group's offsets to a tile's sums and calls body with each vector: its index in [32,
+  // 32], its number in the row, and the sums.
   template <class Body>
   [[gnu::always_inline]] void each_sum(int64_t tile, int64_t group, Body body) const {
     alignas(64) int32_t sums[kMatrixRows * kPanel];
@@ -258,7 +258,7 @@ void multiply_by_matrices(const dlm::Linear& layer, int64_t group_size, void* sc
   run_product(product, parallel);
 }
 
-// By the kernels of the same processors over vectors where it is not for registers.
+// Uses the same processor's vector kernels if a layer does not suit the registers.
 template <const dlm::Kernels& kVectorKernels>
 void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   const int64_t size = layer.group_size;

@@ -1,11 +1,11 @@
-// RMSNorm of rows, alone and of residual sums.
+// RMSNorm of rows, and of residual sums.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// What a row is multiplied by, of the sum of its squares: 1 / sqrt(mean + epsilon).
+// The factor of a row, from the sum of its squares: 1 / sqrt(mean + epsilon).
 inline float inverse_size(float squares, int64_t width, float epsilon) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
 }
@@ -19,10 +19,10 @@ inline void scale_row(const float* x, float inverse, const float* weight, int64_
   for (; i < width; ++i) y[i] = x[i] * inverse * weight[i];
 }
 
-// Sums squares of a row: read(i) is a vector of it, read_one(i) a number of what is left.
+// The sum of a row's squares: read(i) returns a vector of it, read_one(i) one of the numbers left.
 template <class Read, class ReadOne>
 [[gnu::always_inline]] inline float sum_squares(int64_t width, Read read, ReadOne read_one) {
-  constexpr int kSums = 4;  // enough of them to hide the latency of multiply-adds
+  constexpr int kSums = 4;  // enough to hide the latency of multiply-adds
   F sums[kSums];
   unroll<kSums>([&](auto j) __attribute__((always_inline)) { sums[j] = simd::zero(); });
   int64_t i = 0;
@@ -66,7 +66,7 @@ inline void add_norm_row(const dlm::AddNorm& a, int64_t row) {
 
 inline void add_norm(const dlm::AddNorm& a, dlm::Parallel& parallel) {
   if (a.rows == 0) return;
-  const int64_t together = a.rows * a.width < kFewNumbers ? a.rows : 16;  // rows of a task
+  const int64_t together = a.rows * a.width < kFewNumbers ? a.rows : 16;  // rows per task
   parallel.each(static_cast<size_t>((a.rows + together - 1) / together), [&](size_t task) {
     const int64_t first = static_cast<int64_t>(task) * together;
     for (int64_t row = first; row < least(first + together, a.rows); ++row) add_norm_row(a, row);

@@ -6,9 +6,9 @@
 namespace {
 
 constexpr int64_t kStretch =
-    128;  // inputs whose weights are floats at a time: 16 KiB, which stay in the first-level cache
+    128;  // inputs whose weights are decoded at a time: 16 KiB, which fit the first-level cache
 
-// A scale in E4M3; its exponent's bias is 7, a float's 127.
+// A scale in E4M3. Its exponent bias is 7; a float's is 127.
 inline float e4m3(uint8_t byte) {
   if ((byte & 0x7f) == 0x7f) return __builtin_nanf("");
   const uint32_t bits =
@@ -18,12 +18,12 @@ inline float e4m3(uint8_t byte) {
   return scale * 0x1p120f;
 }
 
-// One panel's weights of `inputs` inputs as floats [inputs, 32].
+// Decodes one panel's weights of `inputs` inputs to floats [inputs, 32].
 inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, float global_scale,
                    float* weights) {
   constexpr int kVectors = kPanel / kLanes, kHalf = kPanel / 2;
   constexpr int8_t kTwice[] = {0, 1,  2,  3,  4,  6,  8,  12,
-                               0, -1, -2, -3, -4, -6, -8, -12};  // E2M1's values
+                               0, -1, -2, -3, -4, -6, -8, -12};  // the values of E2M1
   const simd::Table table = simd::load_table(kTwice);
   for (int64_t from = 0; from < inputs; from += dlm::kGroup, scales += kPanel) {
     float steps[kPanel];

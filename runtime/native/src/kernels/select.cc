@@ -47,7 +47,7 @@ extern const Kernels kAmxKernels, kAvx512Kernels, kAvxVnniKernels, kAvx2Kernels,
 
 namespace {
 
-// A set with the reason that it lacks something for, if it does.
+// A kernel set, with a refusal if the processor lacks an instruction set.
 KernelSet make_set(const Kernels& kernels, bool has_all, const char* all) {
   return {kernels.name, &kernels, has_all ? "" : std::string("the processor has no ") + all};
 }
@@ -62,7 +62,7 @@ std::vector<KernelSet> find_kernel_sets() {
       has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
           __builtin_cpu_supports("avx512dq"), __builtin_cpu_supports("avx512vl"),
           __builtin_cpu_supports("avx512vnni"));
-  // F16C is in leaf 1, AVX-VNNI in leaf 7, subleaf 1: older compilers do not know them by name.
+  // F16C is in leaf 1, AVX-VNNI in leaf 7, subleaf 1. Older compilers have no names for them.
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1) != 0;
   const bool has_avx2 =

@@ -1,5 +1,5 @@
-// The product of a tied head: rows of activations times the rows of an embedding table, which is
-// stored as the checkpoint has it or in FP8. Sums are fp32.
+// The product of a tied head: rows of activations times the rows of an embedding table, stored as
+// in the checkpoint or in FP8. Sums are fp32.
 #pragma once
 
 #include "kernels/common.h"
@@ -24,11 +24,11 @@ struct Fp8Table {
   static F load(const Element* from) { return simd::load_e4m3(from); }
 };
 
-// Rows of the table, and rows of activations, whose sums fit the registers.
+// The rows of the table and of activations whose sums fit the registers.
 constexpr int kTableRows = 4, kHeadRows = simd::kFloatRows * simd::kFloatVectors / kTableRows;
 
-// Products of kRows rows of x and kTable rows of a table, to y, whose rows are `stride` apart.
-// `ahead`: table rows to prefetch meanwhile.
+// Multiplies kRows rows of x by kTable rows of a table, to y, whose rows are `stride` apart.
+// Prefetches the table rows at `ahead`.
 template <class Table, int kRows, int kTable>
 void multiply_by_table(const float* x, const typename Table::Element* table, int64_t inputs,
                        const typename Table::Element* ahead, const float* scales, float* y,
@@ -54,7 +54,7 @@ void multiply_by_table(const float* x, const typename Table::Element* table, int
                        __attribute__((always_inline)) { simd::prefetch(ahead + t * inputs + k); });
     add(x + k, inputs, table + k, inputs);
   }
-  if (k < inputs) {  // the last vector, filled up with zeros
+  if (k < inputs) {  // the last vector, padded with zeros
     float rows[kRows * kLanes] = {};
     typename Table::Element elements[kTable * kLanes] = {};
     for (int64_t i = k; i < inputs; ++i) {
@@ -84,7 +84,7 @@ MultiplyByTable<Table> find_multiply_by_table(int64_t rows) {
 
 template <class Table>
 void multiply_head(const dlm::TiedHead& head, dlm::Parallel& parallel) {
-  constexpr int64_t kTaskRows = 256;  // of the table; fewer where it is small
+  constexpr int64_t kTaskRows = 256;  // table rows per task; fewer if the table is small
   const auto* const table = static_cast<const typename Table::Element*>(head.table);
   const Tiles tiles(head.rows, kHeadRows);
   const int64_t K = head.inputs, N = head.columns;
@@ -98,7 +98,7 @@ void multiply_head(const dlm::TiedHead& head, dlm::Parallel& parallel) {
     for (int64_t n = from; n < to;) {
       const bool is_whole = n + kTableRows <= to;
       const int64_t together = is_whole ? kTableRows : 1;
-      // The rows that come next, or the same again at the table's end.
+      // The next rows, or the same again at the table's end.
       const int64_t next = n + 2 * kTableRows <= N ? n + together : n;
       for (int64_t tile = first; tile < last; ++tile) {
         const int64_t start = tiles.start(tile), rows = tiles.rows(tile);

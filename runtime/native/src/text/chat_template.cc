@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kMostBytes = size_t{1} << 28;
 
-// What Python's str.strip takes away: white space, and four separators of ASCII.
+// The characters that Python's str.strip removes: white space and four ASCII separators.
 bool is_stripped(char32_t point) { return is_space(point) || (point >= 0x1C && point <= 0x1F); }
 
 std::string_view stripped(std::string_view text) {
@@ -25,7 +25,7 @@ std::string_view stripped(std::string_view text) {
   return first < last ? text.substr(first, last - first) : std::string_view();
 }
 
-// A name that stands twice is first that of the first message.
+// If a name is listed twice, the first entry is for first messages.
 size_t role_of(const TextFile& file, const std::string& where, std::string_view name,
                bool is_first) {
   std::string known;
@@ -49,22 +49,21 @@ size_t role_of(const TextFile& file, const std::string& where, std::string_view 
 
 std::string_view content_of(const TextFile& file, const std::string& where, size_t context,
                             std::string_view content) {
-  if (!is_utf8(content)) fail(DLM_INVALID_ARGUMENT, "%s: the content is no UTF-8", where.c_str());
+  if (!is_utf8(content)) fail(DLM_INVALID_ARGUMENT, "%s: the content is not UTF-8", where.c_str());
   const int32_t transform = file.chat_transforms[context];
   if (transform == TextFile::refused)
-    refuse(where,
-           "the chat template does more with such a message's content than put it in its place");
+    refuse(where, "the chat template changes the content of such a message");
   for (size_t i = 0; i < file.literals.size; ++i) {
     const std::string_view literal = file.chat_strings[file.literals[i]];
     if (static_cast<size_t>(file.literal_contexts[i]) == context &&
         content.find(literal) != std::string_view::npos)
       refuse(where, "the chat template looks for " + json::quoted(literal) +
-                        " in the content, which holds it");
+                        " in the content, and finds it");
   }
   const std::string_view kept = transform == TextFile::stripped ? stripped(content) : content;
   const auto is_here = [&](int32_t each) { return static_cast<size_t>(each) == context; };
   if (kept.empty() && std::any_of(file.empty_contexts.begin(), file.empty_contexts.end(), is_here))
-    refuse(where, "the chat template treats an empty content in its own way");
+    refuse(where, "the chat template treats empty content specially");
   return kept;
 }
 
@@ -73,7 +72,7 @@ std::string_view content_of(const TextFile& file, const std::string& where, size
 RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& messages) {
   if (file.roles.size == 0)
     fail(DLM_UNSUPPORTED,
-         "this bundle holds no compiled chat: %s. Give a prompt or tokens instead, or the chat in "
+         "this bundle has no compiled chat: %s. Pass a prompt or tokens instead, or the chat in "
          "Python, which runs any template",
          file.chat_strings.size() > 0 ? std::string(file.chat_strings[0]).c_str()
                                       : "it has no chat template");
@@ -87,8 +86,8 @@ RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& m
     const int32_t gap = file.chat_gaps[before * 2 * file.roles.size + context];
     if (gap < 0)
       refuse(where,
-             "the chat template has no such order of roles, or looks further than to the message "
-             "before");
+             "the chat template does not allow this order of roles, or depends on more than the "
+             "previous message");
     out.text += file.chat_strings[gap];
     const size_t first = out.text.size();
     out.text += content_of(file, where, context, messages[i].content);
@@ -101,7 +100,7 @@ RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& m
   const int32_t end = file.chat_ends[before - 1];
   if (end < 0)
     refuse("message " + std::to_string(messages.size() - 1),
-           "the chat template lets nobody answer such a message");
+           "the chat template allows no reply to such a message");
   out.text += file.chat_strings[end];
   return out;
 }

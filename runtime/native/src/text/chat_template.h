@@ -1,6 +1,6 @@
-// A conversation as the text that its denoiser was trained on, up to where the assistant answers.
+// Renders a conversation as the text its denoiser was trained on, up to the assistant's reply.
 //
-// The template is not run: the text file holds what it puts before, between and after messages.
+// The template is not run: the text file has the text before, between and after messages.
 #pragma once
 
 #include <string>
@@ -18,12 +18,12 @@ struct ChatMessage {
 
 struct RenderedChat {
   std::string text;
-  // [first, last) bytes of each content that is not empty; ascending.
+  // Byte ranges [first, last) of the non-empty contents, ascending.
   std::vector<std::pair<size_t, size_t>> contents;
 };
 
-// Throws Error(DLM_INVALID_ARGUMENT) for a role that there is none of, and Error(DLM_UNSUPPORTED)
-// for a conversation whose text is not known, or not put together from its messages alone.
+// Throws Error(DLM_INVALID_ARGUMENT) for an unknown role. Throws Error(DLM_UNSUPPORTED) if the file
+// does not know the conversation's text, or if it is more than the messages put together.
 RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& messages);
 
 }  // namespace dlm

@@ -1,4 +1,4 @@
-// Canonical composition of Unicode text (NFC, annex 15 of the standard), by tables of a text file.
+// Canonical composition of Unicode text (NFC, annex 15 of the standard), with a text file's tables.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace dlm {
 
-// Composes `text` into `out`; false if it is composed already. `file` has tables for it.
+// Composes `text` into `out`; returns false if it is already composed. `file` must have the tables.
 bool compose(const TextFile& file, std::string_view text, std::string& out);
 
 }  // namespace dlm

@@ -12,10 +12,10 @@ namespace {
 constexpr char kMagic[] = "DLMTEXT";
 constexpr uint8_t kVersion = 1;
 constexpr size_t kMagicBytes = 8, kPages = kCodePoints / 256;
-constexpr int32_t kMostDecomposed = 18;  // code points of one; Unicode's longest has 4
+constexpr int32_t kMostDecomposed = 18;  // per code point; Unicode's longest has 4
 constexpr int32_t kMostAround = 1024, kMostRoles = 16, kMostClasses = 255;
-constexpr int32_t kMostSplits = 64;  // of released tokenizers up to four
-// Of one token: a denoiser that writes it over and over must not fill the memory.
+constexpr int32_t kMostSplits = 64;  // released tokenizers have up to four
+// Per token. A denoiser that repeats a token must not fill the memory.
 constexpr size_t kMostTokenBytes = size_t{1} << 16;
 
 // The header's sizes, in order.
@@ -43,7 +43,7 @@ class Reader {
     return out;
   }
 
-  // Numbers of lowest..highest.
+  // Reads numbers in lowest..highest.
   Numbers numbers(const char* name, int64_t count, int32_t lowest, int32_t highest) {
     const Numbers out = take<int32_t>(count);
     for (const int32_t value : out)
@@ -53,7 +53,7 @@ class Reader {
     return out;
   }
 
-  // `count` + 1 numbers from 0 up to `total`, none below the one before it.
+  // Reads `count` + 1 ascending numbers from 0 to `total` (equal ones may repeat).
   Numbers starts(const char* name, int64_t count, int32_t total) {
     const Numbers out = numbers(name, count + 1, 0, total);
     if (out[0] != 0 || out[out.size - 1] != total || !std::is_sorted(out.begin(), out.end()))
@@ -81,17 +81,17 @@ class Reader {
 void check_sizes(const Sizes& s, const Reader& reader) {
   int32_t sizes[kSizes];
   std::memcpy(sizes, &s, sizeof s);
-  if (*std::min_element(sizes, sizes + kSizes) < 0) reader.refuse("sizes", "are below 0");
+  if (*std::min_element(sizes, sizes + kSizes) < 0) reader.refuse("sizes", "are negative");
   if (s.vocab < 1 || s.vocab > 1 << 24) reader.refuse("vocab_size", "is outside 1..16777216");
-  if (s.raw_added > s.added || s.flags > kFlags) reader.refuse("sizes", "do not go together");
+  if (s.raw_added > s.added || s.flags > kFlags) reader.refuse("sizes", "do not match");
   if (s.classes > kMostClasses || s.splits > kMostSplits || s.roles > kMostRoles ||
       s.prefix > kMostAround || s.suffix > kMostAround)
-    reader.refuse("sizes", "are larger than any of a tokenizer");
+    reader.refuse("sizes", "are too large for a tokenizer");
   if ((s.splits > 0) != (s.class_pages > 0 && s.classes > 0))
     reader.refuse("splits", "have no classes of characters");
 }
 
-// Before what depends on it: merges, characters and splits are of this vocabulary.
+// Must come first: merges, characters and splits refer to this vocabulary.
 void read_vocabulary(TextFile& file, const Sizes& s, Reader& reader) {
   const int32_t last = s.vocab - 1;
   file.vocab_size = s.vocab;
@@ -121,7 +121,7 @@ void read_splits(TextFile& file, const Sizes& s, Reader& reader) {
     const int32_t* const first = file.split_tables.data + file.split_starts[split] * width;
     if (std::any_of(first, first + states * width,
                     [&](int32_t entry) { return entry < 0 || entry / 2 > states; }))
-      reader.refuse("split_tables", "lead out of their split");
+      reader.refuse("split_tables", "point outside their split");
   }
 }
 
@@ -140,15 +140,15 @@ void read_composition(TextFile& file, const Sizes& s, Reader& reader) {
   for (size_t i = 0; i < file.decomposed.size; ++i)
     if (const int32_t points = file.decomposition_starts[i + 1] - file.decomposition_starts[i];
         points < 1 || points > kMostDecomposed)
-      reader.refuse("decomposition_starts", "have an entry of no length, or too long");
+      reader.refuse("decomposition_starts", "have an entry that is empty or too long");
   file.decomposition_points =
       reader.numbers("decomposition_points", s.decomposition_points, 0, last);
   if (!std::all_of(file.decomposition_points.begin(), file.decomposition_points.end(), is_scalar))
-    reader.refuse("decomposition_points", "hold half a character");
+    reader.refuse("decomposition_points", "have half a character");
   file.compositions = reader.numbers("compositions", int64_t{3} * s.compositions, 0, last);
   for (size_t i = 0; i < file.compositions.size; i += 3) {
     const int32_t* const entry = file.compositions.data + i;
-    if (!is_scalar(entry[2])) reader.refuse("compositions", "hold half a character");
+    if (!is_scalar(entry[2])) reader.refuse("compositions", "have half a character");
     if (i > 0 && !std::lexicographical_compare(entry - 3, entry - 1, entry, entry + 2))
       reader.refuse("compositions", "do not ascend");
   }
@@ -177,18 +177,18 @@ void check_strings(const TextFile& file, const Reader& reader) {
     for (size_t i = 0; i < strings->size(); ++i)
       if (!is_utf8((*strings)[i])) reader.refuse("strings", "are not all UTF-8");
   for (size_t i = 0; i < file.added.size(); ++i) {
-    if (file.added[i].empty()) reader.refuse("added", "have one of no length");
+    if (file.added[i].empty()) reader.refuse("added", "have an empty one");
     if (i > 0 && i != file.raw_added && file.added[i - 1] >= file.added[i])
       reader.refuse("added", "do not ascend");
   }
   for (const int32_t literal : file.literals)
-    if (file.chat_strings[literal].empty()) reader.refuse("literals", "have one of no length");
+    if (file.chat_strings[literal].empty()) reader.refuse("literals", "have an empty one");
   for (size_t token = 0; token < file.tokens.size(); ++token) {
     const bool is_byte = (file.token_flags[token] & TextFile::byte) != 0;
     if (file.tokens[token].size() > kMostTokenBytes)
-      reader.refuse("tokens", "have one of more than 65536 bytes");
+      reader.refuse("tokens", "have one longer than 65536 bytes");
     if (is_byte && file.tokens[token].size() != 1)
-      reader.refuse("tokens", "have a byte that is not one");
+      reader.refuse("tokens", "have an invalid byte token");
     if (file.is_byte_fallback && !is_byte && !is_utf8(file.tokens[token]))
       reader.refuse("tokens", "are not all UTF-8");
   }
@@ -200,10 +200,10 @@ TextFile read_text_file(const void* data, size_t size, const std::string& where)
   constexpr size_t header = kMagicBytes + kSizes * sizeof(int32_t);
   const auto* const bytes = static_cast<const uint8_t*>(data);
   if (size < header || std::memcmp(bytes, kMagic, kMagicBytes - 1) != 0)
-    fail(DLM_BAD_BUNDLE, "%s: not a compiled text file, or cut off", where.c_str());
+    fail(DLM_BAD_BUNDLE, "%s: not a compiled text file, or truncated", where.c_str());
   if (bytes[kMagicBytes - 1] != kVersion)
     fail(DLM_UNSUPPORTED,
-         "%s: a text file of version %d, and this library knows version %d: build the bundle again",
+         "%s: it has version %d, but this library reads version %d: build the bundle again",
          where.c_str(), bytes[kMagicBytes - 1], kVersion);
   TextFile file;
   file.storage.resize((size + sizeof(int32_t) - 1) / sizeof(int32_t));
@@ -222,7 +222,7 @@ TextFile read_text_file(const void* data, size_t size, const std::string& where)
   file.token_flags = reader.take<uint8_t>(s.vocab);
   file.classes.values = reader.take<uint8_t>(int64_t{256} * s.class_pages);
   for (const uint8_t value : file.classes.values)
-    if (value >= s.classes) reader.refuse("classes", "hold one that is none");
+    if (value >= s.classes) reader.refuse("classes", "have an unknown class");
   file.nfc.values = reader.take<uint8_t>(int64_t{256} * s.nfc_pages);
   file.tokens.bytes = bytes_of(reader, s.token_bytes);
   file.added.bytes = bytes_of(reader, s.added_bytes);

@@ -1,8 +1,8 @@
-// A bundle's compiled text file: tables of its tokenizer and of its chat template.
+// A bundle's compiled text file: the tables of its tokenizer and its chat template.
 //
-// exporter/dlm_export/text/layout.py writes it, and docs/reference/bundle.md says what it holds. It
-// is data alone: numbers in little-endian int32 behind a header of sizes, then bytes. All is
-// checked at reading.
+// exporter/dlm_export/text/layout.py writes it, and docs/reference/bundle.md documents it. It has a
+// header of sizes, then numbers in little-endian int32, then bytes. It is data only, and everything
+// in it is checked when it is read.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace dlm {
 
-// A piece of the file.
+// A part of the file.
 template <class T>
 struct View {
   const T* data = nullptr;
@@ -24,7 +24,7 @@ struct View {
 };
 using Numbers = View<int32_t>;
 
-// A byte for every code point, by pages of 256; none where there are no pages.
+// One byte per code point, in pages of 256. Empty if there are no pages.
 struct CodePointTable {
   Numbers pages;
   View<uint8_t> values;
@@ -33,7 +33,7 @@ struct CodePointTable {
   }
 };
 
-// Strings that lie one behind the other.
+// Strings stored one after another.
 struct Strings {
   Numbers starts;
   std::string_view bytes;
@@ -47,59 +47,59 @@ struct Strings {
 struct TextFile {
   enum TokenFlag : uint8_t { special = 1, whole = 2, byte = 4 };
   enum AddedFlag : int32_t { strips_left = 1, strips_right = 2, single_word = 4 };
-  // How a message's content is put into the chat: not, as it is, or without white space around it.
+  // How a chat uses a message's content: not at all, unchanged, or without surrounding white space.
   enum Transform : int32_t { refused = 0, as_is = 1, stripped = 2 };
 
   TextFile() = default;
-  TextFile(TextFile&&) = default;  // a copy would point into what it was copied from
+  TextFile(TextFile&&) = default;  // a copy would point into its source
   TextFile& operator=(TextFile&&) = default;
 
-  std::vector<int32_t> storage;  // the file, which all else points into
+  std::vector<int32_t> storage;  // the file; all other fields point into it
 
   int32_t vocab_size = 0;
-  // The text of each token; `whole`: a piece of that text is that token, whatever merges say.
+  // The text of each token. `whole`: a piece with this text is this token, whatever the merges say.
   Strings tokens;
   View<uint8_t> token_flags;
-  // What a piece starts from: tokens of characters, and of bytes for all others; -1: left out.
+  // The initial tokens of a piece: by character, otherwise by byte. -1: left out.
   Numbers byte_ids, char_points, char_ids;
-  Numbers merges;  // [M, 3]: left, right, what they become; the first is merged first
-  // Texts that are always one token: the first `raw_added` in the text as given, the others in the
-  // normalised text. Both parts ascend.
+  Numbers merges;  // [M, 3]: left, right, result; earlier entries merge first
+  // Texts that are always one token: the first `raw_added` are matched before normalisation, the
+  // others after it. Both parts ascend.
   Numbers added_ids, added_flags;
   Strings added;
   size_t raw_added = 0;
 
   bool has_space_letter = false;   // U+2581 becomes a space
-  bool starts_with_space = false;  // a space is put before
-  bool is_byte_fallback = false;   // bytes that follow each other are text together, or U+FFFD each
-  bool strips_space = false;       // one space at the start of a decoded text is left out
-  // Text is cut by each split in turn, into its matches and what lies between them.
+  bool starts_with_space = false;  // a space is added at the start
+  bool is_byte_fallback = false;   // adjacent byte tokens form text, or one U+FFFD each
+  bool strips_space = false;       // decoding drops one space at the start
+  // Each split in turn cuts text into its matches and the parts between them.
   CodePointTable classes;
   int32_t class_count = 0;
-  // Of split s the states [split_starts[s], split_starts[s + 1]), the first being its start. A
-  // state has an entry for each class, and one for the end of the text: twice the state behind it
-  // plus 1 (0: none), plus 1 where a match ends before that character.
+  // The states of split s are [split_starts[s], split_starts[s + 1]); the first is its start state.
+  // A state has one entry per class, and one for the end of the text: twice the number of the next
+  // state plus 1 (0: none), plus 1 if a match ends before that character.
   Numbers split_starts, split_tables;
 
-  // Canonical composition (NFC). Classes: 0 for characters that never change, 255 for starters that
-  // may change, else the combining class.
+  // Canonical composition (NFC). Class 0: never changes. Class 255: a starter that may change.
+  // Other classes: the combining class.
   CodePointTable nfc;
   Numbers decomposed, decomposition_starts, decomposition_points;
-  Numbers compositions;  // [F, 3]: first, second, what they become; ascending
+  Numbers compositions;  // [F, 3]: first, second, result; ascending
 
-  Numbers prefix, suffix;  // what is put around a prompt
+  Numbers prefix, suffix;  // added around a prompt
 
-  // Of chats. A context is 2 * role + 1 for the last message, 2 * role for others; what stands
-  // before a message depends on that and on the role before it (0: none, else role + 1), what
-  // stands behind the last on its role. -1: no such chat.
+  // Chats. A message's context is 2 * role, plus 1 for the last message. The text before a message
+  // depends on its context and the previous role (0: none, else role + 1). The text after the last
+  // message depends on its role. -1: not allowed.
   Strings chat_strings;
-  Numbers roles;  // [R], their names; of one that stands twice the first is for first messages.
-                  // Where there are none, the first string says why
+  Numbers roles;  // [R], their names; if a name is listed twice, the first is for first messages.
+                  // If it is empty, the first string is the reason
   Numbers chat_transforms;             // [2 R]
   Numbers chat_gaps;                   // [R + 1, 2 R]
   Numbers chat_ends;                   // [R]
-  Numbers literal_contexts, literals;  // what a content may not hold, by context
-  Numbers empty_contexts;              // where it may not be empty
+  Numbers literal_contexts, literals;  // text that a content must not contain, by context
+  Numbers empty_contexts;              // contexts whose content must not be empty
 };
 
 // Reads and checks a file. `where` starts messages. Throws Error(DLM_BAD_BUNDLE, DLM_UNSUPPORTED).

@@ -1,6 +1,6 @@
-// Text to token ids and back, by a compiled text file. Builds compare it with Python's tokenizers.
+// Text to token ids and back, with a compiled text file. Builds compare it with Python's.
 //
-// Byte pair encoding, over bytes or over characters with bytes for those that the vocabulary lacks.
+// Byte pair encoding over bytes, or over characters with bytes for those the vocabulary lacks.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@
 
 namespace dlm {
 
-constexpr size_t kMostTextBytes = size_t{1} << 28;  // that are encoded at once
+constexpr size_t kMostTextBytes = size_t{1} << 28;  // the most to encode at once
 
-// Finds numbers by what they stand for: open addressing, at most half full.
+// An open-addressing hash index of numbers; load factor at most 1/2.
 class Index {
  public:
   void reserve(size_t count);
-  // Throws Error(DLM_BAD_BUNDLE) where so many hashes meet that someone chose them to.
+  // Throws Error(DLM_BAD_BUNDLE) if there are too many collisions to be chance.
   void insert(uint64_t hash, int32_t number);
   template <class IsIt>
   int32_t find(uint64_t hash, IsIt is_it) const {
@@ -37,20 +37,20 @@ class Index {
 
 struct Encode {
   bool is_prompt = false;
-  bool special_tokens = false;  // whether text that spells a special token is that token
+  bool special_tokens = false;  // text of a special token becomes that token
 };
 
 class Text {
  public:
-  // Reads and checks a file; throws as read_text_file does.
+  // Reads and checks a file; throws like read_text_file.
   Text(const void* data, size_t size, const std::string& where);
 
   const TextFile& file() const { return file_; }
 
-  // Appends the ids of a text. `how.is_prompt` adds the tokens that the tokenizer puts around a
-  // prompt. Throws Error(DLM_INVALID_ARGUMENT) for invalid UTF-8 and unwanted special tokens.
+  // Appends the ids of a text. `how.is_prompt` adds the tokenizer's tokens around a prompt. Throws
+  // Error(DLM_INVALID_ARGUMENT) for invalid UTF-8 and for special tokens that are not allowed.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
-  // The same for a chat: special tokens are recognised, unless they touch a message's content.
+  // The same for a chat. Special tokens are recognised unless they touch a message's content.
   void encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const;
 
  private:
@@ -62,16 +62,16 @@ class Text {
   TextFile file_;
   const std::string where_;
   Index merges_, wholes_;
-  uint8_t starts_added_[2][256] = {};  // added texts' first bytes, before and after normalising
+  uint8_t starts_added_[2][256] = {};  // first bytes of added texts, before and after normalising
 };
 
-// Decodes ids that come in pieces into whole characters, the same however the pieces are cut.
+// Decodes ids in batches into whole characters. The result does not depend on the batches.
 class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}
 
-  // Appends what `count` further ids add; unknown and special ones add nothing. is_last: of all
-  // ids.
+  // Appends the text of `count` further ids; unknown and special ones are skipped. is_last: no ids
+  // follow.
   void operator()(const int32_t* ids, size_t count, bool is_last, std::string& out);
 
  private:
@@ -79,7 +79,7 @@ class TextDecoder {
   void put(std::string_view whole, std::string& out);
 
   std::shared_ptr<const Text> text_;
-  std::string held_;  // bytes that are not known to be text yet
+  std::string held_;  // bytes that may be an incomplete character
   bool is_at_start_ = true;
 };
 

@@ -11,8 +11,8 @@
 namespace dlm {
 namespace {
 
-constexpr size_t kMostProbes = 1024;  // at half full, chance alone needs some dozens
-constexpr size_t kStepsPerChar = 64;  // that a split may look at, over and over
+constexpr size_t kMostProbes = 1024;  // at load factor 1/2, chance alone needs a few dozen
+constexpr size_t kStepsPerChar = 64;  // the most steps of a split per character
 constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581
 
 uint64_t mixed(uint64_t value) {
@@ -38,7 +38,7 @@ uint64_t hash_of(std::string_view text) {
   return mixed(mixed(hash ^ word));
 }
 
-// Where the white space that text ends with starts.
+// The position where the trailing white space starts.
 size_t space_before(std::string_view text) {
   size_t end = text.size();
   while (end > 0) {
@@ -51,7 +51,7 @@ size_t space_before(std::string_view text) {
   return end;
 }
 
-// Bytes of the white space that text starts with.
+// The bytes of leading white space.
 size_t space_behind(std::string_view text) {
   size_t end = 0;
   for (size_t at = 0; at < text.size() && is_space(next_char(text, at));) end = at;
@@ -71,7 +71,7 @@ void Index::insert(uint64_t hash, int32_t number) {
   size_t slot = hash & mask_;
   for (size_t probes = 0; slots_[slot] >= 0; slot = (slot + 1) & mask_)
     if (++probes > kMostProbes)
-      fail(DLM_BAD_BUNDLE, "more of its hashes meet than chance explains");
+      fail(DLM_BAD_BUNDLE, "its hashes collide more often than chance explains");
   slots_[slot] = number;
 }
 
@@ -98,7 +98,7 @@ Text::Text(const void* data, size_t size, const std::string& where)
 // The working state of one call of Text::encode or encode_chat.
 class Encoding {
  public:
-  // `chat`: a rendered chat, which decides on special tokens by itself; nullptr for other text.
+  // `chat`: a rendered chat, which decides about special tokens; nullptr for other text.
   Encoding(const Text& text, bool special_tokens, const RenderedChat* chat,
            std::vector<int32_t>& out)
       : text_(text), file_(text.file_), special_tokens_(special_tokens), chat_(chat), out_(out) {}
@@ -113,7 +113,7 @@ class Encoding {
   }
 
  private:
-  // Calls `piece` for what lies between added texts, whose ids it appends.
+  // Appends the ids of added texts, and calls `piece` for the text between them.
   template <class Piece>
   void split_added(std::string_view text, size_t stage, Piece piece) {
     const uint8_t* const starts = text_.starts_added_[stage];
@@ -140,7 +140,7 @@ class Encoding {
     if (done < text.size()) piece(text.substr(done));
   }
 
-  // Whether a special token's text is ordinary text here. If so, no added token is found within it.
+  // True if a special token's text is ordinary text here. Then no added token is found in it.
   bool is_ordinary(size_t stage, size_t start, size_t end) const {
     if (chat_ == nullptr) return !special_tokens_;
     if (stage == 0) return touches_content(start, end);
@@ -148,7 +148,7 @@ class Encoding {
     if (touches_content(piece_start_, piece_start_ + piece_size_))
       fail(DLM_UNSUPPORTED,
            "%s: the chat has a special token in text that was normalised together with a message's "
-           "content. Give the chat's tokens, or the chat in Python",
+           "content. Pass the chat's tokens instead, or use Python",
            text_.where_.c_str());
     return false;
   }
@@ -162,11 +162,11 @@ class Encoding {
     return found != contents.end() && found->first < end;
   }
 
-  // The longest added text of [first, last) that `text` starts with; `last`: none.
+  // The longest added text in [first, last) that `text` starts with, or `last`.
   size_t longest_added(std::string_view text, size_t first, size_t last) const {
     size_t found = last;
     for (size_t length = 1; first < last && length <= text.size(); ++length) {
-      // Those that start alike lie together, the shortest first.
+      // Texts with the same start are adjacent, the shortest first.
       const auto next = static_cast<uint8_t>(text[length - 1]);
       const auto bound = [&](bool is_upper) {
         size_t low = first, high = last;
@@ -203,7 +203,7 @@ class Encoding {
     return spaced_;
   }
 
-  // Cuts by the splits from number `number` on.
+  // Cuts text with the splits from `number` on.
   void split(std::string_view text, size_t number) {
     if (number + 1 == file_.split_starts.size) return merge(text);
     const auto width = static_cast<size_t>(file_.class_count) + 1;
@@ -223,10 +223,10 @@ class Encoding {
         state = entry / 2 - 1;
       }
       if (steps > most_steps)
-        fail(DLM_BAD_BUNDLE, "%s: split %zu takes more than %zu steps a byte of this text",
+        fail(DLM_BAD_BUNDLE, "%s: split %zu takes more than %zu steps per byte of this text",
              text_.where_.c_str(), number, kStepsPerChar);
       if (end == at) {
-        at += char_bytes(text[at]);  // of no match
+        at += char_bytes(text[at]);  // not in a match
         continue;
       }
       if (done < at) split(text.substr(done, at - done), number + 1);
@@ -244,7 +244,7 @@ class Encoding {
     });
   }
 
-  // Byte pair encoding of one piece: merges the pair that was learned first, leftmost first.
+  // Byte pair encoding of a piece: always merges the pair that was learned first, leftmost first.
   void merge(std::string_view text) {
     const int32_t whole = text_.wholes_.find(
         hash_of(text), [&](int32_t token) { return file_.tokens[token] == text; });
@@ -261,7 +261,7 @@ class Encoding {
       const auto at = static_cast<size_t>(top & 0xFFFFFFFF);
       Symbol& left = symbols_[at];
       if (left.merge != static_cast<int32_t>(top >> 32))
-        continue;  // one of the pair has become another since
+        continue;  // one of the pair has already merged
       const size_t behind = left.next;
       left.id = file_.merges[3 * static_cast<size_t>(left.merge) + 2];
       left.next = symbols_[behind].next;
@@ -273,12 +273,12 @@ class Encoding {
     for (size_t i = 0; i < count; i = symbols_[i].next) put(symbols_[i].id);
   }
 
-  // A vocabulary may have a special token's text as an ordinary word too.
+  // A vocabulary may also have a special token's text as an ordinary token.
   void put(int32_t id) {
     if (!special_tokens_ && text_.is_special(id))
       fail(DLM_INVALID_ARGUMENT,
-           "the text has %s, which is a special token, and the vocabulary has no ordinary tokens "
-           "for it: change the text, or allow special tokens in it",
+           "the text has the special token %s, and the vocabulary has no ordinary tokens for it: "
+           "change the text, or allow special tokens in it",
            json::quoted(file_.tokens[id]).c_str());
     out_.push_back(id);
   }
@@ -306,7 +306,7 @@ class Encoding {
     }
   }
 
-  // Finds the merge of a symbol with the next, and puts it among those to come.
+  // Finds the merge of a symbol with the next one, and queues it.
   void offer(size_t at, bool is_heap) {
     Symbol& left = symbols_[at];
     left.merge = left.next < symbols_.size() ? merge_of(left.id, symbols_[left.next].id) : -1;
@@ -316,7 +316,7 @@ class Encoding {
   }
 
   struct Symbol {
-    int32_t id, merge;  // merge: its number with the next symbol, -1: none
+    int32_t id, merge;  // merge: with the next symbol; -1: none
     uint32_t previous, next;
   };
 
@@ -325,8 +325,8 @@ class Encoding {
   const bool special_tokens_;
   const RenderedChat* const chat_;
   std::vector<int32_t>& out_;
-  size_t piece_start_ = 0, piece_size_ = 0;  // of the text that is being normalised
-  bool is_changed_ = false;                  // whether normalising made another text of it
+  size_t piece_start_ = 0, piece_size_ = 0;  // of the text being normalised
+  bool is_changed_ = false;                  // whether normalising changed the text
   std::string composed_, spaced_;
   std::vector<Symbol> symbols_;
   std::vector<uint64_t> heap_;
@@ -336,12 +336,12 @@ namespace {
 
 void check(std::string_view text) {
   if (text.size() > kMostTextBytes)
-    fail(DLM_INVALID_ARGUMENT, "a text of %zu bytes; at most %zu are encoded at once", text.size(),
+    fail(DLM_INVALID_ARGUMENT, "the text has %zu bytes, more than the limit of %zu", text.size(),
          kMostTextBytes);
   Utf8Start start{};
   for (size_t at = 0; at < text.size(); at += start.bytes)
     if ((start = utf8_start(text.substr(at))).kind != Utf8Start::whole)
-      fail(DLM_INVALID_ARGUMENT, "the text is no UTF-8: byte %zu starts no whole character", at);
+      fail(DLM_INVALID_ARGUMENT, "the text is not UTF-8: byte %zu starts no whole character", at);
 }
 
 }  // namespace

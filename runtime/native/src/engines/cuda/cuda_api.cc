@@ -26,7 +26,7 @@ Cuda::Cuda() {
     if (function == nullptr)
       throw Error(
           DLM_ENGINE_MISSING,
-          library + " has no " + name + ": the driver of CUDA 11.4 or newer is needed. " + kAdvice);
+          library + " has no " + name + ": it needs the driver of CUDA 11.4 or newer. " + kAdvice);
   };
 #define DLM_CUDA_LOAD(name, ...) load(name, #name);
   DLM_CUDA_CALLS(DLM_CUDA_LOAD)
@@ -49,10 +49,10 @@ CudaDevice::CudaDevice(int index) {
   }
   if (count == 0)
     throw Error(DLM_ENGINE_MISSING,
-                "the CUDA driver sees no device: $CUDA_VISIBLE_DEVICES may hide it; engine "
-                "\"onnxruntime\" with provider \"cpu\" needs none");
+                "the CUDA driver finds no device: $CUDA_VISIBLE_DEVICES may hide it; engine "
+                "\"onnxruntime\" with provider \"cpu\" needs no device");
   if (index < 0 || index >= count)
-    fail(DLM_INVALID_ARGUMENT, "device %d is not one of the %d that the CUDA driver sees (0..%d)",
+    fail(DLM_INVALID_ARGUMENT, "device %d is not one of the %d that the CUDA driver finds (0..%d)",
          index, count, count - 1);
   cuda_.check(cuda_.cuDeviceGet(&device_, index), "cuDeviceGet");
   char name[256] = "";

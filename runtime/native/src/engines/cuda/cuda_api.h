@@ -1,6 +1,6 @@
-// The part of CUDA's driver API that engines use. libcuda is opened at run time, and declared here,
-// as few build machines have CUDA's headers. Names are those that libcuda exports, types and
-// numbers those of cuda.h (tests/cuda_calls_check.cc compares them). Enums are passed as int.
+// The part of CUDA's driver API that engines use. libcuda is loaded at run time. It is declared
+// here because few build machines have CUDA's headers. Names are libcuda's; types and values are
+// those of cuda.h (tests/cuda_calls_check.cc compares them). Enums are passed as int.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 #include <new>
 #include <string>
 
-// Opaque to us; the names are the official ones, so that the check can compare signatures.
+// Opaque here; the official names let the check compare signatures.
 struct CUctx_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
@@ -90,10 +90,10 @@ class Cuda {
 #undef DLM_CUDA_MEMBER
 };
 
-// A device and its primary context, which TensorRT and ONNX Runtime use too.
+// A device and its primary context, which TensorRT and ONNX Runtime also use.
 class CudaDevice {
  public:
-  // Throws Error(DLM_ENGINE_MISSING) without any device, DLM_INVALID_ARGUMENT without this one.
+  // Throws Error(DLM_ENGINE_MISSING) if there is no device, DLM_INVALID_ARGUMENT if not this one.
   explicit CudaDevice(int index = 0);
   ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;
@@ -103,13 +103,13 @@ class CudaDevice {
   int32_t sm() const { return sm_; }  // 89 = 8.9
   const std::string& name() const { return name_; }
 
-  // Makes the device's context the thread's current one, until it is destroyed.
+  // Makes the device's context current in this thread while it lives.
   class Use {
    public:
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
       cuda_.check(cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
     }
-    // For destructors: a context that cannot be made current any more has lost what they free.
+    // For destructors. If the context cannot be made current, its memory is already gone.
     Use(const CudaDevice& device, std::nothrow_t) noexcept
         : cuda_(device.cuda_),
           is_pushed_(cuda_.cuCtxPushCurrent_v2(device.context_) == CUDA_SUCCESS) {}
@@ -125,7 +125,7 @@ class CudaDevice {
     bool is_pushed_ = true;
   };
 
-  // Bytes of the device that nobody has, and all that it has. The device's context must be current.
+  // Free and total bytes of the device. The device's context must be current.
   struct Memory {
     size_t free, total;
   };
@@ -139,7 +139,7 @@ class CudaDevice {
   std::string name_;
 };
 
-// What the driver gives and takes back; the device's context must be current for both.
+// Frees driver objects. The device's context must be current when they are created and freed.
 struct CudaDelete {
   const Cuda* cuda;
   void operator()(CUstream_st* stream) const { cuda->cuStreamDestroy_v2(stream); }
@@ -150,10 +150,10 @@ using CudaStream = std::unique_ptr<CUstream_st, CudaDelete>;
 using CudaGraph = std::unique_ptr<CUgraph_st, CudaDelete>;
 using CudaGraphExec = std::unique_ptr<CUgraphExec_st, CudaDelete>;
 
-// One that waits for no other, as the default stream would. Throws as Cuda::check does.
+// A stream that does not wait for others, unlike the default one. Throws like Cuda::check.
 CudaStream create_stream(const Cuda& cuda);
 
-// One block of device memory, or of host memory that the device reads and writes by itself.
+// A block of device memory, or of host memory that the device can access directly.
 class CudaMemory {
  public:
   enum class Kind { device, pinned };

@@ -1,4 +1,4 @@
-// Keys and values on a CUDA device: rows that were kept (past), rows of the last pass (present).
+// Keys and values on a CUDA device: kept rows (past) and the rows of the last pass (present).
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace dlm {
 
-// Offsets of parts of these sizes in one allocation, and its size as the last element. TensorRT
-// asks for multiples of 256 bytes, and for separate addresses of empty tensors too.
+// Offsets of parts of these sizes in one allocation; the last element is its size. TensorRT
+// requires multiples of 256 bytes, and distinct addresses even for empty tensors.
 inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
   std::vector<size_t> offsets = {0};
   for (const size_t part : bytes)
@@ -23,31 +23,31 @@ inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
 
 class DeviceCache {
  public:
-  // A tensor of keys or of values, [B, kv_heads, S or T, head_size], each with room for S + T rows.
+  // A key or value tensor, [B, kv_heads, S or T, head_size], each with room for S + T rows.
   struct Place {
     CUdeviceptr past, present;
   };
 
   DeviceCache(const Cuda& cuda, const CacheShape& shape) : cuda_(cuda), shape_(shape) {}
 
-  // Keys and values of layer 0, of layer 1, ...; what was kept elsewhere is forgotten.
+  // Sets the places of keys and values of layer 0, of layer 1, ... Drops the rows kept so far.
   void place(std::vector<Place> places);
 
-  // The same with the rows that are kept, which are copied there in the order of the stream.
+  // The same, but copies the kept rows there, in the order of the stream.
   void move(std::vector<Place> places, CUstream stream);
   const std::vector<Place>& places() const { return places_; }
 
-  // Around a pass, which may fail in between. `use` is Context::run's.
+  // Call them around a pass, which may throw in between. `use` is Context::run's.
   void begin(const dlm_pass& pass, CacheUse use);
   void end(const dlm_pass& pass, CacheUse use);
 
-  // Context::keep_outside, in the order of the stream, and nothing to wait for. Rows stay in the
-  // order of their positions: the whole of past goes behind present's rows and comes back with its
-  // new number of rows a head, in a few copies a tensor. To move only the rows that change, as in
-  // host memory, would take some for every head of it: thousands, at microseconds each.
+  // Context::keep_outside, in the order of the stream, without waiting. Rows stay in the order of
+  // their positions: all of past is copied behind present's rows, then back with its new number of
+  // rows per head, in a few copies per tensor. Moving only the rows that change, as in host memory,
+  // would take thousands of copies (some per head), at microseconds each.
   void keep_outside(int32_t first, int32_t last, CUstream stream);
 
-  // What the keys and values take now, past and present.
+  // Current bytes of keys and values, past and present.
   uint64_t bytes() const;
 
  private:
@@ -65,12 +65,12 @@ class DeviceCache {
   const CacheShape& shape_;
   std::vector<Place> places_;
   int32_t batch_ = 1;
-  int32_t kept_ = 0;                  // rows a head in past: of all positions outside hole_
-  Range hole_{0, 0}, written_{0, 0};  // written_: the positions that present's rows are of
+  int32_t kept_ = 0;                  // rows per head in past, for all positions outside hole_
+  Range hole_{0, 0}, written_{0, 0};  // written_: the positions of present's rows
 };
 
-// A context of the engine, which outlives it; `longest` is Engine::open_context's. All of a pass
-// but keys and values is in host memory. The engine's `run` returns when all is done.
+// A context of the engine, which must outlive it; `longest` is Engine::open_context's. Everything
+// else in a pass is in host memory. The engine's `run` must return only when the pass is complete.
 std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device,
                                              const CacheShape& shape, int32_t longest);
 

@@ -49,7 +49,7 @@ class DeviceContext final : public Context {
     cache_.end(pass, use);
   }
 
-  // The engine works on streams of its own, so the moves have to be over before it goes on.
+  // The engine uses other streams, so the moves must finish before this returns.
   void keep_outside(int32_t first, int32_t last) override {
     const CudaDevice::Use use(device_);
     cache_.keep_outside(first, last, stream_.get());
@@ -59,7 +59,7 @@ class DeviceContext final : public Context {
   uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
-  // Past and present, each of a whole canvas. The old block is freed before a larger one is taken.
+  // Past and present, one canvas each. Frees the old block before it allocates a larger one.
   void make_room(int32_t batch, int32_t length) {
     const std::vector<size_t> offsets = offsets_of(batch, length);
     const CudaDevice::Use use(device_);
@@ -75,8 +75,8 @@ class DeviceContext final : public Context {
     point();
   }
 
-  // For `tokens` rows behind the `cached` ones of each head, which stay. Room doubles, so that rows
-  // are moved to a new place a few times only, and never comes to more than the longest canvas has.
+  // Makes room for `tokens` rows after each head's `cached` ones, which stay. Room doubles, so rows
+  // are copied only a few times, but never exceeds the longest canvas.
   void make_room_behind(int32_t batch, int32_t cached, int32_t tokens) {
     const int32_t rows = cached + tokens;
     if (cached == 0) return make_room(batch, rows);
@@ -124,11 +124,11 @@ class DeviceContext final : public Context {
     if (needed <= memory.free) return;
     size_t a_token = 0;
     for (const CacheLayer& layer : shape_) a_token += 4 * layer.tensor_bytes(batch, 1);
-    // What each tensor is rounded up by does not depend on the length.
+    // The rounding of tensor sizes does not depend on the length.
     const size_t rounding = 4 * shape_.size() * 256;
     const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
     fail(DLM_OUT_OF_MEMORY,
-         "the keys and values of %d canvas%s of %d tokens take %zu MiB of the device, and %zu of "
+         "the keys and values of %d canvas%s of %d tokens need %zu MiB of the device, but %zu of "
          "its %zu MiB are free: %s of %zu tokens would fit, or fewer at once (max_batch)",
          batch, batch == 1 ? "" : "es", length, in_mib(needed), in_mib(memory.free),
          in_mib(memory.total), batch == 1 ? "one" : "as many", fitting);
@@ -142,8 +142,8 @@ class DeviceContext final : public Context {
   const CudaDevice& device_;
   const CacheShape& shape_;  // the engine's
   const int32_t longest_;
-  int32_t capacity_ = 0;                    // rows a head that each tensor has room for
-  const std::vector<const void*> nothing_;  // [layers], the past of a pass without one
+  int32_t capacity_ = 0;                    // allocated rows per head of each tensor
+  const std::vector<const void*> nothing_;  // [layers], the past of a pass without cached rows
   CudaStream stream_;
   std::unique_ptr<CudaMemory> memory_;
   DeviceCache cache_;

@@ -1,4 +1,4 @@
-// What the operators of custom_ops.h are made of: a call's tensors, scratch memory, a node's
+// The parts of the operators in custom_ops.h: a call's tensors, scratch memory, a node's
 // attributes, and the definition of an operator.
 #pragma once
 
@@ -15,11 +15,11 @@
 namespace dlm::ops {
 
 constexpr int kUint8 = 2, kBfloat16 = 16,
-              kFloat8 = 17;  // engines/graph_contract.h has those of ports
+              kFloat8 = 17;  // engines/graph_contract.h has the types of ports
 constexpr size_t kMostWeights = 3;
 constexpr size_t kMostPorts = 11, kMostDims = 5;
-constexpr size_t kSegments = 8;  // which input of attention they are; a graph may leave it out
-constexpr char kWhere[] = "ONNX Runtime";  // what its own errors start with
+constexpr size_t kSegments = 8;  // attention's input with the segments; optional in a graph
+constexpr char kWhere[] = "ONNX Runtime";  // the prefix of its errors
 
 // A tensor of a pass.
 template <class Element>
@@ -86,7 +86,7 @@ class Call final : public Parallel {
 
   void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
     if (count == 1) return task(user, 0);
-    // As many batches as tasks: a thread that is late takes fewer.
+    // One batch per task, so a thread that is late takes fewer.
     check(api_, api_.call<ort::KernelContextParallelFor>(context_, task, count, count, user),
           kWhere);
   }
@@ -99,7 +99,7 @@ class Call final : public Parallel {
   OrtKernelContext* const context_;
 };
 
-// Memory of the session's own allocator for the length of a call, aligned to 64.
+// Memory from the session's allocator for the duration of a call, aligned to 64.
 class Scratch {
  public:
   Scratch(const Call& call, const OrtMemoryInfo* memory, size_t bytes) : api_(call.api()) {
@@ -132,7 +132,7 @@ class Scratch {
 
 struct Op;
 
-// What a node of the graph says of itself.
+// The attributes of a node of the graph.
 struct Node {
   const Op& op;
   std::array<int64_t, kMostWeights> columns{};  // of a linear layer
@@ -155,18 +155,18 @@ struct Definition {
   bool has_segments = false;
 };
 
-// The library's entry, first, and what it leads to.
+// The library's entry (it must come first) and our data for it.
 struct Op {
   ort::CustomOp entry;
   Definition is;
   ort::Api api;
   const Kernels* kernels;
-  const OrtMemoryInfo* memory;  // what scratch memory is asked for by
+  const OrtMemoryInfo* memory;  // selects the allocator of scratch memory
 };
 
 void read_group_size(const ort::Api& api, const OrtKernelInfo* info, Node& node);
 
-// The operators by kind, each in a file of its own.
+// The operators by kind; each kind has its file.
 std::vector<Definition> linear_operators();
 std::vector<Definition> expert_operators();
 std::vector<Definition> attention_operators();

@@ -1,5 +1,5 @@
-// Between ONNX Runtime's custom operators and the kernels: shapes of a graph that somebody sent are
-// checked here, in every pass, before a kernel sees a pointer.
+// Connects ONNX Runtime's custom operators to the kernels. The graph is untrusted, so shapes are
+// checked here, in every pass, before a kernel gets a pointer.
 #include "engines/onnxruntime/custom_ops.h"
 
 #include <cstdio>
@@ -99,7 +99,7 @@ CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels)
        {ops::linear_operators(), ops::expert_operators(), ops::attention_operators()})
     for (const ops::Definition& is : kind)
       domain_->ops.push_back({ops::make_entry(), is, api, &kernels, domain_->memory.get()});
-  for (const ops::Op& op : domain_->ops)  // which stay where they are from here on
+  for (const ops::Op& op : domain_->ops)  // from here on they do not move
     check(api, api.call<ort::CustomOpDomainAdd>(domain_->handle.get(), &op.entry), ops::kWhere);
 }
 

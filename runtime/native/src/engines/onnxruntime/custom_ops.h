@@ -1,8 +1,8 @@
-// The operators of domain dlm_export for ONNX Runtime, over the kernels of kernels/kernels.h.
+// The operators of domain dlm_export for ONNX Runtime, implemented with kernels/kernels.h.
 //
-// A bundle's graph calls them as functions that it defines itself in ONNX's operators, so any
-// engine can run it. Where this processor has kernels they are registered, and a registered
-// operator goes before a function of its name.
+// A bundle's graph also defines them as functions of ONNX operators, so any engine can run it. If
+// this processor has kernels, the operators are registered. A registered operator takes precedence
+// over a function of the same name.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,7 @@ namespace dlm {
 
 struct Kernels;
 
-// The operators of one session, which must end before them.
+// The operators of one session. They must outlive it.
 class CustomOps {
  public:
   CustomOps(const ort::Api& api, const Kernels& kernels);

@@ -13,7 +13,7 @@ void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "kv_heads", &node.kv_heads), kWhere);
   if (node.kv_heads < 1 || node.heads < node.kv_heads || node.heads % node.kv_heads != 0 ||
       node.heads > INT32_MAX)
-    fail(DLM_BAD_BUNDLE, "%lld heads on %lld", static_cast<long long>(node.heads),
+    fail(DLM_BAD_BUNDLE, "%lld heads over %lld are invalid", static_cast<long long>(node.heads),
          static_cast<long long>(node.kv_heads));
 }
 
@@ -22,12 +22,13 @@ void read_block(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "visible_block", &node.visible_block),
         kWhere);
   if (node.visible_block < 1 || node.visible_block > INT32_MAX)
-    fail(DLM_BAD_BUNDLE, "blocks of %lld tokens", static_cast<long long>(node.visible_block));
+    fail(DLM_BAD_BUNDLE, "blocks of %lld tokens are invalid",
+         static_cast<long long>(node.visible_block));
 }
 
 void read_epsilon(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   check(api, api.call<ort::KernelInfoGetAttributeFloat>(info, "epsilon", &node.epsilon), kWhere);
-  if (!(node.epsilon >= 0)) fail(DLM_BAD_BUNDLE, "an epsilon of %g", double{node.epsilon});
+  if (!(node.epsilon >= 0)) fail(DLM_BAD_BUNDLE, "the epsilon %g is invalid", double{node.epsilon});
 }
 
 template <auto kRead>
@@ -40,7 +41,7 @@ template <CacheType kCache>
 void attend(const Kernels& kernels, const Node& node, Call& call) {
   const auto q = call.input<float>(0), k = call.input<float>(1), v = call.input<float>(2);
   const auto past_keys = call.input<uint8_t>(3),
-             past_values = call.input<uint8_t>(4);  // whatever they are
+             past_values = call.input<uint8_t>(4);  // of any element type
   const auto positions = call.input<int64_t>(5);
   const auto cos = call.input<float>(6), sin = call.input<float>(7);
   Tensor<const int64_t> segments{nullptr, {0, kSegmentNumbers}, 2};
@@ -64,7 +65,7 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
       !q.is({B, T, H * D}) || !k.is({B, T, G * D}) || !v.is({B, T, G * D}) ||
       !past_keys.is({B, G, S, width}) || !past_values.is({B, G, S, width}) ||
       !positions.is({B, T}) || !segments.is({segments.dims[0], kSegmentNumbers}))
-    fail(DLM_BAD_BUNDLE, "the shapes of %lld heads on %lld do not fit each other",
+    fail(DLM_BAD_BUNDLE, "the shapes of %lld query heads and %lld key heads do not match",
          static_cast<long long>(H), static_cast<long long>(G));
   pass.q = q.data, pass.k = k.data, pass.v = v.data;
   pass.past_keys = past_keys.data, pass.past_values = past_values.data;
@@ -73,7 +74,7 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   if (node.op.is.input_count > kSegments + 1) {
     const auto q_norm = call.input<float>(kSegments + 1), k_norm = call.input<float>(kSegments + 2);
     if (!q_norm.is({D}) || !k_norm.is({D}))
-      fail(DLM_BAD_BUNDLE, "the weights of the norms of heads are not %lld",
+      fail(DLM_BAD_BUNDLE, "the weights of the heads' norms do not have length %lld",
            static_cast<long long>(D));
     pass.q_norm = q_norm.data, pass.k_norm = k_norm.data, pass.epsilon = node.epsilon;
   }
@@ -81,11 +82,11 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   pass.segments = reinterpret_cast<const Segment*>(segments.data);
   pass.segment_count = segments.dims[0];
   if (!pass.has_good_segments())
-    fail(DLM_BAD_BUNDLE, "%lld segments that are not %lld tokens over %lld cached rows",
+    fail(DLM_BAD_BUNDLE, "%lld segments do not match %lld tokens over %lld cached rows",
          static_cast<long long>(segments.dims[0]), static_cast<long long>(T),
          static_cast<long long>(S));
   if (!pass.is_in_table())
-    fail(DLM_BAD_BUNDLE, "a position has no row among the tables' %lld",
+    fail(DLM_BAD_BUNDLE, "a position is outside the %lld rows of the tables",
          static_cast<long long>(pass.table_rows));
   pass.y = call.output<float>(0, {B, T, H * D});
   pass.present_keys = call.output<uint8_t>(1, {B, G, T, width});
@@ -105,7 +106,7 @@ void compute_add_norm(const Kernels& kernels, const Node& node, Call& call) {
   const auto x = call.input<float>(0), y = call.input<float>(1), weight = call.input<float>(2);
   if (x.rank < 1 || x.rank != y.rank || !std::equal(x.dims.begin(), x.dims.end(), y.dims.begin()) ||
       !weight.is({x.dims[x.rank - 1]}) || weight.count() < 1)
-    fail(DLM_BAD_BUNDLE, "what is added and its norm's weight do not fit");
+    fail(DLM_BAD_BUNDLE, "the shapes of the sum and its norm's weight do not match");
   AddNorm rows{};
   rows.x = x.data, rows.y = y.data, rows.weight = weight.data;
   rows.width = weight.count(), rows.rows = x.count() / rows.width;
@@ -119,7 +120,7 @@ void compute_candidates(const Kernels& kernels, const Node&, Call& call) {
   const auto logits = call.input<float>(0), bias = call.input<float>(1);
   const int64_t B = logits.dims[0], R = logits.dims[1], V = logits.dims[2];
   if (logits.rank != 3 || V < 2 || V > INT32_MAX || !bias.is({V}))
-    fail(DLM_BAD_BUNDLE, "logits and bias do not fit");
+    fail(DLM_BAD_BUNDLE, "the shapes of logits and bias do not match");
   Candidates rows{};
   rows.logits = logits.data;
   rows.bias = bias.data;

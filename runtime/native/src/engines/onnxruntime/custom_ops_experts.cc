@@ -18,7 +18,7 @@ void read_experts(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
       api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "out_columns", &node.columns[2], &one),
       kWhere);
   if (count != 2 || one != 1 || node.columns[0] != node.columns[1])
-    fail(DLM_BAD_BUNDLE, "columns of gate, up and down");
+    fail(DLM_BAD_BUNDLE, "the columns of gate, up and down are invalid");
 }
 
 void read_int4_experts(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
@@ -26,13 +26,13 @@ void read_int4_experts(const ort::Api& api, const OrtKernelInfo* info, Node& nod
   read_group_size(api, info, node);
 }
 
-// Whether the stacks are those of so many experts of inputs and columns, in panels of a format.
+// True if the stacks hold this many experts of these inputs and columns, in panels of a format.
 template <ExpertFormat kFormat>
 ExpertWeights take_stack(const Call& call, const Experts& mixture, size_t index, int64_t inputs,
                          int64_t columns) {
   const int64_t width = padded_columns(columns), E = mixture.count, panels = width / kPanel;
   const auto refuse = [&] {
-    fail(DLM_BAD_BUNDLE, "input %zu does not hold %lld experts of %lld by %lld in panels", index,
+    fail(DLM_BAD_BUNDLE, "input %zu does not have %lld experts of %lld by %lld in panels", index,
          static_cast<long long>(E), static_cast<long long>(inputs),
          static_cast<long long>(columns));
   };
@@ -68,14 +68,15 @@ void compute_experts(const Kernels& kernels, const Node& node, Call& call) {
   const auto is_size = [](int64_t size) { return size >= 1 && size <= kMostInputs; };
   if (!is_size(K) || !is_size(M) || !is_size(mixture.active) || !is_size(mixture.count) ||
       !x.is({B, T, K}) || !chosen.is({B, T, mixture.active}) || !weights.is({B, T, mixture.active}))
-    fail(DLM_BAD_BUNDLE, "the shapes of tokens and their experts do not fit each other");
+    fail(DLM_BAD_BUNDLE, "the shapes of tokens and their experts do not match");
   mixture.gate = take_stack<kFormat>(call, mixture, 3, K, M);
   mixture.up = take_stack<kFormat>(call, mixture, 3 + kStep, K, M);
   mixture.down = take_stack<kFormat>(call, mixture, 3 + 2 * kStep, M, K);
   mixture.rows = B * T;
   mixture.x = x.data, mixture.chosen = chosen.data, mixture.weights = weights.data;
   if (!mixture.is_in_range())
-    fail(DLM_BAD_BUNDLE, "a token's expert is none of %lld", static_cast<long long>(mixture.count));
+    fail(DLM_BAD_BUNDLE, "a token's expert is not below %lld",
+         static_cast<long long>(mixture.count));
   mixture.y = call.output<float>(0, {B, T, K});
   const Scratch scratch(call, node.op.memory, mixture.scratch_bytes());
   kernels.experts(mixture, scratch.get(), call);

@@ -1,6 +1,6 @@
-// The entry that ONNX Runtime looks for in a library of operators
-// (SessionOptions.register_custom_ops_library in Python, OrtApi::RegisterCustomOpsLibrary_V2 in C):
-// a bundle's graph then runs by our kernels in a session of the caller's own.
+// The entry point that ONNX Runtime calls in a library of operators
+// (SessionOptions.register_custom_ops_library in Python, OrtApi::RegisterCustomOpsLibrary_V2 in C).
+// With it, a caller's own session runs a bundle's graph with our kernels.
 #include <exception>
 #include <map>
 #include <memory>
@@ -14,14 +14,13 @@
 extern "C" DLM_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                 const dlm::ort::ApiBase* base) {
   const void* const table = base->get_api(dlm::ort::kApiVersion);
-  if (table == nullptr)
-    return nullptr;  // too old a library, whose sessions refuse the graph themselves
+  if (table == nullptr) return nullptr;  // the library is too old; its sessions reject the graph
   const dlm::ort::Api api(table);
   try {
     const dlm::Kernels* const kernels = dlm::find_kernels();
-    if (kernels == nullptr) return nullptr;  // the functions that the graph defines are run
-    // Sessions that nobody tells us of use them: one set for each copy of ONNX Runtime in the
-    // process and kernels, which stays.
+    if (kernels == nullptr) return nullptr;  // the graph's own functions run
+    // Sessions use them without reporting it, so there is one set for each copy of ONNX Runtime in
+    // the process and each set of kernels. It is never freed.
     static std::mutex mutex;
     static auto& registered =
         *new std::map<std::pair<const void*, const dlm::Kernels*>, std::unique_ptr<dlm::CustomOps>>;

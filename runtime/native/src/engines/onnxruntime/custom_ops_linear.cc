@@ -1,4 +1,4 @@
-// Linear layers, and tables that are stored as the weight of a tied head.
+// Linear layers, and embedding tables that share a tied head's weight.
 #include <array>
 
 #include "engines/onnxruntime/custom_op.h"
@@ -13,7 +13,7 @@ void read_columns(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
       api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "columns", node.columns.data(), &count),
       kWhere);
   if (count != node.op.is.weights)
-    fail(DLM_BAD_BUNDLE, "columns has %zu numbers, not %zu", count, node.op.is.weights);
+    fail(DLM_BAD_BUNDLE, "columns has %zu values, expected %zu", count, node.op.is.weights);
 }
 
 void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
@@ -21,8 +21,8 @@ void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   read_group_size(api, info, node);
 }
 
-// Whether codes and scales are those of a weight of so many inputs and columns in panels, INT4
-// where there are groups.
+// True if codes and scales are a weight of these inputs and columns, in panels. INT4 if it has
+// groups.
 template <class Scale>
 bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<Scale>& scales, int64_t inputs,
                   int64_t columns, int64_t group_size) {
@@ -38,7 +38,7 @@ bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<Scale>& scale
 
 void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
   const auto x = call.input<float>(0);
-  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a single number");
+  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a scalar");
   const int64_t inputs = x.dims[x.rank - 1];
   Linear layer{};
   layer.x = x.data;
@@ -58,7 +58,7 @@ void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
     const bool fits = node.group_size == 0 ? take(call.input<float>(2 + 2 * i))
                                            : take(call.input<uint16_t>(2 + 2 * i));
     if (!fits || (node.op.is.is_gated && columns != node.columns[0]))
-      fail(DLM_BAD_BUNDLE, "weight %zu is not one of %lld by %lld in panels", i,
+      fail(DLM_BAD_BUNDLE, "weight %zu is not %lld by %lld in panels", i,
            static_cast<long long>(inputs), static_cast<long long>(columns));
     shape[x.rank - 1] = columns;
     if (i < node.op.is.output_count) outputs[i] = call.output<float>(i, shape.data(), x.rank);
@@ -81,12 +81,12 @@ void compute_embedding(const Kernels& kernels, const Node& node, Call& call) {
   table.rows = panels.dims[0] * kPanel;
   table.hidden = panels.dims[1] * (node.group_size == 0 ? kDot : kPairs);
   if (!is_in_panels(panels, scales, table.hidden, table.rows, node.group_size))
-    fail(DLM_BAD_BUNDLE, "the table is not one of %lld rows of %lld in panels",
+    fail(DLM_BAD_BUNDLE, "the table is not %lld rows of %lld in panels",
          static_cast<long long>(table.rows), static_cast<long long>(table.hidden));
   table.ids = ids.data, table.tokens = ids.count();
   table.panels = panels.data, table.scales = scales.data;
   if (!table.is_in_range())
-    fail(DLM_BAD_BUNDLE, "a token id has no row among the table's %lld",
+    fail(DLM_BAD_BUNDLE, "a token id is outside the %lld rows of the table",
          static_cast<long long>(table.rows));
   auto shape = ids.dims;
   shape[ids.rank] = table.hidden;
@@ -97,17 +97,17 @@ void compute_embedding(const Kernels& kernels, const Node& node, Call& call) {
 void compute_nvfp4_linear(const Kernels& kernels, const Node& node, Call& call) {
   const auto x = call.input<float>(0), global_scale = call.input<float>(3);
   const auto codes = call.input<uint8_t>(1), scales = call.input<uint8_t>(2);
-  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a single number");
+  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a scalar");
   const int64_t inputs = x.dims[x.rank - 1], columns = node.columns[0];
   if (inputs < kGroup || inputs % kGroup != 0 || columns < 1 || columns > INT32_MAX) {
-    fail(DLM_BAD_BUNDLE, "a weight of %lld by %lld", static_cast<long long>(inputs),
+    fail(DLM_BAD_BUNDLE, "the weight %lld by %lld is invalid", static_cast<long long>(inputs),
          static_cast<long long>(columns));
   }
   const int64_t panels = padded_columns(columns) / kPanel;
   if (!codes.is({panels, inputs, kPanel / 2}) || !scales.is({panels, inputs / kGroup, kPanel}) ||
       !global_scale.is({}))
-    fail(DLM_BAD_BUNDLE, "the weight is not one of %lld by %lld in panels",
-         static_cast<long long>(inputs), static_cast<long long>(columns));
+    fail(DLM_BAD_BUNDLE, "the weight is not %lld by %lld in panels", static_cast<long long>(inputs),
+         static_cast<long long>(columns));
   auto shape = x.dims;
   shape[x.rank - 1] = columns;
   Nvfp4Linear layer{};
@@ -124,17 +124,17 @@ template <class Element>
 void compute_tied_head(const Kernels& kernels, const Node& node, Call& call, TableType type) {
   const auto x = call.input<float>(0);
   const auto table = call.input<Element>(1);
-  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a single number");
+  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a scalar");
   const int64_t inputs = x.dims[x.rank - 1], columns = table.dims[0];
   if (inputs < 1 || columns < 1 || columns > INT32_MAX || !table.is({columns, inputs}))
-    fail(DLM_BAD_BUNDLE, "the table is not one of rows of %lld", static_cast<long long>(inputs));
+    fail(DLM_BAD_BUNDLE, "the table does not have rows of %lld", static_cast<long long>(inputs));
   TiedHead head{};
   head.x = x.data, head.table = table.data, head.type = type;
   head.rows = x.count() / inputs, head.inputs = inputs, head.columns = columns;
   if (node.op.is.input_count > 2) {
     const auto scales = call.input<float>(2);
     if (!scales.is({columns, 1}))
-      fail(DLM_BAD_BUNDLE, "the table's scales are not %lld", static_cast<long long>(columns));
+      fail(DLM_BAD_BUNDLE, "the table does not have %lld scales", static_cast<long long>(columns));
     head.scales = scales.data;
   }
   auto shape = x.dims;
@@ -161,7 +161,7 @@ void read_group_size(const ort::Api& api, const OrtKernelInfo* info, Node& node)
   check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "group_size", &node.group_size),
         kWhere);
   if (node.group_size < kPairs || node.group_size > kMostInputs || node.group_size % kPairs != 0)
-    fail(DLM_BAD_BUNDLE, "groups of %lld inputs", static_cast<long long>(node.group_size));
+    fail(DLM_BAD_BUNDLE, "the group size %lld is invalid", static_cast<long long>(node.group_size));
 }
 
 std::vector<Definition> linear_operators() {

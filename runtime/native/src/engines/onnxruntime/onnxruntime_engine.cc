@@ -1,9 +1,9 @@
-// The ONNX Runtime engine: libonnxruntime, opened at run time, behind the Engine seam.
+// The ONNX Runtime engine, with libonnxruntime loaded at run time.
 //
-// Nothing of it is linked, so one build of ours runs with the pip wheel's library or the system's;
-// engines/onnxruntime/ort_api.h has the functions. The graph is a file that somebody sent: its
-// inputs and outputs are compared with the manifest when it is opened, and every output is bound to
-// a buffer of exactly the shape of the pass, so that the library writes nothing else.
+// libonnxruntime is not linked, so one build runs with the pip wheel's library or the system's;
+// engines/onnxruntime/ort_api.h declares its functions. The graph is untrusted: its inputs and
+// outputs are compared with the manifest when it is opened. Every output is bound to a buffer of
+// exactly the pass's shape, so the library writes nowhere else.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -33,13 +33,13 @@ namespace dlm {
 namespace {
 
 constexpr char kAdvice[] =
-    "Python finds what pip installs (onnxruntime). A C program finds the system's, 1.23 or later; "
-    "of any other, pip's too, give the path of libonnxruntime.so (`dlm-export embed --engine` "
-    "prints pip's): engine_library of dlm_open_options, or DLM_ONNXRUNTIME.";
+    "Python finds pip's (onnxruntime). C programs find the system's (1.23 or later). For another, "
+    "set engine_library of dlm_open_options or DLM_ONNXRUNTIME to the path of libonnxruntime.so "
+    "(`dlm-export embed --engine` prints the path of pip's).";
 
 constexpr char kGpuAdvice[] =
-    "Python finds what pip installs (onnxruntime-gpu). In C give the path of its "
-    "libonnxruntime.so: engine_library of dlm_open_options, or DLM_ONNXRUNTIME.";
+    "Python finds pip's (onnxruntime-gpu). In C, set engine_library of dlm_open_options or "
+    "DLM_ONNXRUNTIME to the path of its libonnxruntime.so.";
 
 // ---- The library ----
 
@@ -48,10 +48,10 @@ struct Library {
   std::string version;
 };
 
-// `provider`: who is to run the graph.
+// `provider`: the one that will run the graph.
 Library load_library(const std::string& given, const ProviderChoice& provider) {
   // The official builds store a device id and send telemetry from CreateEnv on. Only this variable
-  // stops that in time (their docs/Privacy.md). What the program chose stays.
+  // stops it in time (their docs/Privacy.md). A value that the program has set stays.
   setenv("ORT_DISABLE_TELEMETRY", "1", 0);
   // The project's name, the development link, then Debian's names, which have the minor version.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
@@ -65,7 +65,7 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
     throw Error(DLM_ENGINE_MISSING,
                 name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
   const ort::ApiBase* const base = get_base();
-  // The version is read first: if it lacks the table, the library prints to stderr.
+  // The version is read first: without the table, the library prints to stderr.
   const std::string version = one_line(base->get_version_string());
   char* point = nullptr;
   const long major = std::strtol(version.c_str(), &point, 10);
@@ -85,7 +85,7 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
   return {ort::Api(table), version};
 }
 
-// Whether a graph that could not be loaded is to blame, or the library.
+// The status of a graph that could not be loaded: the bundle's fault or the library's.
 dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   const int code = reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0;
   if (code == ort::kNoSuchFile) return DLM_NOT_FOUND;
@@ -94,14 +94,14 @@ dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   return is_bad ? DLM_BAD_BUNDLE : DLM_ENGINE_FAILED;
 }
 
-// What the library says where a device has no memory left: its arena, or CUDA.
+// The library's messages when a device has no memory left, from its arena or CUDA.
 bool is_out_of_memory(const std::string& message) {
   const char* const signs[] = {"Failed to allocate memory", "Available memory of", "out of memory"};
   return std::any_of(std::begin(signs), std::end(signs),
                      [&](const char* sign) { return message.find(sign) != std::string::npos; });
 }
 
-// With which the library refuses a session, kNoFallback set.
+// Makes the library reject a session that needs the CPU, and its error for that.
 constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
                kFallbackRefused[] = "assigned to the default CPU EP";
 
@@ -151,7 +151,7 @@ class OnnxRuntime final : public HostEngine {
                  ort::SessionGetOutputTypeInfo>("output", ports_.outputs);
     has_segments_ = find_segments();
     for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
-    input_names_.push_back(graph_.ports.segments.c_str());  // the last, as a pass may leave it out
+    input_names_.push_back(graph_.ports.segments.c_str());  // last, so a pass can omit it
   }
 
   std::string description() const override {
@@ -166,7 +166,7 @@ class OnnxRuntime final : public HostEngine {
                    : HostEngine::open_context(longest);
   }
 
-  // Without kernels the library would compute every request's scores over the rows of all.
+  // Without kernels the library would score every request against all requests' rows.
   bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
@@ -175,7 +175,7 @@ class OnnxRuntime final : public HostEngine {
     // Keys and values are where the context is. All else is in host memory; the library copies it.
     const OrtMemoryInfo* const host = memory_.get();
     const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
-    // The C API has one kind of tensor over foreign memory; the library only reads inputs.
+    // The C API has only one kind of tensor over caller's memory. The library only reads inputs.
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
       values.inputs.push_back(tensor(pass, port, const_cast<void*>(data), where));
     };
@@ -183,7 +183,7 @@ class OnnxRuntime final : public HostEngine {
       add_input(ports_.inputs[port], data, port < kFirstPast ? host : cache);
     };
     const auto write = [&](size_t number, void* data) {
-      if (data == nullptr) return;  // not asked for
+      if (data == nullptr) return;  // not requested
       const Port& port = ports_.outputs[number];
       values.output_names.push_back(port.name.c_str());
       values.outputs.push_back(tensor(pass, port, data, number < kFirstPresent ? host : cache));
@@ -194,7 +194,7 @@ class OnnxRuntime final : public HostEngine {
     for (size_t i = 0; i < graph_.cache.size(); ++i) {
       read(kFirstPast + 2 * i, pass.past_keys[i]);
       read(kFirstPast + 2 * i + 1, pass.past_values[i]);
-      if (pass.present_keys == nullptr) continue;  // the pass keeps no rows
+      if (pass.present_keys == nullptr) continue;  // the pass stores no rows
       write(kFirstPresent + 2 * i, pass.present_keys[i]);
       write(kFirstPresent + 2 * i + 1, pass.present_values[i]);
     }
@@ -239,28 +239,28 @@ class OnnxRuntime final : public HostEngine {
 
   void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
-    // The environment belongs to the process: another user may have chosen a louder level.
+    // The process shares the environment; other code may have set a more verbose level.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
     // 0: the library's choice, all physical cores.
     set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
     set(api().call<ort::SetInterOpNumThreads>(options.get(), 1));
     set(api().call<ort::SetSessionExecutionMode>(options.get(), ort::kSequential));
     set(api().call<ort::SetSessionGraphOptimizationLevel>(options.get(), ort::kOptimizeAll));
-    // Threads of an idle session would otherwise spin on and take the cores from the next one.
+    // Otherwise threads of an idle session would keep spinning and take cores from the next one.
     configure(options, "session.force_spinning_stop", "1");
-    // Without it the library would quantise the activations of INT4 layers to eight bits.
+    // Otherwise the library would quantise the activations of INT4 layers to eight bits.
     configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
-    // T, S and R change with every pass, and the library would keep a memory plan for every
-    // combination: 10 MB after 1200 shapes of a 6-layer denoiser, for no time gained. The arena
-    // stays: it levels off after the largest pass, where plain allocation swings by 20 MB.
+    // T, S and R change with every pass, and the library would keep a memory plan for each
+    // combination: 10 MB after 1200 shapes of a 6-layer denoiser, without saving time. The arena
+    // stays on: it stops growing after the largest pass, while plain allocation varies by 20 MB.
     set(api().call<ort::DisableMemPattern>(options.get()));
   }
 
-  // What is right on a processor, and our kernels for it.
+  // Settings for the CPU, and our kernels for it.
   void set_up_processor(const SessionOptions& options) {
-    // Products of unsigned by signed bytes saturate without VNNI. This makes both unsigned.
+    // Without VNNI, products of unsigned by signed bytes saturate. This makes both unsigned.
     configure(options, "session.x64quantprecision", "1");
-    // The library's fusions use FP8 arithmetic that it lacks; without, it dequantises at load.
+    // The library's fusions use FP8 kernels that it lacks. Without, it dequantises at load.
     if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
@@ -269,9 +269,9 @@ class OnnxRuntime final : public HostEngine {
     }
   }
 
-  // The first session adds the domain of our operators to a table of the process. The library holds
-  // no lock between looking it up and adding it, so of two first sessions at once one fails.
-  // Sessions therefore open one at a time until one has succeeded in this library.
+  // The first session adds our operators' domain to a table of the process. The library looks it up
+  // and adds it without a lock, so if two first sessions open at once, one fails. So sessions open
+  // one at a time until one has succeeded in this library.
   OrtStatus* try_session(const SessionOptions& options) {
     static std::mutex first;
     static std::atomic<const void*> has_domain{nullptr};
@@ -297,7 +297,7 @@ class OnnxRuntime final : public HostEngine {
           load_failure(api(), reported));
   }
 
-  // The library refuses a session that leaves nodes to the CPU. A second session names them.
+  // The library rejects a session that leaves nodes to the CPU. A second session finds their names.
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);
@@ -316,7 +316,7 @@ class OnnxRuntime final : public HostEngine {
       reported = try_session(options);
     }
     if (reported != nullptr)
-      check_memory(reported, "the graph with its weights", "take a bundle of a smaller precision");
+      check_memory(reported, "the graph with its weights", "use a bundle of a lower precision");
     check_session(reported);
     left_ = left_behind(api(), session_.get(), *provider_);
     if (!provider.allow_fallback && (is_refused || !left_.empty()))
@@ -327,7 +327,7 @@ class OnnxRuntime final : public HostEngine {
                                        "them (allow_fallback, --allow-fallback)");
   }
 
-  // Throws if a device without free memory is the reason; the caller handles all other reports.
+  // Throws if the device ran out of memory; the caller handles all other errors.
   void check_memory(OrtStatus* reported, const std::string& what, const std::string& advice) {
     const std::string message = api().call<ort::GetErrorMessage>(reported);
     if (!device_ || !is_out_of_memory(message)) return;
@@ -340,8 +340,8 @@ class OnnxRuntime final : public HostEngine {
                                        ". " + one_line(message));
   }
 
-  // Refuses a graph without one of the ports, with another type or shape, or with an input that
-  // nobody would feed. Outputs that this runtime does not know are never asked for.
+  // Rejects a graph that lacks a port, has one of another type or shape, or has an unknown input.
+  // Unknown outputs are never requested.
   template <class GetCount, class GetName, class GetTypeInfo>
   void verify_ports(const char* kind, std::vector<Port>& ports) {
     ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
@@ -376,7 +376,7 @@ class OnnxRuntime final : public HostEngine {
 
   static Port segments_port(const std::string& name = {}) { return {name, kInt64, {kR, 4}}; }
 
-  // Whether the graph has the optional input "segments". Throws as verify_ports.
+  // True if the graph has the optional input "segments". Throws like verify_ports.
   bool find_segments() {
     if (graph_.ports.segments.empty() || device_) return false;
     std::vector<Port> ports = {segments_port(graph_.ports.segments)};
@@ -402,7 +402,7 @@ class OnnxRuntime final : public HostEngine {
     note_port(path_, kind, port, type, dims);
   }
 
-  // A tensor over data, of the port's shape in this pass.
+  // A tensor over `data` with the port's shape in this pass.
   OrtValue* tensor(const dlm_pass& pass, const Port& port, void* data,
                    const OrtMemoryInfo* where) const {
     const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
@@ -417,17 +417,17 @@ class OnnxRuntime final : public HostEngine {
     return value;
   }
 
-  // Destroyed from the last to the first: session, memory, environment, device.
+  // Destroyed from last to first: session, memory, environment, device.
   const GraphSpec graph_;
-  const std::string path_;  // of the graph that is run
+  const std::string path_;  // of the graph that runs
   const Library library_;
   const Provider* const provider_;  // nullptr: the CPU's
   std::optional<CudaDevice> device_;
-  std::string left_;  // nodes that the provider leaves to others
+  std::string left_;  // nodes that the provider does not run
   Owned<OrtEnv, ort::ReleaseEnv> env_;
   Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_, device_memory_;
   std::optional<CustomOps> custom_ops_;
-  std::string kernels_;  // whose they are
+  std::string kernels_;  // name of the kernel set
   Owned<OrtSession, ort::ReleaseSession> session_;
   Ports ports_;
   bool has_segments_ = false;

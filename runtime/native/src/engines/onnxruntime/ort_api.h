@@ -1,17 +1,17 @@
-// The part of ONNX Runtime's C API that the engine uses, as no pip wheel holds the header.
+// The part of ONNX Runtime's C API that the engine uses; pip wheels do not include the header.
 //
-// The library exports one function, OrtGetApiBase. It leads to OrtApi, a table of function pointers
-// that only grows at its end (the library's own onnxruntime_c_api.cc asserts where each version's
-// table ends), so a slot's number never changes. Below each function stands as its slot and its
-// signature; tests/ort_slots_check.cc compares both, and the numbers of the enums, with the
-// official header wherever that is installed. Enums are passed as int.
+// The library exports one function, OrtGetApiBase. It returns OrtApi, a table of function pointers
+// that only grows at its end (the library's onnxruntime_c_api.cc asserts where each version's table
+// ends), so slot numbers never change. Each function below is declared by its slot and signature.
+// tests/ort_slots_check.cc compares both, and the values of the enums, with the official header if
+// it is installed. Enums are passed as int.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-// Opaque to us; the names are the official ones, so that the check can compare signatures.
+// Opaque here; the official names let the check compare signatures.
 struct OrtAllocator;
 struct OrtCUDAProviderOptionsV2;
 struct OrtCustomOpDomain;
@@ -33,11 +33,11 @@ struct OrtValue;
 
 namespace dlm::ort {
 
-// The version of the table that we ask for. Libraries from 1.20 on have it.
+// The requested version of the table. Libraries from 1.20 on have it.
 constexpr uint32_t kApiVersion = 20;
-// The oldest that runs graphs of opset 23, which all bundles hold.
+// The oldest that runs graphs of opset 23, which all bundles use.
 constexpr uint32_t kOpsetVersion = 23;
-// The oldest that says which provider runs which node, without which none but the CPU's is used.
+// The oldest that reports which provider runs each node. Providers other than the CPU's need it.
 constexpr uint32_t kPlacementVersion = 24;
 
 struct ApiBase {
@@ -47,7 +47,7 @@ struct ApiBase {
 using GetApiBase = const ApiBase* (*)();  // the type of OrtGetApiBase
 
 constexpr int kInvalidArgument = 2, kNoSuchFile = 3, kNoModel = 4, kInvalidProtobuf = 7;
-constexpr int kInvalidGraph = 10;    // OrtErrorCode, as all before it
+constexpr int kInvalidGraph = 10;    // OrtErrorCode, like all before it
 constexpr int kLogFatal = 4;         // OrtLoggingLevel
 constexpr int kSequential = 0;       // ExecutionMode
 constexpr int kOptimizeAll = 99;     // GraphOptimizationLevel
@@ -139,7 +139,7 @@ using AppendProvider = Entry<216, OrtStatus*(OrtSessionOptions*, const char* nam
 using KernelContextGetAllocator = Entry<253, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**)>;
 using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                                        size_t batches, void* user)>;
-// Since kPlacementVersion. What they give belongs to the session.
+// Since kPlacementVersion. The session owns the results.
 using GetPlacement = Entry<407, OrtStatus*(const OrtSession*, const OrtEpAssignedSubgraph* const**, size_t*)>;
 using PlacementGetProvider = Entry<408, OrtStatus*(const OrtEpAssignedSubgraph*, const char**)>;
 using PlacementGetNodes = Entry<409, OrtStatus*(const OrtEpAssignedSubgraph*, const OrtEpAssignedNode* const**, size_t*)>;
@@ -148,9 +148,9 @@ using PlacedNodeGetDomain = Entry<411, OrtStatus*(const OrtEpAssignedNode*, cons
 using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
 // clang-format on
 
-// OrtCustomOp: an operator of ours. An entry with V2 is used instead of the one without.
+// OrtCustomOp: a custom operator. An entry with V2 is used instead of the one without.
 struct CustomOp {
-  uint32_t version;  // of the table that the entries below are from
+  uint32_t version;  // of the table that the entries below come from
   void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);
   const char* (*get_name)(const CustomOp*);
   const char* (*get_provider)(const CustomOp*);  // null: the CPU's
@@ -179,7 +179,7 @@ struct CustomOp {
   void (*release_alias_map)(int*, int*);
 };
 
-// OrtApi as what it is to us: numbered slots.
+// OrtApi as a table of numbered slots.
 class Api {
  public:
   Api() = default;

@@ -1,4 +1,4 @@
-// Errors and objects of ONNX Runtime's C API, for those who call it.
+// Errors and owned objects of ONNX Runtime's C API.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace dlm {
 
-// Throws what the library reported, if it did.
+// Throws the error that the library returned, if any.
 inline void check(const ort::Api& api, OrtStatus* reported, std::string_view context,
                   dlm_status status = DLM_ENGINE_FAILED) {
   if (reported == nullptr) return;

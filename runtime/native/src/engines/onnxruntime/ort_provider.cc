@@ -26,13 +26,13 @@ constexpr char kLibraries[] =
     "It needs CUDA's and cuDNN's libraries (provider \"tensorrt\" also TensorRT's) of the major "
     "versions that it was built with: `pip install 'onnxruntime-gpu[cuda,cudnn]'`, or name their "
     "folders in LD_LIBRARY_PATH.";
-constexpr size_t kMostOperators = 8, kMostNames = 3;  // of what is listed
+constexpr size_t kMostOperators = 8, kMostNames = 3;  // listed in a message
 
 bool is(const Provider& provider, const char* name) {
   return std::strcmp(provider.name, name) == 0;
 }
 
-// What a provider's library could not do, without the source line before it.
+// Throws a provider's loading error, without its source line.
 void check_added(const ort::Api& api, OrtStatus* reported, const Provider& provider) {
   if (reported == nullptr) return;
   const std::string whole = api.call<ort::GetErrorMessage>(reported);
@@ -59,7 +59,7 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
 }
 
 void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
-  // TensorFloat-32, the default, keeps ten bits of fp32. The arena takes no more than is asked for.
+  // TensorFloat-32, the default, keeps ten bits of fp32. The arena grows only by the need.
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};

@@ -1,4 +1,4 @@
-// Stands for engines/tensorrt/tensorrt_engine.cc in a build without TensorRT's headers.
+// Replaces engines/tensorrt/tensorrt_engine.cc in a build without TensorRT's headers.
 #include "base/error.h"
 #include "engines/engine.h"
 

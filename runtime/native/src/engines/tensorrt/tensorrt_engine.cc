@@ -1,7 +1,7 @@
-// The TensorRT engine: which of a bundle's engine files is opened, and its check by the manifest.
+// The TensorRT engine: chooses one of a bundle's engine files and checks it against the manifest.
 //
-// An engine file is code for one compute capability and one version, so both are compared before a
-// byte of it is read. Then its ports and profiles are, as buffers have the manifest's sizes.
+// An engine file is code for one compute capability and one version, so both are compared before
+// the file is read. Then its ports and profiles are, because buffers have the manifest's sizes.
 #include "engines/tensorrt/tensorrt_engine.h"
 
 #include <fcntl.h>
@@ -17,7 +17,7 @@
 namespace dlm::trt {
 namespace {
 
-// The engine that fits, or all the reasons why none does.
+// Chooses the engine that fits, or throws the reasons why none does.
 const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Platform& platform) {
   std::string reasons;
   for (const EngineSpec& engine : engines) {
@@ -32,7 +32,7 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
                                    ", or open the bundle with engine \"onnxruntime\"");
 }
 
-// A whole file in memory, for as long as it lives.
+// A whole file, mapped into memory for the lifetime of the object.
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path) {
@@ -57,7 +57,7 @@ class MappedFile {
   size_t bytes_ = 0;
 };
 
-// 0 (undefined) for what no port may be.
+// 0 (undefined) for types that no port may have.
 int32_t element_type(nvinfer1::DataType type) {
   using Type = nvinfer1::DataType;
   for (const auto& [theirs, ours] : {std::pair{Type::kFLOAT, kFloat},
@@ -135,7 +135,7 @@ void TensorRt::fail_call(const std::string& call) {
   throw Error(DLM_ENGINE_FAILED, std::string(kName) + ": " + call + " failed" + logger_.take());
 }
 
-// Refuses an engine whose ports are not the manifest's, in type, shape and place.
+// Throws if the engine's ports differ from the manifest's in type, shape or memory.
 void TensorRt::verify_ports() {
   for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
     const std::string name = engine_->getIOTensorName(i);
@@ -144,7 +144,7 @@ void TensorRt::verify_ports() {
     Port* const port = find_port(is_input ? ports_.inputs : ports_.outputs, name);
     if (port == nullptr) refuse_port(spec_.path, kind, name, "is not known to this runtime");
     if (engine_->getTensorLocation(name.c_str()) != nvinfer1::TensorLocation::kDEVICE)
-      refuse_port(spec_.path, kind, name, "is wanted in host memory");
+      refuse_port(spec_.path, kind, name, "must be in device memory");
     note_port(spec_.path, kind, *port, element_type(engine_->getTensorDataType(name.c_str())),
               dims_of(engine_->getTensorShape(name.c_str())));
   }
@@ -152,7 +152,7 @@ void TensorRt::verify_ports() {
   check_complete(spec_.path, "output", ports_.outputs);
 }
 
-// Buffers are as large as the manifest says, so an engine that takes more must not run.
+// Buffers have the manifest's sizes, so an engine with larger profiles must not run.
 void TensorRt::verify_profiles() const {
   if (engine_->getNbOptimizationProfiles() != 2)
     fail(DLM_BAD_BUNDLE, "%s: has %d profiles instead of 2", spec_.path.c_str(),
@@ -165,7 +165,7 @@ void TensorRt::verify_profiles() const {
                               const nvinfer1::Dims& wanted) {
         const Dims there = dims_of(engine_->getProfileShape(port.name.c_str(), i, end));
         if (there == dims_of(wanted)) return;
-        fail(DLM_BAD_BUNDLE, "%s: the %s \"%s\" of profile %d is not the manifest's",
+        fail(DLM_BAD_BUNDLE, "%s: the %s \"%s\" of profile %d differs from the manifest's",
              spec_.path.c_str(), what, port.name.c_str(), i);
       };
       using Selector = nvinfer1::OptProfileSelector;

@@ -1,4 +1,4 @@
-// The TensorRT engine: an engine file in the library that built it, on the first device.
+// The TensorRT engine: runs an engine file with the library that built it, on the first device.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -19,7 +19,7 @@
 
 namespace dlm::trt {
 
-// A port's shape in one request's pass of so many tokens, cached and scored rows.
+// A port's shape in one request's pass of this many tokens, cached tokens and scored rows.
 nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t rows);
 
 class TensorRt final : public Engine {
@@ -33,7 +33,7 @@ class TensorRt final : public Engine {
   std::unique_ptr<Context> open_context(int32_t longest) override;
   std::string description() const override;
   int32_t max_rows(int32_t tokens, int32_t cached) const override;
-  int32_t max_batch() const override { return 1; }  // its profiles are of one
+  int32_t max_batch() const override { return 1; }  // its profiles have a batch of one
   std::string limits() const override { return limits_text(spec_); }
 
   const CudaDevice& device() const { return device_; }
@@ -41,26 +41,26 @@ class TensorRt final : public Engine {
   const GraphSpec& graph() const { return graph_; }
   const EngineSpec& spec() const { return spec_; }
 
-  // Device memory that passes of a profile work in.
+  // Bytes of device memory that passes of a profile need.
   size_t working_bytes(int32_t profile) const {
     return static_cast<size_t>(
         std::max<int64_t>(engine_->getDeviceMemorySizeForProfileV2(profile), 0));
   }
 
-  // Without memory to work in and without a profile. Any thread may ask.
+  // Creates a context without working memory or profile. Any thread may call it.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context();
 
-  // Throws Error(DLM_ENGINE_FAILED) with what TensorRT reported.
+  // Throws Error(DLM_ENGINE_FAILED) with TensorRT's error.
   [[noreturn]] void fail_call(const std::string& call);
 
-  // What was reported and did not stop anything must not become the reason of a later failure.
+  // Drops errors that stopped no call, so that a later failure does not report them.
   void forget_errors() { logger_.take(); }
 
  private:
   void verify_ports();
   void verify_profiles() const;
 
-  // Destroyed from the last to the first; the device's context outlives what was made in it.
+  // Destroyed from last to first; the device's context must outlive the objects made in it.
   CudaDevice device_;
   const GraphSpec graph_;
   const Library library_;
@@ -69,10 +69,10 @@ class TensorRt final : public Engine {
   Logger logger_;
   std::unique_ptr<nvinfer1::IRuntime> runtime_;
   std::unique_ptr<nvinfer1::ICudaEngine> engine_;
-  std::mutex mutex_;  // of createExecutionContext
+  std::mutex mutex_;  // guards createExecutionContext
 };
 
-// A context, with all memory that passes need. Throws Error(DLM_ENGINE_FAILED, DLM_OUT_OF_MEMORY).
+// A context with all memory that passes need. Throws Error(DLM_ENGINE_FAILED, DLM_OUT_OF_MEMORY).
 std::unique_ptr<Context> open_session(TensorRt& engine);
 
 }  // namespace dlm::trt

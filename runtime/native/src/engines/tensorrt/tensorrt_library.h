@@ -1,7 +1,7 @@
-// libnvinfer or libtensorrt_rtx, opened at run time: its name, its version, and what it reports.
+// libnvinfer or libtensorrt_rtx, loaded at run time: its name, its version, and its errors.
 //
-// Compiled with the headers of TensorRT or of TensorRT-RTX, whichever are given; the library must
-// be of their major version, as its C++ classes are called through their tables of functions.
+// Compiled with the headers of either TensorRT or TensorRT-RTX. The library must have the same
+// major version, because its C++ classes are called through their virtual tables.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -18,7 +18,7 @@ constexpr char kBuilder[] = "tensorrt_rtx", kName[] = "TensorRT-RTX";
 constexpr char kBuilder[] = "tensorrt", kName[] = "TensorRT";
 #endif
 
-// Keeps the first error that TensorRT reports; nothing is printed. Any thread may report.
+// Keeps the first error that TensorRT reports; prints nothing. Any thread may report.
 class Logger final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override;
@@ -36,7 +36,7 @@ struct Library {
   std::string version;  // "10.14.1.48"
 };
 
-// Opens `given`, or where dlm_open_options says. Throws Error(DLM_ENGINE_MISSING).
+// Opens `given`, or the places that dlm_open_options lists. Throws Error(DLM_ENGINE_MISSING).
 Library load_library(const std::string& given);
 
 }  // namespace dlm::trt

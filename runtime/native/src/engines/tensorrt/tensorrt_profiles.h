@@ -1,4 +1,4 @@
-// What the TensorRT engine decides without a GPU: which engine fits, a pass's profile and rows.
+// The decisions of the TensorRT engine that need no GPU: the engine, and a pass's profile and rows.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +9,13 @@
 
 namespace dlm::trt {
 
-// What an engine would run on.
+// The device and library that an engine would run on.
 struct Platform {
   int32_t sm;                    // 89 = 8.9
   std::string builder, version;  // of the loaded library: "tensorrt", "10.14.1.48"
 };
 
-// Why the engine does not run there; "" if it does.
+// Why the engine cannot run there; "" if it can.
 inline std::string why_not(const EngineSpec& engine, const Platform& platform) {
   if (std::find(engine.sm.begin(), engine.sm.end(), platform.sm) == engine.sm.end()) {
     std::string built;
@@ -37,8 +37,8 @@ inline bool holds(const Profile& profile, int32_t tokens, int32_t cached) {
   return holds(profile.tokens, tokens) && holds(profile.cached, cached);
 }
 
-// 0 (prefill) or 1 (block) for a pass of T tokens over S cached ones, -1 if neither takes it. Full
-// passes take prefill if both do: its kernels were tuned for their length.
+// The profile for a pass of T tokens over S cached ones: 0 (prefill), 1 (block), or -1 if neither
+// fits. If both do, full passes use prefill, whose kernels are tuned for their length.
 inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t cached) {
   const Profile* const profiles[] = {&engine.prefill, &engine.block};
   const int32_t preferred = cached == 0 ? 0 : 1;
@@ -47,14 +47,14 @@ inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t 
   return -1;
 }
 
-// Rows that a pass scores if R are asked for: the next multiple of 8, so that passes repeat, at
-// most T, and within the profile.
+// The rows that a pass scores if R are needed: the next multiple of 8, so that pass sizes repeat,
+// but at most T and the profile's limit.
 inline int32_t rows_bucket(int32_t rows, int32_t tokens, const Sizes& sizes) {
   const int32_t rounded = std::min({(rows + 7) / 8 * 8, std::max(rows, tokens), sizes.largest});
   return std::max(rounded, sizes.smallest);
 }
 
-// The sizes of the largest passes, together.
+// The sizes of the largest passes, combined.
 struct Largest {
   int32_t tokens, cached, rows;
 };

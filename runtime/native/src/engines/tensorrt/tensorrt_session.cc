@@ -1,8 +1,7 @@
-// A session of the TensorRT engine holds on the device, in one allocation: inputs, outputs, the
-// rows of the last pass (present), the rows that were kept (past), and TensorRT's own working
-// memory. Addresses never change, so that passes can be replayed as CUDA graphs. Passes read token
-// ids from, and write candidates to, pinned host memory; logits are copied on demand. The host
-// waits once a pass.
+// A session of the TensorRT engine has one allocation on the device: inputs, outputs, the rows of
+// the last pass (present), the kept rows (past), and TensorRT's working memory. Addresses never
+// change, so passes can be replayed as CUDA graphs. Passes read token ids from pinned host memory
+// and write candidates to it. Logits are copied only if needed. The host waits once per pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -16,7 +15,7 @@
 namespace dlm::trt {
 namespace {
 
-// What tells passes apart: one CUDA graph each.
+// Identifies a pass; each has its CUDA graph.
 struct PassKey {
   int32_t profile, tokens, cached, rows;
   bool operator==(const PassKey& other) const {
@@ -25,7 +24,7 @@ struct PassKey {
   }
 };
 
-// Everything that a session has on the device. The device's context is current in every call.
+// A session's data on the device. The device's context is current in every call.
 class Session {
  public:
   explicit Session(TensorRt& engine)
@@ -89,20 +88,20 @@ class Session {
   uint64_t cache_bytes() const { return cache_.bytes(); }
 
  private:
-  // A captured pass is bound to its execution context: changing the context afterwards is
-  // undefined, so TensorRT's developer guide (CUDA Graphs) asks for one context a graph, and lets
-  // them share their memory. A pass runs on its profile's context, which takes any size, the first
-  // time. The second time it gets its own context, and it is replayed from the third time on.
+  // A captured pass is bound to its execution context, and changing that context afterwards is
+  // undefined. So TensorRT's developer guide (CUDA Graphs) requires one context per graph, and lets
+  // contexts share memory. The first time, a pass runs on its profile's context, which takes any
+  // size. The second time it gets a context, and from the third time on its graph is replayed.
   struct Repeated {
     PassKey key;
-    std::unique_ptr<nvinfer1::IExecutionContext> context;  // from the second time on
-    CudaGraphExec graph;                                   // nullptr where it could not be captured
+    std::unique_ptr<nvinfer1::IExecutionContext> context;  // set from the second time on
+    CudaGraphExec graph;                                   // nullptr if it could not be captured
   };
-  static constexpr size_t kMostRepeated = 32;  // each costs an execution context's host memory
+  static constexpr size_t kMostRepeated = 32;  // each uses an execution context's host memory
 
   // Parts of the staging memory: the first three inputs, then the first three outputs.
   enum Staged : size_t { kIds, kPositions, kRows, kTokens, kProbs, kEntropies };
-  static constexpr size_t kLogits = 3;  // the output behind these
+  static constexpr size_t kLogits = 3;  // the index of the output after these
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
     return port.bytes(port.shape(1, sizes.tokens, sizes.cached, sizes.rows));
@@ -136,7 +135,7 @@ class Session {
     cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
   }
 
-  // A context of the profile with every address set. They share working memory, on one stream.
+  // A context of the profile with all addresses set. Contexts share working memory, on one stream.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
     auto context = engine_.create_context();
     const size_t working = offsets_.size() - 2;
@@ -163,7 +162,7 @@ class Session {
         engine_.fail_call("setInputShape(\"" + port.name + "\")");
   }
 
-  // Puts the pass's inputs where the device copies them from. Surplus rows repeat the first.
+  // Copies the pass's inputs to the staging memory. Surplus rows repeat the first.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
     const auto put = [&](Staged part, const int64_t* from, int32_t count) {
       std::memcpy(staging_.host(staging_offsets_[part]), from,
@@ -176,7 +175,7 @@ class Session {
     std::fill(scored + pass.rows, scored + rows, scored[0]);
   }
 
-  // Everything that a pass does on the stream, so that one graph holds it.
+  // All work of a pass on the stream, so that one graph can hold it.
   void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
     const auto tokens = static_cast<size_t>(key.tokens), rows = static_cast<size_t>(key.rows);
     const auto candidates = rows * static_cast<size_t>(engine_.graph().top_k);
@@ -218,7 +217,7 @@ class Session {
     repeated_.push_front({key, nullptr, CudaGraphExec(nullptr, CudaDelete{&cuda_})});
   }
 
-  // The second time. A context's first pass of new shapes does work that must not be captured.
+  // For the second time. A context's first pass of new shapes does work that must not be captured.
   void repeat(Repeated& known) {
     auto context = create_context(known.key.profile);
     set_shapes(*context, known.key);
@@ -227,16 +226,16 @@ class Session {
     capture(known);
   }
 
-  // Leaves known.graph empty if the pass cannot be captured: it then runs without one.
+  // Leaves known.graph empty if the pass cannot be captured; it then runs without a graph.
   void capture(Repeated& known) {
-    // Other threads' calls are none of this capture's business.
+    // The capture must not be affected by other threads' calls.
     if (cuda_.cuStreamBeginCapture_v2(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) !=
         CUDA_SUCCESS)
       return;
     bool is_whole = true;
     try {
       enqueue(*known.context, known.key);
-    } catch (...) {  // whatever it was, the capture has to be ended
+    } catch (...) {  // in any case, the capture must be ended
       is_whole = false;
     }
     CUgraph captured = nullptr;
@@ -250,12 +249,12 @@ class Session {
 
   TensorRt& engine_;
   const Cuda& cuda_;
-  CudaStream stream_;  // freed last
+  CudaStream stream_;  // must be freed last
   const std::vector<size_t> offsets_, staging_offsets_;
   const CudaMemory memory_, staging_;
   DeviceCache cache_;
   std::unique_ptr<nvinfer1::IExecutionContext> any_size_[2];  // by profile
-  std::list<Repeated> repeated_;                              // last used first
+  std::list<Repeated> repeated_;                              // most recently used first
 };
 
 class TensorRtContext final : public Context {

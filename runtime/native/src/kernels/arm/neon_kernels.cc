@@ -1,6 +1,6 @@
 // The kernels for AArch64 with dot products.
 #include "kernels/arm/simd_neon.h"
-// after the vectors that it is written over
+// needs the vectors defined above
 #include "kernels/body.h"
 
 namespace dlm {

@@ -1,4 +1,4 @@
-// Vectors of AArch64 with dot products (FEAT_DotProd), as kernels/body.h wants them.
+// Vectors of AArch64 with dot products (FEAT_DotProd), in the interface of kernels/body.h.
 #pragma once
 
 #include <arm_neon.h>
@@ -10,8 +10,8 @@ namespace simd {
 
 constexpr int kLanes = 4;
 constexpr int kFloatRows = 5,
-              kFloatVectors = 4;  // of a product of floats: 20 sums, 4 vectors of weights
-constexpr int kQueryVectors = 4;  // of attention
+              kFloatVectors = 4;  // in a product of floats: 20 sums, 4 vectors of weights
+constexpr int kQueryVectors = 4;  // in attention
 constexpr int kKeyBlock = 4;
 
 using F = float32x4_t;
@@ -26,8 +26,8 @@ inline F sub(F a, F b) { return vsubq_f32(a, b); }
 inline F mul(F a, F b) { return vmulq_f32(a, b); }
 inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 inline F div(F a, F b) { return vdivq_f32(a, b); }
-inline F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b where either is NaN
-inline F min(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }  // b where either is NaN
+inline F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b if either is NaN
+inline F min(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }  // b if either is NaN
 inline F round(F x) { return vrndnq_f32(x); }
 
 inline I iload(const int32_t* from) { return vld1q_s32(from); }
@@ -45,7 +45,7 @@ inline F power_of_two(I n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, iset(127)), 23));
 }
 
-// kLanes numbers in fp16 (which rounds half to even), or codes of a byte.
+// kLanes numbers in fp16 (stores round half to even), or codes of one byte.
 inline F load_half(const uint16_t* from) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 }
@@ -55,7 +55,7 @@ inline F load_codes(const int8_t* from) {
   __builtin_memcpy(&bits, from, sizeof bits);
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits)))));
 }
-// kLanes numbers in bf16, or in E4M3, whose exponent's bias is 7 and whose largest code is NaN.
+// kLanes numbers in bf16, or in E4M3, which has an exponent bias of 7 and NaN as its largest code.
 inline F load_bfloat(const uint16_t* from) {
   return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(from)), 16));
 }
@@ -73,20 +73,20 @@ inline F load_e4m3(const uint8_t* from) {
 // The sum of all lanes.
 inline float total(F x) { return vaddvq_f32(x); }
 
-// The lanes of `a` where x > y, else of b.
+// The lanes of `a` if x > y, else those of b.
 inline F select_greater(F x, F y, F a, F b) { return vbslq_f32(vcgtq_f32(x, y), a, b); }
 inline I select_greater(F x, F y, I a, I b) { return vbslq_s32(vcgtq_f32(x, y), a, b); }
 
-// ---- Products of codes: how weights and rows are read, and multiplied ----
+// ---- Products of codes ----
 
-// Four bytes a lane, both signed.
+// Four signed bytes per lane.
 struct Bytes {
   static constexpr int kTileRows = 5, kVectors = 4;  // in registers: 20 sums, 4 vectors of weights
   static constexpr int64_t kMostInputs = 0;
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
   using Weights = int8x16_t;
-  using Activations = int8x8_t;  // four codes and nothing: the product takes them from a lane
+  using Activations = int8x8_t;  // four codes and four unused bytes: the product reads one lane
   static Activations spread(const Code* four) {
     uint32_t bits;
     __builtin_memcpy(&bits, four, sizeof bits);
@@ -100,7 +100,7 @@ struct Bytes {
   }
 };
 
-// One instruction takes the 128 off again that weights are stored too large by.
+// One instruction subtracts the 128 that was added to stored weights.
 struct Int8 : Bytes {
   static constexpr int kParts = 1;
   static constexpr int32_t kWeightOffset = 0;
@@ -120,7 +120,7 @@ struct Int4 : Bytes {
   }
 };
 
-// What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
+// A table of 16 values, and the values of kLanes nibbles at bit kShift of `from`.
 using Table = int8x16_t;
 inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
 template <int kShift>
@@ -131,7 +131,7 @@ inline F look_up(Table table, const uint8_t* from) {
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vqtbl1_s8(table, nibbles)))));
 }
 
-// Inlined early: GCC takes a call for one without effects, and drops it.
+// Inlined early, because GCC deletes a call as having no effects.
 [[gnu::always_inline]] inline void prefetch(const void* at) { __builtin_prefetch(at); }
 // The same, into the second-level cache.
 [[gnu::always_inline]] inline void prefetch_to_second(const void* at) {

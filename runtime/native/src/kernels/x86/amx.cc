@@ -15,10 +15,10 @@
 namespace dlm {
 namespace {
 
-constexpr uint32_t kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;      // of leaf 7, edx
-constexpr uint64_t kTileConfig = 1u << 17, kTileData = 1u << 18;  // of XCR0
+constexpr uint32_t kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;      // in leaf 7, edx
+constexpr uint64_t kTileConfig = 1u << 17, kTileData = 1u << 18;  // in XCR0
 
-// From the kernel's asm/prctl.h (5.16), which older headers lack.
+// From the kernel's asm/prctl.h (5.16); older headers lack it.
 constexpr int kRequestPermission = 0x1023, kTileDataFeature = 18;
 
 int request_registers() {
@@ -38,15 +38,15 @@ class InOrder final : public Parallel {
   }
 };
 
-// Every row has a 127 and every scale is 1, so each result is the whole number that the products
-// add up to.
+// Every row has a 127, and every scale is 1, so each result is exactly the integer sum of the
+// products.
 bool multiplies_rightly(const Kernels& kernels, int64_t group_size) {
   constexpr int64_t kRows = 33, kInputs = 72, kColumns = 33, kWidth = padded_columns(kColumns);
   const int64_t parts = group_size == 0 ? 1 : 2, offset = group_size == 0 ? 128 : 8;
   uint32_t state = 1;
   const auto draw = [&] {
     return (state = state * 1664525u + 1013904223u) >> 24;
-  };  // a byte; Numerical Recipes' generator
+  };  // a byte; the generator of Numerical Recipes
   std::vector<float> x(kRows * kInputs), y(kRows * kColumns);
   for (int64_t i = 0; i < kRows * kInputs; ++i)
     x[static_cast<size_t>(i)] =
@@ -97,7 +97,7 @@ std::string find_amx_refusal(const AmxHost& host) {
     return "the system does not keep AMX's registers (bits 17 and 18 of XCR0)";
   if (const int error = host.request(); error != 0)
     return std::string("the system does not grant AMX's registers: ") + std::strerror(error);
-  if (!host.prove()) return "they multiplied wrongly when they were tried";
+  if (!host.prove()) return "a test of AMX multiplication gave wrong results";
   return "";
 }
 

@@ -1,4 +1,4 @@
-// Whether this process may use AMX's matrix registers: processor, system, and a proof.
+// True if this process may use AMX: checks the processor and the system, and runs a test.
 #pragma once
 
 #include <cstdint>
@@ -8,21 +8,21 @@ namespace dlm {
 
 struct Kernels;
 
-// What is asked, in this order.
+// The checks, in this order.
 struct AmxHost {
   uint32_t features;  // CPUID's leaf 7, edx
   bool has_avx512_vnni;
-  uint64_t saved_state;  // XCR0: what the system keeps of each thread
-  int (*request)();      // the registers for all threads of the process: 0, or the system's errno
-  bool (*prove)();       // whether the kernels compute what they should
+  uint64_t saved_state;  // XCR0: the state that the system saves per thread
+  int (*request)();      // requests the registers for all threads of the process: 0, or errno
+  bool (*prove)();       // whether the kernels compute correctly
 };
 
 AmxHost read_amx_host(bool has_avx512_vnni, bool (*prove)());
 
-// The first thing that stands in the way, and nothing after it is asked; empty: nothing does.
+// The first failed check (later ones are not run), or "" if all pass.
 std::string find_amx_refusal(const AmxHost& host);
 
-// Whether INT8 and INT4 layers of a few numbers come out as plain C++ multiplies them.
+// True if small INT8 and INT4 layers give the same results as plain C++.
 bool multiplies_rightly(const Kernels& kernels);
 
 }  // namespace dlm

@@ -1,8 +1,8 @@
-// The kernels for x86-64 with AMX for bytes: linear layers by its registers, the rest by AVX-512
-// and VNNI, which all such processors have.
+// The kernels for x86-64 with AMX for bytes: linear layers use its registers, all else AVX-512 with
+// VNNI, which all such processors have.
 #include "kernels/x86/matrix_amx.h"
 #include "kernels/x86/simd_avx512.h"
-// after the registers and vectors that it is written over
+// needs the registers and vectors defined above
 #include "kernels/linear_by_matrices.h"
 
 namespace dlm {

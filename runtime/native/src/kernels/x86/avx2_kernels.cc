@@ -1,7 +1,6 @@
-// The kernels for x86-64 with AVX2 and FMA. Compiled a second time for processors that have
-// AVX-VNNI too.
+// The kernels for x86-64 with AVX2 and FMA. Compiled again for processors that also have AVX-VNNI.
 #include "kernels/x86/simd_avx2.h"
-// after the vectors that it is written over
+// needs the vectors defined above
 #include "kernels/body.h"
 
 namespace dlm {
@@ -10,8 +9,8 @@ namespace dlm {
 extern const Kernels kAvxVnniKernels;
 const Kernels kAvxVnniKernels = {"avx-vnni", linear,     nvfp4_linear, experts,  attention,
                                  add_norm,   candidates, embedding,    tied_head};
-#elif defined(__AVX512VNNI__)  // the same instruction in its older encoding, so that tests run
-                               // where only that is
+#elif defined(__AVX512VNNI__)  // the same instruction in its older encoding, for tests on
+                               // processors that have only that
 extern const Kernels kAvxVnniStandIn;
 const Kernels kAvxVnniStandIn = {"avx-vnni's stand-in",
                                  linear,

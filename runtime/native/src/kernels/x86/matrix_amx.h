@@ -1,8 +1,8 @@
-// Matrix registers of AMX, as kernels/linear_by_matrices.h wants them. tests/matrix_emulated.h has
-// the same in plain C++.
+// AMX's matrix registers, with the interface that kernels/linear_by_matrices.h needs.
+// tests/matrix_emulated.h has the same in plain C++.
 //
-// Instructions are written out: GCC's intrinsics do not say that they read memory, and take no
-// constant of a template.
+// Instructions are written as assembly: GCC's intrinsics do not declare that they read memory, and
+// do not accept a template's constant.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 namespace {
 namespace matrix {
 
-// The registers of this thread for as long as this lives. Before and after they belong to others,
-// who may have left anything in them. 0 to 3: sums [16, 16]. 4 and 5: codes [16, step] of rows. 6
-// and 7: weights [step / 4, 16, 4].
+// Configures this thread's registers while it lives. Other code uses them before and after, so
+// their contents are unknown. 0 to 3: sums [16, 16]. 4 and 5: codes [16, step] of rows. 6 and 7:
+// weights [step / 4, 16, 4].
 class Registers {
  public:
-  // `step`: inputs that a product takes, a multiple of 4, at most 64.
+  // `step`: inputs per product, a multiple of 4, at most 64.
   explicit Registers(int64_t step) {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -38,7 +38,7 @@ inline void zero() {
   asm volatile("tilezero %%tmm%c0" : : "i"(kRegister));
 }
 
-// Rows `stride` bytes apart.
+// Rows are `stride` bytes apart.
 template <int kRegister>
 inline void load(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2"

@@ -1,5 +1,5 @@
-// Vectors of AVX2 with FMA and F16C, as kernels/body.h wants them; with VNNI in its 256-bit forms
-// if the compiler has it.
+// Vectors of AVX2 with FMA and F16C, with the interface that kernels/body.h needs; also of 256-bit
+// VNNI if the compiler targets it.
 #pragma once
 
 #include <immintrin.h>
@@ -11,8 +11,8 @@ namespace simd {
 
 constexpr int kLanes = 8;
 constexpr int kFloatRows = 6,
-              kFloatVectors = 2;  // of a product of floats: 12 sums, 2 vectors of weights
-constexpr int kQueryVectors = 2;  // of attention
+              kFloatVectors = 2;  // in a product of floats: 12 sums, 2 vectors of weights
+constexpr int kQueryVectors = 2;  // in attention
 constexpr int kKeyBlock = 4;
 
 using F = __m256;
@@ -27,8 +27,8 @@ inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 inline F div(F a, F b) { return _mm256_div_ps(a, b); }
-inline F max(F a, F b) { return _mm256_max_ps(a, b); }  // b where either is NaN
-inline F min(F a, F b) { return _mm256_min_ps(a, b); }  // b where either is NaN
+inline F max(F a, F b) { return _mm256_max_ps(a, b); }  // b if either is NaN
+inline F min(F a, F b) { return _mm256_min_ps(a, b); }  // b if either is NaN
 inline F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 inline I iload(const int32_t* from) {
@@ -48,7 +48,7 @@ inline F power_of_two(I n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, iset(127)), 23));
 }
 
-// kLanes numbers in fp16 (which rounds half to even), or codes of a byte.
+// kLanes numbers in fp16 (stores round half to even), or codes of one byte.
 inline F load_half(const uint16_t* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
@@ -59,7 +59,7 @@ inline F load_codes(const int8_t* from) {
   return _mm256_cvtepi32_ps(
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
-// kLanes numbers in bf16, or in E4M3, whose exponent's bias is 7 and whose largest code is NaN.
+// kLanes numbers in bf16, or in E4M3, which has an exponent bias of 7 and NaN as its largest code.
 inline F load_bfloat(const uint16_t* from) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
@@ -82,7 +82,7 @@ inline float total(F x) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// The lanes of `a` where x > y, else of b.
+// The lanes of `a` if x > y, else those of b.
 inline F select_greater(F x, F y, F a, F b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GT_OQ));
 }
@@ -90,7 +90,7 @@ inline I select_greater(F x, F y, I a, I b) {
   return _mm256_castps_si256(select_greater(x, y, _mm256_castsi256_ps(a), _mm256_castsi256_ps(b)));
 }
 
-// ---- Products of codes: how weights and rows are read, and multiplied ----
+// ---- Products of codes ----
 
 inline __m256i load_bytes(const uint8_t* from) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -117,7 +117,7 @@ struct Bytes {
   }
 };
 
-// The same with two weights in a byte.
+// The same with two weights per byte.
 template <class Products>
 struct Nibbles : Products {
   static constexpr int kParts = 2;
@@ -154,8 +154,8 @@ struct Int8 : Products {
 
 #else
 
-// Products of bytes go to 16 bits and saturate there, so both are widened first: a weight's even
-// and odd bytes here, codes when they are stored.
+// Products of bytes saturate at 16 bits, so both sides are widened first: a weight's even and odd
+// bytes here, codes when they are stored.
 struct Int8 {
   static constexpr int kTileRows = 4,
                        kVectors = 2;  // in registers: 8 sums, 4 vectors of weights, 2 of codes
@@ -198,7 +198,7 @@ struct Products : Bytes {
 
 using Int4 = Nibbles<Products>;
 
-// What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
+// A table of 16 values, and the values of kLanes nibbles at bit kShift of `from`.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -210,7 +210,7 @@ inline F look_up(Table table, const uint8_t* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
 }
 
-// Inlined early: GCC takes a call for one without effects, and drops it.
+// Inlined early, because GCC deletes a call as having no effects.
 [[gnu::always_inline]] inline void prefetch(const void* at) {
   _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
 }

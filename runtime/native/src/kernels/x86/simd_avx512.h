@@ -1,4 +1,4 @@
-// Vectors of AVX-512 with VNNI, as kernels/body.h wants them.
+// Vectors of AVX-512 with VNNI, with the interface that kernels/body.h needs.
 #pragma once
 
 #include <immintrin.h>
@@ -10,8 +10,8 @@ namespace simd {
 
 constexpr int kLanes = 16;
 constexpr int kFloatRows = 12,
-              kFloatVectors = 2;  // of a product of floats: 24 sums, 2 vectors of weights
-constexpr int kQueryVectors = 2;  // of attention
+              kFloatVectors = 2;  // in a product of floats: 24 sums, 2 vectors of weights
+constexpr int kQueryVectors = 2;  // in attention
 constexpr int kKeyBlock = 8;
 
 using F = __m512;
@@ -26,8 +26,8 @@ inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F div(F a, F b) { return _mm512_div_ps(a, b); }
-inline F max(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is NaN
-inline F min(F a, F b) { return _mm512_min_ps(a, b); }  // b where either is NaN
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }  // b if either is NaN
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }  // b if either is NaN
 inline F round(F x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -47,7 +47,7 @@ inline F power_of_two(I n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, iset(127)), 23));
 }
 
-// kLanes numbers in fp16 (which rounds half to even), or codes of a byte.
+// kLanes numbers in fp16 (stores round half to even), or codes of one byte.
 inline F load_half(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -59,7 +59,7 @@ inline F load_codes(const int8_t* from) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
-// kLanes numbers in bf16, or in E4M3, whose exponent's bias is 7 and whose largest code is NaN.
+// kLanes numbers in bf16, or in E4M3, which has an exponent bias of 7 and NaN as its largest code.
 inline F load_bfloat(const uint16_t* from) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -78,7 +78,7 @@ inline F load_e4m3(const uint8_t* from) {
 // The sum of all lanes.
 inline float total(F x) { return _mm512_reduce_add_ps(x); }
 
-// The lanes of `a` where x > y, else of b.
+// The lanes of `a` if x > y, else those of b.
 inline F select_greater(F x, F y, F a, F b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
 }
@@ -86,9 +86,9 @@ inline I select_greater(F x, F y, I a, I b) {
   return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
 }
 
-// ---- Products of codes: how weights and rows are read, and multiplied ----
+// ---- Products of codes ----
 
-// Four bytes a lane: unsigned ones of a weight, and the same four signed ones in every lane.
+// Four bytes per lane: a weight's are unsigned; a row's are signed and the same in every lane.
 struct Bytes {
   static constexpr int kTileRows = 12, kVectors = 2;  // in registers: 24 sums, 2 vectors of weights
   static constexpr int64_t kMostInputs = 0;
@@ -118,7 +118,7 @@ struct Int8 : Bytes {
 
 struct Int4 : Bytes {
   static constexpr int kParts = 2;
-  static constexpr int kTileRows = 10;  // 20 sums: the others hold the scales of a group
+  static constexpr int kTileRows = 10;  // 20 sums; the other registers hold the scales of a group
   static constexpr int32_t kWeightOffset = 8;
   template <int kPart>
   static Weights load(const uint8_t* from) {
@@ -127,7 +127,7 @@ struct Int4 : Bytes {
   }
 };
 
-// What 16 nibbles stand for, and that of kLanes nibbles, those of `from` that are kShift bits high.
+// A table of 16 values, and the values of kLanes nibbles at bit kShift of `from`.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -139,7 +139,7 @@ inline F look_up(Table table, const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
 }
 
-// Inlined early: GCC takes a call for one without effects, and drops it.
+// Inlined early, because GCC deletes a call as having no effects.
 [[gnu::always_inline]] inline void prefetch(const void* at) {
   _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
 }
