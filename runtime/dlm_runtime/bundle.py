@@ -139,10 +139,16 @@ class Bundle:
         *,
         schema: Any = None,
         regex: str | None = None,
+        grammar: str | None = None,
         enum: Sequence[str] | None = None,
         json_object: bool = False,
+        json_lines: Any = None,
+        csv: Any = None,
+        xml: Any = None,
         tools: Tools | None = None,
         max_depth: int | None = None,
+        any_order: bool = False,
+        more_properties: bool = False,
         before: str = "",
         behind: str = "",
         json_layout: str | Layout | None = None,
@@ -150,7 +156,7 @@ class Bundle:
         cache_dir: str | Path | None = "",
     ) -> Constraint:
         """Compile what a generated text may be, for this bundle's tokenizer. Give one of the first
-        five arguments.
+        nine arguments.
 
         The bundle keeps the last constraints that it compiled: the same arguments, compared by
         content, are not compiled again.
@@ -158,11 +164,19 @@ class Bundle:
         Args:
             schema: A JSON Schema, or a class with a method ``model_json_schema`` such as a Pydantic model.
             regex: The whole text matches it, in the syntax of Rust's regex crate.
+            grammar: The text is one of this grammar, in GBNF, the notation of llama.cpp.
             enum: The text is one of these.
             json_object: The text is any JSON object.
+            json_lines: The text is JSON Lines: a schema of a line, or ``JsonLines``.
+            csv: The text is a CSV table: a schema of a row, or ``Csv``.
+            xml: The text is an XML element: a schema with the keyword ``xml`` of OpenAPI.
             tools: The text is a call of one of them (``Bundle.tools``).
             max_depth: How often a schema may contain itself, and how many containers may be inside each other where a schema
-                allows any value. None: 3, or less if the result would be too large.
+                allows any value. For a grammar, how many recursive references may be inside each other. 0 to 64. None: 3, or
+                less if the result would be too large.
+            any_order: If True, the properties of JSON objects with up to 6 of them are in any order. By default, all are in
+                the schema's order.
+            more_properties: If True, properties that a schema allows but does not name may be written too.
             before, behind: Given texts before and after the generated one. All three together are then valid.
             json_layout: White space of the JSON text: a name of ``LAYOUTS``, or a ``Layout``. None: the bundle's own.
             limits: Bounds on compiling. None: the usual ones.
@@ -175,14 +189,20 @@ class Bundle:
         asked = {
             "schema": schema,
             "regex": regex,
+            "grammar": grammar,
             "enum": enum,
             "json_object": json_object,
+            "json_lines": json_lines,
+            "csv": csv,
+            "xml": xml,
             "tools": tools,
         }
         return self._constraints.compile(
             self.tokenizer,
             asked,
             max_depth=max_depth,
+            any_order=any_order,
+            more_properties=more_properties,
             before=before,
             behind=behind,
             json_layout=json_layout,

@@ -31,11 +31,14 @@ struct dlm_bundle {
   dlm::Manifest manifest;
   std::unique_ptr<dlm::Engine> engine;
   std::string engine_description;
-  dlm_denoiser denoiser{};  // as dlm_bundle_denoiser tells it
+  dlm_denoiser denoiser{};
+  dlm_bundle_info info{};
   std::mutex text_mutex;
   dlm_text text;  // once it was asked for
   std::mutex vocabulary_mutex;
-  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;  // once it was compiled for
+  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;        // once it was compiled for
+  std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;  // the program's last one
+  std::array<uint8_t, 32> given_hash{};                              // of what it was made of
 };
 
 // Requests hold the automaton that they began with.
