@@ -240,24 +240,22 @@ def _schema(kind: str, value: Any) -> Any:
 
 def _record(kind: str, value: Any) -> dict[str, Any]:
     """The member of a tree for JSON Lines, CSV or XML. Raises RequestError."""
+    schema, bounds = value, {}
+    member: dict[str, Any] = {}
     if kind == "json_lines" and isinstance(value, JsonLines):
+        schema = value.schema
         bounds = {"low": ("min_lines", value.min_lines), "high": ("max_lines", value.max_lines)}
-        others: dict[str, Any] = {}
     elif kind == "csv" and isinstance(value, Csv):
+        schema = value.schema
         bounds = {"low": ("min_rows", value.min_rows), "high": ("max_rows", value.max_rows)}
-        others = {
-            "header": value.header,
-            "delimiter": value.delimiter,
-            "line_end": value.line_end,
-        }
-    else:
-        return {kind: _schema(kind, value)}
-    counts = {
-        key: count_of(f"{kind}: {name}", count, MOST_RECORDS)
-        for key, (name, count) in bounds.items()
-        if count is not None
-    }
-    return {kind: _schema(kind, value.schema), **counts, **others}
+        member = {name: getattr(value, name) for name in ("header", "delimiter", "line_end")}
+    for key, (name, count) in bounds.items():
+        if count is not None:
+            member[key] = count_of(f"{kind}: {name}", count, MOST_RECORDS)
+    schema = _schema(kind, schema)
+    if not isinstance(schema, (Mapping, bool)):
+        raise RequestError(f"{kind} = {shown(schema)} is no JSON Schema")
+    return {kind: schema, **member}
 
 
 def _plain(value: object) -> object:

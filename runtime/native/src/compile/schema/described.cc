@@ -81,6 +81,7 @@ bool Described::is_of_type(const Schema& resolved, std::string_view type) {
 }
 
 void Described::allow(const Schema& schema, std::initializer_list<Keyword> keywords) {
+  // Those from Keyword::schema on say where a schema is, and assert nothing.
   for (size_t i = 0; i < static_cast<size_t>(Keyword::schema); ++i) {
     const auto keyword = static_cast<Keyword>(i);
     if (schema[keyword] != nullptr &&
