@@ -303,8 +303,7 @@ static void test_static_functions(void) {
   dlm_policy_init(NULL, 8);
   dlm_open_options_init(NULL, 8);
   dlm_request_init(NULL, 8);
-  CLAIM(dlm_bundle_denoiser(NULL) == NULL);
-  CLAIM(dlm_bundle_manifest(NULL)[0] == '\0' && dlm_bundle_engine(NULL)[0] == '\0');
+  CLAIM(dlm_bundle_describe(NULL) == NULL);
   CLAIM(dlm_session_last_error(NULL)[0] != '\0');
   dlm_policy small;
   memset(&small, 0x55, sizeof small);
@@ -366,7 +365,8 @@ static void test_engines_by_name(const char* path) {
     int32_t tokens[4] = {1, 2, 3};
     float logits[V];
     size_t length = 99;
-    CLAIM(strcmp(dlm_bundle_engine(bundle), "none") == 0 && dlm_bundle_manifest(bundle)[0] == '{');
+    const dlm_bundle_info* about = dlm_bundle_describe(bundle);
+    CLAIM(strcmp(about->engine, "none") == 0 && about->manifest[0] == '{');
     SESSION_STATUS(generate(session, &one, tokens, 3, NULL, &length), DLM_UNSUPPORTED);
     CLAIM(length == 0 && strstr(dlm_session_last_error(session), "\"none\"") != NULL);
     SESSION_STATUS(dlm_session_logits(session, tokens, 3, tokens, 1, logits, 0),
@@ -455,8 +455,8 @@ static void test_presets(const char* path) {
   dlm_policy_init(&policy, sizeof policy);
   untouched = policy;
   if (STATUS(dlm_bundle_open(path, NULL, message, sizeof message, &bundle), DLM_OK)) {
-    CLAIM(message[0] == '\0' && dlm_bundle_manifest(bundle)[0] == '{' &&
-          strstr(dlm_bundle_engine(bundle), "onnxruntime"));
+    const dlm_bundle_info* about = dlm_bundle_describe(bundle);
+    CLAIM(message[0] == '\0' && about->manifest[0] == '{' && strstr(about->engine, "onnxruntime"));
     CLAIM(dlm_bundle_policy(bundle, "no such", NULL, message, sizeof message, &policy) ==
           DLM_NOT_FOUND);
     CLAIM(strstr(message, "llada") != NULL && memcmp(&policy, &untouched, sizeof policy) == 0);
@@ -481,7 +481,9 @@ static void test_presets(const char* path) {
   bundle = open_fake(&f);
   CLAIM(dlm_bundle_policy(bundle, NULL, NULL, message, sizeof message, &policy) == DLM_NOT_FOUND &&
         message[0] != '\0');
-  const dlm_denoiser* told = dlm_bundle_denoiser(bundle);
+  const dlm_bundle_info* info = dlm_bundle_describe(bundle);
+  CLAIM(info->struct_size == sizeof *info && info->manifest[0] == '\0');
+  const dlm_denoiser* told = info->denoiser;
   CLAIM(told->struct_size == sizeof *told && told->vocab_size == V && told->eos_count == 1 &&
         told->eos_token_ids[0] == EOS);
   CLAIM(told->max_new_tokens == 128);

@@ -17,7 +17,7 @@ int main(int argc, char** argv) {
     alarm(60); /* a hang ends the program; on a busy machine too, nothing takes as long */
     dlm_status status = dlm_bundle_open(argv[i + 1], &options, message, sizeof message, &bundle);
     const dlm_text* text = NULL;
-    if (!status && strstr(dlm_bundle_manifest(bundle), "\"text.bin\""))
+    if (!status && strstr(dlm_bundle_describe(bundle)->manifest, "\"text.bin\""))
       status = dlm_bundle_text(bundle, message, sizeof message, &text);
     printf("%s\t%s\n", dlm_status_name(status), message);
     fflush(stdout);

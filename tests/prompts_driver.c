@@ -36,8 +36,8 @@ int main(int argc, char** argv) {
       dlm_bundle_text(bundle, why, sizeof why, &encoder) ||
       dlm_bundle_policy(bundle, argv[2], NULL, why, sizeof why, &policy))
     return fail(why);
-  fprintf(stderr, "%s\n", dlm_bundle_engine(bundle));
-  const dlm_denoiser* about = dlm_bundle_denoiser(bundle);
+  fprintf(stderr, "%s\n", dlm_bundle_describe(bundle)->engine);
+  const dlm_denoiser* about = dlm_bundle_describe(bundle)->denoiser;
   const size_t masks = (size_t)request.max_new_tokens, floats = masks * (size_t)about->vocab_size;
   float* logits = malloc(floats * sizeof *logits);
   int32_t *tokens = malloc(MOST_TOKENS * sizeof *tokens), *rows = malloc(masks * sizeof *rows);

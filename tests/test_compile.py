@@ -17,6 +17,7 @@ from dlm_runtime.constraints.compiled import Constraint
 PROMPT = "turn on the kitchen lights"
 SCHEMA = {
     "type": "object",
+    "xml": {"name": "light"},
     "properties": {"room": {"enum": ["attic", "cellar"]}},
     "required": ["room"],
 }
@@ -41,16 +42,12 @@ int main(int count, char **arguments) {
   const dlm_result *result;
   if (count != 3 || dlm_bundle_open(arguments[1], NULL, why, sizeof why, &bundle)) return puts(why), 1;
   if (dlm_session_create(bundle, why, sizeof why, &session)) return puts(why), 1;
-  if (arguments[2][0] == '{') {
-    dlm_constraint constraint;
-    dlm_constraint_init(&constraint, sizeof constraint);
-    constraint.kind = DLM_CONSTRAINT_SCHEMA;
-    constraint.content = arguments[2];
-    constraint.content_size = strlen(arguments[2]);
-    if (dlm_automaton_compile(bundle, &constraint, why, sizeof why, &automaton)) return puts(why), 1;
-  } else if (dlm_automaton_open(arguments[2], why, sizeof why, &automaton)) {
-    return puts(why), 1;
-  }
+  dlm_constraint constraint;
+  dlm_constraint_init(&constraint, sizeof constraint);
+  constraint.kind = arguments[2][0] == '{' ? DLM_CONSTRAINT_SCHEMA : DLM_CONSTRAINT_FILE;
+  constraint.content = arguments[2];
+  constraint.content_size = strlen(arguments[2]);
+  if (dlm_automaton_compile(bundle, &constraint, why, sizeof why, &automaton)) return puts(why), 1;
   dlm_request_init(&request, sizeof request);
   request.prompt = "PROMPT";
   request.prompt_size = sizeof "PROMPT" - 1;
@@ -79,6 +76,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the input files, and an empty cache."""
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "lights.gbnf").write_text('root ::= ("on" | "off") (" " root)?')
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
     return tmp_path
 
@@ -95,8 +93,23 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             r'\{"name":"stop","arguments":\{\}\}',
         ),
         (["--regex", "abc[0-9]", "--before", "ab"], r"c[0-9]"),
+        (["--grammar", "{}/lights.gbnf"], r"(on|off)( (on|off))*"),
+        (["--json-lines", "{}/schema.json"], r'\{"room":"(attic|cellar)"\}(\n\{"room":.*\})*'),
+        (["--csv", "{}/schema.json"], r"room(\n(attic|cellar))+"),
+        (["--xml", "{}/schema.json"], r"<light><room>(attic|cellar)</room></light>"),
     ],
-    ids=["schema", "regex", "enum", "json object", "tools", "before"],
+    ids=[
+        "schema",
+        "regex",
+        "enum",
+        "json object",
+        "tools",
+        "before",
+        "grammar",
+        "json lines",
+        "csv",
+        "xml",
+    ],
 )
 def test_a_c_program_writes_what_the_compiled_file_allows(
     program: Path, demo_bundle: Path, files: Path, arguments: list[str], pattern: str
@@ -147,18 +160,22 @@ def test_compile_leaves_the_old_file_where_it_fails(demo_bundle: Path, files: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give one of --schema, --regex, --enum, --json-object, --tools"),
+        (
+            [],
+            "give one of --schema, --regex, --grammar, --enum, --json-object, --json-lines, --csv, --xml, --tools",
+        ),
         (["--regex", "a", "--tools", "{}/tools.json"], "give one of --schema"),
         (["--regex", "a", "--json-object"], "give one of --regex, --json-object"),
         (["--regex", "a", "--tool-choice", "stop"], "are of --tools"),
-        (["--regex", "a", "--max-depth", "1"], "--max-depth is of --schema and --json-object"),
+        (["--regex", "a", "--max-depth", "1"], "--max-depth is of --schema, --grammar"),
+        (["--regex", "a", "--any-order"], "--any-order is of --schema, --json-object"),
         (
             ["--tools", "{}/tools.json", "--tool-choice", "auto"],
             "with another one any text is allowed",
         ),
         (["--schema", "{}/nowhere.json"], "does not exist"),
     ],
-    ids=["nothing", "two", "two more", "no tools", "depth", "not forced", "no file"],
+    ids=["nothing", "two", "two more", "no tools", "depth", "order", "not forced", "no file"],
 )
 def test_compile_rejects_arguments_that_do_not_fit(
     demo_bundle: Path, files: Path, arguments: list[str], message: str

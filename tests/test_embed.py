@@ -284,7 +284,7 @@ def test_rust_examples_answer_as_python_does(
 
 
 def test_the_rust_wrapper_keeps_what_it_promises(cargo: Callable[..., str]) -> None:
-    assert "ok. 9 passed; 0 failed" in cargo("test", "--locked", "--test", "session")
+    assert "ok. 10 passed; 0 failed" in cargo("test", "--locked", "--test", "session")
 
 
 def test_every_public_item_of_the_rust_wrapper_is_documented(cargo: Callable[..., str]) -> None:

@@ -258,7 +258,7 @@ def test_what_a_row_predicts_depends_on_every_other_token(bundle: dlm_runtime.Bu
 
 
 def test_sizes_that_layers_do_not_share_are_0_in_c(bundle: dlm_runtime.Bundle) -> None:
-    info = _native.library().dlm_bundle_denoiser(bundle._handle.pointer).contents
+    info = _native.library().dlm_bundle_describe(bundle._handle.pointer).contents.denoiser.contents
     element = TYPES[bundle.manifest["loop"]["graph"]["cache_dtype"]][1]
     assert (info.layers, info.kv_heads, info.head_size, info.kv_element_bytes) == (
         len(LAYERS),

@@ -205,7 +205,7 @@ static void test_generating(dlm_bundle* bundle) {
   CLAIM(request.max_new_tokens == DLM_DEFAULT_NEW_TOKENS && request.text_start == -1);
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_OK);
   strcpy(whole, result->text);
-  request.max_new_tokens = dlm_bundle_denoiser(bundle)->max_new_tokens;
+  request.max_new_tokens = dlm_bundle_describe(bundle)->denoiser->max_new_tokens;
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_OK);
   CLAIM(strcmp(result->text, whole) == 0); /* the length is the bundle's own */
   request.text_start = 1 << 20;

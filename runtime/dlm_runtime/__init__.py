@@ -11,6 +11,7 @@ onnx.
 from dlm_runtime.bundle import Bundle
 from dlm_runtime.callback import CallbackPass, DenoiserInfo, from_callback
 from dlm_runtime.constraints.layout import LAYOUTS, Layout
+from dlm_runtime.constraints.records import Csv, JsonLines
 from dlm_runtime.errors import (
     BundleError,
     BusyError,
@@ -42,6 +43,7 @@ __all__ = [
     "CancelledError",
     "ClosedError",
     "ConstraintWarning",
+    "Csv",
     "DenoiserInfo",
     "DlmError",
     "DlmWarning",
@@ -51,6 +53,7 @@ __all__ = [
     "Generation",
     "Infill",
     "Job",
+    "JsonLines",
     "Layout",
     "PassCost",
     "Policy",

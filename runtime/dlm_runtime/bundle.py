@@ -128,10 +128,16 @@ class Bundle:
         *,
         schema: Any = None,
         regex: str | None = None,
+        grammar: str | None = None,
         enum: Sequence[str] | None = None,
         json_object: bool = False,
+        json_lines: Any = None,
+        csv: Any = None,
+        xml: Any = None,
         tools: Tools | None = None,
         max_depth: int | None = None,
+        any_order: bool = False,
+        more_properties: bool = False,
         before: str = "",
         behind: str = "",
         json_layout: str | Layout | None = None,
@@ -139,7 +145,7 @@ class Bundle:
         cache_dir: str | Path | None = "",
     ) -> Constraint:
         """Compile a constraint on generated texts, for this bundle's tokenizer. Pass one of the
-        first five arguments.
+        first nine arguments.
 
         The bundle keeps its last 64 constraints. It compares arguments by content, and does not
         compile equal ones again.
@@ -147,11 +153,19 @@ class Bundle:
         Args:
             schema: A JSON Schema, or a class with a method ``model_json_schema`` such as a Pydantic model.
             regex: A regular expression that matches the whole text, in the syntax of Rust's regex crate.
+            grammar: A grammar of the text in GBNF, the notation of llama.cpp.
             enum: The allowed texts.
             json_object: If True, any JSON object.
+            json_lines: JSON Lines: a schema of each line, or ``JsonLines``.
+            csv: A CSV table: a schema of each row, or ``Csv``.
+            xml: An XML element: a schema with the keyword ``xml`` of OpenAPI.
             tools: The result of ``Bundle.tools``; the text is a call of these functions.
             max_depth: How often a schema may contain itself, and how deeply containers may be nested where a schema
-                allows any value. If None, 3, or less if the result would be too large.
+                allows any value. For a grammar, how deeply recursive references may be nested. 0 to 64. If None, 3, or
+                less if the result would be too large.
+            any_order: If True, the properties of JSON objects with up to 6 of them may have any order. By default, they
+                have the schema's order.
+            more_properties: If True, a text may have properties that a schema allows but does not name.
             before: Given text before the generated one. The constraint holds for the whole of ``before``, the generated
                 text and ``behind``.
             behind: Given text after the generated one.
@@ -169,14 +183,20 @@ class Bundle:
         asked = {
             "schema": schema,
             "regex": regex,
+            "grammar": grammar,
             "enum": enum,
             "json_object": json_object,
+            "json_lines": json_lines,
+            "csv": csv,
+            "xml": xml,
             "tools": tools,
         }
         return self._constraints.compile(
             self.tokenizer,
             asked,
             max_depth=max_depth,
+            any_order=any_order,
+            more_properties=more_properties,
             before=before,
             behind=behind,
             json_layout=json_layout,

@@ -8,30 +8,49 @@ import "C"
 
 import "unsafe"
 
-// Automaton holds the texts that a request may generate. `dlm-export compile` writes its file, for the vocabulary of one bundle.
-// Any number of goroutines may use one.
+// Automaton holds the texts that a request may generate, for the vocabulary of one bundle. Any number of goroutines may use one.
 type Automaton struct{ handle *C.dlm_automaton }
 
-// OpenAutomaton reads and checks a file.
+// Kind says how the content of a constraint is written.
+type Kind int32
+
+// The kinds of constraints. Regex has the syntax of Rust's regex crate, Enum is a JSON list of strings, JSONObject has no content,
+// Tree is JSON that docs/guides/c-api.md describes, and Grammar is in GBNF.
+const (
+	Regex      Kind = C.DLM_CONSTRAINT_REGEX
+	Schema     Kind = C.DLM_CONSTRAINT_SCHEMA
+	Enum       Kind = C.DLM_CONSTRAINT_ENUM
+	JSONObject Kind = C.DLM_CONSTRAINT_JSON_OBJECT
+	Tree       Kind = C.DLM_CONSTRAINT_TREE
+	Grammar    Kind = C.DLM_CONSTRAINT_GRAMMAR
+)
+
+// Compile makes an automaton for the bundle's vocabulary.
+func (b *Bundle) Compile(kind Kind, content string) (*Automaton, error) {
+	return compile(b.handle, kind, []byte(content))
+}
+
+// OpenAutomaton reads and checks a file that `dlm-export compile` wrote.
 func OpenAutomaton(path string) (*Automaton, error) {
-	name := C.CString(path)
-	defer C.free(unsafe.Pointer(name))
-	a := &Automaton{}
-	if err := check(func(message *C.char, capacity C.size_t) C.dlm_status {
-		return C.dlm_automaton_open(name, message, capacity, &a.handle)
-	}); err != nil {
-		return nil, err
-	}
-	return a, nil
+	return compile(nil, C.DLM_CONSTRAINT_FILE, []byte(path))
 }
 
 // ReadAutomaton reads and checks the content of such a file.
 func ReadAutomaton(data []byte) (*Automaton, error) {
-	copied := C.CBytes(data)
+	return compile(nil, C.DLM_CONSTRAINT_COMPILED, data)
+}
+
+func compile(bundle *C.dlm_bundle, kind Kind, content []byte) (*Automaton, error) {
+	copied := C.CBytes(content)
 	defer C.free(copied)
+	var constraint C.dlm_constraint
+	C.dlm_constraint_init(&constraint, C.sizeof_dlm_constraint)
+	constraint.kind = C.int32_t(kind)
+	constraint.content = (*C.char)(copied)
+	constraint.content_size = C.size_t(len(content))
 	a := &Automaton{}
 	if err := check(func(message *C.char, capacity C.size_t) C.dlm_status {
-		return C.dlm_automaton_read(copied, C.size_t(len(data)), message, capacity, &a.handle)
+		return C.dlm_automaton_compile(bundle, &constraint, message, capacity, &a.handle)
 	}); err != nil {
 		return nil, err
 	}

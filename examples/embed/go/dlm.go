@@ -85,10 +85,12 @@ func (b *Bundle) Close() {
 }
 
 // Engine returns the engine that runs the bundle, as one line for people.
-func (b *Bundle) Engine() string { return C.GoString(C.dlm_bundle_engine(b.handle)) }
+func (b *Bundle) Engine() string { return C.GoString(C.dlm_bundle_describe(b.handle).engine) }
 
 // MaxNewTokens returns the length of a request whose Options set none.
-func (b *Bundle) MaxNewTokens() int { return int(C.dlm_bundle_denoiser(b.handle).max_new_tokens) }
+func (b *Bundle) MaxNewTokens() int {
+	return int(C.dlm_bundle_describe(b.handle).denoiser.max_new_tokens)
+}
 
 // Session generates one request at a time.
 type Session struct{ handle *C.dlm_session }

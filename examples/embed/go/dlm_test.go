@@ -177,6 +177,34 @@ func TestAConstraintIsOfItsRequestAlone(t *testing.T) {
 	}
 }
 
+func TestAConstraintIsCompiledForABundle(t *testing.T) {
+	bundle := open(t, "DLM_BUNDLE")
+	s := session(t, bundle)
+	contents := map[Kind]string{
+		Regex: "yes|no", Enum: `["yes", "no"]`, Grammar: `root ::= "yes" | "no"`,
+		Tree: `{"either": [{"text": "yes"}, {"regex": "no"}]}`, Schema: `{"enum": ["yes", "no"]}`,
+	}
+	for kind, content := range contents {
+		made, err := bundle.Compile(kind, content)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer made.Close()
+		text := strings.Trim(generate(t, s, prompt, Options{Constraint: made}).Text, "\"")
+		if text != "yes" && text != "no" {
+			t.Errorf("%s: %q", content, text)
+		}
+	}
+	object, err := bundle.Compile(JSONObject, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	object.Close()
+	if _, err := bundle.Compile(Grammar, "root ::= x"); err == nil || !strings.Contains(err.Error(), "rule 'x' is not defined") {
+		t.Error(err)
+	}
+}
+
 func TestRequestsOfASchedulerComeToWhatEachComesToAlone(t *testing.T) {
 	bundle := open(t, "DLM_BUNDLE")
 	s := session(t, bundle)

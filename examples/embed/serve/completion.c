@@ -96,7 +96,7 @@ static int read_options(completion* of, const json_t* root, refusal* why) {
   if (stream != NULL && !json_is_boolean(stream))
     return refuse(why, 400, "stream is neither true nor false%s", ""), 0;
   of->is_stream = json_is_true(stream);
-  const int32_t own = dlm_bundle_denoiser(of->service->bundle)->max_new_tokens;
+  const int32_t own = dlm_bundle_describe(of->service->bundle)->denoiser->max_new_tokens;
   of->request.max_new_tokens = own < most ? own : most;
   if (count != NULL) {
     const json_int_t wanted = json_is_integer(count) ? json_integer_value(count) : 0;

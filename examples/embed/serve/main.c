@@ -170,7 +170,7 @@ static int serve(service* of, const struct settings* settings, const sigset_t* s
   } else {
     printf("listening on http://%s:%u, %s\n", settings->address,
            (unsigned)MHD_get_daemon_info(daemon, MHD_DAEMON_INFO_BIND_PORT)->port,
-           dlm_bundle_engine(of->bundle));
+           dlm_bundle_describe(of->bundle)->engine);
     fflush(stdout);
     int number;
     sigwait(signals, &number);

@@ -13,14 +13,19 @@ import click
 from dlm_export.cli.conversing import take_tools, tool_options
 from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, json_option, options
 from dlm_export.cli.printing import format_bytes, print_json
-from dlm_export.cli.values import read_json_file
+from dlm_export.cli.values import read_json_file, read_text_file
 
 _KINDS = {
     "schema": "--schema",
     "regex": "--regex",
+    "grammar": "--grammar",
     "enum": "--enum",
     "json_object": "--json-object",
+    "json_lines": "--json-lines",
+    "csv": "--csv",
+    "xml": "--xml",
 }
+_OF_JSON = {"schema", "json_object", "json_lines"}
 _KIND_OPTIONS = (
     click.option(
         "--schema", type=FILE, metavar="FILE", help="Write JSON that is valid by this JSON Schema."
@@ -28,17 +33,48 @@ _KIND_OPTIONS = (
     click.option(
         "--regex", help="Write text that matches as a whole, in the syntax of Rust's regex crate."
     ),
+    click.option(
+        "--grammar",
+        type=FILE,
+        metavar="FILE",
+        help="Write text of this grammar, in GBNF, the notation of llama.cpp.",
+    ),
     click.option("--enum", multiple=True, metavar="TEXT", help="Write one of these; repeatable."),
     click.option("--json-object", is_flag=True, help="Write a JSON object."),
     click.option(
+        "--json-lines",
+        type=FILE,
+        metavar="FILE",
+        help="Write JSON Lines; each line is valid by this JSON Schema.",
+    ),
+    click.option(
+        "--csv",
+        type=FILE,
+        metavar="FILE",
+        help="Write CSV with a header; each row is valid by this JSON Schema.",
+    ),
+    click.option(
+        "--xml", type=FILE, metavar="FILE", help="Write the XML element of this JSON Schema."
+    ),
+    click.option(
         "--max-depth",
         type=click.IntRange(0, 64),
-        help="How many levels a recursive schema, or a JSON object of --json-object, may nest.",
+        help="How many levels a recursive schema or grammar, or a JSON object of --json-object, may nest.",
+    ),
+    click.option(
+        "--any-order",
+        is_flag=True,
+        help="Write the properties of JSON objects with up to 6 of them in any order.",
+    ),
+    click.option(
+        "--more-properties",
+        is_flag=True,
+        help="Write properties that the schema allows but does not name, too.",
     ),
     click.option(
         "--json-layout",
         type=click.Choice(["compact", "spaced", "indented", "lines"]),
-        help="White space of the JSON of --schema and --json-object.  [default: the bundle's]",
+        help="White space of the JSON of --schema, --json-object and --json-lines.  [default: the bundle's]",
     ),
 )
 _CONSTRAIN_FROM = click.option(
@@ -74,20 +110,20 @@ def take_constraint(values: dict[str, Any], is_infill: bool = False) -> dict[str
 
 def _take_kind(values: dict[str, Any], has_tools: bool = False) -> dict[str, Any]:
     given = {name: value for name in _KINDS if (value := values.pop(name)) not in (None, (), False)}
-    max_depth, layout = values.pop("max_depth"), values.pop("json_layout")
     if len(given) > 1:
         raise click.UsageError(f"give one of {', '.join(_KINDS[name] for name in given)}")
-    if max_depth is not None and not (has_tools or given.keys() & {"schema", "json_object"}):
-        raise click.UsageError("--max-depth is of --schema and --json-object")
-    if layout is not None and not (has_tools or given.keys() & {"schema", "json_object"}):
-        raise click.UsageError("--json-layout is of --schema and --json-object")
-    if "schema" in given:
-        given["schema"] = read_json_file(given["schema"])
-    return given | {
-        name: value
-        for name, value in {"max_depth": max_depth, "json_layout": layout}.items()
-        if value is not None
-    }
+    names = ("max_depth", "json_layout", "any_order", "more_properties")
+    others = {name: value for name in names if (value := values.pop(name)) not in (None, False)}
+    for name in others:
+        kinds = _OF_JSON | ({"grammar", "xml"} if name == "max_depth" else set())
+        if not (has_tools or given.keys() & kinds):
+            options = [option for kind, option in _KINDS.items() if kind in kinds]
+            raise click.UsageError(f"--{name.replace('_', '-')} is of {', '.join(options)}")
+    for name in given.keys() & {"schema", "json_lines", "csv", "xml"}:
+        given[name] = read_json_file(given[name])
+    if "grammar" in given:
+        given["grammar"] = read_text_file(given["grammar"])
+    return given | others
 
 
 @click.command("compile")
@@ -109,10 +145,11 @@ def _take_kind(values: dict[str, Any], has_tools: bool = False) -> dict[str, Any
 def compile_constraint(
     bundle: Path, output: Path, before: str, behind: str, force: bool, as_json: bool, **values: Any
 ) -> None:
-    """Compile a constraint for a bundle's vocabulary to a file, which C programs open with
-    dlm_automaton_open.
+    """Compile a constraint for a bundle's vocabulary to a file, which C programs read with
+    dlm_automaton_compile.
 
-    Give one of --schema, --regex, --enum, --json-object and --tools. The bundle is not run.
+    Give one of --schema, --regex, --grammar, --enum, --json-object, --json-lines, --csv, --xml and
+    --tools. The bundle is not run.
 
     Example: dlm-export compile build/demo --schema call.schema.json -o call.automaton
     """

@@ -81,6 +81,14 @@ def read_json_file(path: Path) -> Any:
         raise RequestError(f"{path}: not readable as JSON ({err})") from err
 
 
+def read_text_file(path: Path) -> str:
+    """The text of an option's file. Raises RequestError that names it."""
+    from dlm_runtime.errors import RequestError
+    from dlm_runtime.files import read_text
+
+    return read_text(path, JSON_LIMIT_BYTES, RequestError)
+
+
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
     """The fields of a policy that ``set_option`` was given. Raises UsageError or RequestError."""
     from dlm_runtime import Policy

@@ -48,11 +48,11 @@ class Content:
     """The source of a constraint.
 
     Args:
-        kind: "regex", "schema", "enum", "json_object" or "tree": the values of ``DLM_CONSTRAINT_`` in
+        kind: "regex", "schema", "enum", "json_object", "tree" or "grammar": the values of ``DLM_CONSTRAINT_`` in
             ``dlm_runtime.h``.
-        text: An expression or JSON, depending on the kind.
+        text: An expression, a grammar or JSON, depending on the kind.
         layout: Layout of JSON.
-        max_depth: As in ``Bundle.constraint``.
+        max_depth, any_order, more_properties: As in ``Bundle.constraint``.
         before, behind: Texts around the generated one that belong to the constrained text.
     """
 
@@ -62,6 +62,8 @@ class Content:
     max_depth: int | None = None
     before: str = ""
     behind: str = ""
+    any_order: bool = False
+    more_properties: bool = False
 
 
 class Constraint:
@@ -69,12 +71,11 @@ class Constraint:
 
     def __init__(self, data: bytes) -> None:
         """Read the content of a file. Raises BundleError for damaged data."""
-        library, handle = _native.library(), C.c_void_p()
-        message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        status = library.dlm_automaton_read(data, len(data), message, len(message), C.byref(handle))
-        if status:
-            raise _native.error(status, message.value)
-        self._own(handle)
+        given = _native.initialised(_native.Constraint)
+        given.kind = _native.HEADER.constants["DLM_CONSTRAINT_COMPILED"]
+        given.content = C.cast(C.c_char_p(data), C.POINTER(C.c_char))
+        given.content_size = len(data)
+        self._own(_compiled(None, given))
 
     @classmethod
     def of_handle(cls, handle: C.c_void_p) -> Constraint:
@@ -141,40 +142,36 @@ def compile_content(
     given.indent = -1 if layout.indent is None else layout.indent
     given.has_lines = layout.has_lines
     given.max_depth = -1 if content.max_depth is None else content.max_depth
+    given.any_order, given.more_properties = content.any_order, content.more_properties
     given.seconds, given.memory_bytes = chosen.seconds, chosen.memory_bytes
     given.states, given.edges = chosen.states, chosen.edges
     given.made_of = (C.c_uint8 * _HASH_BYTES).from_buffer_copy(made_of)
     if vocabulary is not None:
-        tokens = vocabulary.tokens[:vocab_size]
-        given.tokens = (C.c_char_p * len(tokens))(*tokens)
-        given.token_sizes = (C.c_size_t * len(tokens))(*(len(token or b"") for token in tokens))
-        given.token_count, given.vocab_size = len(tokens), vocab_size
+        tokens, sizes, first_token = vocabulary.native
+        given.tokens, given.token_sizes, given.first_token = tokens, sizes, first_token
+        given.token_count, given.vocab_size = min(len(tokens), vocab_size), vocab_size
         given.eos_token_ids, given.eos_count = (C.c_int32 * len(ends))(*ends), len(ends)
-        given.first_token = _asking(vocabulary)
-    library, handle = _native.library(), C.c_void_p()
-    message = C.create_string_buffer(_native.MESSAGE_BYTES)
-    status = library.dlm_automaton_compile(
-        bundle, C.byref(given), message, len(message), C.byref(handle)
-    )
-    if status:
-        raise _native.error(status, message.value)
-    made = Constraint.of_handle(handle)
-    said = library.dlm_automaton_describe(handle).contents.warnings.decode()
+    made = Constraint.of_handle(_compiled(bundle, given))
+    library = _native.library()
+    said = library.dlm_automaton_describe(made.handle).contents.warnings.decode()
     for warning in filter(None, said.split("\n")):
         warnings.warn(warning, SchemaWarning, stacklevel=2)
     return made
 
 
-def _asking(vocabulary: Vocabulary) -> C._FuncPointer:
-    def first_token(_: object, string: int, size: int) -> int:
-        text = C.string_at(string, size).decode()
-        try:
-            return vocabulary.first_tokens([text])[0]
-        except DlmError:
-            return -1  # the tokenizer rejects it
-
-    made: C._FuncPointer = _native.FirstTokenFn(first_token)
-    return made
+def _compiled(bundle: C.c_void_p | None, given: C.Structure) -> C.c_void_p:
+    """The ``dlm_automaton`` of a ``dlm_constraint``."""
+    message, handle = C.create_string_buffer(_native.MESSAGE_BYTES), C.c_void_p()
+    status = _native.library().dlm_automaton_compile(
+        bundle,
+        C.byref(given),
+        message,
+        len(message),
+        C.byref(handle),
+    )
+    if status:
+        raise _native.error(status, message.value)
+    return handle
 
 
 def _utf8(name: str, text: str) -> bytes:

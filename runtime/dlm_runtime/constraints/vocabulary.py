@@ -6,10 +6,14 @@ are those of its tokens.
 
 from __future__ import annotations
 
+import ctypes as C
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dlm_runtime.errors import RequestError
+from dlm_runtime.abi import native as _native
+from dlm_runtime.errors import DlmError, RequestError
 from dlm_runtime.text.tokenizer import Tokenizer
 
 
@@ -29,6 +33,28 @@ class Vocabulary:
             token if self._starts(token, text) else -1
             for token, text in zip(found, texts, strict=True)
         ]
+
+    @functools.cached_property
+    def native(self) -> tuple[Any, Any, Any]:
+        """The fields ``tokens``, ``token_sizes`` and ``first_token`` of a ``dlm_constraint``.
+
+        They are made once. The library keeps the index of a vocabulary as long as a bundle's
+        constraints give the same tokens and the same callback.
+        """
+
+        def first_token(_: object, string: int, size: int) -> int:
+            text = C.string_at(string, size).decode()
+            try:
+                return self.first_tokens([text])[0]
+            except DlmError:
+                return -1  # the tokenizer refuses it
+
+        sizes = (len(token or b"") for token in self.tokens)
+        return (
+            (C.c_char_p * len(self.tokens))(*self.tokens),
+            (C.c_size_t * len(self.tokens))(*sizes),
+            _native.FirstTokenFn(first_token),
+        )
 
     def _starts(self, token: int, text: str) -> bool:
         spelled = self.tokens[token] if 0 <= token < len(self.tokens) else None

@@ -18,15 +18,20 @@ from typing import Any
 from dlm_runtime.constraints import compiled
 from dlm_runtime.constraints.compiled import CompileLimits, Content
 from dlm_runtime.constraints.layout import COMPACT, Layout
-from dlm_runtime.constraints.vocabulary import read_vocabulary
+from dlm_runtime.constraints.records import Csv, JsonLines
+from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
 from dlm_runtime.errors import ConstraintWarning, RequestError, shown
 from dlm_runtime.generation.handle import Handle
-from dlm_runtime.generation.request import Options, count_of, layout_of, text_of, texts_of
+from dlm_runtime.generation.request import Options, count_of, layout_of, listed, text_of, texts_of
 from dlm_runtime.generation.results import Generation
 from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import Tools
 
 KEPT = 64  # compiled constraints
+KINDS = ("schema", "regex", "grammar", "enum", "json_object", "json_lines", "csv", "xml")
+"""Arguments of ``Bundle.constraint`` that describe a text; ``tools`` is one as well."""
+MOST_RECORDS = 1_000_000  # bounds on lines and rows
+JSON_KINDS = ("schema", "json_object", "json_lines", "tools")
 UNLIKELY_NATS = 1.0
 """Mean nats per token that a bundle's constraints may lose without a warning. Over 100 commands the
 second demo loses 0.013 in its own layout (worst: 1.35), 2.5 in "compact" and 3.6 in "spaced".
@@ -40,6 +45,9 @@ class Constraints:
         self._handle = handle
         self._lock = threading.Lock()
         self._kept: dict[tuple[Any, ...], compiled.Constraint] = {}
+        self._vocabulary: Vocabulary | None = (
+            None  # of a tokenizer that the bundle has not compiled
+        )
         self._lost = 0.0  # nats, over all constrained requests
         self._has_warned = False
         self.json_layout = str(handle.manifest.get("json_layout", "compact"))
@@ -74,6 +82,8 @@ class Constraints:
         asked: Mapping[str, Any],
         *,
         max_depth: int | None = None,
+        any_order: bool = False,
+        more_properties: bool = False,
         before: str = "",
         behind: str = "",
         json_layout: str | Layout | None = None,
@@ -88,11 +98,17 @@ class Constraints:
         kind, value = _chosen(asked)
         if tokenizer is None:
             raise RequestError("constraints need a tokenizer, and this bundle has none")
-        is_json = kind in ("schema", "json_object", "tools")
-        if json_layout is not None and not is_json:
-            raise RequestError(
-                f"json_layout is for schema, json_object and tools, not for {kind}: leave it out"
-            )
+        is_json = kind in JSON_KINDS
+        of_json = {
+            "json_layout": json_layout is not None,
+            "any_order": _flag("any_order", any_order),
+            "more_properties": _flag("more_properties", more_properties),
+        }
+        for name, is_given in of_json.items():
+            if is_given and not is_json:
+                raise RequestError(
+                    f"{name} is for {listed(JSON_KINDS)}, not for {kind}: leave it out"
+                )
         content = _content(kind, value)
         depth = None if max_depth is None else count_of("max_depth", max_depth)
         layout = layout_of(self.json_layout if json_layout is None else json_layout)
@@ -101,16 +117,18 @@ class Constraints:
             raise RequestError(f"limits = {shown(limits)}: give CompileLimits, or None")
         chosen = limits or CompileLimits()
         folder = compiled.default_folder() if cache_dir == "" else _folder(cache_dir)
-        key = (kind, content, depth, layout if is_json else None, around, chosen)
+        objects = (any_order, more_properties)
+        key = (kind, content, depth, layout if is_json else None, around, objects, chosen)
         with self._lock:
             made = self._kept.get(key)
         if made is None:
             wanted = Content(
-                "tree" if kind == "tools" else kind,
+                "tree" if kind in ("tools", "json_lines", "csv", "xml") else kind,
                 _text(kind, content, layout, asked.get("tools")),
                 layout if is_json else COMPACT,
                 depth,
                 *around,
+                *objects,
             )
             handle = self._handle
 
@@ -120,7 +138,7 @@ class Constraints:
                     wanted,
                     chosen,
                     bundle=handle.pointer,
-                    vocabulary=None if has_text else read_vocabulary(tokenizer),
+                    vocabulary=None if has_text else self._vocabulary_of(tokenizer),
                     vocab_size=handle.vocab_size,
                     ends=handle.eos_token_ids,
                     made_of=made_of,
@@ -133,6 +151,12 @@ class Constraints:
                     self._kept.pop(next(iter(self._kept)))
                 self._kept[key] = made
         return made
+
+    def _vocabulary_of(self, tokenizer: Tokenizer) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = read_vocabulary(tokenizer)
+            return self._vocabulary
 
     def count_loss(self, made: Generation) -> None:
         """Count a constrained request's loss. Warn once per bundle if, on average over all its
@@ -157,23 +181,29 @@ class Constraints:
 
 def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
     """The one argument that is set, and its name. Raises RequestError."""
-    json_object = asked.get("json_object", False)
-    if not isinstance(json_object, bool):
-        raise RequestError(f"json_object = {shown(json_object)}: give True or False")
+    _flag("json_object", asked.get("json_object", False))
     given = [
         (kind, value)
         for kind, value in asked.items()
         if value is not None and (kind != "json_object" or value)
     ]
     if len(given) != 1:
-        raise RequestError("give one of schema, regex, enum, json_object and tools")
+        raise RequestError(f"give one of {listed((*KINDS, 'tools'))}")
     return given[0]
 
 
+def _flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} = {shown(value)}: give True or False")
+    return value
+
+
 def _content(kind: str, value: Any) -> str:
-    """A constraint's argument as text, equal for equal content. The order of properties counts."""
-    if kind == "regex":
-        return text_of("regex", value)
+    """A constraint's argument as text, equal for equal content. The order of properties counts.
+    Raises RequestError.
+    """
+    if kind in ("regex", "grammar"):
+        return text_of(kind, value)
     if kind == "enum":
         value = texts_of("enum", value)
     elif kind == "tools":
@@ -182,17 +212,47 @@ def _content(kind: str, value: Any) -> str:
                 f"tools = {shown(value)}: give a list of functions, or the result of Bundle.tools"
             )
         value = [value.listed, value.choice, asdict(value.written), value.is_parallel]
-    elif kind == "schema" and callable(make := getattr(value, "model_json_schema", None)):
-        try:
-            value = make()
-        except Exception as err:  # any error of the class
-            raise RequestError(
-                f"schema: {shown(value)}.model_json_schema() failed ({err})"[:300]
-            ) from err
+    elif kind == "schema":
+        value = _schema(kind, value)
+    elif kind in ("json_lines", "csv", "xml"):
+        value = _record(kind, value)
     try:
         return json.dumps(value, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as err:
         raise RequestError(f"{kind}: not JSON ({err})"[:300]) from err
+
+
+def _schema(kind: str, value: Any) -> Any:
+    """A schema as JSON, from that or from a class that can write it. Raises RequestError."""
+    make = getattr(value, "model_json_schema", None)
+    if not callable(make):
+        return value
+    try:
+        return make()
+    except Exception as err:  # whatever the class raises
+        raise RequestError(
+            f"{kind}: {shown(value)}.model_json_schema() failed ({err})"[:300]
+        ) from err
+
+
+def _record(kind: str, value: Any) -> dict[str, Any]:
+    """The member of a tree for JSON Lines, CSV or XML. Raises RequestError."""
+    schema, bounds = value, {}
+    member: dict[str, Any] = {}
+    if kind == "json_lines" and isinstance(value, JsonLines):
+        schema = value.schema
+        bounds = {"low": ("min_lines", value.min_lines), "high": ("max_lines", value.max_lines)}
+    elif kind == "csv" and isinstance(value, Csv):
+        schema = value.schema
+        bounds = {"low": ("min_rows", value.min_rows), "high": ("max_rows", value.max_rows)}
+        member = {name: getattr(value, name) for name in ("header", "delimiter", "line_end")}
+    for key, (name, count) in bounds.items():
+        if count is not None:
+            member[key] = count_of(f"{kind}: {name}", count, MOST_RECORDS)
+    schema = _schema(kind, schema)
+    if not isinstance(schema, (Mapping, bool)):
+        raise RequestError(f"{kind} = {shown(schema)} is no JSON Schema")
+    return {kind: schema, **member}
 
 
 def _plain(value: object) -> object:

@@ -53,16 +53,16 @@ class Handle:
         self._busy = 0  # users; the last one to end frees a closed bundle
         self._is_closed = False
         self._with: list[SupportsClose] = []
-        text = self._library.dlm_bundle_manifest(pointer).decode()
-        self.manifest: dict[str, Any] = json.loads(text) if text else {}
-        info = self._library.dlm_bundle_denoiser(pointer).contents
+        about = self._library.dlm_bundle_describe(pointer).contents
+        self.manifest: dict[str, Any] = json.loads(about.manifest) if about.manifest else {}
+        self.engine: str = about.engine.decode()
+        info = about.denoiser.contents
         self.vocab_size: int = info.vocab_size
         self.mask_token_id: int = info.mask_token_id
         self.max_canvas_length: int = info.max_canvas_length
         self.eos_token_ids: tuple[int, ...] = tuple(info.eos_token_ids[: info.eos_count])
         self.visible_block: int | None = info.visible_block or None
         self.max_new_tokens: int = info.max_new_tokens
-        self.engine: str = self._library.dlm_bundle_engine(pointer).decode()
 
     def close(self) -> None:
         """Reject new requests, and free the bundle once running ones have ended. Raises ForkError."""

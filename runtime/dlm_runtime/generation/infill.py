@@ -27,10 +27,16 @@ MOST_TRIED = 64
 _KINDS = (
     "schema",
     "regex",
+    "grammar",
     "enum",
     "json_object",
+    "json_lines",
+    "csv",
+    "xml",
     "json_layout",
     "max_depth",
+    "any_order",
+    "more_properties",
 )  # arguments of Bundle.constraint
 
 
@@ -181,7 +187,7 @@ def _constrained(
     given = {name: request.pop(name) for name in _KINDS if name in request}
     if not given:
         raise RequestError(
-            f"infill: constrain_from = {first} without a constraint: give one of {', '.join(_KINDS[:4])}"
+            f"infill: constrain_from = {first} without a constraint: give one of {', '.join(_KINDS[:8])}"
         )
     if len(between) != 2:
         raise RequestError(

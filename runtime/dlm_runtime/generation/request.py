@@ -41,10 +41,10 @@ class Options:
             answer. The tokens that the tokenizer and the chat template add are not affected.
         constraint: A compiled constraint of ``Bundle.constraint``. The text is then valid whatever the policy and the
             limits, unless a stop string cuts it.
-        schema, regex, enum, json_object: A constraint that is compiled on first use: see ``Bundle.constraint``.
-            ``prefix`` is part of the constrained text. (A ``constraint`` has its own ``before``.)
-        json_layout: White space of JSON for a schema, ``json_object`` or tools: a name of ``LAYOUTS``, or a ``Layout``.
-            None: the layout that the bundle was trained on, or compact.
+        schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint that is compiled on first use: see
+            ``Bundle.constraint``. ``prefix`` is part of the constrained text. (A ``constraint`` has its own ``before``.)
+        json_layout: White space of JSON for a schema, ``json_object``, ``json_lines`` or tools: a name of
+            ``LAYOUTS``, or a ``Layout``. None: the layout that the bundle was trained on, or compact.
         tools: Functions that may be called, each as ``{"type": "function", "function": {"name", "description",
             "parameters"}}`` with a JSON Schema of its parameters, or the ``Tools`` of ``Bundle.tools``. The chat
             template receives them.
@@ -77,8 +77,12 @@ class Options:
     constraint: Constraint | None = None
     schema: Any = None
     regex: str | None = None
+    grammar: str | None = None
     enum: Sequence[str] | None = None
     json_object: bool = False
+    json_lines: Any = None
+    csv: Any = None
+    xml: Any = None
     json_layout: str | Layout | None = None
     tools: Sequence[Mapping[str, Any]] | Tools | None = None
     tool_choice: str | Mapping[str, Any] = "auto"
@@ -105,10 +109,11 @@ class Options:
             self.json_layout is not None
             and self.schema is None
             and self.tools is None
+            and self.json_lines is None
             and not self.json_object
         ):
             raise RequestError(
-                "json_layout is for schema, json_object and tools: give one of these as well"
+                "json_layout is for schema, json_object, json_lines and tools: give one of these as well"
             )
 
     @classmethod
@@ -123,8 +128,12 @@ class Options:
         given = {
             "schema": self.schema,
             "regex": self.regex,
+            "grammar": self.grammar,
             "enum": self.enum,
             "json_object": self.json_object or None,
+            "json_lines": self.json_lines,
+            "csv": self.csv,
+            "xml": self.xml,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -180,8 +189,12 @@ class RequestOptions(TypedDict, total=False):
     constraint: Constraint | None
     schema: Any
     regex: str | None
+    grammar: str | None
     enum: Sequence[str] | None
     json_object: bool
+    json_lines: Any
+    csv: Any
+    xml: Any
     json_layout: str | Layout | None
     tools: Sequence[Mapping[str, Any]] | Tools | None
     tool_choice: str | Mapping[str, Any]
@@ -219,6 +232,8 @@ class InfillOptions(RequestOptions, total=False):
 
     max_batch: int
     max_depth: int | None
+    any_order: bool
+    more_properties: bool
     policies: Sequence[Mapping[str, Any]] | None
     cancel: threading.Event | Sequence[threading.Event | None] | None
 
@@ -398,6 +413,11 @@ def text_of(name: str, value: str) -> str:
             f"{name} = {shown(value)}: character {err.start} is half of a surrogate pair, which UTF-8 cannot encode"
         ) from err
     return value
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: "a, b and c"."""
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:

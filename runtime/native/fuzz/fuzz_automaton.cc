@@ -81,8 +81,12 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string file = complete(input.rest());
   char message[512];
   dlm_automaton* automaton = nullptr;
+  dlm_constraint constraint;
+  dlm_constraint_init(&constraint, sizeof constraint);
+  constraint.kind = DLM_CONSTRAINT_COMPILED;
+  constraint.content = file.data(), constraint.content_size = file.size();
   const dlm_status status =
-      dlm_automaton_read(file.data(), file.size(), message, sizeof message, &automaton);
+      dlm_automaton_compile(nullptr, &constraint, message, sizeof message, &automaton);
   CLAIM(status == DLM_OK ? automaton != nullptr
                          : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   if (status != DLM_OK) return 0;

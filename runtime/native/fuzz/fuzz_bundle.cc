@@ -90,10 +90,11 @@ void write(std::string manifest, std::string_view content) {
 
 void ask(dlm_bundle* bundle) {
   char message[2048];
-  const dlm_denoiser& denoiser = *dlm_bundle_denoiser(bundle);
+  const dlm_bundle_info& info = *dlm_bundle_describe(bundle);
+  const dlm_denoiser& denoiser = *info.denoiser;
   CLAIM(denoiser.vocab_size >= 3 && denoiser.mask_token_id < denoiser.vocab_size &&
         denoiser.layers >= 1);
-  CLAIM(*dlm_bundle_manifest(bundle) != '\0' && *dlm_bundle_engine(bundle) != '\0');
+  CLAIM(*info.manifest != '\0' && *info.engine != '\0');
   dlm_policy policy;
   dlm_policy_init(&policy, sizeof policy);
   CLAIM(dlm_bundle_policy(bundle, nullptr, nullptr, message, sizeof message, &policy) == DLM_OK);

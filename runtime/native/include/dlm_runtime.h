@@ -222,7 +222,7 @@ typedef struct dlm_open_options {
                              "nv_tensorrt_rtx". With a GPU provider, "auto" means "onnxruntime" */
   int32_t device;         /* the GPU's number for these providers, as CUDA counts from 0 (0) */
   int32_t allow_fallback; /* 1: the CPU runs nodes that the provider cannot run, and
-                             dlm_bundle_engine lists them; 0 (default): such nodes cause
+                             dlm_bundle_info.engine lists them; 0 (default): such nodes cause
                              UNSUPPORTED, and the message lists them */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size);
@@ -272,11 +272,14 @@ DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pa
                                             dlm_bundle** bundle);
 DLM_API void dlm_bundle_destroy(dlm_bundle* bundle);
 
-/* The bundle owns all three results. manifest: the text of manifest.json; "" for a callback bundle.
- * engine: one line for people, such as "onnxruntime 1.31.1 (CPU)". */
-DLM_API const dlm_denoiser* dlm_bundle_denoiser(const dlm_bundle* bundle); /* NULL for NULL */
-DLM_API const char* dlm_bundle_manifest(const dlm_bundle* bundle);
-DLM_API const char* dlm_bundle_engine(const dlm_bundle* bundle);
+/* Properties of a bundle, which owns all of them. */
+typedef struct dlm_bundle_info {
+  size_t struct_size;
+  const dlm_denoiser* denoiser;
+  const char* manifest; /* the text of manifest.json; "" for a callback bundle */
+  const char* engine;   /* one line for people, such as "onnxruntime 1.31.1 (CPU)" */
+} dlm_bundle_info;
+DLM_API const dlm_bundle_info* dlm_bundle_describe(const dlm_bundle* bundle); /* NULL for NULL */
 
 /* Fills *policy with a preset of the bundle; call dlm_policy_init on it first. preset: a name, or
  * NULL for the bundle's default. effort: NULL, or "instant", "low", "medium" or "high" (fewest
@@ -361,69 +364,78 @@ enum {
   DLM_CONSTRAINT_SCHEMA = 1,      /* a JSON Schema; the text is JSON that is valid by it */
   DLM_CONSTRAINT_ENUM = 2,        /* a JSON list of strings; the text is one of them */
   DLM_CONSTRAINT_JSON_OBJECT = 3, /* any JSON object; content is "" */
-  DLM_CONSTRAINT_TREE = 4         /* a tree of JSON objects with texts, expressions and schemas in
-                                     sequence or as alternatives: docs/c-api.md */
+  DLM_CONSTRAINT_TREE = 4,        /* a tree of JSON objects: texts, expressions, schemas, grammars,
+                                     JSON Lines, CSV and XML, in sequence or as alternatives. The C
+                                     guide, docs/guides/c-api.md, lists its members */
+  DLM_CONSTRAINT_GRAMMAR = 5,     /* a context-free grammar in GBNF, the notation of llama.cpp */
+  DLM_CONSTRAINT_COMPILED = 6,    /* what dlm_automaton_write gives, or dlm-export compile writes */
+  DLM_CONSTRAINT_FILE = 7         /* the path of a file with such content */
 };
 
 /* The first token of a text by the program's tokenizer, or -1 if it does not know. */
 typedef int32_t (*dlm_first_token_fn)(void* user, const char* string, size_t size);
 
-/* What to compile. */
+/* What to compile. Defaults are in parentheses. */
 typedef struct dlm_constraint {
   size_t struct_size;
-  int32_t kind; /* DLM_CONSTRAINT_... */
-  const char* content;
-  size_t content_size; /* bytes */
-  const char* before;  /* text around the generated one that counts as part of the constrained */
-  const char* behind;  /* text; NULL (default): none */
+  int32_t kind;        /* DLM_CONSTRAINT_... (DLM_CONSTRAINT_REGEX) */
+  const char* content; /* as the kind says; must be set (NULL) */
+  size_t content_size; /* bytes (0) */
+  const char* before;  /* text before the generated one that is part of the constrained text; NULL:
+                          none (NULL) */
+  const char* behind;  /* the same after the generated text (NULL) */
 
   /* Of JSON. */
   const char* item_separator; /* between items and between properties (",") */
   const char* key_separator;  /* between a property's name and its value (":") */
-  int32_t indent;             /* spaces per level, with items on their own lines; -1 (default): no
-                                 line breaks */
+  int32_t indent;             /* spaces per level, 0..64, with items on their own lines; -1: no line
+                                 breaks (-1) */
   int32_t has_lines; /* 1: each item of an array that is the whole text has its own line (0) */
   int32_t max_depth; /* how many times a recursive schema may contain itself, or how many containers
-                        may be inside each other where any value is allowed; -1 (default): chosen by
-                        the library */
+                        may be inside each other where any value is allowed; of a grammar, how many
+                        recursive references may be inside each other. 0..64; -1 (default): 3, or
+                        fewer if the result would be too large for the limits */
+  int32_t any_order; /* 1: the properties of an object of up to 6 are in any order; 0 (default): in
+                        the schema's order */
+  int32_t more_properties; /* 1: properties that a schema allows but does not name are written too;
+                              0 (default): they are left out */
 
   /* Limits: compiling ends with INVALID_ARGUMENT if it reaches one. */
-  double seconds;        /* of processor time (30) */
-  uint64_t memory_bytes; /* (2 GiB) */
-  int64_t states, edges; /* of the result (32768, 2097152) */
+  double seconds;        /* of processor time, 0 or more (30) */
+  uint64_t memory_bytes; /* that compiling may use at once, in bytes (2 GiB) */
+  int64_t states;        /* of the result, 0 or more (32768) */
+  int64_t edges;         /* of the result, 0 or more (2097152) */
 
-  /* The vocabulary, for programs with their own tokenizer; NULL (default): the bundle's. */
-  const char* const* tokens; /* [token_count], the bytes of each token; NULL: it is never part of a
-                                text */
-  const size_t* token_sizes; /* [token_count], in bytes */
-  size_t token_count;
-  int32_t vocab_size;           /* of the denoiser, and */
-  const int32_t* eos_token_ids; /* [eos_count], its end tokens: of a call without a bundle */
-  size_t eos_count;
-  dlm_first_token_fn first_token; /* NULL: unknown for all texts */
-  void* user;                     /* of first_token */
+  /* The vocabulary, for programs with their own tokenizer. */
+  const char* const* tokens;    /* [token_count], the bytes of each token; an entry that is NULL is
+                                   never part of a text. NULL: the bundle's vocabulary (NULL) */
+  const size_t* token_sizes;    /* [token_count], in bytes (NULL) */
+  size_t token_count;           /* (0) */
+  int32_t vocab_size;           /* of the denoiser, 1..2^24; read only without a bundle (0) */
+  const int32_t* eos_token_ids; /* [eos_count], end tokens; read only without a bundle (NULL) */
+  size_t eos_count;             /* (0) */
+  dlm_first_token_fn first_token; /* NULL: unknown for all texts (NULL) */
+  void* user;                     /* of first_token (NULL) */
 
-  const uint8_t* made_of; /* 32 bytes that the file keeps; NULL (default): zeros */
+  const uint8_t* made_of; /* 32 bytes that the file keeps; NULL: zeros (NULL) */
 } dlm_constraint;
 DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
 
 /* Compiles a constraint for a bundle. bundle may be NULL if the constraint has the vocabulary, its
- * size and the end tokens. From any thread. The first
- * call for a bundle also indexes its vocabulary, which takes about as long as reading it.
- * INVALID_ARGUMENT, with the place, for content that is not valid or not supported; UNSUPPORTED if
- * the bundle has no text and `tokens` is NULL. */
+ * size and the end tokens. From any thread. The first call for a bundle also indexes its
+ * vocabulary, which takes about as long as reading it; so does the first call for the tokens of a
+ * program. INVALID_ARGUMENT, with the place, for content that is not valid or not supported;
+ * UNSUPPORTED if the bundle has no text and `tokens` is NULL.
+ *
+ * DLM_CONSTRAINT_COMPILED and DLM_CONSTRAINT_FILE are read and checked, not compiled: bundle may be
+ * NULL, and the other fields are not read. BAD_BUNDLE for damaged data, UNSUPPORTED for a file of
+ * another version, NOT_FOUND if there is no such file. */
 DLM_API dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constraint* constraint,
                                          char* message, size_t message_capacity,
                                          dlm_automaton** automaton);
 
-/* Reads and checks a file that dlm_automaton_write or dlm-export compile made, or its content in
- * memory. BAD_BUNDLE for damaged data. */
-DLM_API dlm_status dlm_automaton_open(const char* path, char* message, size_t message_capacity,
-                                      dlm_automaton** automaton);
-DLM_API dlm_status dlm_automaton_read(const void* data, size_t size, char* message,
-                                      size_t message_capacity, dlm_automaton** automaton);
-
-/* The content of a file. size: the number of bytes. Only the first `capacity` are written. */
+/* The content of a file, for DLM_CONSTRAINT_COMPILED. size: the number of bytes. Only the first
+ * `capacity` are written. */
 DLM_API dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* message,
                                        size_t message_capacity, void* data, size_t capacity,
                                        size_t* size);
@@ -432,8 +444,11 @@ DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* running request
 /* What is known of an automaton. Valid as long as the automaton. */
 typedef struct dlm_automaton_info {
   size_t struct_size;
-  int32_t shortest; /* tokens of the shortest text */
-  int32_t states, classes, groups, edges;
+  int32_t shortest;     /* tokens of the shortest text, 0 or more */
+  int32_t states;       /* 1 or more */
+  int32_t classes;      /* sets of tokens that behave alike in every state */
+  int32_t groups;       /* sets of classes that lead from one state to another */
+  int32_t edges;        /* pairs of states, each with the group that leads from one to the other */
   const char* warnings; /* one a line, of keywords of a schema that look misspelled and the like;
                            "" if there are none, and for one that was read */
 } dlm_automaton_info;

@@ -194,20 +194,27 @@ inline Result result_of(const dlm_result& from) {
 // A compiled constraint on the text of requests.
 class Automaton {
  public:
+  // Opens a file of `dlm-export compile`, or reads its content.
   explicit Automaton(const std::string& path)
-      : handle_(detail::made<dlm_automaton>([&](char* text, std::size_t size, dlm_automaton** out) {
-          return dlm_automaton_open(path.c_str(), text, size, out);
-        })) {}
+      : Automaton(nullptr, DLM_CONSTRAINT_FILE, path.data(), path.size()) {}
   Automaton(const void* data, std::size_t bytes)
-      : handle_(detail::made<dlm_automaton>([&](char* text, std::size_t size, dlm_automaton** out) {
-          return dlm_automaton_read(data, bytes, text, size, out);
-        })) {}
+      : Automaton(nullptr, DLM_CONSTRAINT_COMPILED, static_cast<const char*>(data), bytes) {}
   // Compiles for a bundle's vocabulary. kind: DLM_CONSTRAINT_...; content: see the kind.
   Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content);
   std::int32_t shortest() const { return dlm_automaton_describe(get())->shortest; }
   dlm_automaton* get() const noexcept { return handle_.get(); }
 
  private:
+  Automaton(dlm_bundle* bundle, std::int32_t kind, const char* content, std::size_t bytes)
+      : handle_(detail::made<dlm_automaton>([&](char* text, std::size_t size, dlm_automaton** out) {
+          dlm_constraint constraint;
+          dlm_constraint_init(&constraint, sizeof constraint);
+          constraint.kind = kind;
+          constraint.content = content;
+          constraint.content_size = bytes;
+          return dlm_automaton_compile(bundle, &constraint, text, size, out);
+        })) {}
+
   detail::Owned<dlm_automaton, dlm_automaton_destroy> handle_;
 };
 
@@ -335,9 +342,9 @@ class Bundle {
     });
     return policy;
   }
-  const dlm_denoiser& denoiser() const { return *dlm_bundle_denoiser(get()); }
-  std::string_view manifest() const { return dlm_bundle_manifest(get()); }
-  std::string_view engine() const { return dlm_bundle_engine(get()); }
+  const dlm_denoiser& denoiser() const { return *dlm_bundle_describe(get())->denoiser; }
+  std::string_view manifest() const { return dlm_bundle_describe(get())->manifest; }
+  std::string_view engine() const { return dlm_bundle_describe(get())->engine; }
   Text text() const {
     const dlm_text* found = nullptr;
     detail::check(
@@ -353,14 +360,7 @@ class Bundle {
 };
 
 inline Automaton::Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content)
-    : handle_(detail::made<dlm_automaton>([&](char* text, std::size_t size, dlm_automaton** out) {
-        dlm_constraint constraint;
-        dlm_constraint_init(&constraint, sizeof constraint);
-        constraint.kind = kind;
-        constraint.content = content.data();
-        constraint.content_size = content.size();
-        return dlm_automaton_compile(bundle.get(), &constraint, text, size, out);
-      })) {}
+    : Automaton(bundle.get(), kind, content.data(), content.size()) {}
 
 // Runs requests for one thread at a time; any thread may call cancel.
 class Session {

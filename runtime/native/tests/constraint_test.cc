@@ -764,7 +764,11 @@ void test_requests(std::mt19937& random) {
   const char* const scores[] = {"prediction", "draw", "marginal"};
   for (int32_t round = 0; round < 1000; ++round) {
     dlm_automaton* automaton = nullptr;
-    CHECK(dlm_automaton_read(file.data(), file.size(), nullptr, 0, &automaton) == DLM_OK);
+    dlm_constraint constraint;
+    dlm_constraint_init(&constraint, sizeof constraint);
+    constraint.kind = DLM_CONSTRAINT_COMPILED;
+    constraint.content = file.data(), constraint.content_size = file.size();
+    CHECK(dlm_automaton_compile(nullptr, &constraint, nullptr, 0, &automaton) == DLM_OK);
     const bool has_beginning = draw(0, 2) == 0;  // "ab" or "ac"
     dlm_policy policy;
     dlm_policy_init(&policy, sizeof policy);

@@ -201,9 +201,9 @@ int main(int argc, char** argv) {
                                 ? dlm_bundle_open(argv[1], &open, message, sizeof message, &bundle)
                                 : DLM_INVALID_ARGUMENT;
   std::printf("open %s %s\n", dlm_status_name(opened),
-              opened == DLM_OK ? dlm_bundle_engine(bundle) : message);
+              opened == DLM_OK ? dlm_bundle_describe(bundle)->engine : message);
   if (opened == DLM_OK) {
-    dlm_denoiser denoiser = *dlm_bundle_denoiser(bundle);
+    dlm_denoiser denoiser = *dlm_bundle_describe(bundle)->denoiser;
     mock::Shape shape = {{}, denoiser.vocab_size, denoiser.mask_token_id, denoiser.top_k};
     std::istringstream layers(options["layers"]);
     for (std::string layer; std::getline(layers, layer, ',');) {

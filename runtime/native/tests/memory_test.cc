@@ -319,10 +319,14 @@ std::string any_text() {
 void sweep_constraints(long stride) {
   const std::string file = any_text();
   const auto read = [&](dlm_automaton** out) {
-    return dlm_automaton_read(file.data(), file.size(), message, sizeof message, out);
+    dlm_constraint constraint;
+    dlm_constraint_init(&constraint, sizeof constraint);
+    constraint.kind = DLM_CONSTRAINT_COMPILED;
+    constraint.content = file.data(), constraint.content_size = file.size();
+    return dlm_automaton_compile(nullptr, &constraint, message, sizeof message, out);
   };
   sweep(
-      "dlm_automaton_read", stride, [] { return 0; },
+      "a compiled constraint", stride, [] { return 0; },
       [&](int) {
         dlm_automaton* automaton = nullptr;
         const dlm_status status = read(&automaton);
@@ -471,7 +475,8 @@ void sweep_files(long stride, const std::string& folder) {
         const dlm_status status = open(&bundle);
         const Owned<dlm_bundle> owned(bundle);
         stop_failing();
-        return Came{status, dlm_bundle_engine(bundle)};
+        const dlm_bundle_info* const info = dlm_bundle_describe(bundle);
+        return Came{status, info == nullptr ? "" : info->engine};
       });
   const std::string nowhere = folder + "/nowhere";
   sweep(

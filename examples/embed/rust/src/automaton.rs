@@ -1,8 +1,8 @@
-use std::os::raw::c_void;
+use std::mem::{size_of, MaybeUninit};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use crate::{c_string, check, sys, Result};
+use crate::{check, sys, Bundle, Result};
 
 #[derive(Debug)]
 struct RawAutomaton(*mut sys::dlm_automaton);
@@ -18,24 +18,63 @@ impl Drop for RawAutomaton {
     }
 }
 
-/// The texts that a request may generate. `dlm-export compile` writes its file, for the vocabulary of one bundle. Clones share it.
+/// What the text of a request may be.
+#[derive(Debug, Clone, Copy)]
+pub enum Content<'a> {
+    /// A match of the whole regular expression, in the syntax of the regex crate.
+    Regex(&'a str),
+    /// JSON that is valid by a JSON Schema.
+    Schema(&'a str),
+    /// One of the strings of a JSON list.
+    Enum(&'a str),
+    /// Any JSON object.
+    JsonObject,
+    /// Parts in sequence or as alternatives: JSON that docs/guides/c-api.md describes.
+    Tree(&'a str),
+    /// A text of a grammar in GBNF.
+    Grammar(&'a str),
+}
+
+/// The texts that a request may generate, for the vocabulary of one bundle. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Automaton(Arc<RawAutomaton>);
 
 impl Automaton {
-    /// Reads and checks a file.
+    /// Compiles what a text may be, for the vocabulary of a bundle.
+    pub fn compile(bundle: &Bundle, content: Content) -> Result<Self> {
+        let (kind, text) = match content {
+            Content::Regex(text) => (sys::DLM_CONSTRAINT_REGEX, text),
+            Content::Schema(text) => (sys::DLM_CONSTRAINT_SCHEMA, text),
+            Content::Enum(text) => (sys::DLM_CONSTRAINT_ENUM, text),
+            Content::JsonObject => (sys::DLM_CONSTRAINT_JSON_OBJECT, ""),
+            Content::Tree(text) => (sys::DLM_CONSTRAINT_TREE, text),
+            Content::Grammar(text) => (sys::DLM_CONSTRAINT_GRAMMAR, text),
+        };
+        Self::made((bundle.0).0, kind, text.as_bytes())
+    }
+
+    /// Reads and checks a file that `dlm-export compile` wrote.
     pub fn open(path: &str) -> Result<Self> {
-        let (path, mut raw) = (c_string(path)?, null_mut());
-        // SAFETY: all valid for the call.
-        check(|message, capacity| unsafe { sys::dlm_automaton_open(path.as_ptr(), message, capacity, &mut raw) })?;
-        Ok(Self(Arc::new(RawAutomaton(raw))))
+        Self::made(null_mut(), sys::DLM_CONSTRAINT_FILE, path.as_bytes())
     }
 
     /// Reads and checks the content of such a file.
     pub fn read(data: &[u8]) -> Result<Self> {
-        let (start, mut raw) = (data.as_ptr().cast::<c_void>(), null_mut());
-        // SAFETY: all valid for the call.
-        check(|message, capacity| unsafe { sys::dlm_automaton_read(start, data.len(), message, capacity, &mut raw) })?;
+        Self::made(null_mut(), sys::DLM_CONSTRAINT_COMPILED, data)
+    }
+
+    fn made(bundle: *mut sys::dlm_bundle, kind: i32, content: &[u8]) -> Result<Self> {
+        let mut constraint = MaybeUninit::<sys::dlm_constraint>::uninit();
+        let mut raw = null_mut();
+        // SAFETY: init fills the struct; the others are valid for the call.
+        check(|message, capacity| unsafe {
+            sys::dlm_constraint_init(constraint.as_mut_ptr(), size_of::<sys::dlm_constraint>());
+            let mut constraint = constraint.assume_init();
+            constraint.kind = kind;
+            constraint.content = content.as_ptr().cast();
+            constraint.content_size = content.len();
+            sys::dlm_automaton_compile(bundle, &constraint, message, capacity, &mut raw)
+        })?;
         Ok(Self(Arc::new(RawAutomaton(raw))))
     }
 

@@ -33,7 +33,7 @@ mod policy;
 mod scheduler;
 mod sys;
 
-pub use automaton::Automaton;
+pub use automaton::{Automaton, Content};
 pub use policy::Policy;
 pub use scheduler::{Job, Scheduler};
 
@@ -121,7 +121,7 @@ impl Bundle {
     /// The `max_new_tokens` of a request that sets none.
     pub fn max_new_tokens(&self) -> u32 {
         // SAFETY: the handle is open.
-        unsafe { (*sys::dlm_bundle_denoiser((self.0).0)).max_new_tokens }.unsigned_abs()
+        unsafe { (*(*sys::dlm_bundle_describe((self.0).0)).denoiser).max_new_tokens }.unsigned_abs()
     }
 
     /// One of the bundle's presets by its name, such as `"fast-dllm"`. The error for an unknown name lists all of them.
@@ -138,7 +138,7 @@ impl Bundle {
     /// The engine that runs the bundle, as one line for people.
     pub fn engine(&self) -> String {
         // SAFETY: the bundle's own, NUL-terminated.
-        unsafe { text_of(sys::dlm_bundle_engine((self.0).0)) }
+        unsafe { text_of((*sys::dlm_bundle_describe((self.0).0)).engine) }
     }
 }
 

@@ -49,6 +49,31 @@ pub struct dlm_policy {
     pub cfg_scale: f64,
 }
 
+#[repr(C)]
+pub struct dlm_bundle_info {
+    pub struct_size: usize,
+    pub denoiser: *const dlm_denoiser,
+    pub manifest: *const c_char,
+    pub engine: *const c_char,
+}
+
+pub const DLM_CONSTRAINT_REGEX: i32 = 0;
+pub const DLM_CONSTRAINT_SCHEMA: i32 = 1;
+pub const DLM_CONSTRAINT_ENUM: i32 = 2;
+pub const DLM_CONSTRAINT_JSON_OBJECT: i32 = 3;
+pub const DLM_CONSTRAINT_TREE: i32 = 4;
+pub const DLM_CONSTRAINT_GRAMMAR: i32 = 5;
+pub const DLM_CONSTRAINT_COMPILED: i32 = 6;
+pub const DLM_CONSTRAINT_FILE: i32 = 7;
+
+#[repr(C)]
+pub struct dlm_constraint {
+    pub struct_size: usize,
+    pub kind: i32,
+    pub content: *const c_char,
+    pub content_size: usize,
+}
+
 pub const DLM_FIELD_CHOICE: i32 = 0;
 pub const DLM_FIELD_INT32: i32 = 1;
 pub const DLM_FIELD_DOUBLE: i32 = 2;
@@ -185,7 +210,7 @@ extern "C" {
         bundle: *mut *mut dlm_bundle,
     ) -> dlm_status;
     pub fn dlm_bundle_destroy(bundle: *mut dlm_bundle);
-    pub fn dlm_bundle_engine(bundle: *const dlm_bundle) -> *const c_char;
+    pub fn dlm_bundle_describe(bundle: *const dlm_bundle) -> *const dlm_bundle_info;
     pub fn dlm_session_create(
         bundle: *mut dlm_bundle,
         message: *mut c_char,
@@ -201,7 +226,6 @@ extern "C" {
         result: *mut *const dlm_result,
     ) -> dlm_status;
     pub fn dlm_request_init(request: *mut dlm_request, struct_size: usize);
-    pub fn dlm_bundle_denoiser(bundle: *const dlm_bundle) -> *const dlm_denoiser;
     pub fn dlm_bundle_policy(
         bundle: *const dlm_bundle,
         preset: *const c_char,
@@ -212,15 +236,10 @@ extern "C" {
     ) -> dlm_status;
     pub fn dlm_policy_init(policy: *mut dlm_policy, struct_size: usize);
     pub fn dlm_policy_field_at(index: usize) -> *const dlm_policy_field;
-    pub fn dlm_automaton_open(
-        path: *const c_char,
-        message: *mut c_char,
-        message_capacity: usize,
-        automaton: *mut *mut dlm_automaton,
-    ) -> dlm_status;
-    pub fn dlm_automaton_read(
-        data: *const c_void,
-        size: usize,
+    pub fn dlm_constraint_init(constraint: *mut dlm_constraint, struct_size: usize);
+    pub fn dlm_automaton_compile(
+        bundle: *mut dlm_bundle,
+        constraint: *const dlm_constraint,
         message: *mut c_char,
         message_capacity: usize,
         automaton: *mut *mut dlm_automaton,

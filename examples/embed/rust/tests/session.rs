@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::thread;
 
-use dlm_runtime::{Automaton, Bundle, Finish, Options, Scheduler, Session};
+use dlm_runtime::{Automaton, Bundle, Content, Finish, Options, Scheduler, Session};
 
 const PROMPT: &str = "turn on the kitchen lights";
 
@@ -166,6 +166,29 @@ fn a_constraint_is_of_its_request_alone() {
     }
     assert!(Automaton::open("/no/such/file").unwrap_err().to_string().starts_with("NOT_FOUND: /no/such/file"));
     assert!(Automaton::read(b"DLM").is_err());
+}
+
+#[test]
+fn a_constraint_is_compiled_for_a_bundle() {
+    let bundle = bundle();
+    let mut session = Session::new(&bundle).unwrap();
+    let contents = [
+        Content::Regex("yes|no"),
+        Content::Enum("[\"yes\", \"no\"]"),
+        Content::Grammar("root ::= \"yes\" | \"no\""),
+        Content::Tree("{\"either\": [{\"text\": \"yes\"}, {\"regex\": \"no\"}]}"),
+    ];
+    for content in contents {
+        let options = Options { constraint: Some(Automaton::compile(&bundle, content).unwrap()), ..few() };
+        let out = session.generate_text(PROMPT, &options, |_| ControlFlow::Continue(())).unwrap();
+        assert!(["yes", "no"].contains(&out.text.as_str()), "{content:?}: {}", out.text);
+    }
+    let schema = Automaton::compile(&bundle, Content::Schema("{\"enum\": [\"yes\", \"no\"]}")).unwrap();
+    let options = Options { constraint: Some(schema), ..few() };
+    assert!(["\"yes\"", "\"no\""].contains(&alone(&bundle, PROMPT, &options).as_str()));
+    assert!(Automaton::compile(&bundle, Content::JsonObject).is_ok());
+    let wrong = Automaton::compile(&bundle, Content::Grammar("root ::= x")).unwrap_err();
+    assert!(wrong.sentence.contains("line 1, column 10: rule 'x' is not defined"), "{wrong}");
 }
 
 #[test]

@@ -145,7 +145,7 @@ const dlm_policy& find_effort(const dlm::Manifest& manifest, const char* preset,
             names_of(manifest.efforts).c_str());
 }
 
-// Fills the results of dlm_bundle_denoiser and dlm_bundle_engine.
+// Fills the result of dlm_bundle_describe.
 void finish_opening(dlm_bundle& bundle) {
   bundle.engine_description = bundle.engine->description();
   const dlm::Denoiser& d = bundle.manifest.denoiser;
@@ -165,6 +165,8 @@ void finish_opening(dlm_bundle& bundle) {
   told.eos_count = d.eos_token_ids.size();
   told.visible_block = d.visible_block;
   told.max_new_tokens = d.max_new_tokens;
+  bundle.info = {sizeof bundle.info, &bundle.denoiser, bundle.manifest.text.c_str(),
+                 bundle.engine_description.c_str()};
 }
 
 }  // namespace
@@ -241,16 +243,8 @@ dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn ru
 
 void dlm_bundle_destroy(dlm_bundle* bundle) { delete bundle; }
 
-const dlm_denoiser* dlm_bundle_denoiser(const dlm_bundle* bundle) {
-  return bundle == nullptr ? nullptr : &bundle->denoiser;
-}
-
-const char* dlm_bundle_manifest(const dlm_bundle* bundle) {
-  return bundle == nullptr ? "" : bundle->manifest.text.c_str();
-}
-
-const char* dlm_bundle_engine(const dlm_bundle* bundle) {
-  return bundle == nullptr ? "" : bundle->engine_description.c_str();
+const dlm_bundle_info* dlm_bundle_describe(const dlm_bundle* bundle) {
+  return bundle == nullptr ? nullptr : &bundle->info;
 }
 
 dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset, const char* effort,

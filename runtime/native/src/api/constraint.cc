@@ -2,6 +2,7 @@
 #include "compile/constraint.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "api/handles.h"
+#include "base/sha256.h"
 
 using dlm::guarded, dlm::require;
 
@@ -35,10 +37,12 @@ std::string text_or_none(const char* text) { return text == nullptr ? "" : text;
 dlm::compile::Constraint read_constraint(const dlm_constraint& given) {
   constexpr int32_t kMostIndent = 64, kMostDepth = 64;
   dlm::compile::Constraint out;
-  dlm::check_range("kind", given.kind, DLM_CONSTRAINT_REGEX, DLM_CONSTRAINT_TREE);
+  dlm::check_range("kind", given.kind, DLM_CONSTRAINT_REGEX, DLM_CONSTRAINT_FILE);
   dlm::check_range("indent", given.indent, -1, kMostIndent);
   dlm::check_range("has_lines", given.has_lines, 0, 1);
   dlm::check_range("max_depth", given.max_depth, -1, kMostDepth);
+  dlm::check_range("any_order", given.any_order, 0, 1);
+  dlm::check_range("more_properties", given.more_properties, 0, 1);
   out.kind = static_cast<dlm::compile::Constraint::Kind>(given.kind);
   out.content = dlm::view_of(given.content, given.content_size, "content");
   out.before = text_or_none(given.before);
@@ -48,6 +52,8 @@ dlm::compile::Constraint read_constraint(const dlm_constraint& given) {
   out.layout.indent = given.indent;
   out.layout.has_lines = given.has_lines != 0;
   if (given.max_depth >= 0) out.max_depth = static_cast<uint32_t>(given.max_depth);
+  out.any_order = given.any_order != 0;
+  out.more_properties = given.more_properties != 0;
   if (!(given.seconds >= 0) || given.states < 0 || given.edges < 0)
     dlm::fail(DLM_INVALID_ARGUMENT, "a compile limit is negative");
   out.limits = {given.seconds, given.memory_bytes, static_cast<size_t>(given.states),
@@ -83,6 +89,34 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
                                                           std::move(ends), std::move(first_token));
 }
 
+// A hash of what a program's vocabulary is made of. The callback counts by its address: it is only
+// called during calls that give it.
+std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
+  dlm::Sha256 hash;
+  const auto add = [&](const auto& value) { hash.update(&value, sizeof value); };
+  add(given.first_token);
+  add(given.user);
+  add(given.token_count);
+  for (size_t i = 0; i < given.token_count; ++i) {
+    const size_t size = given.tokens[i] == nullptr ? SIZE_MAX : given.token_sizes[i];
+    add(size);
+    if (given.tokens[i] != nullptr) hash.update(given.tokens[i], size);
+  }
+  return hash.digest();
+}
+
+// Indexing a vocabulary takes longer than compiling a small constraint, so a bundle keeps the last.
+VocabularyPointer kept_vocabulary(dlm_bundle& bundle, const dlm_constraint& given) {
+  if (given.token_count > 0) require(given.token_sizes, "token_sizes");
+  const std::array<uint8_t, 32> hash = hash_of_vocabulary(given);
+  const std::lock_guard<std::mutex> lock(bundle.vocabulary_mutex);
+  if (bundle.given_vocabulary == nullptr || bundle.given_hash != hash) {
+    bundle.given_vocabulary = given_vocabulary(&bundle, given);
+    bundle.given_hash = hash;
+  }
+  return bundle.given_vocabulary;
+}
+
 VocabularyPointer vocabulary_of(dlm_bundle& bundle) {
   const dlm::Denoiser& denoiser = bundle.manifest.denoiser;
   const std::shared_ptr<const dlm::Text> text = dlm::text_of(bundle).text;
@@ -111,6 +145,20 @@ dlm_automaton* made(dlm::Automaton automaton, const std::vector<std::string>& wa
   return out.release();
 }
 
+// What was compiled before.
+dlm_automaton* read(const dlm_constraint& given) {
+  require(given.content, "content");
+  uint8_t made_of[32];
+  if (given.kind == DLM_CONSTRAINT_FILE) {
+    const std::string path(dlm::view_of(given.content, given.content_size, "content"));
+    dlm::Automaton opened = dlm::open_automaton(path, made_of);
+    return made(std::move(opened), {}, made_of);
+  }
+  dlm::Automaton found = dlm::read_automaton(given.content, given.content_size, "the constraint");
+  std::copy_n(dlm::made_of(given.content), sizeof made_of, made_of);
+  return made(std::move(found), {}, made_of);
+}
+
 }  // namespace
 
 void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size) {
@@ -125,35 +173,17 @@ dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constraint* const
     require(automaton, "automaton");
     require(constraint, "constraint");
     const dlm_constraint given = dlm::take(*constraint, default_constraint(), "dlm_constraint");
+    if (given.kind == DLM_CONSTRAINT_COMPILED || given.kind == DLM_CONSTRAINT_FILE) {
+      *automaton = read(given);
+      return;
+    }
     const dlm::compile::Constraint wanted = read_constraint(given);
     if (given.tokens == nullptr) require(bundle, "bundle");
-    const VocabularyPointer vocabulary =
-        given.tokens == nullptr ? vocabulary_of(*bundle) : given_vocabulary(bundle, given);
+    const VocabularyPointer vocabulary = given.tokens == nullptr ? vocabulary_of(*bundle)
+                                         : bundle == nullptr     ? given_vocabulary(nullptr, given)
+                                                                 : kept_vocabulary(*bundle, given);
     dlm::compile::Compiled compiled = dlm::compile::compile_constraint(wanted, *vocabulary);
     *automaton = made(std::move(compiled.automaton), compiled.warnings, given.made_of);
-  });
-}
-
-dlm_status dlm_automaton_open(const char* path, char* message, size_t message_capacity,
-                              dlm_automaton** automaton) {
-  if (automaton != nullptr) *automaton = nullptr;
-  return guarded(message, message_capacity, [&] {
-    require(automaton, "automaton");
-    require(path, "path");
-    uint8_t made_of[32];
-    dlm::Automaton opened = dlm::open_automaton(path, made_of);
-    *automaton = made(std::move(opened), {}, made_of);
-  });
-}
-
-dlm_status dlm_automaton_read(const void* data, size_t size, char* message, size_t message_capacity,
-                              dlm_automaton** automaton) {
-  if (automaton != nullptr) *automaton = nullptr;
-  return guarded(message, message_capacity, [&] {
-    require(automaton, "automaton");
-    require(data, "data");
-    dlm::Automaton read = dlm::read_automaton(data, size, "the constraint");
-    *automaton = made(std::move(read), {}, dlm::made_of(data));
   });
 }
 

@@ -31,11 +31,14 @@ struct dlm_bundle {
   dlm::Manifest manifest;
   std::unique_ptr<dlm::Engine> engine;
   std::string engine_description;
-  dlm_denoiser denoiser{};  // as dlm_bundle_denoiser returns it
+  dlm_denoiser denoiser{};
+  dlm_bundle_info info{};
   std::mutex text_mutex;
   dlm_text text;  // set by the first call that needs it
   std::mutex vocabulary_mutex;
-  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;  // set by the first compile
+  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;        // set by the first compile
+  std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;  // last one of the program
+  std::array<uint8_t, 32> given_hash{};                              // hash of its source
 };
 
 // A request holds the automaton that it started with.

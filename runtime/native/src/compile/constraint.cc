@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/json.h"
 #include "compile/automata.h"
+#include "compile/grammar.h"
 #include "compile/regex.h"
 #include "compile/schema/schema.h"
 #include "compile/token_automaton.h"
@@ -15,7 +16,8 @@ namespace dlm::compile {
 namespace {
 
 const char* name_of(Constraint::Kind kind) {
-  constexpr const char* kNames[] = {"regex", "schema", "enum", "json_object", "constraint"};
+  constexpr const char* kNames[] = {"regex",       "schema",     "enum",
+                                    "json_object", "constraint", "grammar"};
   return kNames[kind];
 }
 
@@ -23,6 +25,8 @@ schema::Texts texts_of(Expressions& expressions, const Constraint& constraint) {
   schema::Options options;
   options.layout = constraint.layout;
   options.max_depth = constraint.max_depth;
+  options.any_order = constraint.any_order;
+  options.more_properties = constraint.more_properties;
   switch (constraint.kind) {
     case Constraint::regex:
       return {regex(expressions, constraint.content), {}};
@@ -34,13 +38,17 @@ schema::Texts texts_of(Expressions& expressions, const Constraint& constraint) {
       return schema::object_texts(expressions, options);
     case Constraint::tree:
       return schema::tree_texts(expressions, constraint.content, options);
+    case Constraint::grammar:
+      return {grammar(expressions, constraint.content, constraint.max_depth), {}};
   }
   fail(DLM_INTERNAL, "a constraint of kind %d", static_cast<int>(constraint.kind));
 }
 
 // Ends the message about a text before that no constrained text starts with.
 std::string layout_hint(const Constraint& constraint) {
-  if (constraint.kind == Constraint::regex || constraint.kind == Constraint::list) return "";
+  if (constraint.kind == Constraint::regex || constraint.kind == Constraint::list ||
+      constraint.kind == Constraint::grammar)
+    return "";
   const auto example = json::parse("[{\"a\":1,\"b\":2},{}]", 64);
   return ": the JSON layout writes " +
          json::quoted(schema::text_of(*example, constraint.layout, 0)) +

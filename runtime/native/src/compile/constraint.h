@@ -17,13 +17,14 @@
 namespace dlm::compile {
 
 struct Constraint {
-  enum Kind { regex, schema, list, json_object, tree };
+  enum Kind { regex, schema, list, json_object, tree, grammar };
 
   Kind kind;
   std::string_view content;
   std::string before, behind;  // text around, which counts as part of the constrained text
   schema::Layout layout;
   std::optional<uint32_t> max_depth;
+  bool any_order = false, more_properties = false;  // of objects: schema.h
   Limits limits;
 };
 

@@ -1,10 +1,13 @@
 #include "compile/schema/schema.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 #include "base/json.h"
+#include "compile/grammar.h"
 #include "compile/regex.h"
+#include "compile/schema/records.h"
 #include "compile/schema/writer.h"
 
 namespace dlm::compile::schema {
@@ -15,6 +18,7 @@ using json::Value;
 constexpr uint32_t kMostDepth = 10'000;  // of max_depth
 constexpr size_t kMostTree = 16 << 20;   // bytes of a tree's text
 constexpr int kMostNesting = 300;        // of its JSON
+constexpr int64_t kMostLines = 1'000'000;
 
 struct Depths {
   uint32_t recursion, any;
@@ -92,12 +96,7 @@ class Tree {
     }
     if (const Value* const part = value.find("repeat")) {
       value.refuse_unknown({"repeat", "low", "high"});
-      const auto count = [&](const char* key, uint32_t otherwise) {
-        const Value* const found = value.find(key);
-        return found == nullptr ? otherwise : static_cast<uint32_t>(found->integer(0, kMostDepth));
-      };
-      const uint32_t low = count("low", 0), high = count("high", kUnbounded);
-      if (low > high) value.refuse("low is above high");
+      const auto [low, high] = counts(value, 0, kMostDepth);
       return expressions_.repeat(node(*part), low, high);
     }
     for (const char* const key : {"sequence", "either"}) {
@@ -108,7 +107,29 @@ class Tree {
       for (const Value& part : parts->elements()) nodes.push_back(node(part));
       return key[0] == 's' ? expressions_.sequence(nodes) : expressions_.either(std::move(nodes));
     }
-    value.refuse("expected text, schema, json_object, regex, sequence, either or repeat");
+    if (const Value* const grammar_text = value.find("grammar")) {
+      value.refuse_unknown({"grammar", "name"});
+      return named(value, [&] {
+        return Texts{grammar(expressions_, grammar_text->string(), options_.max_depth), {}};
+      });
+    }
+    if (const Value* const schema = value.find("json_lines")) {
+      value.refuse_unknown({"json_lines", "low", "high", "name"});
+      return named(
+          value, [&] { return lines_of(*schema, counts(value, 1, kMostLines)); }, "json_lines: ");
+    }
+    if (value.find("csv") != nullptr) {
+      value.refuse_unknown({"csv", "header", "delimiter", "line_end", "low", "high", "name"});
+      return named(value, [&] { return csv_texts(expressions_, value, options_); }, "csv: ");
+    }
+    if (const Value* const schema = value.find("xml")) {
+      value.refuse_unknown({"xml", "name"});
+      return named(value, [&] { return xml_texts(expressions_, *schema, options_); }, "xml: ");
+    }
+    value.refuse(
+        "expected text, schema, json_object, regex, grammar, json_lines, csv, xml, sequence, "
+        "either "
+        "or repeat");
   }
 
   const std::vector<std::string>& warnings() const { return warnings_; }
@@ -121,10 +142,24 @@ class Tree {
     return options;
   }
 
+  // Values of a schema, each on its own line, with a line break between them.
+  Texts lines_of(const Value& schema, std::pair<uint32_t, uint32_t> times) {
+    const auto [low, high] = times;
+    Options options = options_;
+    options.layout.indent = -1, options.layout.has_lines = false;
+    for (const std::string& mark : {options.layout.item_separator, options.layout.key_separator})
+      if (mark.find_first_of("\r\n") != std::string::npos)
+        schema.refuse("a line has no line breaks, and the JSON layout has one");
+    Document document(schema, expressions_.budget());
+    Texts made = texts_of(expressions_, document, options);
+    made.node = separated(expressions_, made.node, expressions_.bytes("\n"), low, high);
+    return made;
+  }
+
   template <typename Make>
-  Node named(const Value& value, const Make& make) {
+  Node named(const Value& value, const Make& make, const std::string& what = "") {
     const Value* const name = value.find("name");
-    const std::string before = name == nullptr ? "" : name->string() + ": ";
+    const std::string before = (name == nullptr ? "" : name->string() + ": ") + what;
     try {
       const Texts made = make();
       for (const std::string& warning : made.warnings) warnings_.push_back(before + warning);
@@ -140,6 +175,24 @@ class Tree {
 };
 
 }  // namespace
+
+std::pair<uint32_t, uint32_t> counts(const Value& description, uint32_t low, int64_t most) {
+  const auto count = [&](const char* key, uint32_t otherwise) {
+    const Value* const found = description.find(key);
+    return found == nullptr ? otherwise : static_cast<uint32_t>(found->integer(0, most));
+  };
+  const std::pair<uint32_t, uint32_t> made(count("low", low), count("high", kUnbounded));
+  if (made.first > made.second) description.refuse("low is above high");
+  return made;
+}
+
+Node separated(Expressions& expressions, Node part, Node separator, uint32_t low, uint32_t high) {
+  if (high == 0) return expressions.empty();
+  const Node rest = expressions.repeat(expressions.sequence(separator, part), low > 0 ? low - 1 : 0,
+                                       high == kUnbounded ? kUnbounded : high - 1);
+  const Node made = expressions.sequence(part, rest);
+  return low == 0 ? expressions.optional(made) : made;
+}
 
 Texts schema_texts(Expressions& expressions, std::string_view schema, const Options& options) {
   Document document(schema, expressions.budget());

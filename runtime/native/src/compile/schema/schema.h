@@ -49,9 +49,12 @@ Texts listed_texts(Expressions& expressions, std::string_view list);
 //   {"schema": S, "level": 1}                a value of a schema, with containers around it
 //   {"json_object": true, "level": 0}        any JSON object
 //   {"regex": "..."}                         texts that match as a whole
+//   {"grammar": "..."}                       a grammar in GBNF
+//   {"json_lines": S, "low": 1, "high": 9}   values of a schema, each on its own line
+//   {"csv": S, ...}, {"xml": S}              a table, and an element: records.h
 //   {"sequence": [...]}, {"either": [...]}   parts one after the other, or one of them
 //   {"repeat": X, "low": 0, "high": 5}       without "high": any number of times
-// "name" beside "schema" and "regex" is put in front of error messages and warnings.
+// "name" beside what is compiled is put in front of error messages and warnings.
 Texts tree_texts(Expressions& expressions, std::string_view tree, const Options& options);
 
 }  // namespace dlm::compile::schema
