@@ -305,7 +305,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(
         checkpoint,
         out,
         "--no-verify",
-        says=(f"{WEIGHTS}: {QUERY} holds 2 NaN or infinite weights",),
+        says=(f"{WEIGHTS}: {QUERY} contains 2 NaN or infinite weights",),
     )
 
 
@@ -341,7 +341,7 @@ def test_weights_outside_a_bundle_are_not_read(
         "sha256": hashlib.sha256(data).hexdigest(),
     }
     (bundle / "manifest.json").write_text(json.dumps(manifest))
-    says = (f"{graph.GRAPH_FILE}: ", f"lies in '{location}', which is no file of the bundle")
+    says = (f"{graph.GRAPH_FILE}: ", f"is stored in '{location}', not in a file of the bundle")
     _fails("quantize", bundle, "-o", out, "--precision", "int8", says=says)
     assert os.listdir(out.parent) == []
 

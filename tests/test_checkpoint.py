@@ -406,7 +406,7 @@ def test_only_dream_predicts_the_next_position(
         (llada_config(n_layers="2"), "n_layers"),
         (llada_config(n_layers=0), "n_layers"),
         (llada_config(rope_theta=-1), "rope_theta"),
-        (llada_config(n_heads=64, n_kv_heads=64), "head size 1, of which 1 turn"),
+        (llada_config(n_heads=64, n_kv_heads=64), "but 1 of the 1 in a head are rotated"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -360,7 +360,7 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
         ({"version": "10.7.0.23"}, "agx-orin is of TensorRT 10.7.0.23, 10.3.0.30 is here"),
         (
             {"builder": "tensorrt_rtx"},
-            "agx-orin is of TensorRT-RTX, the native library is for TensorRT",
+            "agx-orin is for TensorRT-RTX, the native library is for TensorRT",
         ),
     ):
         found = _judged(

@@ -348,11 +348,11 @@ def test_a_golden_file_of_another_checkpoint_is_refused_by_name(
         sha256(dream_checkpoint / "config.json"),
         sha256(llada_checkpoint / "config.json"),
     )
-    says = f"captured from another checkpoint (dream): its config.json has SHA-256 {theirs}, that of {llada_bundle} {ours}"
+    says = f"captured from another checkpoint (dream): its config.json has SHA-256 {theirs}, that of {llada_bundle} has {ours}"
     assert (result.exit_code, says in result.output) == (2, True), result.output
     wider = [np.pad(logits, ((0, 0), (0, 8))) for logits in kept.logits]
     golden.save(path, dataclasses.replace(kept, logits=wider))
-    says = f"captured from another checkpoint (llada): its vocabulary has 168 tokens, that of {llada_bundle} 160"
+    says = f"captured from another checkpoint (llada): its vocabulary has 168 tokens, that of {llada_bundle} has 160"
     result = verify(llada_bundle, "--golden", path)
     assert (result.exit_code, says in result.output) == (2, True), result.output
 
@@ -459,7 +459,7 @@ def test_capture_without_transformers_names_the_extra(
         dream_checkpoint, code=1
     )
     monkeypatch.setattr(metadata, "version", lambda name: version(name, "4.40.2"))
-    assert "transformers 4.40.2 is too old, 4.46 or later is needed" in capture(
+    assert "transformers 4.40.2 is too old; 4.46 or later is needed" in capture(
         dream_checkpoint, code=1
     )
 

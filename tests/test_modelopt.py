@@ -117,7 +117,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
             None,
             r"needs the package nvidia-modelopt, which is not installed: pip install 'dlm-export\[modelopt\]'",
         ),
-        ("0.9.3", None, r"nvidia-modelopt 0.9.3 is too old, 0.47 or later is needed"),
+        ("0.9.3", None, r"nvidia-modelopt 0.9.3 is too old; 0.47 or later is needed"),
         (
             "0.47.0",
             ModuleNotFoundError("no", name="pulp"),

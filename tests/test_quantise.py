@@ -430,7 +430,7 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
         ('smoothing = 2\nlayers = {"blocks.*" = "fp8"}', "smoothing 2 is outside 0..1"),
         (
             'smoothing = true\nlayers = {"blocks.*" = "fp8"}',
-            "smoothing is of type bool, a number is needed",
+            "smoothing is of type bool, expected a number",
         ),
         ('colour = "blue"', "unknown key 'colour'"),
         ("[layers]\nblocks.0 = 'fp8'", "quote module paths"),

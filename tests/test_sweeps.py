@@ -283,7 +283,7 @@ def test_too_little_memory_for_a_layer_is_told_with_what_would_do(
 ) -> None:
     with pytest.raises(
         MemoryLimitError,
-        match=r"--memory 1,000: to \w[\w ]* takes ([\d,]+) bytes, one layer at a time",
+        match=r"--memory 1,000: to \w[\w ]* needs ([\d,]+) bytes, one layer at a time",
     ) as err:
         build(llada_checkpoint, tmp_path / "bundle", _options(memory_bytes=1000))
     assert not (tmp_path / "bundle").exists()
