@@ -251,11 +251,11 @@ SHARDS: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "a shard's name leads out": (
         lambda c: _reindex(c, lambda m: m.update({"lm_head.weight": "../model.safetensors"})),
-        (INDEX, "'../model.safetensors' leaves the checkpoint's folder"),
+        (INDEX, "'../model.safetensors' is not a file in the checkpoint's folder"),
     ),
     "a shard's name is absolute": (
         lambda c: _reindex(c, lambda m: m.update({"lm_head.weight": "/etc/passwd"})),
-        ("'/etc/passwd' leaves the checkpoint's folder",),
+        ("'/etc/passwd' is not a file in the checkpoint's folder",),
     ),
     "a tensor is not where the index says": (
         lambda c: _reindex(
@@ -305,7 +305,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(
         checkpoint,
         out,
         "--no-verify",
-        says=(f"{WEIGHTS}: {QUERY} holds 2 NaN or infinite weights",),
+        says=(f"{WEIGHTS}: {QUERY} contains 2 NaN or infinite weights",),
     )
 
 
@@ -341,7 +341,7 @@ def test_weights_outside_a_bundle_are_not_read(
         "sha256": hashlib.sha256(data).hexdigest(),
     }
     (bundle / "manifest.json").write_text(json.dumps(manifest))
-    says = (f"{graph.GRAPH_FILE}: ", f"lies in '{location}', which is no file of the bundle")
+    says = (f"{graph.GRAPH_FILE}: ", f"is stored in '{location}', not in a file of the bundle")
     _fails("quantize", bundle, "-o", out, "--precision", "int8", says=says)
     assert os.listdir(out.parent) == []
 
@@ -459,15 +459,15 @@ def test_a_mask_token_from_the_command_line_is_checked_too(checkpoint: Path, out
 TOKENIZERS: dict[str, tuple[Change, tuple[str, ...]]] = {
     "smaller, without the mask token": (
         lambda c: _tokenizer(c, 100),
-        ("100 ids and none for mask_token_id 150",),
+        ("100 ids, but mask_token_id 150 is not one of them",),
     ),
     "smaller": (
         lambda c: _tokenizer(c, 152),
-        ("152 ids, smaller than the denoiser's vocabulary of 160",),
+        ("152 ids, too few for the denoiser's vocabulary of 160",),
     ),
     "larger": (
         lambda c: _tokenizer(c, 161),
-        ("the tokenizer has 161 ids, the denoiser's vocabulary only 160",),
+        ("the tokenizer has 161 ids, but the denoiser's vocabulary has only 160",),
     ),
     "not a tokenizer": (
         lambda c: c.joinpath("tokenizer.json").write_text("{}"),
@@ -539,7 +539,7 @@ def test_a_chat_template_that_is_no_text_is_refused(checkpoint: Path, out: Path,
         (("--precision", "missing.toml"), ("missing.toml: no such file",)),
         (
             ("--precision", "auto", "--auto-formats", "int9"),
-            ("'int9' is not one that target cpu takes", "int4-g32"),
+            ("'int9' is not supported by target cpu", "int4-g32"),
         ),
         (("--max-canvas-length", "0"), ("--max-canvas-length",)),
     ],

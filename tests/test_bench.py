@@ -304,7 +304,7 @@ def test_without_being_asked_it_measures_what_fits_the_bundle(
         (("--prompt-tokens", 250), "longer than the denoiser's 256"),
         (("--new-tokens", 0), "--new-tokens"),
         (("--rounds", 2), "--rounds"),
-        (("--cost",), "these passes do not tell apart"),
+        (("--cost",), "these passes cannot separate the costs"),
         (("--batch", "4,"), "write numbers of requests with commas"),
         (("--batch", "0"), "write numbers of requests with commas"),
         (("--batch", "9999"), "a pass of 9999 requests is outside 1..4096"),
@@ -398,7 +398,7 @@ def test_prompts_are_requests_of_their_own_with_p50_and_p95(
     )
     data.write_text('{"text": "no prompt"}\n')
     refused = invoke(*arguments)
-    assert (refused.exit_code, "holds no prompt" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "contains no prompt" in refused.stderr) == (2, True)
 
 
 def test_latencies_are_of_the_prompts_and_not_of_the_first_run() -> None:

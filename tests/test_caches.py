@@ -556,7 +556,7 @@ def test_a_cache_that_is_not_to_be_had_is_refused(
 
 def test_a_plain_graph_takes_no_rounded_cache(llada_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        dlm_runtime.DlmError, match="needs an operator of ours, which --plain-graph keeps out"
+        dlm_runtime.DlmError, match="needs an operator of ours, which --plain-graph excludes"
     ):
         build(llada_checkpoint, tmp_path / "b", BuildOptions(plain_graph=True, cache_dtype="int8"))
 
@@ -567,7 +567,7 @@ def test_attention_that_has_no_kernel_takes_no_rounded_cache(llada_checkpoint: P
     node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
     with pytest.raises(
         caches.CacheError,
-        match=r"blocks\.0\.attention keeps plain operators.*is_causal = 1.*Leave --cache-dtype",
+        match=r"blocks\.0\.attention was not fused.*is_causal = 1.*Omit --cache-dtype",
     ):
         fuse.fuse(traced, "int8")
 

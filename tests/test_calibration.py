@@ -125,10 +125,13 @@ def test_prompts_are_read_without_their_completions(tokenizer: Tokenizer, tmp_pa
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"completion": "a"}, "line 1: neither prompt, nor messages, nor text"),
+        ({"completion": "a"}, "line 1: it has none of these keys: prompt, messages, text"),
         ({"prompt": 1}, "line 1: prompt is a int"),
-        ({"messages": []}, "line 1: messages hold no prompt"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "line 1: messages hold no prompt"),
+        ({"messages": []}, "line 1: messages contain no prompt"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "line 1: messages contain no prompt",
+        ),
     ],
 )
 def test_a_record_without_a_prompt_is_refused(
@@ -183,29 +186,29 @@ def test_blank_lines_are_skipped_and_reading_ends_at_the_limit(
     ("line", "message"),
     [
         (b'{"text": "a"', "line 2: not JSON"),
-        (b"plain words", "line 2: not JSON .*; plain text goes into a file called .txt"),
+        (b"plain words", "line 2: not JSON .*; put plain text into a file with the suffix .txt"),
         (b"[" * 100_000, "line 2: not JSON"),
-        (b"[1]", "line 2: a JSON list, an object is needed"),
+        (b"[1]", "line 2: is a JSON list, expected an object"),
         (
             b'{"prompt": "a", "txt": "b"}',
-            "line 2: neither prompt and completion, nor messages, nor text",
+            "line 2: it has none of these keys: prompt and completion, messages, text",
         ),
-        (b'{"text": ["a"]}', "line 2: text is a list, a string is needed"),
+        (b'{"text": ["a"]}', "line 2: text is a list, expected a string"),
         (b'{"text": ""}', "line 2: no text"),
         (b'{"text": "\\ud800"}', "line 2: .*rejects this text"),
         (b'{"prompt": "a", "completion": null}', "line 2: completion is a NoneType"),
-        (b'{"prompt": "a", "completion": " "}', "line 2: an empty completion"),
+        (b'{"prompt": "a", "completion": " "}', "line 2: the completion is empty"),
         (b'{"messages": {"role": "user"}}', "line 2: messages is not a list of objects"),
         (
             b'{"messages": [{"role": "user", "content": ["a"]}]}',
-            "line 2: a message without a content that is a string",
+            "line 2: a message has no content, or it is not a string",
         ),
-        (b'{"messages": [{"role": "user", "content": "a"}]}', "line 2: messages hold no answer"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "line 2: messages contain no answer"),
         (
             b'{"messages": [{"role": "assistant", "content": "a"}]}',
-            "line 2: messages hold no answer",
+            "line 2: messages contain no answer",
         ),
-        (b'{"messages": []}', "line 2: messages hold no answer"),
+        (b'{"messages": []}', "line 2: messages contain no answer"),
         (b'{"text": "caf\xe9"}', "line 2: not UTF-8"),
         (
             json.dumps({"text": "a " * 600}).encode(),
@@ -233,9 +236,9 @@ def test_a_file_that_is_no_data_is_refused(tokenizer: Tokenizer, tmp_path: Path)
     long = tmp_path / "long.txt"
     long.write_text("\nbegin\n" + "a word\n" * 200_000, encoding="utf-8")
     for path, message in (
-        (empty, "holds no samples"),
+        (empty, "contains no samples"),
         (wide, "line 1: not UTF-8"),
-        (long, "line 2: a paragraph longer than"),
+        (long, "line 2: a paragraph is longer than"),
         (tmp_path, "no such file"),
         (tmp_path / "missing.jsonl", "no such file"),
     ):
@@ -255,7 +258,7 @@ def test_text_without_a_tokenizer_and_messages_without_a_template_are_refused(
         read_samples(path, bare, **LIMITS)
     with pytest.raises(CalibrationError, match="text needs a tokenizer"):
         read_samples(path, None, **LIMITS)
-    with pytest.raises(CalibrationError, match="came without a tokenizer"):
+    with pytest.raises(CalibrationError, match="has no tokenizer"):
         builtin_samples(None, **LIMITS)
 
 
@@ -506,10 +509,10 @@ def test_a_mix_that_is_no_shares_and_a_sample_with_the_mask_token_are_refused() 
                 seed=0,
                 mix=mix,
             )
-    with pytest.raises(CalibrationError, match="at least 1 state a sample"):
+    with pytest.raises(CalibrationError, match="at least 1 state per sample"):
         states_of(samples, per_sample=0)
     samples[1].tokens[9] = MASK_ID
-    with pytest.raises(CalibrationError, match="sample 2: its text holds the mask token"):
+    with pytest.raises(CalibrationError, match="sample 2: its text contains the mask token"):
         states_of(samples)
 
 
@@ -781,7 +784,7 @@ def test_every_layer_without_an_observation_is_named() -> None:
     with pytest.raises(CalibrationError, match="ran empty, absent: ") as caught:
         observers.check(["seen", "empty", "absent"])
     assert "seen" not in str(caught.value)
-    with pytest.raises(CalibrationError, match="empty: no observation"):
+    with pytest.raises(CalibrationError, match="empty: no range"):
         observers["empty"].amax("max", levels="int8")
     assert observers["empty"].summary()["amax"] is None
 

@@ -60,7 +60,7 @@ KINDS = {
 SIGHT = {
     "dream": "every position visible",
     "a2d-qwen3": "every position visible",
-    "sdar": "blocks of 4 visible to themselves",
+    "sdar": "blocks of 4, each visible to itself",
 }
 
 
@@ -237,7 +237,7 @@ def test_a_trunk_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:
     (checkpoint / "modeling_dream.py").write_text("raise SystemExit('ran')\n")
     refused = run("capture", checkpoint, "-o", tmp_path / "a.npz")
     assert (
-        "pass --trust-remote-code to run it, or pass --trunk for transformers' Qwen2ForCausalLM"
+        "pass --trust-remote-code to run it, or pass --trunk to use transformers' Qwen2ForCausalLM"
         in refused.output
     )
     result = run("capture", checkpoint, "-o", tmp_path / "a.npz", "--count", 1, "--trunk")
@@ -284,7 +284,7 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
             "def forward(self, ids):",
             "    self.extra = nn.Linear(8, 8)\n\n    def forward(self, ids):",
         ),
-        "expects model.extra.bias, model.extra.weight: it is not the class of these weights",
+        "expects model.extra.bias, model.extra.weight: it does not match these weights",
     ),
     "fewer weights than there are": (
         _replace(
@@ -303,9 +303,9 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
     "no logits": (_replace("(logits=", "(scores="), "does not run with .*no attribute 'logits'"),
     "logits of another size": (
         _replace(LOGITS, f"{LOGITS}[..., 1:]"),
-        r"gives logits \[1, 60, 159\], expected \[1, 60, 160\]",
+        r"returns logits \[1, 60, 159\], expected \[1, 60, 160\]",
     ),
-    "NaN": (_replace(LOGITS, f"{LOGITS} / 0 * 0"), "gives NaN or infinite logits"),
+    "NaN": (_replace(LOGITS, f"{LOGITS} / 0 * 0"), "returns NaN or infinite logits"),
 }
 
 
@@ -323,7 +323,7 @@ def test_code_that_sees_behind_its_blocks_is_refused(tmp_path: Path) -> None:
         "capture", checkpoint, "-o", tmp_path / "a.npz", "--count", 1, "--trust-remote-code"
     )
     assert result.exit_code == 1, result.output
-    assert "position 0 sees position 4, behind its block. Pass --trunk" in result.stderr
+    assert "position 0 sees position 4, after its block. Pass --trunk" in result.stderr
 
 
 @pytest.mark.parametrize("name", OF_NO_USE)

@@ -125,7 +125,7 @@ document.body.textContent = ['MEASURED', ...found].join('\\n') + '\\n';
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"data": {"sha256": "d4" * 32}}, r"judged otherwise than .*int8 \(data: sha256\)"),
+        ({"data": {"sha256": "d4" * 32}}, r"not judged like .*int8 \(data: sha256\)"),
         ({"data": {"seed": 2}}, r"\(data: seed\)"),
         ({"policy": {"threshold": 0.5}}, r"\(policy: threshold\)"),
         ({"effort": {"states_of": "candidate"}}, r"\(effort: states_of\)"),

@@ -232,7 +232,7 @@ def test_experts_are_multiplied_all_of_them(tmp_path: Path) -> None:
         (
             ("--precision", "fp8"),
             2,
-            "CUDA provider has no kernel for what its graph is written in): it runs fp16, bf16",
+            "CUDA provider has no kernel for operators of its graph): it runs fp16, bf16",
         ),
         (("--precision", "nvfp4"), 2, "target cuda does not run nvfp4"),
         (("--precision", "int4-rtn"), 2, "target cuda does not run int4-g32-dynamic"),
@@ -258,7 +258,7 @@ def test_cuda_is_a_target_of_its_own() -> None:
     refused(
         dlm_export("plan", DEMO, "--targets", "cuda"),
         2,
-        ["target cuda is any GPU, of which nothing is known"],
+        ["target cuda means any GPU, whose figures are unknown"],
     )
 
 
@@ -270,6 +270,6 @@ def test_an_operator_without_a_kernel_is_refused_by_name() -> None:
         nodes.append(ir.node(op_type, [nodes.inputs[0]], domain=domain))
     with pytest.raises(
         TargetError,
-        match=r"no kernel for 2 BitShift, 1 dlm_export\.Int4Linear of this denoiser's graph",
+        match=r"no kernel for 2 BitShift, 1 dlm_export\.Int4Linear in this denoiser's graph",
     ):
         cuda.check_operators(traced)

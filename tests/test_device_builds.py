@@ -278,7 +278,7 @@ def test_a_layer_that_the_inspector_shows_in_another_type_fails_the_audit(
     on_device(device=Device(shown_as={"blocks.4.mlp.up": ["Half", "BFloat16"]}))
     before = contents(bundle)
     says = [
-        "1 of 43 layers are not as asked",
+        "1 of 43 layers do not have the requested format",
         "blocks.4.mlp.up is BFloat16 and Half, nvfp4 was asked for",
     ]
     refused(dlm_export("engine", bundle, "--target", "thor"), 3, says)

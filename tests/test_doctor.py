@@ -250,7 +250,7 @@ def test_a_jetson_in_a_container_without_the_hosts_files_is_still_judged() -> No
     machine = replace(ORIN, board=None, driver=NO_DRIVER, memory_limit_bytes=2 * GIB)
     found = of(machine)
     assert found["GPU", "driver"].state == NOTE
-    assert "this container may take 2.0 GiB more" in found["memory", "memory"].said
+    assert "this container may use 2.0 GiB more" in found["memory", "memory"].said
     assert machine.usable_bytes == 2 * GIB
     half = of(
         replace(ORIN, board=Board("NVIDIA Jetson AGX Orin", 87, None, None, None), driver=NO_DRIVER)
@@ -271,7 +271,7 @@ def test_libraries_that_the_cuda_provider_lacks_are_named() -> None:
     )
     assert (
         of(machine)["GPU", "CUDA's libraries"].said
-        == "of the CUDA provider's, not loaded: libcudnn.so.9 (not found)"
+        == "libraries of the CUDA provider that do not load: libcudnn.so.9 (not found)"
     )
     assert (
         of(machine, "cuda")["target cuda", "runs here"].said
@@ -360,7 +360,7 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
         ({"version": "10.7.0.23"}, "agx-orin is of TensorRT 10.7.0.23, 10.3.0.30 is here"),
         (
             {"builder": "tensorrt_rtx"},
-            "agx-orin is of TensorRT-RTX, the native library is for TensorRT",
+            "agx-orin is for TensorRT-RTX, the native library is for TensorRT",
         ),
     ):
         found = _judged(
@@ -371,7 +371,7 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
         assert found.remedy.startswith(f"dlm-export engine {llada_bundle} --target sm87")
         assert "--engine onnxruntime" in found.remedy
     none = _judged(ORIN, llada_bundle, monkeypatch, {}, ["agx-orin"])["bundle", "engine"]
-    assert none.said == "no engine for SM 8.7: the bundle holds none yet"
+    assert none.said == "no engine for SM 8.7: the bundle has none yet"
     bare = _judged(BARE, llada_bundle, monkeypatch, {"agx-orin": entry}, ["agx-orin"])[
         "bundle", "engine"
     ]

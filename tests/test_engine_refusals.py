@@ -177,11 +177,11 @@ def test_layers_that_groups_do_not_divide_take_the_next_format_and_are_named(
     assert done.exit_code == 0, done.output
     told = " ".join(done.stderr.split())
     assert (
-        "int4-g128 has groups of 128, and 64 inputs are no multiple: 12 layers (blocks.N.attention.q, "
+        "int4-g128 has groups of 128; 64 inputs is not a multiple: 12 layers (blocks.N.attention.q, "
         in told
     )
     assert "in int4-g64" in told
-    assert "96 inputs are no multiple: 2 layers (blocks.N.mlp.down) in int8-weight" in told
+    assert "96 inputs is not a multiple: 2 layers (blocks.N.mlp.down) in int8-weight" in told
     held = read_manifest(out)["precision"]["layers"]
     assert (held["blocks.0.attention.q"], held["blocks.1.mlp.down"]) == ("int4-g64", "int8-weight")
 
@@ -282,6 +282,6 @@ def test_a_host_that_is_too_small_to_build_on_is_refused(
 ) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     monkeypatch.setattr(estimate, "available_memory_bytes", lambda: GIB // 2)
-    says = ["building for rtx5090 takes about", "0.54 GB are available", "--no-engine"]
+    says = ["building for rtx5090 needs about", "0.54 GB are available", "--no-engine"]
     refused(dlm_export("build", DEMO, "--target", "rtx5090", "-o", out), 1, says)
     _nothing_left(out)

@@ -224,7 +224,7 @@ def test_tensorrt_rtx_which_keeps_no_timings_takes_no_cache_of_them(
     refused(
         dlm_export("engine", fp16, "--target", "gb10", "--timing-cache", cache),
         2,
-        ["leave --timing-cache out"],
+        ["omit --timing-cache"],
     )
     assert contents(fp16) == before
     assert not cache.exists()

@@ -520,7 +520,7 @@ def test_what_a_format_does_not_take_is_refused() -> None:
     w = _weight()
     for arguments, message in (
         (("int3",), "unknown format 'int3': choose one of int8, int4, fp8, nvfp4"),
-        (("int8", 32), "takes no group size"),
+        (("int8", 32), "no groups, but a group size"),
         (("nvfp4", 32), "groups of 16, not of 32"),
         (("int4", 0), "not positive"),
     ):

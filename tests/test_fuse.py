@@ -241,7 +241,7 @@ def test_a_gate_that_others_see_is_not_hidden(built: Build, llada_checkpoint: Pa
     )
     traced.model.graph.insert_after(sigmoid, seen.producer())
     traced.model.graph.outputs.append(seen)
-    calls = _check_fused(traced, blocks_0_mlp="what becomes of gate and up is not silu(gate) * up")
+    calls = _check_fused(traced, blocks_0_mlp="gate and up are not used for silu(gate) * up")
     assert (calls["Int8GatedLinear"], calls["Int8Linear2"], calls["Sigmoid"]) == (1, 1, 1)
 
 
@@ -253,7 +253,7 @@ def test_a_product_of_a_gate_and_something_else_is_not_taken_for_a_gated_layer(
     product = next(node for node, _ in silu.outputs[0].uses())
     up = next(i for i, value in enumerate(product.inputs) if value is not silu.outputs[0])
     product.replace_input_with(up, silu.outputs[0])  # squared; nobody uses `up` now
-    assert _check_fused(traced, blocks_0_mlp="what becomes of gate and up")["Int8GatedLinear"] == 1
+    assert _check_fused(traced, blocks_0_mlp="gate and up are not used")["Int8GatedLinear"] == 1
 
 
 def test_attention_with_a_mask_keeps_it(built: Build, llada_checkpoint: Path) -> None:
@@ -284,7 +284,7 @@ def test_attention_whose_queries_turn_by_other_positions_stays(
     traced.model.graph.insert_before(turned, [one, later])
     turned.replace_input_with(3, later.outputs[0])
     calls = _check_fused(
-        traced, blocks_0_attention="queries and keys that turn by different positions"
+        traced, blocks_0_attention="queries and keys are rotated by different positions"
     )
     assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
 
@@ -321,8 +321,8 @@ def test_norms_of_queries_and_keys_go_into_attention(built: Build) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("epsilon", 0.5, "queries and keys whose norms differ in epsilon"),
-        ("axis", 3, "heads that are not cut from one product"),
+        ("epsilon", 0.5, "the norms of queries and keys differ in epsilon"),
+        ("axis", 3, "heads are not cut from one product"),
     ],
 )
 def test_heads_that_are_normed_in_another_way_keep_their_operators(
@@ -368,7 +368,7 @@ def test_queries_and_keys_that_turn_by_different_parts_stay(llada_checkpoint: Pa
     node.attributes["rotary_embedding_dim"] = ir.AttrInt64("rotary_embedding_dim", 8)
     fused = fuse.fuse(traced)
     assert fused.plain == {
-        "blocks.0.attention": "queries and keys that turn by different positions or tables"
+        "blocks.0.attention": "queries and keys are rotated by different positions or tables"
     }
     assert fused.calls == {"CachedAttention": 1, "AddNorm": 4, "Candidates": 1}
 
@@ -386,7 +386,7 @@ def test_candidates_of_other_logits_than_those_returned_stay(
     traced.model.graph.insert_before(add, [two, sharper])
     add.replace_input_with(0, sharper.outputs[0])
     assert (
-        _check_fused(traced, **{"pass": "probabilities that are not those of the logits"})[
+        _check_fused(traced, **{"pass": "probabilities do not come from the returned logits"})[
             "Candidates"
         ]
         == 0

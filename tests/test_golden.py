@@ -37,7 +37,7 @@ def provenance(checkpoint: Path) -> Provenance:
         kind=golden.RELEASED,
         class_name="LLaDAModelLM",
         module="modeling_llada.py",
-        attention="as the class has it",
+        attention="chosen by the class",
         code={"modeling_llada.py": 64 * "0"},
         checkpoint=checkpoint.name,
         config_sha256=sha256(checkpoint / "config.json"),
@@ -112,7 +112,7 @@ def test_a_file_that_is_there_and_another_suffix_are_refused_before_any_work(
     (checkpoint := tmp_path / "checkpoint").mkdir()
     for output, says in (
         (file, "exists. Pass --force"),
-        (tmp_path / "golden.pt", "end its name in .npz"),
+        (tmp_path / "golden.pt", "the name must end in .npz"),
     ):
         result = CliRunner().invoke(main, ["capture", str(checkpoint), "-o", str(output)])
         assert (result.exit_code, says in result.output) == (2, True), result.output
@@ -255,15 +255,15 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, bytes]], st
     "a missing field": (_edit(lambda v: v.pop("versions")), "expected .*versions"),
     "escapes for the terminal": (
         _edit(lambda v: v.update(class_name="\x1b[2J")),
-        "class_name is not what it should be",
+        "class_name has a wrong type or value",
     ),
     "a text without end": (
         _edit(lambda v: v.update(module="m" * 1000)),
-        "module is not what it should be",
+        "module has a wrong type or value",
     ),
     "numbers for versions": (
         _edit(lambda v: v.update(versions={"torch": 2})),
-        "versions is not what it should be",
+        "versions has a wrong type or value",
     ),
 }
 
@@ -348,11 +348,11 @@ def test_a_golden_file_of_another_checkpoint_is_refused_by_name(
         sha256(dream_checkpoint / "config.json"),
         sha256(llada_checkpoint / "config.json"),
     )
-    says = f"captured from another checkpoint (dream): its config.json has the SHA-256 {theirs}, that of {llada_bundle} {ours}"
+    says = f"captured from another checkpoint (dream): its config.json has SHA-256 {theirs}, that of {llada_bundle} has {ours}"
     assert (result.exit_code, says in result.output) == (2, True), result.output
     wider = [np.pad(logits, ((0, 0), (0, 8))) for logits in kept.logits]
     golden.save(path, dataclasses.replace(kept, logits=wider))
-    says = f"captured from another checkpoint (llada): its vocabulary has 168 tokens, that of {llada_bundle} 160"
+    says = f"captured from another checkpoint (llada): its vocabulary has 168 tokens, that of {llada_bundle} has 160"
     result = verify(llada_bundle, "--golden", path)
     assert (result.exit_code, says in result.output) == (2, True), result.output
 
@@ -459,7 +459,7 @@ def test_capture_without_transformers_names_the_extra(
         dream_checkpoint, code=1
     )
     monkeypatch.setattr(metadata, "version", lambda name: version(name, "4.40.2"))
-    assert "transformers 4.40.2 is too old, 4.46 or later is needed" in capture(
+    assert "transformers 4.40.2 is too old; 4.46 or later is needed" in capture(
         dream_checkpoint, code=1
     )
 
@@ -480,7 +480,7 @@ def test_capture_without_trust_names_the_files_and_runs_none(tmp_path: Path) -> 
     (checkpoint / "unused.py").write_text(trace)
     said = capture(checkpoint)
     assert (
-        "would be executed: modeling_llada.py, configuration_llada.py, rotary.py, parts.py. Read it"
+        "would execute its released code: modeling_llada.py, configuration_llada.py, rotary.py, parts.py. Read it"
         in said
     )
     assert "--trust-remote-code" in said
@@ -490,13 +490,13 @@ def test_capture_without_trust_names_the_files_and_runs_none(tmp_path: Path) -> 
 AUTO_MAPS: dict[str, tuple[Any, str]] = {
     "code in another repository": (
         "someone/code--modeling.Model",
-        "'someone/code--modeling.Model'; only a class of a file in",
+        "'someone/code--modeling.Model'; only classes in files of",
     ),
-    "a path": ("../outside.Model", "only a class of a file in the checkpoint's folder"),
-    "a list": (["modeling.Model", None], "only a class of a file in the checkpoint's folder"),
+    "a path": ("../outside.Model", "only classes in files of the checkpoint's folder"),
+    "a list": (["modeling.Model", None], "only classes in files of the checkpoint's folder"),
     "a file that is not there": (
         "modeling_llada.LLaDAModelLM",
-        "no such file. It is named by auto_map or its code",
+        "no such file. auto_map or its code refers to it",
     ),
 }
 
@@ -519,6 +519,6 @@ def test_capture_of_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     }
     (checkpoint / "hf_quant_config.json").write_text(json.dumps(config))
     assert (
-        "is quantised (FP8 (modelopt 0.47.0)); capture the checkpoint that it was made from"
+        "is quantised (FP8 (modelopt 0.47.0)); capture the checkpoint it was made from"
         in capture(checkpoint)
     )

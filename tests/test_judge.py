@@ -573,7 +573,7 @@ def test_the_mask_tokens_own_logit_does_not_matter() -> None:
 def test_two_different_denoisers_are_not_compared(name: str, value: Any) -> None:
     other = Scripted()
     setattr(other, name, value)
-    with pytest.raises(JudgeError, match=f"{name} is .* two different denoisers"):
+    with pytest.raises(JudgeError, match=f"{name} is .* different denoisers"):
         judged(Scripted(), other, [answered()])
     with pytest.raises(JudgeError, match=name):
         judged(Scripted(), Scripted(), [answered()], noise_floor=other)
@@ -583,9 +583,9 @@ def test_two_different_denoisers_are_not_compared(name: str, value: Any) -> None
 
 def test_data_that_cannot_judge_is_refused_by_its_number() -> None:
     masked = Sample(np.array([1, MASK, 3, EOS]), 1, "x", "y")
-    with pytest.raises(JudgeError, match="sample 2: its text holds the mask token"):
+    with pytest.raises(JudgeError, match="sample 2: its text contains the mask token"):
         judged(Scripted(), Scripted(), [answered(), masked])
-    with pytest.raises(JudgeError, match="sample 1: nothing behind its prompt"):
+    with pytest.raises(JudgeError, match="sample 1: nothing to predict after its prompt"):
         judged(Scripted(), Scripted(), [Sample(np.array([1, 2]), 2, None, None)])
     short = Scripted()
     short.max_canvas_length = 3

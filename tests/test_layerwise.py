@@ -138,9 +138,9 @@ def _negate(folder: Path, initialiser: str) -> tuple[int, bytes]:
     [
         (
             "blocks.1.attention.v.weight.codes",
-            "blocks.1.attention.v (fp8) gives another result than torch's from the same",
+            "blocks.1.attention.v (fp8) gives a different result from torch for the same",
         ),
-        ("blocks.0.mlp_norm.weight", "what goes into blocks.0.mlp.gate differs from torch's by"),
+        ("blocks.0.mlp_norm.weight", "the input of blocks.0.mlp.gate differs from torch's by"),
         ("final_norm.weight", "the logits, after the last layer, differs from torch's by"),
     ],
 )

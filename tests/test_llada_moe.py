@@ -194,7 +194,7 @@ def test_whole_canvases_equal_the_reference(checkpoint: Path, bundle: Path) -> N
 def test_many_experts_are_refused_for_a_gpu(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "checkpoint", llada_moe_config(num_experts=17))
     with pytest.raises(
-        TargetError, match=r"layer 0 routes a token to 3 of 17 experts.*done for up to 16"
+        TargetError, match=r"layer 0 routes a token to 3 of 17 experts.*limited to 16"
     ):
         build(path, tmp_path / "bundle", BuildOptions(precision="fp16", targets=("cuda",)))
 
@@ -261,7 +261,7 @@ def test_wrong_tensors_are_named(
 
 def test_experts_in_both_forms_are_refused(tmp_path: Path) -> None:
     path = merged(write_checkpoint(tmp_path, llada_moe_config()), [1])
-    told = r"model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight is one expert's and model\.layers\.1\.mlp\.experts\.gate_proj"
+    told = r"model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight has one expert and model\.layers\.1\.mlp\.experts\.gate_proj"
     with pytest.raises(CheckpointError, match=told):
         families.open_weights(Checkpoint(path), network_of(path))
 

@@ -102,7 +102,7 @@ def test_only_what_has_room_goes_on_together(
         assert max(widths) == most
     with pytest.raises(
         MemoryLimitError,
-        match=r"a canvas of 10 tokens take [\d,]+ bytes, .* Allow [\d,]+ bytes more",
+        match=r"a canvas of 10 tokens need [\d,]+ bytes; .* Allow [\d,]+ more bytes",
     ):
         next(lockstep.courses(layered, starts, policy, 9 * lockstep.cache_bytes(layered)))
 

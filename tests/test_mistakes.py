@@ -79,7 +79,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     ),
     "an output that is never replaced": (
         WRONG,
-        "never replaced|stay as they were built",
+        "never replaced|must not change",
         {
             "build": "CHECKPOINT -o TAKEN --force",
             "quantize": "CHECKPOINT -o TAKEN --force --no-verify",
@@ -191,7 +191,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     ),
     "another checkpoint's bundle": (
         WRONG,
-        "(built from another checkpoint than|is another denoiser than|has no device graph)",
+        "(built from another checkpoint than|is a different denoiser from|has no device graph)",
         {
             "engine": "BUNDLE --target rtx5090",
             "verify": "BUNDLE --checkpoint SMALLER",
@@ -317,5 +317,5 @@ def test_verify_names_the_smaller_vocabulary_of_another_checkpoint(places: dict[
     assert done.exit_code == WRONG
     assert "its vocab_size is 160, the other's 100" in done.stderr
     theirs = json.loads((places["BUNDLE"] / "manifest.json").read_text())["source"]["config_sha256"]
-    assert f"Its config.json has the SHA-256 {theirs}, that of {places['SMALLER']} " in done.stderr
+    assert f"Its config.json has SHA-256 {theirs}, that of {places['SMALLER']} has " in done.stderr
     assert "mask_token_id" not in done.stderr

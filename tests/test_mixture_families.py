@@ -192,10 +192,10 @@ def test_merged_experts_of_llada2_are_the_split_ones(tmp_path: Path) -> None:
     [
         (
             {"num_key_value_heads": 3},
-            "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+            "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
         ),
         ({"n_group": 3}, "num_experts 16 in n_group 3"),
-        ({"num_experts_per_tok": 9}, "do not give each token num_experts_per_tok 9"),
+        ({"num_experts_per_tok": 9}, "cannot give each token num_experts_per_tok 9"),
         ({"score_function": "softmax"}, "score_function"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supported"),
     ],

@@ -49,7 +49,7 @@ def either_move(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def _loses() -> Any:
-    return pytest.raises(OutputError, match="something else was put there")
+    return pytest.raises(OutputError, match="another process wrote there")
 
 
 def _put_folder(out: Path) -> None:
@@ -145,7 +145,8 @@ def test_a_bundle_with_files_that_are_not_its_own_is_never_replaced(out: Path, n
     fake_build(out, "old", False)
     (out / name).write_text("mine")
     with pytest.raises(
-        TakenError, match=f"holds '{name}', which is not the bundle's, so it is never replaced"
+        TakenError,
+        match=f"contains '{name}', which does not belong to the bundle, so it is never replaced",
     ):
         fake_build(out, "new", True)
     assert (out / name).read_text() == "mine"
@@ -263,7 +264,7 @@ def test_a_folder_in_the_claims_place_that_is_not_ours_is_left_alone(out: Path) 
     claim.mkdir()
     (claim / "thesis.tex").write_text("years of work")
     with pytest.raises(
-        OutputError, match=r"\.bundle\.dlm-export is in the way and not dlm-export's"
+        OutputError, match=r"\.bundle\.dlm-export is in the way and does not belong to dlm-export"
     ):
         fake_build(out, "new", False)
     assert os.listdir(claim) == ["thesis.tex"]
@@ -291,7 +292,8 @@ def test_nothing_is_cleared_where_the_file_system_has_no_locks(
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with pytest.raises(
-        OutputError, match=f"has no locks to tell which. If nothing is at it, remove {claim}"
+        OutputError,
+        match=f"has no locks to tell which. If no process is writing it, remove {claim}",
     ):
         fake_build(out, "new", False)
     assert {*os.listdir(claim)} == {"owner", "new"}

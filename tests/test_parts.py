@@ -101,6 +101,6 @@ def test_a_part_says_what_it_lacks(llada_bundle: Path, llada_checkpoint: Path) -
         llada_bundle, [parts[0], *parts[2:]], [_pass(network)], ["logits"], is_simulated=False
     )
     with pytest.raises(
-        PartError, match=r"^blocks\.1 reads .*, which neither the pass nor a part before it gives"
+        PartError, match=r"^blocks\.1 reads .*, which neither the pass nor an earlier part provides"
     ):
         list(runs)

@@ -251,7 +251,7 @@ def test_a_matrix_in_full_precision_is_read_and_said_where_nothing_leaves_it_out
     _say(path, exclude_modules=None)
     weights = _weights(path)
     assert weights.notes == [
-        "1 matrices are in full precision, which hf_quant_config.json does not say: lm_head.weight"
+        "1 matrices are in full precision, although hf_quant_config.json does not exclude them: lm_head.weight"
     ]
     assert weights.stored("head.weight") is None
 
@@ -421,7 +421,7 @@ def test_inputs_that_groups_do_not_divide_are_named(tmp_path: Path) -> None:
     _say(path, quant_algo="NVFP4")
     with pytest.raises(
         CheckpointError,
-        match=f"2 tensors that NVFP4's groups do not divide: {names[0]} has 104 inputs",
+        match=f"2 tensors whose inputs are not a multiple of NVFP4's group size: {names[0]} has 104 inputs",
     ):
         _weights(path)
 
@@ -492,7 +492,7 @@ def test_quantised_tensors_without_a_word_on_them_are_refused(tmp_path: Path) ->
     (path / SAID).unlink()
     with pytest.raises(
         CheckpointError,
-        match=f"stored as F8_E4M3; only BF16, F16, F32 .* where {SAID} is beside them",
+        match=f"stored as F8_E4M3; only BF16, F16, F32 .* need {SAID} beside them",
     ):
         Checkpoint(path)
 

@@ -401,21 +401,19 @@ def test_layers_are_found_by_module_path(llada_checkpoint: Path) -> None:
 
 def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
     down = make_network(mlp_size=102).quantisable()["blocks.0.mlp.down"]
-    assert (
-        quantise.misfit(down, "nvfp4") == "nvfp4 has groups of 16, and 102 inputs are no multiple"
-    )
+    assert quantise.misfit(down, "nvfp4") == "nvfp4 has groups of 16; 102 inputs is not a multiple"
     assert (
         quantise.misfit(down, "int8-dynamic")
-        == "int8-dynamic multiplies 4 inputs at once, and 102 are no multiple"
+        == "int8-dynamic multiplies 4 inputs at once; 102 is not a multiple"
     )
     assert (
         quantise.misfit(down, "int4-g64-dynamic")
-        == "int4-g64-dynamic multiplies 8 inputs at once, and 102 are no multiple"
+        == "int4-g64-dynamic multiplies 8 inputs at once; 102 is not a multiple"
     )
     assert quantise.misfit(down, "int4-g32") is None  # the last group is short
     assert (
         quantise.misfit(down, "int4-g32", on_gpu=True)
-        == "int4-g32 has groups of 32, and 102 inputs are no multiple"
+        == "int4-g32 has groups of 32; 102 inputs is not a multiple"
     )
     assert quantise.misfit(down, "fp8", on_gpu=True) is None
 
@@ -423,7 +421,7 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('layers = {"blocks.9.mlp" = "int8-dynamic"}', "no layer is called 'blocks.9.mlp'"),
+        ('layers = {"blocks.9.mlp" = "int8-dynamic"}', "no layer matches 'blocks.9.mlp'"),
         ('layers = {"blocks.*" = "int3"}', "format of 'blocks.*' is 'int3', one of"),
         (
             'observer = "p99"\nlayers = {"blocks.*" = "fp8"}',
@@ -432,7 +430,7 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
         ('smoothing = 2\nlayers = {"blocks.*" = "fp8"}', "smoothing 2 is outside 0..1"),
         (
             'smoothing = true\nlayers = {"blocks.*" = "fp8"}',
-            "smoothing is of type bool, a number is needed",
+            "smoothing is of type bool, expected a number",
         ),
         ('colour = "blue"', "unknown key 'colour'"),
         ("[layers]\nblocks.0 = 'fp8'", "quote module paths"),

@@ -173,7 +173,7 @@ def test_verify_judges_a_quantised_bundle_and_writes_a_report(
     result = _run(*arguments[:-1], int8[0], "--force")
     assert (
         result.exit_code,
-        "is a bundle, and its files stay as they were built" in result.stderr,
+        "is a bundle, whose files must not change" in result.stderr,
     ) == (2, True), result.output
     result = _run(*arguments, "--force", "--min-top1", "1.0", "--max-ce-increase", "0")
     assert result.exit_code == 3
@@ -196,7 +196,7 @@ def test_compare_judges_one_bundle_by_another(
     ) == (0.0, 0, 1.0)
     other = _run("compare", llada_bundle, dream_bundle, "--judged", 2)
     assert other.exit_code == 2
-    assert "is another denoiser than" in other.stderr
+    assert "is a different denoiser from" in other.stderr
     assert "its family is dream, the other's llada" in other.stderr
 
 
@@ -210,9 +210,7 @@ def test_a_comparison_warns_of_another_configuration(llada_bundle: Path, tmp_pat
     (other / "manifest.json").write_text(json.dumps(manifest))
     result = _run("compare", llada_bundle, other, "--judged", 1)
     assert result.exit_code == 0, result.output
-    assert (
-        f"another config.json than {llada_bundle} (SHA-256 {64 * '0'}, not {ours})" in result.stderr
-    )
+    assert f"different config.json files (SHA-256 {64 * '0'} and {ours})" in result.stderr
     manifest["network"]["layers"][1]["norm_eps"] = 0.5
     (other / "manifest.json").write_text(json.dumps(manifest))
     result = _run("compare", llada_bundle, other, "--judged", 1)
@@ -263,7 +261,7 @@ def test_fp8_and_nvfp4_are_marked_as_simulated_on_a_cpu(llada_checkpoint: Path, 
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ("", "holds no samples"),
+        ("", "contains no samples"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n', "line 2"),
         ('{"prompt": "a", "completion": "b"}\n{"question": "a"}\n', "line 2"),
         (json.dumps({"prompt": "call mum " * 300, "completion": "x"}) + "\n", "512"),
@@ -301,7 +299,7 @@ def test_a_recipe_with_an_unknown_layer_is_refused(
         "--precision",
         path,
         code=2,
-        says=("no layer is called 'blocks.7.mlp.down'", "mlp.gate"),
+        says=("no layer matches 'blocks.7.mlp.down'", "mlp.gate"),
     )
 
 
@@ -381,7 +379,7 @@ def test_a_quantised_bundle_is_not_quantised_again(
         "--precision",
         "int4",
         code=2,
-        says=("is quantised already (int8-static)", "checkpoint"),
+        says=("is already quantised (int8-static)", "checkpoint"),
     )
 
 
@@ -450,7 +448,7 @@ def test_a_bundle_does_not_replace_what_it_is_built_from(llada_bundle: Path) -> 
         "--no-verify",
     )
     assert result.exit_code == 2
-    assert "is what is read from" in result.stderr
+    assert "is the source that is read" in result.stderr
     assert (llada_bundle / "manifest.json").read_bytes() == before
 
 
@@ -512,7 +510,7 @@ def test_a_recipe_file_with_everything_in_it_builds(
 
 def test_compare_warns_when_it_has_no_data_of_its_own(llada_bundle: Path) -> None:
     result = _run("compare", llada_bundle, llada_bundle, "--judged", 2)
-    assert "Warning: no --data: judged by made-up samples (random ids)" in result.stderr
+    assert "Warning: no --data: judged on made-up samples (random ids)" in result.stderr
 
 
 def test_a_denoiser_without_an_end_token_is_calibrated_and_judged(
@@ -542,7 +540,7 @@ def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_al
     told = " ".join(result.stderr.split())
     assert ("values beyond them are clipped" in told) == has_ranges
     assert (
-        "no --calib: judged by made-up samples (random ids). The loss on text of your own is not known"
+        "no --calib: judged on made-up samples (random ids). The loss on your own text is not known"
         in told
     )
 

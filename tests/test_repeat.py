@@ -142,17 +142,17 @@ def _traced_in_two() -> Graph:
         (
             "blocks.1.mlp_norm",
             "blocks.0.mlp",
-            r"\['blocks\.0\.add\w*', 'blocks\.0\.mul\w*'\] where the residual stream alone",
+            r"only the residual stream, found \['blocks\.0\.add\w*', 'blocks\.0\.mul\w*'\]",
         ),
         (
             "final_norm",
             "blocks.0.mlp",
-            r"what is no layer reads blocks\.0\.mul\w*, which is neither its own, nor the stream",
+            r"a node outside the layers reads blocks\.0\.mul\w*, which is not its own, the stream",
         ),
         (
             "blocks.1.mlp_norm",
             "embed",
-            "layer 1 reads embedding, which is neither its own, nor the stream, nor shared",
+            "layer 1 reads embedding, which is not its own, the stream, or shared",
         ),
     ],
 )

@@ -154,11 +154,11 @@ def test_states_survive_their_file(llada_checkpoint: Path, tmp_path: Path) -> No
 def test_damaged_files_of_finished_stages_are_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "states.npz"
     path.write_bytes(content)
-    with pytest.raises(CalibrationError, match=r"states\.npz: not calibration states"):
+    with pytest.raises(CalibrationError, match=r"states\.npz: not a file of calibration states"):
         read_states(path)
     (tmp_path / "head.safetensors").write_bytes(content)
     with pytest.raises(
-        CalibrationError, match=r"head\.safetensors: not a weight that a build has solved"
+        CalibrationError, match=r"head\.safetensors: not a solved weight written by a build"
     ):
         Solved(tmp_path)["head"]
 
@@ -218,7 +218,7 @@ def test_a_finished_layer_that_is_damaged_or_anothers_is_refused_before_anything
         up.write_bytes(content)
         with pytest.raises(
             CalibrationError,
-            match=r"mlp\.up\.safetensors: not a weight that a build has solved .* Remove it",
+            match=r"mlp\.up\.safetensors: not a solved weight written by a build .* Remove it",
         ):
             build(llada_checkpoint, tmp_path / "bundle", options)
 
@@ -227,7 +227,7 @@ def test_a_finished_layer_that_is_damaged_or_anothers_is_refused_before_anything
 def test_what_is_kept_does_not_lie_where_the_bundle_goes(
     inside: str, llada_checkpoint: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ResumeError, match="is where the bundle goes"):
+    with pytest.raises(ResumeError, match="is inside the new bundle"):
         build(llada_checkpoint, tmp_path / "bundle", _options(resume=tmp_path / "bundle" / inside))
     assert not list(tmp_path.iterdir())
 
@@ -258,16 +258,14 @@ def test_finished_stages_of_another_build_are_refused(
     weights.write_bytes(content)
     with pytest.raises(
         ResumeError,
-        match=rf"the checkpoint has changed since: its {weights.name} has the SHA-256 [0-9a-f]+",
+        match=rf"the checkpoint has changed since: {weights.name} now has SHA-256 [0-9a-f]+",
     ):
         build(checkpoint, output, _options(resume=kept))
     content[-2] ^= 1
     weights.write_bytes(content)
     options = _options(resume=kept)
     other = replace(options.quantise.calibration, seed=1)
-    with pytest.raises(
-        ResumeError, match="belongs to another build: its calibration is not this one's"
-    ):
+    with pytest.raises(ResumeError, match="belongs to another build: its calibration is different"):
         build(
             checkpoint,
             output,
@@ -275,7 +273,7 @@ def test_finished_stages_of_another_build_are_refused(
         )
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(ResumeError, match=r"holds something, but no work\.json"):
+    with pytest.raises(ResumeError, match=r"is not empty, but has no work\.json"):
         build(checkpoint, output, _options(resume=tmp_path / "other"))
     assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
 
@@ -285,7 +283,7 @@ def test_too_little_memory_for_a_layer_is_told_with_what_would_do(
 ) -> None:
     with pytest.raises(
         MemoryLimitError,
-        match=r"--memory 1,000: to \w[\w ]* takes ([\d,]+) bytes, one layer at a time",
+        match=r"--memory 1,000: to \w[\w ]* needs ([\d,]+) bytes, one layer at a time",
     ) as err:
         build(llada_checkpoint, tmp_path / "bundle", _options(memory_bytes=1000))
     assert not (tmp_path / "bundle").exists()

@@ -222,7 +222,7 @@ def test_any_gpu_goes_by_its_sm(sm: int) -> None:
 def test_an_unknown_target_is_refused_with_the_choices(name: str) -> None:
     with pytest.raises(
         TargetError,
-        match=r"one of cpu, cuda, orin-nano, .*, gb10, or by compute capability sm75, .*, sm121$",
+        match=r"one of cpu, cuda, orin-nano, .*, gb10, or a compute capability: sm75, .*, sm121$",
     ) as caught:
         find(name)
     assert caught.value.exit_code == 2

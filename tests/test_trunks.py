@@ -193,7 +193,7 @@ BAD: dict[str, tuple[dict[str, Any], Overrides, str]] = {
     "a block that the loop does not take": (
         fast_dllm_v2_config(bd_size=12),
         Overrides(150),
-        "decides 8 positions of a block at a time, which do not divide one of 12",
+        "decides 8 positions at a time, which does not divide a block of 12",
     ),
     "no bd_size": (
         fast_dllm_v2_config(bd_size=None),

@@ -1,1 +1,3 @@
-"""States a denoiser meets while it unmasks a canvas: to check parity on, and to calibrate with."""
+"""Calibration data and number formats: masked canvases to run a denoiser on, for parity and
+calibration, and the quantisation of weights and activations.
+"""

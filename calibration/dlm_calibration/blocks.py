@@ -1,4 +1,4 @@
-"""How matrices are walked: in pieces that stay in a core's cache, on all cores, group by group."""
+"""Processes matrices in blocks that fit a core's cache, on all cores, and by groups of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from dlm_calibration.errors import QuantisationError
 from dlm_calibration.pieces import Lazy, ahead, slices
 
-_BLOCK = 1 << 18  # elements worked on at a time: 1 MiB of fp32, which stays in a core's cache
+_BLOCK = 1 << 18  # elements per block: 1 MiB of fp32, which fits a core's cache
 _SMALL_GROUP = 32
 
 
@@ -32,11 +32,13 @@ def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
 
 
 def check_finite(w: np.ndarray | Lazy) -> None:
-    """Refuse a matrix that holds NaN or infinities, with how many and where the first is."""
+    """Raises QuantisationError for NaN or infinite values, with their number and the first
+    position.
+    """
     count, first = 0, (0, 0)
     for start, stop in row_blocks(w.shape[0], w.shape[1], 1):
         block = np.asarray(w[start:stop, :], dtype=np.float32)
-        # Without a temporary, for NaN comes through both.
+        # Needs no temporary array, because max and min propagate NaN.
         if np.isfinite(block.max()) and np.isfinite(block.min()):
             continue
         bad = np.argwhere(~np.isfinite(block))
@@ -46,13 +48,13 @@ def check_finite(w: np.ndarray | Lazy) -> None:
     if count:
         raise QuantisationError(
             f"{count} of {math.prod(w.shape)} values are NaN or infinite, the first at row {first[0]}, column {first[1]}: "
-            "nothing can be quantised from them. Check the checkpoint."
+            "they cannot be quantised. Check the checkpoint."
         )
 
 
 def row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of blocks of rows with about ``_BLOCK`` elements, each but the last a
-    multiple of ``multiple`` long.
+    """Yield ``(start, stop)`` of blocks of rows of about ``_BLOCK`` elements; all but the last have
+    a multiple of ``multiple`` rows.
     """
     step = max(1, _BLOCK // (max(columns, 1) * multiple)) * multiple
     for start in range(0, rows, step):
@@ -60,9 +62,7 @@ def row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, in
 
 
 def for_columns(w: np.ndarray | Lazy, function: Callable[[slice], None]) -> None:
-    """Call ``function`` on all cores with slices of ``w``'s columns, each of about ``_BLOCK``
-    elements.
-    """
+    """Call ``function`` on all cores with slices of ``w``'s columns of about ``_BLOCK`` elements."""
     rows, columns = w.shape
     for _ in ahead(function, slices(columns, max(1, _BLOCK // rows))):
         pass
@@ -80,7 +80,8 @@ def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.nd
         if group_size > _SMALL_GROUP:
             values.max(axis=1, out=out[groups])
             continue
-        # numpy reduces a short axis slowly: a row of every group at a time takes a quarter.
+        # numpy reduces a short axis slowly; one row of every group at a time takes a quarter of the
+        # time.
         largest = values[:, 0].copy(order="K")
         for i in range(1, values.shape[1]):
             np.maximum(largest, values[:, i], out=largest)
@@ -91,8 +92,8 @@ def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.nd
 
 
 def by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Views ``[groups, rows, N]`` of ``[K, N]`` with the groups that they are: the whole ones, and
-    a last one that is short.
+    """Yield slices of groups and views ``[groups, rows, N]`` of ``[K, N]``: full groups, then a
+    short one.
     """
     whole = len(matrix) // group_size
     if whole:
@@ -102,10 +103,10 @@ def by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.nd
 
 
 def put(out: np.ndarray, block: np.ndarray) -> None:
-    """Copy a block of bytes, whichever way round it lies."""
+    """Copy a block of bytes in either memory order."""
     if block.strides[0] < block.strides[1] and not out.strides[0] < out.strides[1]:
-        # Columns that lie a power of two apart share a few lines of the cache, and are ten times as
-        # slow to turn around.
+        # Columns whose distance is a power of two share cache lines, which makes a transposition
+        # ten times slower.
         apart = np.empty((block.shape[1], block.shape[0] + 64), block.dtype)[:, : block.shape[0]].T
         apart[...] = block
         block = apart
@@ -113,5 +114,5 @@ def put(out: np.ndarray, block: np.ndarray) -> None:
 
 
 def grouped(matrix: np.ndarray, group_size: int) -> np.ndarray:
-    """``[K, N]`` seen as ``[K / group_size, group_size, N]``."""
+    """``[K, N]`` viewed as ``[K / group_size, group_size, N]``."""
     return matrix.reshape(-1, group_size, matrix.shape[1])

@@ -1,17 +1,17 @@
-"""What calibration raises on purpose."""
+"""Exceptions of this package."""
 
 from dlm_runtime.errors import DlmError, ExitCode
 
 
 class CalibrationError(DlmError):
-    """Calibration data or a denoiser's activations that no ranges can be found from."""
+    """The calibration data or a denoiser's activations cannot be used to find ranges."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class QuantisationError(DlmError):
-    """Something cannot be quantised as asked: values are not finite, or the format does not take
-    the shape.
+    """A tensor cannot be quantised: its values are not finite, or its shape does not fit the
+    format.
     """
 
     exit_code = ExitCode.WRONG_INPUT

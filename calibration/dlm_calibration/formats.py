@@ -1,10 +1,10 @@
-"""The number formats that quantised denoisers are stored and run in, exact to the bit, in numpy.
+"""The number formats of quantised denoisers, bit-exact, in numpy.
 
-INT8 and INT4 are symmetric integers; FP8 is E4M3 without infinities (arXiv:2209.05433); NVFP4 is
-E2M1 (OCP Microscaling Formats 1.0) in groups of 16 with an E4M3 scale a group and one fp32 scale a
-tensor, as NVIDIA's modelopt packs it. Rounding is half to even everywhere, as in ONNX
-QuantizeLinear. Matrices are worked on in blocks, and quantised on all cores: besides the result,
-temporaries stay at a few MiB a core whatever the matrix's size.
+INT8 and INT4 are symmetric integers. FP8 is E4M3 without infinities (arXiv:2209.05433). NVFP4 is
+E2M1 (OCP Microscaling Formats 1.0) in groups of 16 with one E4M3 scale per group and one fp32 scale
+per tensor, as in NVIDIA's modelopt. Rounding is half to even everywhere, as in ONNX QuantizeLinear.
+Matrices are quantised in blocks on all cores, so temporary memory stays at a few MiB per core
+whatever the size of the matrix.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FP16: ScaleType = np.dtype(np.float16)
 E2M1_VALUES = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
 )  # by code; bit 3 is the sign
-INT4_GROUP_SIZE = 128  # where none is asked for: the usual one of GPTQ and AWQ
+INT4_GROUP_SIZE = 128  # default, as usual in GPTQ and AWQ
 NVFP4_GROUP_SIZE = 16  # fixed by the format
 
 _LEVELS = {name: np.float32(known.levels) for name, known in NUMBER_FORMATS.items()}
@@ -47,18 +47,18 @@ _CODE_LIMITS = {
     if known.code_limits is not None
 }
 _SMALLEST_E4M3 = np.float32(2**-9)
-# Below this a scale is as good as zero, and taken as 1: fp32 subnormals lose bits, and flush to
-# zero on some devices. NVFP4 multiplies its tensor scale by group scales down to 2**-9, and the
-# product has to stay a normal number.
+# Smaller scales are replaced with 1: fp32 subnormals lose bits, and some devices flush them to
+# zero. NVFP4 multiplies its tensor scale by group scales down to 2**-9, and the product must stay a
+# normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
-"""Codes, in magnitude, that int4's scales may put a group's largest value on. Beyond the last code it
-saturates, which costs less than steps that are coarser for the whole group.
+"""Candidate codes (in magnitude) for a group's largest value in INT4. Values beyond the last code
+saturate, which costs less than coarser steps for the whole group.
 """
 SMALLEST_FP16_SCALE = np.float32(
     2.0**-20
-)  # four bits of a subnormal: a coarser scale would be off by more than a code
-SMALLEST_ROW = np.float32(1e-30)  # range of a row of activations, so that one of zeros has codes
+)  # a subnormal with four bits; rounding a smaller scale would cost more than one code
+SMALLEST_ROW = np.float32(1e-30)  # smallest range of a row of activations, so zeros have codes
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 
 
@@ -68,13 +68,12 @@ class QuantisedWeight:
 
     | format | ``codes`` | ``scales`` |
     | int8 | int8 [K, N] | fp32 [N] |
-    | int4 | ml_dtypes.int4 [K, N] | fp32 [ceil(K / group_size), N], of either sign; the last group may
-    be short |
+    | int4 | ml_dtypes.int4 [K, N] | fp32 [ceil(K / group_size), N], may be negative; last group may be short |
     | fp8 | ml_dtypes.float8_e4m3fn [K, N] | fp32 [N] |
     | nvfp4 | uint8 0..15 [N, K], E2M1 | ml_dtypes.float8_e4m3fn [N, K / 16] |
 
-    ``global_scale`` is nvfp4's fp32 scale of the whole tensor, otherwise None; ``group_size``
-    counts along K, None for int8 and fp8.
+    ``global_scale`` is nvfp4's fp32 scale of the tensor, otherwise ``None``. ``group_size`` counts
+    along K; ``None`` for int8 and fp8.
     """
 
     format: str
@@ -85,14 +84,12 @@ class QuantisedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(K, N)``, whichever way round the codes are kept."""
+        """``(K, N)``, whatever the layout of the codes."""
         first, second = self.codes.shape
         return (second, first) if self.format == "nvfp4" else (first, second)
 
     def dequantise(self) -> np.ndarray:
-        """The matrix as fp32 ``[K, N]``: codes times scales, multiplied in the order of ONNX
-        DequantizeLinear.
-        """
+        """The matrix as fp32 ``[K, N]``; multiplies in the order of ONNX DequantizeLinear."""
         rows, columns = self.shape
         out = np.empty((rows, columns), dtype=np.float32)
         for start, stop in row_blocks(rows, columns, self.group_size or 1):
@@ -117,7 +114,7 @@ class QuantisedWeight:
         return out
 
     def columns(self, chosen: slice | np.ndarray) -> QuantisedWeight:
-        """Some of the N columns, by a slice or by their numbers."""
+        """Select some of the N columns by a slice or by indices."""
         if self.format == "nvfp4":
             return replace(self, codes=self.codes[chosen], scales=self.scales[chosen])
         return replace(self, codes=self.codes[:, chosen], scales=self.scales[..., chosen])
@@ -132,19 +129,26 @@ def quantise_weight(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` (any float dtype; rounded from its fp32 value), half to even.
+    """Quantise ``w`` ``[K, N]`` of any float type, rounding its fp32 values half to even.
 
-    int8: codes -127..127, scale amax / 127 a column. int4: codes -8..7, of every group of
-    ``group_size`` rows of a column (128 unless given) the scale of ``int4_scales``. fp8: scale amax
-    / 448 a column. nvfp4: global scale amax / (6 * 448), group scale E4M3(amax of 16 rows / (6 *
-    global scale)). ``amax`` replaces the largest absolute value as the range: a scalar, or what
-    broadcasts to the scales' shape (nvfp4: a scalar), which int4 divides by 7. Values beyond it
-    saturate. Where the range is zero the scale is 1 and the codes are 0. ``scale_dtype`` is what
-    the graph holds scales in: they are rounded to it before codes are chosen, and stay fp32 here.
-    ``is_signed``: int4's scales may be negative; other formats do not use it.
+    int8: codes -127..127, scale amax / 127 per column. int4: codes -8..7, scale from
+    ``int4_scales`` per group. fp8: scale amax / 448 per column. nvfp4: global scale amax / (6 *
+    448), group scale E4M3(amax of 16 rows / (6 * global scale)). A zero range gives scale 1 and
+    codes 0.
 
-    Raises QuantisationError for an unknown format, a group size or K that the format does not take,
-    and values or ranges that are not finite.
+    Args:
+        w: The matrix.
+        format: One of ``NUMBER_FORMATS``.
+        group_size: Rows per group of int4; default 128.
+        amax: Range to use instead of the largest absolute value: a scalar, or an array that
+            broadcasts to the scales' shape (nvfp4: a scalar). Larger values saturate.
+        scale_dtype: The type of scales in the graph. Scales are rounded to it before codes are
+            chosen, but returned as fp32.
+        is_signed: Allow negative scales in int4; other formats ignore this.
+
+    Raises:
+        QuantisationError: The format is unknown, does not support the group size or K, or values or
+            ranges are not finite.
     """
     group_size = _checked_group_size(format, group_size)
     _check_matrix(w, format)
@@ -180,29 +184,29 @@ def quantise_weight(
 
 
 def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> np.ndarray:
-    """The codes of finite fp32 ``values`` under fp32 ``scales`` that broadcast to them, for int8,
-    int4 and fp8.
+    """Codes of finite fp32 ``values`` with fp32 ``scales`` that broadcast to them, for int8, int4
+    and fp8.
 
-    Divides, as ONNX QuantizeLinear does (a product with the reciprocal rounds otherwise), and
+    Divides like ONNX QuantizeLinear (a product with the reciprocal would round differently) and
     saturates: int8 at -127 and 127, int4 at -8 and 7, fp8 at -448 and 448.
     """
     low, high = _CODE_LIMITS[format]
-    with np.errstate(over="ignore"):  # a range far below the values: they saturate
+    with np.errstate(over="ignore"):  # values far outside the range saturate
         quotient = np.divide(values, scales)
     if format != "fp8":
         np.rint(quotient, out=quotient)
     np.clip(quotient, low, high, out=quotient)
-    if format == "int4":  # a byte each, and numpy is faster at it than ml_dtypes
+    if format == "int4":  # one byte per code; numpy is faster here than ml_dtypes
         quotient = quotient.astype(np.int8).view(CODE_TYPES[format])
     codes: np.ndarray = quotient.astype(CODE_TYPES[format], copy=False)
     return codes
 
 
 def scales_of(amax: np.ndarray, format: str, scale_dtype: ScaleType = FP32) -> np.ndarray:
-    """fp32 scales that put ``amax`` on the largest code (nvfp4: the tensor's global scale); 1 where
-    amax is next to nothing.
+    """fp32 scales that map ``amax`` to the largest code (nvfp4: the global scale); 1 where amax is
+    tiny.
 
-    They are values of ``scale_dtype``; in fp16 none is smaller than ``SMALLEST_FP16_SCALE``.
+    They are exact values of ``scale_dtype``; fp16 scales are at least ``SMALLEST_FP16_SCALE``.
     """
     smallest = _SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE
     scales = np.asarray(amax, dtype=np.float32) / _LEVELS[format]
@@ -220,15 +224,15 @@ def int4_scales(
     *,
     is_signed: bool = False,
 ) -> np.ndarray:
-    """fp32 scales ``[G, N]`` of finite fp32 groups ``[G, size, N]`` whose largest absolute values
-    are ``amax`` ``[G, N]``.
+    """fp32 scales ``[G, N]`` of finite fp32 groups ``[G, size, N]`` with largest absolute values
+    ``amax`` ``[G, N]``.
 
-    Chooses among six, from amax / 7 to amax / 9.5, by the least weighted squared error; the largest
-    of equals. A value's error counts by its square, as in llama.cpp's IQ4_NL, times
-    ``weights`` ``[G, size, N]`` or what broadcasts to it: clipping large weights costs a network
-    more than the plain error says (figures in BENCHMARKS.md). With ``is_signed`` the scale is
-    negative where the largest value is positive, so that this value gets a negative code: there are
-    eight of these, and seven positive ones.
+    Tries six scales from amax / 7 to amax / 9.5 and takes the one with the least weighted squared
+    error, the largest among equals. An error's weight is the value's square, as in llama.cpp's
+    IQ4_NL, times ``weights`` ``[G, size, N]`` (or an array that broadcasts to it). Clipping large
+    weights costs a network more than the plain error suggests (figures in BENCHMARKS.md). With
+    ``is_signed``, the scale is negative if the largest value is positive, so that this value gets a
+    negative code: there are eight negative codes and seven positive ones.
     """
     widest = scales_of(amax, "int4", scale_dtype)
     sign = np.float32(1)
@@ -245,12 +249,12 @@ def int4_scales(
         error = np.rint(exact)
         np.clip(error, *_CODE_LIMITS["int4"], out=error)
         error -= exact
-        # in steps, which are of about one size: no magnitude of weights leaves fp32's range
+        # Errors are in steps, so squares stay within fp32's range whatever the weights' magnitude.
         error *= error
         error *= counted
         with np.errstate(
             over="ignore", invalid="ignore"
-        ):  # a range below the smallest scale's, whose scale is 1, never wins
+        ):  # groups below the smallest scale keep scale 1: their candidates never win
             total = error.sum(1) * (scales / widest) ** 2
         best = np.where(total < least, scales, best)
         np.minimum(least, total, out=least)
@@ -258,7 +262,7 @@ def int4_scales(
 
 
 def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:
-    """Positive fp32 scales as ``scale_dtype`` holds them, in fp32 again."""
+    """Positive fp32 scales rounded to ``scale_dtype``, returned as fp32."""
     if scale_dtype == FP32:
         return scales
     if scale_dtype == FP16:
@@ -268,7 +272,7 @@ def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:
 
 
 def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWeight:
-    """The same codes under scales that ``scale_dtype`` holds."""
+    """The same codes with scales rounded to ``scale_dtype``."""
     if weight.global_scale is not None:
         rounded = round_scales(np.asarray(weight.global_scale), scale_dtype)
         return replace(weight, global_scale=np.float32(float(rounded)))
@@ -278,8 +282,8 @@ def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWei
 def weight_ranges(
     w: np.ndarray | Lazy, format: str, group_size: int | None = None
 ) -> tuple[np.ndarray, int | None]:
-    """Each group's largest absolute value, fp32 ``[G, N]``, and the group size that a format takes
-    (None: one group a column).
+    """Each group's largest absolute value, fp32 ``[G, N]``, and the format's group size (``None``: one
+    group per column).
 
     Raises QuantisationError as ``quantise_weight`` does.
     """
@@ -291,13 +295,15 @@ def weight_ranges(
 def quantise_activation(
     x: np.ndarray, format: str, amax: float | None, scale_dtype: ScaleType = FP32
 ) -> np.ndarray:
-    """``x`` (fp32, any shape) quantised and dequantised again: what the layer behind it sees.
+    """Quantise and dequantise ``x`` (fp32, any shape): the input that the layer sees.
 
-    int8: scale ``amax / 127`` a tensor, codes -128..127; with amax None each row of the last axis
-    has its own range and codes -127..127. fp8: scale ``amax / 448`` a tensor. nvfp4: global scale
-    ``amax / (6 * 448)``, groups of 16 along the last axis scaled as they come. Values beyond amax
-    saturate. Raises QuantisationError for other formats, a missing or unusable amax, a last axis
-    that nvfp4 cannot group, and values that are not finite.
+    int8: scale ``amax / 127`` per tensor, codes -128..127; with amax ``None`` each row of the last axis
+    has its own range and codes -127..127. fp8: scale ``amax / 448`` per tensor. nvfp4: global scale
+    ``amax / (6 * 448)``, and dynamic scales for groups of 16 along the last axis. Values beyond
+    amax saturate.
+
+    Raises QuantisationError for other formats, a missing or invalid amax, a last axis that nvfp4
+    cannot group, and values that are not finite.
     """
     if format not in ("int8", "fp8", "nvfp4"):
         raise QuantisationError(
@@ -336,8 +342,8 @@ def quantise_activation(
 
 
 def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.float32:
-    """The static scale for an activation range, a value of ``scale_dtype``: what the graph holds
-    and ``quantise_activation`` rounds with.
+    """The static scale for an activation range, in ``scale_dtype``, used by the graph and by
+    ``quantise_activation``.
 
     Raises QuantisationError if amax is missing, not finite or not positive.
     """
@@ -346,7 +352,7 @@ def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = F
             f"{format} activations need a positive range, not {amax}: calibrate the layer first."
         )
     scale = float(np.float32(amax) / _LEVELS[format])
-    # An input that was all but zero in calibration keeps a tiny range.
+    # An input that was almost zero during calibration keeps a tiny range.
     usable = np.float32(
         max(scale, float(_SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE))
     )
@@ -355,8 +361,8 @@ def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = F
 
 
 def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray:
-    """E4M3 scales of groups whose largest absolute values are ``amax``: 1 for zeros, otherwise
-    clipped to 2**-9..448.
+    """E4M3 scales of groups with largest absolute values ``amax``: 1 for zeros, otherwise clipped
+    to 2**-9..448.
     """
     with np.errstate(over="ignore"):
         scales = amax / np.float32(np.float32(6) * global_scale)
@@ -368,12 +374,12 @@ def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray
 
 
 def e2m1_codes(values: np.ndarray) -> np.ndarray:
-    """The E2M1 code, uint8 0..15, of each fp32 value: half to even, saturating at 6. Minus zero
-    gets the code of zero.
+    """The E2M1 code, uint8 0..15, of each fp32 value: half to even, saturating at 6; -0 gets the
+    code of 0.
     """
-    # Codes are 1/2 apart up to 2, 1 apart up to 4, 2 apart up to 6. Rounded at each of the three
-    # distances and counted in codes, the right one gives the smallest number; where a code is an
-    # even integer, half to even goes to it.
+    # Codes are 1/2 apart up to 2, 1 apart up to 4, 2 apart up to 6. Round at each of the three
+    # distances, counted in codes; the smallest result is the right one. Half to even goes to even
+    # codes.
     magnitude = np.abs(values)
     np.minimum(magnitude, np.float32(6), out=magnitude)
     codes = np.rint(magnitude + magnitude)
@@ -385,19 +391,19 @@ def e2m1_codes(values: np.ndarray) -> np.ndarray:
     magnitude += np.float32(4)
     np.minimum(codes, magnitude, out=codes)
     unsigned: np.ndarray = codes.astype(np.uint8)
-    # As modelopt does it: a negative value that rounds to zero keeps its sign bit, minus zero does
-    # not have one.
+    # As in modelopt, a negative value that rounds to zero keeps its sign bit, but minus zero has
+    # none.
     unsigned |= (values < 0).view(np.uint8) << np.uint8(3)
     return unsigned
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Two codes (uint8 0..15) a byte along the last axis, which must be even; the earlier in the
-    low nibble, as in ONNX.
+    """Pack two codes (uint8 0..15) per byte along the last axis, which must be even; the first in
+    the low nibble, as in ONNX.
     """
     if codes.ndim == 0 or codes.shape[-1] % 2:
         raise QuantisationError(
-            f"codes of shape {list(codes.shape)} cannot be packed: the last axis has to be even."
+            f"codes of shape {list(codes.shape)} cannot be packed: the last axis must be even."
         )
     assert codes.dtype == np.uint8
     packed: np.ndarray = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
@@ -405,7 +411,7 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-    """The inverse of ``pack_nibbles``: uint8 0..15, the last axis twice as long."""
+    """The inverse of ``pack_nibbles``: uint8 0..15, with a last axis twice as long."""
     assert packed.dtype == np.uint8
     codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=np.uint8)
     codes[..., 0::2] = packed & np.uint8(15)
@@ -441,8 +447,8 @@ def _quantise_nvfp4(
 
 
 def _quantise_rows(x: np.ndarray) -> np.ndarray:
-    """Each row of the last axis by its own range, symmetric around zero;
-    ``dlm_export.graph.functions`` has it in ONNX.
+    """Quantise each row of the last axis with its own symmetric range;
+    ``dlm_export.graph.functions`` has the ONNX version.
     """
     amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), SMALLEST_ROW)
     codes = np.rint(x * (np.float32(127) / amax))
@@ -458,7 +464,7 @@ def _checked_group_size(format: str, group_size: int | None) -> int | None:
     if format in ("int8", "fp8"):
         if group_size is not None:
             raise QuantisationError(
-                f"{format} has one scale a column and takes no group size; {group_size} was asked for."
+                f"{format} has one scale per column and no groups, but a group size of {group_size} was given."
             )
         return None
     if format == "nvfp4":
@@ -468,7 +474,7 @@ def _checked_group_size(format: str, group_size: int | None) -> int | None:
     size = INT4_GROUP_SIZE if group_size is None else group_size
     if size < 1:
         raise QuantisationError(
-            f"a group size of {size} is not positive: int4 is usual with 32 or 128."
+            f"a group size of {size} is not positive: common sizes for int4 are 32 and 128."
         )
     return size
 
@@ -476,11 +482,11 @@ def _checked_group_size(format: str, group_size: int | None) -> int | None:
 def _check_matrix(w: np.ndarray | Lazy, format: str) -> None:
     if len(w.shape) != 2 or 0 in w.shape:
         raise QuantisationError(
-            f"a weight of shape {list(w.shape)} cannot be quantised: it has to be a matrix with at least one value."
+            f"a weight of shape {list(w.shape)} cannot be quantised: it must be a matrix with at least one value."
         )
     if format == "nvfp4" and w.shape[0] % NVFP4_GROUP_SIZE:
         raise QuantisationError(
-            f"a weight of {w.shape[0]} input channels cannot be nvfp4: its groups of {NVFP4_GROUP_SIZE} have to divide them. "
+            f"a weight of {w.shape[0]} input channels cannot be nvfp4: the number must be a multiple of {NVFP4_GROUP_SIZE}. "
             "Keep the layer in another format."
         )
 

@@ -1,10 +1,9 @@
-"""What a quantised denoiser loses against its reference, computed from logits, canvases and texts
-alone.
+"""Metrics of a quantised denoiser's losses, computed from logits, canvases and texts.
 
 Cross-entropy, agreement and Kullback-Leibler divergence of masked positions, in nats; the
-likelihood bound of masked diffusion (arXiv:2502.09992, equation 6) in bits per byte; free-running
-outputs side by side; paired bootstrap intervals (Efron 1979). Everything is computed in float64:
-two denoisers a quantisation apart differ in digits that fp32 sums lose.
+likelihood bound of masked diffusion (arXiv:2502.09992, equation 6) in bits per byte; comparison of
+free runs; paired bootstrap intervals (Efron 1979). Computed in float64, because quantisation
+changes digits that fp32 sums lose.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import numpy as np
 
 from dlm_calibration.states import MASK_RATIOS, Sample
 
-RESAMPLES = 1000  # of the bootstrap; the ends of a 95% interval rest on 25 of them each
+RESAMPLES = 1000  # of the bootstrap; 25 of them lie beyond each end of a 95% interval
 LEVEL = 0.95
 TOP = 5
-SHOWN_SAMPLES = 12  # free runs kept whole, for reading
+SHOWN_SAMPLES = 12  # free runs whose texts are kept
 _CHUNK_ELEMENTS = (
     1 << 22
-)  # logits handled at a time: 32 MB in float64, 33 rows of a vocabulary of 126,464
+)  # logits processed at a time: 32 MB in float64, 33 rows with a vocabulary of 126,464
 
 Decode = Callable[[list[int]], str | None]
 
@@ -35,11 +34,11 @@ Decode = Callable[[list[int]], str | None]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Scored positions of two denoisers, one entry a position, all float64 or int64 ``[R]``.
+    """Scored positions of two denoisers, one entry per position, float64 or int64 ``[R]``.
 
-    ``reference_ce``, ``candidate_ce``: cross-entropy of the true token. ``kl``: of the candidate
-    from the reference. ``rank``: how many tokens the candidate holds likelier than the reference's
-    best one, ties by id: 0 where both agree.
+    ``reference_ce``, ``candidate_ce``: cross-entropy of the true token. ``kl``: divergence of the
+    candidate from the reference. ``rank``: number of tokens that the candidate ranks before the
+    reference's best one (ties by id); 0 if both agree.
     """
 
     reference_ce: np.ndarray
@@ -49,14 +48,14 @@ class Rows:
 
     @classmethod
     def join(cls, parts: Sequence[Rows]) -> Rows:
-        """All rows of ``parts``, which may be none."""
+        """All rows of ``parts``, which may be empty."""
         if not parts:
             return cls(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
         columns = zip(*((p.reference_ce, p.candidate_ce, p.kl, p.rank) for p in parts), strict=True)
         return cls(*(np.concatenate(column) for column in columns))
 
     def take(self, chosen: np.ndarray) -> Rows:
-        """The rows at ``chosen``, bool ``[R]`` or indices."""
+        """The rows selected by ``chosen``, bool ``[R]`` or indices."""
         return Rows(
             self.reference_ce[chosen], self.candidate_ce[chosen], self.kl[chosen], self.rank[chosen]
         )
@@ -66,8 +65,8 @@ class Rows:
 
 
 def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
-    """Log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``, the mask token excluded (-inf):
-    it is never predicted.
+    """Log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``; the mask token gets -inf, as it
+    is never predicted.
 
     NaN or infinite logits give NaN.
     """
@@ -80,20 +79,20 @@ def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
 
 
 def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """KL(p || q) in nats ``[R]`` of log-probabilities ``[R, V]``; at least 0, infinite where q
-    excludes what p does not.
+    """KL(p || q) in nats ``[R]`` of log-probabilities ``[R, V]``; at least 0, infinite if q
+    excludes a token that p does not.
     """
     p = np.exp(log_p)
     with np.errstate(invalid="ignore"):
         terms = np.where(p > 0, p * (log_p - log_q), 0.0)
-    # A sum of terms of both signs: rounding leaves -1e-17 for equal distributions. NaN stays.
+    # Rounding could leave -1e-17 for equal distributions. NaN stays NaN.
     out: np.ndarray = np.maximum(terms.sum(-1), 0.0)
     return out
 
 
 def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """How many tokens of each row ``[R, V]`` come before ``tokens`` ``[R]``: likelier ones, or
-    equal ones of lower id.
+    """Number of tokens of each row ``[R, V]`` that rank before ``tokens`` ``[R]``: likelier, or
+    equal with a lower id.
     """
     value = np.take_along_axis(log_probs, tokens[:, None], 1)
     is_lower = np.arange(log_probs.shape[1]) < tokens[:, None]
@@ -104,10 +103,10 @@ def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
 def compare_rows(
     reference: np.ndarray, candidate: np.ndarray, truth: np.ndarray, mask_token_id: int
 ) -> Rows:
-    """Compare raw logits ``[R, V]`` of both at positions whose true tokens are ``truth`` ``[R]``.
+    """Compare raw logits ``[R, V]`` of both at positions with true tokens ``truth`` ``[R]``.
 
-    Entries are NaN or infinite where logits are. Memory beside the inputs is bounded whatever ``R``
-    and ``V``.
+    Entries are NaN or infinite where logits are. Temporary memory is bounded, whatever ``R`` and
+    ``V``.
     """
     assert reference.shape == candidate.shape, (reference.shape, candidate.shape)
     count, vocab = reference.shape
@@ -129,12 +128,12 @@ def compare_rows(
 
 
 def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[str, Any]:
-    """Means over rows, with the interval of the increase over the ``samples`` samples; ``sample``
-    ``[R]`` says whose a row is.
+    """Means over rows, and the bootstrap interval of the increase over ``samples`` samples.
 
-    ``ce_increase`` is relative (0.01: one per cent more) and None where the reference's loss is 0
-    and the candidate's is not. ``top5`` is the share of positions at which the reference's best
-    token is among the candidate's best five. Raises ValueError for no rows.
+    ``sample`` ``[R]`` is the sample of each row. ``ce_increase`` is relative (0.01: one per cent
+    more), ``None`` if the reference's loss is 0 and the candidate's is not. ``top5`` is the share of
+    positions where the reference's best token is among the candidate's best five. Raises ValueError
+    without rows.
     """
     if not len(rows):
         raise ValueError("no rows to summarise")
@@ -156,8 +155,8 @@ def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[s
 
 
 def is_told_from_zero(row: Mapping[str, Any]) -> bool:
-    """Whether what ``summarise`` found is an increase and no chance: its interval lies above 0, or
-    there is no bound to it.
+    """True if a row of ``summarise`` shows a significant increase: its interval is above 0, or it
+    is unbounded.
     """
     increase, interval = row["ce_increase"], row["ce_increase_interval"]
     if increase is None or not np.isfinite(increase):
@@ -166,7 +165,7 @@ def is_told_from_zero(row: Mapping[str, Any]) -> bool:
 
 
 def ratio(above: float, below: float) -> float | None:
-    """``above / below``; 1 where both are 0, None where only ``below`` is."""
+    """``above / below``; 1 if both are 0, ``None`` if only ``below`` is."""
     if below == 0:
         return 1.0 if above == 0 else None
     return above / below
@@ -176,8 +175,7 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
     """95% bootstrap interval of ``sum(above) / sum(below)`` over pairs ``[N]`` drawn with
     replacement.
 
-    The pairs stay together, so that what is hard for both cancels. None where a resample has no
-    ratio.
+    Pairs stay together, so difficulty that both share cancels. ``None`` if a resample has no ratio.
     """
     rng = np.random.default_rng(seed)
     found = []
@@ -194,12 +192,12 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
 def difference_interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
     """95% bootstrap interval of the mean of paired differences ``[N]``."""
     interval = ratio_interval(differences, np.ones(len(differences)), seed)
-    assert interval is not None  # nothing is divided by
+    assert interval is not None  # the denominators are 1
     return interval
 
 
 def bits_per_byte(nats: float, text_bytes: int) -> float | None:
-    """A bound on the negative log-likelihood, in bits a byte of the text; None without text."""
+    """A bound on the negative log-likelihood, in bits per byte of text; ``None`` without text."""
     return nats / math.log(2) / text_bytes if text_bytes else None
 
 
@@ -207,8 +205,8 @@ def bits_per_byte(nats: float, text_bytes: int) -> float | None:
 
 
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
-    """Size of the intersection over that of the union of two sets, bool ``[M]`` each; 1 for two
-    empty sets.
+    """Size of the intersection divided by the size of the union of two sets, bool ``[M]``; 1 if
+    both are empty.
     """
     union = int((first | second).sum())
     return int((first & second).sum()) / union if union else 1.0
@@ -216,9 +214,9 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Commitment:
-    """What a denoiser would commit at the ``M`` masked positions of a block.
+    """The tokens that a denoiser would commit at the ``M`` masked positions of a block.
 
-    Raw logits ``[M, V]``, their best tokens ``[M]``, and which positions are chosen, bool ``[M]``.
+    Raw logits ``[M, V]``, best tokens ``[M]``, and which positions are chosen, bool ``[M]``.
     """
 
     logits: np.ndarray
@@ -227,7 +225,7 @@ class Commitment:
 
 
 class Frontier:
-    """Counts of how two denoisers differ in what they would commit, by mask ratio; fed a state at a
+    """Differences in what two denoisers would commit, by mask ratio; states are added one at a
     time.
     """
 
@@ -241,10 +239,10 @@ class Frontier:
         self._frontier_kl: list[np.ndarray] = []
 
     def add(self, mask_ratio: float, reference: Commitment, candidate: Commitment) -> None:
-        """Compare both at one state, ``mask_ratio`` of whose positions behind the prompt are
-        masked.
+        """Compare both at one state; ``mask_ratio`` is the masked share of positions after the
+        prompt.
 
-        A flip is another token at a position that both commit.
+        A flip is a position that both commit with different tokens.
         """
         both = reference.is_chosen & candidate.is_chosen
         rows = compare_rows(
@@ -259,7 +257,7 @@ class Frontier:
 
     @property
     def kl(self) -> float:
-        """Mean KL in nats over all masked positions of the blocks being filled."""
+        """Mean KL in nats over all masked positions of the current blocks."""
         return float(np.concatenate(self._kl).mean())
 
     @property
@@ -268,7 +266,7 @@ class Frontier:
         return float(np.concatenate(self._frontier_kl).mean())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as accuracy.json has them; mask ratios that no state had are left out."""
+        """Plain values for accuracy.json; omits mask ratios without states."""
         buckets, shared = np.array(self._buckets), np.array(self._jaccard)
         committed, flips = np.array(self._committed), np.array(self._flips)
 
@@ -303,13 +301,13 @@ def until_end(tokens: Sequence[int], eos_token_ids: Iterable[int]) -> list[int]:
 
 
 def token_agreement(first: Sequence[int], second: Sequence[int]) -> tuple[int, int]:
-    """How many positions hold the same token, and how many there are: those of the longer sequence."""
+    """Number of positions with equal tokens, and number of positions of the longer sequence."""
     return sum(a == b for a, b in zip(first, second, strict=False)), max(len(first), len(second))
 
 
 def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Position of the first difference, None for equal sequences; one that goes on differs where
-    the other ended.
+    """Position of the first difference, ``None`` for equal sequences; a longer sequence differs where
+    the other ends.
     """
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
@@ -318,11 +316,11 @@ def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 def same_answer(text: str | None, answer: str) -> bool:
-    """Whether ``text`` says what ``answer`` does.
+    """True if ``text`` gives the same answer as ``answer``.
 
-    An answer that is a JSON object or array asks for equal JSON (key order, spacing and 1 or 1.0 do
-    not matter); any other for equal text, runs of whitespace counting as one space. No text is no
-    answer.
+    A JSON object or array must be equal as JSON; key order, spacing, and 1 or 1.0 do not matter.
+    Other answers must be equal as text, with runs of whitespace counted as one space. A missing
+    text is wrong.
     """
     if text is None:
         return False
@@ -347,15 +345,13 @@ def _same_json(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(
             _same_json(a, b) for a, b in zip(first, second, strict=True)
         )
-    # Python holds true and 1 for equal, JSON does not.
+    # In Python true equals 1, in JSON it does not.
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one loop wrote behind a prompt: tokens up to and including the first end token, their
-    text, passes.
-    """
+    """One generation: tokens up to and including the first end token, their text, and passes."""
 
     tokens: list[int]
     text: str | None
@@ -383,10 +379,10 @@ def summarise_runs(
     seed: int,
     reference_nfe: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Free runs side by side, as accuracy.json has them. ``prompts`` are the texts to show.
+    """Compare free runs, for accuracy.json. ``prompts`` are the texts to show.
 
-    A reference's run may be unknown (None): its passes are then an estimate, which
-    ``reference_nfe`` has for every prompt, and figures that compare texts are None.
+    A reference's run may be unknown (``None``). Its passes are then estimates, given for all prompts by
+    ``reference_nfe``, and figures that compare texts are ``None``.
     """
     known = [run for run in reference if run is not None]
     pairs = list(zip(known, candidate, strict=True)) if len(known) == len(candidate) else []
@@ -399,7 +395,7 @@ def summarise_runs(
     passes = reference_nfe if reference_nfe is not None else [run.nfe for run in known]
     theirs, ours = np.array(passes), np.array([run.nfe for run in candidate])
     interval = ratio_interval(ours, theirs, seed)
-    # Those that differ first, then those that nobody can tell.
+    # First those that differ, then those that cannot be compared.
     order = sorted(
         range(len(candidate)), key=lambda i: (parted[i] is None, reference[i] is not None)
     )[:SHOWN_SAMPLES]
@@ -433,9 +429,9 @@ def summarise_runs(
 def _task(
     samples: Sequence[Sample], reference: Sequence[Run | None], candidate: Sequence[Run], seed: int
 ) -> dict[str, Any] | None:
-    """Share of right answers of both, over the samples that carry one; None if none does.
+    """Share of right answers of both sides, over the samples with an answer; ``None`` without any.
 
-    The reference's, and the difference, are None unless all its runs are known.
+    The reference's share and the difference are ``None`` unless all its runs are known.
     """
     answered = [
         (sample.answer, theirs, ours)

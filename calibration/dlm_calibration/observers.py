@@ -1,11 +1,10 @@
-"""What calibration learns about the inputs of a denoiser's layers: ranges, outliers, and how they
-drift while a canvas fills.
+"""Statistics of layer inputs from calibration: ranges, outliers, and their drift over mask ratios.
 
-Masked and committed positions are kept apart, and so are mask-ratio buckets: a range found on clean
-text alone misses the states that a denoiser works on (arXiv:2508.14896). A layer's memory is
-constant. Magnitudes are counted in 2048 bins of equal *relative* width, 32 an octave from 2**-32 to
-2**32: nothing has to be known beforehand, the order of passes makes no difference, and a single
-huge activation, usual in language models, leaves the rest as well resolved as before.
+Masked and committed positions are counted separately, and so are mask-ratio buckets. A range from
+clean text alone would miss the states that a denoiser works on (arXiv:2508.14896). Memory per layer
+is constant. Magnitudes are counted in 2048 bins of equal relative width, 32 per octave from 2**-32
+to 2**32. So no range must be known in advance, the order of passes does not matter, and one huge
+activation, as is common in language models, does not reduce the resolution of the others.
 """
 
 from __future__ import annotations
@@ -22,35 +21,33 @@ Method = Literal["max", "percentile", "mse", "entropy"]
 Levels = Literal["int8", "fp8"]
 
 SMALLEST_AMAX = 2.0**-64
-"""Range of an input that was always zero: whatever scale a format makes of it is a normal fp32
-number.
-"""
+"""Range of an input that was always zero; every format derives a normal fp32 scale from it."""
 PERCENTILE = 99.99
-"""Share of the magnitudes that the method ``percentile`` keeps, in percent."""
+"""Percentage of magnitudes that the method ``percentile`` keeps."""
 
 _BINS = 2048
-_BITS = 5  # of the mantissa that tell bins apart: 32 an octave
+_BITS = 5  # mantissa bits that select a bin: 32 per octave
 _FIRST_OCTAVE = -32
 _OFFSET = (127 + _FIRST_OCTAVE) << _BITS  # fp32's exponent bias
 _EDGES = np.ldexp(1 + np.arange(32) / 32, np.arange(_FIRST_OCTAVE, -_FIRST_OCTAVE)[:, None]).ravel()
 _EDGES = np.append(_EDGES, np.ldexp(1.0, -_FIRST_OCTAVE))
-_EDGES[0] = 0.0  # the first bin takes zeros and all that is as good as zero
+_EDGES[0] = 0.0  # the first bin includes zeros and tiny values
 
-_BUCKETS = 11  # ten of mask ratios, and clean states behind them: bucket -1 is the last index
-_CHUNK = 1 << 18  # elements worked on at a time
-_MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)  # of the largest magnitude, down to 1/1024
-_MSE_POINTS = 8  # in a bin, which may span several levels of INT8
+_BUCKETS = 11  # ten for mask ratios, then one for clean states: bucket -1 is the last index
+_CHUNK = 1 << 18  # elements processed at a time
+_MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)  # shares of the largest magnitude, down to 1/1024
+_MSE_POINTS = 8  # points per bin; a bin may span several INT8 levels
 _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
     2048,
     128,
     16,
-)  # as TensorRT calibrates INT8 (Migacz, GTC 2017)
+)  # as in TensorRT's INT8 calibration (Migacz, GTC 2017)
 
 
 class Observer:
-    """Statistics of one layer's input, ``channels`` wide.
+    """Statistics of one layer's input of ``channels`` features.
 
-    ``keep_rows`` input vectors are kept, drawn evenly from all with ``seed``.
+    Keeps ``keep_rows`` input vectors, a uniform random sample drawn with ``seed``.
     """
 
     def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
@@ -66,11 +63,15 @@ class Observer:
         self._counts = np.zeros((_BUCKETS, 2, _BINS), dtype=np.int64)
 
     def add(self, x: np.ndarray, is_masked: np.ndarray, bucket: int) -> None:
-        """Take in the input of one pass.
+        """Add the input of one pass.
 
-        ``x``: fp32 ``[P, K]``, padding left out; ``is_masked``: bool ``[P]``; ``bucket``: the
-        state's, -1..9. Raises CalibrationError, and takes in nothing, if ``x`` holds NaN or
-        infinity.
+        Args:
+            x: fp32 ``[P, K]`` without padding.
+            is_masked: bool ``[P]``.
+            bucket: The state's bucket, -1..9.
+
+        Raises:
+            CalibrationError: ``x`` contains NaN or infinity; nothing is added then.
         """
         x = np.ascontiguousarray(x, dtype=np.float32)
         assert x.shape == (len(x), self.channels), (
@@ -95,35 +96,42 @@ class Observer:
 
     @property
     def channel_amax(self) -> np.ndarray:
-        """Largest magnitude in each channel, fp32 ``[K]``."""
+        """Largest magnitude of each channel, fp32 ``[K]``."""
         return np.asarray(self._channel_amax.max(0))
 
     @property
     def masked_channel_amax(self) -> np.ndarray:
-        """The same at masked positions alone, fp32 ``[K]``."""
+        """Largest magnitude of each channel at masked positions, fp32 ``[K]``."""
         return np.asarray(self._channel_amax[1])
 
     @property
     def committed_channel_amax(self) -> np.ndarray:
-        """The same at positions that are not masked, fp32 ``[K]``."""
+        """Largest magnitude of each channel at positions that are not masked, fp32 ``[K]``."""
         return np.asarray(self._channel_amax[0])
 
     @property
     def rows(self) -> np.ndarray:
-        """The input vectors kept, fp32 ``[at most keep_rows, K]``."""
+        """The kept input vectors, fp32 ``[at most keep_rows, K]``."""
         return self._rows[: self.count]
 
     def amax(self, method: Method, *, levels: Levels) -> float:
-        """Range to clip magnitudes to, more than 0 and at most the largest seen.
+        """The clipping range for magnitudes, greater than 0 and at most the largest one seen.
 
-        ``max``: the largest; ``percentile``: ``PERCENTILE`` of all; ``mse``: least squared error in
-        ``levels``; ``entropy``: least divergence between the magnitudes and their image in
-        ``levels`` (Migacz, GTC 2017). ``SMALLEST_AMAX`` for an input that was always zero. Raises
-        CalibrationError if nothing was observed.
+        Args:
+            method: ``max`` takes the largest magnitude, ``percentile`` the ``PERCENTILE`` of all.
+                ``mse`` minimises the squared error in ``levels``. ``entropy`` minimises the
+                divergence of the magnitudes rounded to ``levels`` (Migacz, GTC 2017).
+            levels: The format that values are rounded to.
+
+        Returns:
+            The range; ``SMALLEST_AMAX`` for an input that was always zero.
+
+        Raises:
+            CalibrationError: No input was observed.
         """
         if not self.count:
             raise CalibrationError(
-                f"{self.layer}: no observation, so no range: no calibration state ran this layer"
+                f"{self.layer}: no range, because no calibration state ran this layer"
             )
         largest = float(self._amax.max())
         if largest <= SMALLEST_AMAX:
@@ -140,11 +148,12 @@ class Observer:
     def statistics(
         self, *, bucket: int | None = None, is_masked: bool | None = None
     ) -> dict[str, float | None]:
-        """``count`` (input vectors), ``amax``, ``p999`` and ``p9999`` of the magnitudes, and the
-        values' ``kurtosis``.
+        """``count`` (input vectors), ``amax``, ``p999`` and ``p9999`` of magnitudes, and
+        ``kurtosis`` of values.
 
-        Of one bucket (-1: clean states), of masked or committed positions alone, or of all (None).
-        Without values all but the count are None; a constant has no kurtosis.
+        ``bucket`` selects one bucket (-1: clean states; ``None``: all), ``is_masked`` masked or
+        committed positions (``None``: both). Without observations everything except the count is ``None``;
+        a constant has no kurtosis.
         """
         buckets = slice(None) if bucket is None else [bucket]
         groups = slice(None) if is_masked is None else [int(is_masked)]
@@ -164,10 +173,11 @@ class Observer:
         }
 
     def summary(self) -> dict[str, Any]:
-        """The layer's line of the range-drift table: plain values, None where nothing was seen.
+        """The layer's row of the range-drift table, as plain values; ``None`` without observations.
 
-        ``by_bucket`` and its two parts are the largest magnitudes in the ten mask-ratio buckets;
-        ``drift`` is the largest of them over the smallest, None with fewer than two.
+        ``by_bucket`` and its masked and committed parts are the largest magnitudes in the ten
+        mask-ratio buckets. ``drift`` is the largest divided by the smallest, ``None`` with fewer than
+        two.
         """
         masked, committed = (
             [
@@ -191,20 +201,20 @@ class Observer:
         }
 
     def _take(self, x: np.ndarray, bucket: int, group: int) -> None:
-        """Count ``x``, fp32 ``[P, K]`` with P > 0, in one group: committed (0) or masked (1)
-        positions of a bucket.
+        """Count ``x``, fp32 ``[P, K]`` with P > 0, for committed (group 0) or masked (1) positions
+        of a bucket.
         """
         magnitudes = np.abs(x)
         channels = magnitudes.max(0)
         amax = float(channels.max())
-        # The upper bits of a positive fp32 number, exponent and first bits of the mantissa, are its
-        # bin.
+        # The bin is the exponent and the first mantissa bits, the upper bits of a positive fp32
+        # number.
         bins = magnitudes.view(np.int32) >> (23 - _BITS)
         bins -= _OFFSET
         np.clip(bins, 0, _BINS - 1, out=bins)
-        if amax > SMALLEST_AMAX:  # what is as good as zero adds nothing to powers
-            # Of values scaled to 1, so that none of the powers overflows; summed in fp32 over one
-            # portion.
+        if amax > SMALLEST_AMAX:  # tiny values add nothing to the power sums
+            # Values are scaled to 1 so that powers cannot overflow, and summed in fp32 over one
+            # chunk.
             values = (x / np.float32(amax)).ravel()
             squares = values * values
             powers = (
@@ -222,20 +232,20 @@ class Observer:
         self._counts[bucket, group] += np.bincount(bins.ravel(), minlength=_BINS)
 
     def _keep(self, x: np.ndarray) -> None:
-        """Reservoir sampling (Vitter, 1985, algorithm R) of ``x``'s rows."""
+        """Keep a uniform sample of rows (reservoir sampling; Vitter, 1985, algorithm R)."""
         at = np.arange(self.count, self.count + len(x))
         slots = np.where(at < len(self._rows), at, self._rng.integers(0, at + 1))
         kept = np.flatnonzero(slots < len(self._rows))
         self._rows[slots[kept]] = x[
             kept
-        ]  # of two rows for one slot the later one stays, as it should
+        ]  # if two rows get the same slot, the later one must stay, and does
 
 
 class Observers(dict[str, Observer]):
-    """The observers of a denoiser's layers, by layer."""
+    """Observers of a denoiser's layers, by layer."""
 
     def check(self, layers: Iterable[str]) -> None:
-        """Raises CalibrationError that names every one of ``layers`` without an observation."""
+        """Raises CalibrationError that names every layer without an observation."""
         missing = [layer for layer in layers if layer not in self or not self[layer].count]
         if missing:
             raise CalibrationError(
@@ -243,7 +253,7 @@ class Observers(dict[str, Observer]):
             )
 
     def drift_table(self) -> list[dict[str, Any]]:
-        """Each observed layer's ``summary()``, the largest drift first."""
+        """``summary()`` of each observed layer, largest drift first."""
         table = [observer.summary() for observer in self.values() if observer.count]
         return sorted(table, key=lambda line: -(line["drift"] or 0.0))
 
@@ -252,12 +262,12 @@ class Observers(dict[str, Observer]):
 
 
 def _to_int8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Magnitudes ``x``, float64, as INT8 of the range ``clip`` has them: 127 even steps."""
+    """Magnitudes ``x``, float64, rounded to INT8 with range ``clip``: 127 equal steps."""
     return np.asarray(np.minimum(np.rint(x * (127 / clip)), 127) * (clip / 127))
 
 
 def _to_fp8(x: np.ndarray, clip: float) -> np.ndarray:
-    """The same in E4M3, whose largest number is 448."""
+    """Magnitudes ``x``, float64, rounded to E4M3 with range ``clip``; its largest number is 448."""
     codes = np.minimum(x * (448 / clip), 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
     return codes.astype(np.float64) * (clip / 448)
 
@@ -269,8 +279,8 @@ _ROUNDINGS: dict[Levels, Callable[[np.ndarray, float], np.ndarray]] = {
 
 
 def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Magnitudes in ascending order and how many values are at most as large, the last bin in use
-    ending at the largest one.
+    """Bin edges in ascending order, and how many values are at most as large; the last used bin
+    ends at ``largest``.
     """
     last = int(np.flatnonzero(counts)[-1])
     edges = _EDGES[: last + 2].copy()
@@ -279,7 +289,7 @@ def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndar
 
 
 def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
-    """The magnitude that this share of all values does not exceed, interpolated within its bin."""
+    """The magnitude that this percentage of values does not exceed, interpolated within its bin."""
     edges, cumulative = _cumulative(counts, largest)
     rank = cumulative[-1] * percent / 100
     first = int(np.searchsorted(cumulative, rank))
@@ -288,12 +298,12 @@ def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
 
 
 def _kurtosis(powers: np.ndarray, count: int) -> float | None:
-    """Fourth central moment over the squared variance (3 for a normal distribution), from the sums
-    of four powers.
+    """Fourth central moment divided by the squared variance (3 for a normal distribution), from
+    power sums.
     """
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
-    if variance <= 1e-12 * second:  # rounding error of a constant
+    if variance <= 1e-12 * second:  # rounding error only: the values are constant
         return None
     return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 
@@ -301,7 +311,7 @@ def _kurtosis(powers: np.ndarray, count: int) -> float | None:
 def _least_squares(
     counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]
 ) -> float:
-    """The range whose rounding error, summed over points spread through each bin, is least."""
+    """The range with the smallest rounding error, summed over points spread through each bin."""
     edges, _ = _cumulative(counts, largest)
     used = np.flatnonzero(counts)
     starts, widths = edges[used], edges[used + 1] - edges[used]
@@ -311,20 +321,20 @@ def _least_squares(
     weights = np.repeat(counts[used], _MSE_POINTS).astype(np.float64)
     clips = largest * _MSE_CLIPS
     errors = [float(weights @ (points - rounded(points, clip)) ** 2) for clip in clips]
-    return float(clips[int(np.argmin(errors))])  # of equal ones the largest
+    return float(clips[int(np.argmin(errors))])  # the largest among equals
 
 
 def _least_divergence(
     counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]
 ) -> float:
-    """The range that loses least information: Kullback-Leibler divergence of the rounded magnitudes
-    from the clipped ones.
+    """The range that loses least information: the smallest Kullback-Leibler divergence of rounded
+    from clipped magnitudes.
     """
     edges, cumulative = _cumulative(counts, largest)
     grid = np.linspace(0, largest, _ENTROPY_BINS + 1)
     even = np.diff(
         np.interp(grid, edges[1:], cumulative[1:])
-    )  # without zeros: they lose nothing, and would hide the rest
+    )  # without zeros: they are always exact and would dominate
     centres = (grid[:-1] + grid[1:]) / 2
     best, least = largest, np.inf
     for bins in range(_ENTROPY_BINS, _ENTROPY_FIRST - 1, -_ENTROPY_STRIDE):
@@ -344,8 +354,8 @@ def _least_divergence(
 
 
 def _divergence(p: np.ndarray, q: np.ndarray) -> float:
-    """Kullback-Leibler divergence of two histograms, each scaled to sum to 1; infinite where ``q``
-    lacks what ``p`` has.
+    """Kullback-Leibler divergence of two normalised histograms; infinite if ``q`` is zero where
+    ``p`` is not.
     """
     if not p.any() or not q.any():
         return float(np.inf)

@@ -1,4 +1,4 @@
-"""What is too large to be held or too slow for one core, a piece at a time."""
+"""Splits large arrays into pieces, and processes pieces in parallel."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from typing import TypeVar
 import numpy as np
 
 Index = tuple[slice, ...]
-"""A part of an array: a slice of each of its first axes; an empty one is all of it."""
+"""A part of an array: one slice per leading axis; an empty tuple selects everything."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements
-_FEWEST_ROWS = 32  # of a matrix
-MOST_CORES = 8  # of one piece of work: a disk keeps up with no more, and each takes memory
+_FEWEST_ROWS = 32  # rows of a matrix per piece
+MOST_CORES = 8  # a disk cannot feed more, and each core needs memory
 
 
 @dataclass(frozen=True)
 class Lazy:
-    """An array that is read where it is indexed; ``read`` gives a part of it, in whatever order of
-    memory.
-    """
+    """An array whose parts are read when indexed; ``read`` returns a part in any memory order."""
 
     shape: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
@@ -36,16 +34,16 @@ class Lazy:
 
 
 def slices(length: int, step: int) -> list[slice]:
-    """``length`` cut every ``step``; the last piece may be short."""
+    """Split ``length`` every ``step``; the last slice may be shorter."""
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def row_slices(shape: tuple[int, ...]) -> list[slice]:
-    """The first axis of such an array, cut into pieces of an even number of elements, about
-    ``PIECE``, and of rows.
+    """Split the first axis of an array into pieces of about ``PIECE`` elements, an even number
+    each.
 
-    Pieces of a matrix that is stored the other way round have enough rows to use whole lines of the
-    cache; of a stack of large matrices each is a piece.
+    Pieces of a matrix have enough rows to use whole cache lines even if it is stored transposed. In
+    a stack of large matrices, each matrix is a piece.
     """
     size = math.prod(shape[1:])
     fewest = _FEWEST_ROWS if len(shape) < 3 else 1 + size % 2
@@ -54,11 +52,10 @@ def row_slices(shape: tuple[int, ...]) -> list[slice]:
 
 
 def ahead(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """The function of each item, in order: all cores work a few items ahead of whoever takes the
-    results.
+    """Yield the function's result for each item, in order; all cores work a few items ahead.
 
-    What ``function`` raises is raised here, at its turn. It should spend its time where Python's
-    lock is not held.
+    Exceptions of ``function`` are raised at the item's turn. The function should mostly run without
+    Python's global lock.
     """
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     if cores == 1 or len(items) < 2:

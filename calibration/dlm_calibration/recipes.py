@@ -5,17 +5,17 @@ A recipe is a preset of ``RECIPES`` or a TOML file:
 .. code-block:: toml
 
     name = "mine"
-    observer = "mse"            # max | percentile | mse | entropy: clipping range of static activations
+    observer = "mse"            # max | percentile | mse | entropy: how static activation ranges are clipped
     solver = "gptq"             # nearest | awq | gptq: how weights are rounded
-    smoothing = 0.5             # SmoothQuant's alpha, folded into norms; leave out for none
+    smoothing = 0.5             # SmoothQuant's alpha, folded into norms; omit to disable
     rotate_down = true          # Hadamard rotation of the input of every mlp.down
-    embedding = "int8"          # int8 | fp8: the embedding table on disk; leave out for full precision
+    embedding = "int8"          # int8 | fp8: the embedding table on disk; omit for full precision
 
     [layers]                    # module path or pattern = format; the last match wins
     "blocks.*" = "int4-g32"
     "blocks.0.mlp.down" = "high"
 
-Layers that nothing matches keep full precision.
+Layers that no pattern matches keep full precision.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ else:
 
 
 class RecipeError(DlmError):
-    """A recipe says something that does not exist or cannot be."""
+    """A recipe uses an unknown name or an invalid value."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -53,7 +53,7 @@ EMBEDDINGS = ("int8", "fp8")
 
 @dataclass(frozen=True)
 class Recipe:
-    """See the module's text. ``layers`` are ``(pattern, format)`` pairs, the last match wins."""
+    """See the module docstring. ``layers`` are ``(pattern, format)`` pairs; the last match wins."""
 
     name: str
     layers: tuple[tuple[str, str], ...]
@@ -65,7 +65,7 @@ class Recipe:
     description: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Raises RecipeError that lists the choices."""
+        """Raises RecipeError that lists the valid choices."""
         for name, value, choices in (
             ("observer", self.observer, OBSERVERS),
             ("solver", self.solver, SOLVERS),
@@ -74,32 +74,30 @@ class Recipe:
         ):
             if value not in choices:
                 raise RecipeError(
-                    f"recipe {self.name}: {name} is {value!r}, one of {', '.join(choices)} is needed"
+                    f"recipe {self.name}: {name} is {value!r}, expected one of {', '.join(choices)}"
                 )
         if self.smoothing is not None and not 0 <= self.smoothing <= 1:
             raise RecipeError(f"recipe {self.name}: smoothing {self.smoothing} is outside 0..1")
 
     def formats(self, layers: Sequence[str]) -> dict[str, str]:
-        """Layer -> name of its format, for every layer given. Raises RecipeError for a pattern that
-        matches none.
-        """
+        """Layer -> name of its format. Raises RecipeError for a pattern that matches no layer."""
         chosen = dict.fromkeys(layers, HIGH)
         for pattern, name in self.layers:
             matched = fnmatch.filter(layers, pattern)
             if not matched:
                 raise RecipeError(
-                    f"recipe {self.name}: no layer is called {pattern!r}. Layers are {abridged(layers)}; * stands for anything."
+                    f"recipe {self.name}: no layer matches {pattern!r}. Layers are {abridged(layers)}; * matches anything."
                 )
             chosen |= dict.fromkeys(matched, name)
         return chosen
 
     def needs_states(self, formats: Mapping[str, str]) -> bool:
-        """Whether the denoiser has to be run to find this recipe's numbers."""
+        """True if this recipe needs calibration runs of the denoiser."""
         is_static = any(FORMATS[name].is_static for name in formats.values())
         return is_static or self.solver != "nearest" or self.smoothing is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as the manifest keeps them and ``read_recipe`` takes them."""
+        """Plain values for the manifest; ``recipe_from`` reads them."""
         values = {
             key: value
             for key, value in asdict(self).items()
@@ -113,7 +111,7 @@ def _recipe(name: str, description: str, layers: Mapping[str, str], **options: A
 
 
 def _int4(group_size: int) -> dict[str, str]:
-    """A CPU multiplies all of it by rows; the head is in INT8."""
+    """Formats of INT4 layers with dynamic activations; the head is in INT8."""
     return {"*": "int8-dynamic", "blocks.*": f"int4-g{group_size}-dynamic"}
 
 
@@ -192,23 +190,23 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 _MOST_BYTES = 1 << 20
-_MOST_PARTS = 200  # of a dotted key: tomllib takes time with their square
+_MOST_PARTS = 200  # parts of a dotted key, because tomllib's time grows with their square
 
 
 def find(name: str) -> Recipe:
-    """A preset by name, or a ``.toml`` file by path. Raises RecipeError that lists the presets."""
+    """Find a preset by name, or read a ``.toml`` file. Raises RecipeError that lists the presets."""
     if name in RECIPES:
         return RECIPES[name]
     if name.endswith(".toml"):
         return read_recipe(Path(name))
     raise RecipeError(
-        f"unknown recipe {name!r}: one of {', '.join(RECIPES)}, or the path of a .toml file"
+        f"unknown recipe {name!r}: use one of {', '.join(RECIPES)}, or the path of a .toml file"
     )
 
 
 def for_experts(recipe: Recipe) -> Recipe:
-    """What a preset stands for where the network has experts: ``nvfp4`` leaves attention, a small
-    part of it, in FP8.
+    """Adapt a preset to networks with experts: ``nvfp4`` keeps attention, a small part there, in
+    FP8.
     """
     preset = RECIPES["nvfp4"]
     is_preset = (recipe.name, recipe.layers) == (preset.name, preset.layers)
@@ -216,24 +214,22 @@ def for_experts(recipe: Recipe) -> Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """A recipe from a TOML file of at most 1 MiB. Raises RecipeError: what is wrong, and the
-    choices.
-    """
+    """Read a recipe from a TOML file of at most 1 MiB. Raises RecipeError with the valid choices."""
     text = read_text(path, _MOST_BYTES, RecipeError)
     if any(line.count(".") > _MOST_PARTS for line in text.splitlines()):
-        raise RecipeError(f"{path}: a line with more than {_MOST_PARTS} dots, which no recipe has")
+        raise RecipeError(f"{path}: a line has more than {_MOST_PARTS} dots, too many for a recipe")
     try:
         values = tomllib.loads(text)
     except (
         ValueError,
         RecursionError,
-    ) as err:  # TOMLDecodeError, and an integer of thousands of digits
+    ) as err:  # TOMLDecodeError is a ValueError, and so is an integer with thousands of digits
         raise RecipeError(f"{path}: not TOML ({err})") from err
     return recipe_from(values, str(path))
 
 
 def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
-    """A recipe from plain values, the reverse of ``as_dict``. Raises RecipeError."""
+    """Create a recipe from plain values: the reverse of ``as_dict``. Raises RecipeError."""
     types: dict[str, tuple[type, ...]] = {
         "name": (str,),
         "layers": (dict,),
@@ -245,13 +241,13 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
     }
     for key, value in values.items():
         if key not in types:
-            raise RecipeError(f"{where}: unknown key {key!r}; known are {', '.join(types)}")
+            raise RecipeError(f"{where}: unknown key {key!r}; known keys are {', '.join(types)}")
         if not isinstance(value, types[key]) or (
             isinstance(value, bool) and bool not in types[key]
         ):
             wanted = {dict: "table", str: "string", bool: "boolean"}.get(types[key][0], "number")
             raise RecipeError(
-                f"{where}: {key} is of type {type(value).__name__}, a {wanted} is needed"
+                f"{where}: {key} is of type {type(value).__name__}, expected a {wanted}"
             )
     layers = values.get("layers", {})
     for pattern, name in layers.items():
@@ -261,14 +257,14 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
             )
     if not layers and "embedding" not in values:
         raise RecipeError(
-            f'{where}: quantises nothing; write a table [layers] with lines such as "blocks.*" = "int8-dynamic"'
+            f'{where}: the recipe quantises nothing; add a table [layers] with lines such as "blocks.*" = "int8-dynamic"'
         )
     rest = {key: value for key, value in values.items() if key not in ("name", "layers")}
     return Recipe(values.get("name", Path(where).stem), tuple(layers.items()), **rest)
 
 
 def abridged(layers: Sequence[str]) -> str:
-    """Layer names with the block's number left open, each once."""
+    """Layer names with the block number replaced by N, each once."""
     return ", ".join(
         dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers)
     )

@@ -1,7 +1,7 @@
-"""From what each layer loses in each format to a path of ever smaller denoisers.
+"""Turns each layer's loss in each format into a path of ever smaller assignments.
 
-Losses are taken to add up over layers, which holds while they are small; whoever walks the path
-measures where it matters.
+Losses are assumed to add up over layers, which holds while they are small. The caller measures the
+actual loss of the assignments it considers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """One format of one layer: ``loss`` (frontier KL in nats, of this layer alone) and ``cost``
-    (bytes).
+    """One format for one layer: ``loss`` (frontier KL in nats when only this layer is quantised)
+    and ``cost`` (bytes).
     """
 
     format: str
@@ -23,7 +23,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Point:
-    """A whole assignment: layer -> format, its predicted loss (sum over layers) and its cost."""
+    """A complete assignment: layer -> format, its predicted loss (sum over layers) and its cost."""
 
     formats: dict[str, str]
     loss: float
@@ -31,17 +31,17 @@ class Point:
 
 
 def efficient(choices: list[Choice]) -> list[Choice]:
-    """The choices worth taking, dearest first: the lower convex hull of loss over cost.
+    """The useful choices, most expensive first: the lower convex hull of loss over cost.
 
-    Equal costs keep the smaller loss, then the smaller name, so that the outcome does not depend on
-    the order given.
+    If costs are equal, the smaller loss wins, then the smaller name, so the result does not depend on
+    the input order.
     """
     ranked = sorted(choices, key=lambda c: (-c.cost, c.loss, c.format))
     hull: list[Choice] = []
     for choice in ranked:
         if hull and choice.cost == hull[-1].cost:
             continue
-        # A dearer choice that loses more has no use.
+        # A more expensive choice with more loss is useless.
         while hull and hull[-1].loss >= choice.loss:
             hull.pop()
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):
@@ -55,10 +55,10 @@ def _slope(dear: Choice, cheap: Choice) -> float:
 
 
 def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
-    """The path from the dearest assignment to the cheapest: each step takes the move that loses
-    least a byte saved.
+    """The path from the most expensive assignment to the cheapest: each step takes the move that
+    loses least per byte saved.
 
-    Every layer needs a choice. Deterministic: ties are taken in the order of ``layers``.
+    Every layer needs a choice. Deterministic: ties follow the order of ``layers``.
     """
     hulls = {layer: efficient(choices) for layer, choices in layers.items()}
     now = dict.fromkeys(layers, 0)
@@ -76,7 +76,7 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
         )
 
     path = [point()]
-    # Slopes rise along a hull, so that sorting keeps each layer's moves in order.
+    # Slopes rise along a hull, so sorting keeps each layer's moves in order.
     for _, _, index, layer in sorted(moves):
         now[layer] = index
         path.append(point())

@@ -1,10 +1,9 @@
-"""Better weights for the same format: smoothing, AWQ scaling and Hadamard rotation, on numpy arrays
-alone.
+"""Improves weights for a given format: smoothing, AWQ scaling and Hadamard rotation, in numpy.
 
-All take the weight as ``w`` ``[K, N]``, used as ``x @ w``, and scale or rotate the K input
-channels: SmoothQuant (arXiv:2211.10438), AWQ (arXiv:2306.00978), rotation as in QuaRot
-(arXiv:2404.00456). Scales are meant as ``(x / scales) @ (scales[:, None] * w)``, the division
-folded into whatever produces x.
+Weights are ``w`` ``[K, N]``, used as ``x @ w``; their K input channels are scaled or rotated.
+Methods: SmoothQuant (arXiv:2211.10438), AWQ (arXiv:2306.00978), rotation as in QuaRot
+(arXiv:2404.00456). Scales are used as ``(x / scales) @ (scales[:, None] * w)``; the division is
+folded into the operator that produces x.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from dlm_calibration.errors import QuantisationError
 
 _SCALE_LIMIT = (
-    1e4  # smoothing and AWQ scales stay within 1 / this .. this: they are folded into fp16 weights
+    1e4  # scales stay within 1 / limit .. limit, because they are folded into fp16 weights
 )
 _LARGEST_ROTATION = 1024
 
@@ -24,13 +23,23 @@ _LARGEST_ROTATION = 1024
 def smooth_scales(
     activation_channel_amax: np.ndarray, weight_channel_amax: np.ndarray, alpha: float = 0.5
 ) -> np.ndarray:
-    """SmoothQuant's scale for each input channel, fp32 ``[K]``: ``activation_amax ** alpha /
-    weight_amax ** (1 - alpha)``.
+    """SmoothQuant's scale of each input channel: ``activation_amax ** alpha / weight_amax ** (1 -
+    alpha)``.
 
-    Both ranges ``[K]``; the weight's is the largest over all matrices that read the same x. A
-    channel whose range is zero on either side gets 1. Scales are clipped to 1e-4..1e4. Raises
-    QuantisationError for ranges that are negative or not finite, shapes that differ, and alpha
-    outside 0..1.
+    Channels with a zero range on either side get scale 1.
+
+    Args:
+        activation_channel_amax: Largest input magnitude per channel, ``[K]``.
+        weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices that
+            read the input.
+        alpha: Strength, 0..1; default 0.5.
+
+    Returns:
+        fp32 ``[K]``, clipped to 1e-4..1e4.
+
+    Raises:
+        QuantisationError: Ranges are negative or not finite, shapes differ, or alpha is out of
+            range.
     """
     if not 0 <= alpha <= 1:
         raise QuantisationError(f"smoothing strength (alpha) {alpha} is outside 0..1.")
@@ -46,7 +55,7 @@ def smooth_scales(
         bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
         if bad.size:
             raise QuantisationError(
-                f"the {whose} range of channel {bad[0]} is {values[bad[0]]}: it has to be finite, at least 0."
+                f"the {whose} range of channel {bad[0]} is {values[bad[0]]}: it must be finite and at least 0."
             )
     is_live = (ranges[0] > 0) & (ranges[1] > 0)
     scales = np.ones(ranges[0].shape)
@@ -60,15 +69,23 @@ def awq_scales(
     quantise: Callable[[np.ndarray], np.ndarray],
     grid: int = 20,
 ) -> tuple[np.ndarray, float, float]:
-    """AWQ's search: ``(scales fp32 [K], loss before, loss after)``, the scales being the best
-    ``mean|x| ** ratio``.
+    """AWQ's search for scales of the form ``mean|x| ** ratio``.
 
-    ``weights`` (each ``[K, N]``) are matrices that share an input, as q, k and v do, ``inputs``
-    ``[P, K]`` what each of them meets of it; ``quantise`` gives a matrix back quantised and
-    dequantised. The loss is the mean squared error of the outputs, added over the matrices; ratios
-    0 (no scaling), 1 / grid .. 1 are tried, and of equal losses the smaller ratio is taken.
-    Channels that no input uses get 1. Raises QuantisationError for shapes that do not match, no
-    rows, rows that are not finite.
+    Tries the ratios 0 (no scaling), 1 / grid .. 1; among equal losses the smaller ratio wins.
+    Channels that no input uses get scale 1.
+
+    Args:
+        inputs: Calibration inputs ``[P, K]`` of each matrix.
+        weights: Matrices ``[K, N]`` that share an input, such as q, k and v.
+        quantise: Returns a matrix quantised and dequantised.
+        grid: Number of steps, at least 1; default 20.
+
+    Returns:
+        Scales fp32 ``[K]``, and the loss before and after: mean squared error of outputs, summed
+        over matrices.
+
+    Raises:
+        QuantisationError: Shapes do not match, or the inputs are empty or not finite.
     """
     inputs = [np.asarray(rows, dtype=np.float32) for rows in inputs]
     pairs = list(zip(inputs, weights, strict=True))
@@ -85,7 +102,7 @@ def awq_scales(
             f"inputs of shapes {met} do not fit weights of shapes {shapes}: AWQ needs [P, K], [K, N]."
         )
     if grid < 1:
-        raise QuantisationError(f"an AWQ grid of {grid} has nothing to search: use at least 1.")
+        raise QuantisationError(f"an AWQ grid of {grid} is too small: use at least 1.")
     different = list({id(rows): rows for rows in inputs}.values())
     magnitude = np.abs(np.concatenate(different)).mean(axis=0, dtype=np.float64)
     if not np.isfinite(magnitude).all():
@@ -107,8 +124,8 @@ def awq_scales(
     for ratio in np.arange(1, grid + 1) / grid if is_live.any() else ():
         scales = np.ones(inputs[0].shape[1])
         scales[is_live] = magnitude[is_live] ** ratio
-        # Centred on 1, as AWQ does it: rounding does not care for the common factor, but fp16
-        # weights do.
+        # Centred on 1, as in AWQ: a common factor does not affect rounding, but it affects fp16
+        # weights.
         scales[is_live] /= np.sqrt(scales[is_live].max()) * np.sqrt(scales[is_live].min())
         candidate = np.clip(scales, 1 / _SCALE_LIMIT, _SCALE_LIMIT).astype(np.float32)
         candidate_loss = loss(candidate)
@@ -118,10 +135,9 @@ def awq_scales(
 
 
 def hadamard(size: int) -> np.ndarray:
-    """The orthonormal Hadamard matrix (Sylvester's, symmetric) for ``size`` channels, fp32 ``[n,
-    n]``.
+    """The orthonormal Hadamard matrix (Sylvester's, symmetric), fp32 ``[n, n]``.
 
-    n is the largest power of two that divides size, at most 1024; 1 if size is odd. Raises
+    n is the largest power of two that divides ``size``, at most 1024 (1 for odd sizes). Raises
     ValueError if size < 1.
     """
     if size < 1:
@@ -135,8 +151,8 @@ def hadamard(size: int) -> np.ndarray:
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """``x`` ``[..., K]``, each run of n channels by ``hadamard(K)``, fp32: ``rotate(x) @
-    rotate_rows(w)`` equals ``x @ w``.
+    """``x`` ``[..., K]`` with each run of n channels multiplied by ``hadamard(K)``, in fp32:
+    ``rotate(x) @ rotate_rows(w)`` equals ``x @ w``.
     """
     matrix = hadamard(x.shape[-1])
     blocks = np.asarray(x, dtype=np.float32).reshape(*x.shape[:-1], -1, len(matrix))
@@ -145,10 +161,8 @@ def rotate(x: np.ndarray) -> np.ndarray:
 
 
 def rotate_rows(w: np.ndarray) -> np.ndarray:
-    """``w`` ``[K, N]`` with ``hadamard(K)`` applied to each run of n rows, fp32: the counterpart of
-    ``rotate``.
-    """
+    """``w`` ``[K, N]`` with ``hadamard(K)`` applied to each run of n rows, fp32; see ``rotate``."""
     matrix = hadamard(w.shape[0])
     blocks = np.asarray(w, dtype=np.float32).reshape(-1, len(matrix), w.shape[1])
-    rotated: np.ndarray = (matrix @ blocks).reshape(w.shape)  # symmetric: its own transpose
+    rotated: np.ndarray = (matrix @ blocks).reshape(w.shape)  # the matrix is its own transpose
     return rotated

@@ -1,9 +1,8 @@
-"""Canvases as a denoiser meets them while it unmasks: read from text, masked, or taken from its own
-trajectories.
+"""Calibration canvases: read from text, randomly masked, or taken from a denoiser's own runs.
 
 Masked states follow the forward process of masked diffusion (arXiv:2502.09992, section 2.1) at
-stratified mask ratios, so that every bucket is covered. Trajectories hold what that process never
-draws: canvases whose easy positions were committed first. Clean text is a third source.
+stratified mask ratios, which cover every bucket. Trajectories add canvases that this process never
+draws: easy positions are already committed. Clean text is a third source.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from dlm_calibration.errors import CalibrationError
 if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
-MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))  # one a bucket of width 0.1
-TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # shares of a trajectory's passes
+MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))  # one per bucket of width 0.1
+TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # shares of a run's passes
 Source = Literal["masked", "trajectory", "clean"]
 SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
-MIX = (0.5, 0.4, 0.1)  # of SOURCES
+MIX = (0.5, 0.4, 0.1)  # shares of SOURCES
 PER_SAMPLE = 8
 
 Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence[np.ndarray]]]
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
-_MOST_SAMPLES = 100_000  # each is at most a canvas long, so this bounds the memory
-_MOST_BYTES = 1 << 20  # of a line, or of a paragraph of text: far more than any canvas holds
+_MOST_SAMPLES = 100_000  # bounds memory: a sample is at most one canvas long
+_MOST_BYTES = 1 << 20  # per line, or per paragraph of text: far more than any canvas holds
 
 
 # --- Samples: text to token ids ---
@@ -48,10 +47,10 @@ _MOST_BYTES = 1 << 20  # of a line, or of a paragraph of text: far more than any
 class Sample:
     """One piece of calibration data.
 
-    ``tokens``: int64 ``[L]``, a prompt, its completion and one eos; of plain text, the text alone.
-    The first ``prompt_length`` are never masked (0 for plain text). ``prompt`` and ``answer`` are
-    the texts of prompt and completion, None for plain text. A prompt that was read without its
-    completion has its own tokens only, and no answer.
+    ``tokens``, int64 ``[L]``, are a prompt, its completion and one end token, or plain text. The
+    first ``prompt_length`` are never masked (0 for plain text). ``prompt`` and ``answer`` are the
+    texts of prompt and completion, ``None`` for plain text. A prompt read without its completion has
+    only its own tokens, and no answer.
     """
 
     tokens: np.ndarray
@@ -69,19 +68,28 @@ def read_samples(
     limit: int | None = None,
     prompts_only: bool = False,
 ) -> list[Sample]:
-    """Samples of a JSONL file, or of a ``.txt`` file whose paragraphs are separated by blank lines.
+    """Read samples from a JSONL file, or from the paragraphs of a ``.txt`` file.
 
-    A line of JSON is an object with ``prompt`` and ``completion``, with ``messages`` (the last one
-    of the assistant is the completion, what comes before it the prompt), or with ``text``, looked
-    for in this order; other keys are ignored, and so are blank lines. With ``prompts_only`` a
-    completion is not needed and not read, and messages may end with the user's. Reading ends after
-    ``limit`` samples: what follows is not checked. Raises CalibrationError, with the line's number where a
-    line is at fault: not readable, not UTF-8, not JSON, no such keys, longer than the canvas, no
-    samples at all, no tokenizer or no chat template.
+    A JSON line is an object with ``prompt`` and ``completion``, with ``messages`` (the assistant's
+    last message is the completion, the messages before it are the prompt), or with ``text``; the
+    first of these that exists is used. Other keys and blank lines are ignored.
+
+    Args:
+        path: The file.
+        tokenizer: The denoiser's tokenizer, or ``None``.
+        eos_token_id: End token to add after completions.
+        max_canvas_length: Longest sample in tokens.
+        limit: Stop after this many samples, without checking the rest.
+        prompts_only: Completions are optional and not read, and messages may end with the user's.
+
+    Raises:
+        CalibrationError: With the line's number if a line is wrong: not UTF-8, not JSON, without
+            these keys, or too long. Also for an unreadable file, no samples, no tokenizer or no
+            chat template.
     """
     if tokenizer is None:
         raise CalibrationError(
-            f"{path}: text needs a tokenizer, and this denoiser came without one: put tokenizer.json beside it"
+            f"{path}: text needs a tokenizer, and this denoiser has none: put tokenizer.json beside it"
         )
     if limit is not None and limit < 1:
         raise CalibrationError(f"{path}: at least 1 sample is needed, not {limit}")
@@ -102,12 +110,12 @@ def read_samples(
             )
         if len(samples) == _MOST_SAMPLES:
             raise CalibrationError(
-                f"{path}: more than {_MOST_SAMPLES} samples: a few hundred calibrate as well, limit their number"
+                f"{path}: more than {_MOST_SAMPLES} samples: limit their number; a few hundred calibrate as well"
             )
         samples.append(sample)
     if not samples:
         raise CalibrationError(
-            f'{path}: holds no samples: write lines such as {{"prompt": "...", "completion": "..."}}'
+            f'{path}: contains no samples: write lines such as {{"prompt": "...", "completion": "..."}}'
         )
     return samples
 
@@ -119,15 +127,15 @@ def builtin_samples(
     max_canvas_length: int,
     limit: int | None = None,
 ) -> list[Sample]:
-    """The short English prompts and completions that come with the package, as chats where the
-    tokenizer has a template.
+    """The short English prompts and completions of this package, as chats if the tokenizer has a
+    template.
 
-    For want of data from the denoiser's own purpose: its ranges there may differ. Those too long
-    for the canvas are left out. Raises CalibrationError without a tokenizer, or if none fits.
+    For use without data from the denoiser's own task; its ranges there may differ. Samples too long
+    for the canvas are skipped. Raises CalibrationError without a tokenizer, or if none fits.
     """
     if tokenizer is None:
         raise CalibrationError(
-            "the built-in samples are text, and this denoiser came without a tokenizer: put tokenizer.json beside it"
+            "the built-in samples are text, and this denoiser has no tokenizer: put tokenizer.json beside it"
         )
     samples = []
     for _, line in _lines(_BUILTIN):
@@ -163,8 +171,8 @@ def samples_sha256(samples: Iterable[Sample]) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbers and texts of a file's lines, one in memory at a time, without space at their ends.
-    Raises CalibrationError.
+    """Yield the number and text of each line, one at a time, without trailing space. Raises
+    CalibrationError.
     """
     try:
         if not path.is_file():
@@ -176,7 +184,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                     return
                 if len(raw) > _MOST_BYTES:
                     raise CalibrationError(
-                        f"{path}, line {number}: longer than {_MOST_BYTES} bytes, which no canvas holds"
+                        f"{path}, line {number}: longer than {_MOST_BYTES} bytes, which is too long for any canvas"
                     )
                 try:
                     yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
@@ -189,7 +197,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _paragraphs(path: Path) -> Iterator[tuple[int, str]]:
-    """First line numbers and texts of a file's paragraphs. Raises CalibrationError."""
+    """Yield the first line number and text of each paragraph. Raises CalibrationError."""
     lines: list[str] = []
     first = size = 0
     for number, text in itertools.chain(_lines(path), [(0, "")]):
@@ -199,7 +207,7 @@ def _paragraphs(path: Path) -> Iterator[tuple[int, str]]:
             size += len(text)
             if size > _MOST_BYTES:
                 raise CalibrationError(
-                    f"{path}, line {first}: a paragraph longer than {_MOST_BYTES} bytes, which no canvas holds"
+                    f"{path}, line {first}: a paragraph is longer than {_MOST_BYTES} bytes, which is too long for any canvas"
                 )
         elif lines:
             yield first, "\n".join(lines)
@@ -209,13 +217,15 @@ def _paragraphs(path: Path) -> Iterator[tuple[int, str]]:
 def _json_sample(
     line: str, tokenizer: Tokenizer, eos_token_id: int | None, *, prompts_only: bool
 ) -> Sample:
-    """Raises ValueError (a RequestError is one): what is wrong with this line."""
+    """Read one JSON line. Raises ValueError (RequestError is one) with the reason."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as err:
-        raise ValueError(f"not JSON ({err}); plain text goes into a file called .txt") from err
+        raise ValueError(
+            f"not JSON ({err}); put plain text into a file with the suffix .txt"
+        ) from err
     if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}, an object is needed")
+        raise ValueError(f"is a JSON {type(record).__name__}, expected an object")
     if "prompt" in record and (prompts_only or "completion" in record):
         prompt = _string(record, "prompt")
         completion = None if prompts_only else _string(record, "completion")
@@ -231,37 +241,39 @@ def _json_sample(
     if "text" in record:
         return _text_sample(_string(record, "text"), tokenizer, eos_token_id)
     needed = "prompt" if prompts_only else "prompt and completion"
-    raise ValueError(f"neither {needed}, nor messages, nor text among its keys")
+    raise ValueError(f"it has none of these keys: {needed}, messages, text")
 
 
 def _string(record: dict[str, Any], key: str) -> str:
     value = record[key]
     if not isinstance(value, str):
-        raise ValueError(f"{key} is a {type(value).__name__}, a string is needed")
+        raise ValueError(f"{key} is a {type(value).__name__}, expected a string")
     return value
 
 
 def _conversation(messages: Any, prompts_only: bool) -> tuple[list[dict[str, Any]], str | None]:
-    """The messages before the assistant's last one, and its text. With ``prompts_only`` all
-    messages, without the last one if it is the assistant's, and None. Raises ValueError.
+    """The messages before the assistant's last one, and its text.
+
+    With ``prompts_only``: all messages except a final one of the assistant, and ``None``. Raises
+    ValueError.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of objects with role and content")
     for key in ("role", "content"):
         if not all(isinstance(message.get(key), str) for message in messages):
-            raise ValueError(f"a message without a {key} that is a string")
+            raise ValueError(f"a message has no {key}, or it is not a string")
     if prompts_only:
         is_answered = bool(messages) and messages[-1]["role"] == "assistant"
         prompt = messages[:-1] if is_answered else messages
         if not prompt:
-            raise ValueError("messages hold no prompt")
+            raise ValueError("messages contain no prompt")
         return prompt, None
     last = max(
         (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0
     )
     if last == 0:
         raise ValueError(
-            "messages hold no answer: one of the role assistant, behind a prompt, is needed"
+            "messages contain no answer: a message of the role assistant must follow a prompt"
         )
     return messages[:last], messages[last]["content"]
 
@@ -273,13 +285,13 @@ def _completed(
     completion: str | None,
     eos_token_id: int | None,
 ) -> Sample:
-    """Prompt, completion and, if there is one, the end token; without a completion the prompt
-    alone. Raises ValueError.
+    """Prompt, completion and the end token, if there is one; or the prompt alone. Raises
+    ValueError.
 
-    Samples are not untrusted text, so a special token that they spell is that token.
+    Samples are trusted text, so special tokens in them are encoded as such.
     """
     if completion is not None and not completion.strip():
-        raise ValueError("an empty completion: leave this line out")
+        raise ValueError("the completion is empty: leave this line out")
     given = (
         tokenizer.encode(prompt, True)
         if chat is None
@@ -293,12 +305,12 @@ def _completed(
 
 
 def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> Sample:
-    """A sample of text that is no answer; special tokens may be spelled in it. Raises ValueError."""
+    """A plain text sample; special tokens in it are encoded as such. Raises ValueError."""
     plain, wrapped = tokenizer.encode_plain(text, True), tokenizer.encode(text, True)
     if not plain:
-        raise ValueError("no text: leave this line out")
-    # A token that opens every text belongs to it: its activations are often the largest. A prompt's
-    # wrapping does not.
+        raise ValueError("there is no text: leave this line out")
+    # Keep a token that starts every text: its activations are often the largest. Leave out the
+    # wrapping of a prompt.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain
     return Sample(np.array(tokens, dtype=np.int64), 0)
 
@@ -308,9 +320,9 @@ def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """One canvas to run the denoiser on: int64 ``[L]``, masks in it.
+    """One canvas to run the denoiser on: int64 ``[L]``, with mask tokens.
 
-    ``mask_ratio`` is the share of masked positions among those behind the prompt.
+    ``mask_ratio`` is the masked share of the positions after the prompt.
     """
 
     canvas: np.ndarray
@@ -320,11 +332,9 @@ class State:
 
     @property
     def bucket(self) -> int:
-        """0..9, the mask ratio in tenths rounded down (a full mask counts as 9); -1 for clean
-        states.
-        """
-        # The ratio is a quotient of small integers: 1e-9 is far less than one position, and more
-        # than its rounding error.
+        """0..9, the mask ratio in tenths rounded down (9 for a full mask); -1 for clean states."""
+        # The ratio is a quotient of small integers; 1e-9 exceeds its rounding error and is far less
+        # than one position.
         return -1 if self.source == "clean" else min(9, math.floor(self.mask_ratio * 10 + 1e-9))
 
     @functools.cached_property
@@ -336,7 +346,7 @@ class State:
 
 
 def write_states(states: Sequence[State], path: Path) -> None:
-    """Keep states in a file, which is there whole or not at all."""
+    """Write states to a file, atomically."""
     arrays = {
         "tokens": np.concatenate([state.canvas for state in states]),
         "lengths": np.array([len(state.canvas) for state in states], np.int64),
@@ -351,7 +361,7 @@ def write_states(states: Sequence[State], path: Path) -> None:
 
 
 def read_states(path: Path) -> list[State]:
-    """What ``write_states`` kept. Raises CalibrationError for a file that it did not write."""
+    """Read a file of ``write_states``. Raises CalibrationError for any other file."""
     names = ("tokens", "lengths", "prompt_lengths", "mask_ratios", "sources")
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -372,7 +382,7 @@ def read_states(path: Path) -> list[State]:
         zlib.error,
     ) as err:
         raise CalibrationError(
-            f"{path}: not calibration states that a build has kept ({err}). Remove it."
+            f"{path}: not a file of calibration states ({err}). Remove it."
         ) from err
 
 
@@ -388,20 +398,28 @@ def make_states(
     mix: Sequence[float] = MIX,
     trajectories: Trajectories | None = None,
 ) -> Iterator[State]:
-    """States of every sample, one at a time, the same for the same arguments.
+    """Yield states of every sample, one at a time, the same for the same arguments.
 
-    ``mix`` are the shares of ``SOURCES`` and holds over all samples together, as do mask ratios and
-    trajectory points: each is taken as often as any other. Completions are padded to a multiple of
-    ``block_length`` (0: not at all) within the canvas, as denoisers are trained and decoded. A
-    sample has one clean state at most: another would add nothing, so ``mix=(0, 0, 1)`` gives one
-    state a sample.
+    A sample has at most one clean state, so ``mix=(0, 0, 1)`` gives one state per sample. Mask
+    ratios and trajectory points are used equally often over all samples.
 
-    ``trajectories(samples)`` gives, of each in order, the canvases after each pass of a run from
-    the sample's prompt; it is asked once, for those that want states of a run. They are taken at
-    ``TRAJECTORY_POINTS`` of its passes, from the canvas before the first pass to the last one that
-    holds a mask. Without it, or where a run is too short to give different canvases, states are
-    masked ones. Raises CalibrationError: a mix that is no shares, a sample that holds the mask
-    token.
+    Args:
+        samples: The data.
+        mask_token_id: The mask token.
+        pad_token_id: Pads completions to whole blocks within the canvas, as in training and
+            decoding; ``None`` does not pad.
+        block_length: Length of blocks; 0 does not pad.
+        max_canvas_length: Longest canvas in tokens.
+        seed: Seed of the random masks.
+        per_sample: States per sample.
+        mix: Shares of ``SOURCES`` over all samples together.
+        trajectories: Called once with the samples that need runs; gives, for each in order, the
+            canvases after each pass of a run from its prompt. States are taken at
+            ``TRAJECTORY_POINTS``, from the canvas before the first pass to the last one with a mask
+            token. Without runs, or for runs that are too short, states are randomly masked.
+
+    Raises:
+        CalibrationError: The mix is not valid, or a sample contains the mask token.
     """
     if (
         len(mix) != len(SOURCES)
@@ -412,7 +430,7 @@ def make_states(
             f"the mix {tuple(mix)} is not {len(SOURCES)} shares ({', '.join(SOURCES)}), such as {MIX}"
         )
     if per_sample < 1:
-        raise CalibrationError(f"at least 1 state a sample is needed, not {per_sample}")
+        raise CalibrationError(f"at least 1 state per sample is needed, not {per_sample}")
     masked, from_trajectory, clean = (share / sum(mix) for share in mix)
     if trajectories is None:
         masked, from_trajectory = masked + from_trajectory, 0.0
@@ -420,7 +438,7 @@ def make_states(
     for number, sample in enumerate(samples, 1):
         if (sample.tokens == mask_token_id).any():
             raise CalibrationError(
-                f"sample {number}: its text holds the mask token ({mask_token_id}): leave it out"
+                f"sample {number}: its text contains the mask token ({mask_token_id}): leave it out"
             )
 
     def states() -> Iterator[State]:
@@ -472,11 +490,11 @@ def mask_independently(
     rng: np.random.Generator,
     protected: int = 0,
 ) -> np.ndarray:
-    """A copy of ``tokens`` ``[L]`` with each position behind the first ``protected`` masked with
-    this probability.
+    """A copy of ``tokens`` ``[L]``; each position after the first ``protected`` is masked with this
+    probability.
 
-    At least one position is masked. Raises ValueError if the ratio is outside (0, 1] or nothing is
-    left to mask.
+    At least one position is masked. Raises ValueError if the ratio is outside (0, 1] or no position
+    can be masked.
     """
     _check_maskable(tokens, mask_ratio, protected)
     is_masked = rng.random(len(tokens)) < mask_ratio
@@ -493,18 +511,18 @@ def mask_share(
     rng: np.random.Generator,
     protected: int = 0,
 ) -> np.ndarray:
-    """A copy of ``tokens`` ``[L]`` with this share of the positions behind the first ``protected``
+    """A copy of ``tokens`` ``[L]`` with this share of the positions after the first ``protected``
     masked, at least one.
 
-    Independent masking given how many positions it took (arXiv:2502.09992, section 2.4): a short
-    canvas stays in its mask ratio's bucket. Raises ValueError if the ratio is outside (0, 1] or
-    nothing is left to mask.
+    This is independent masking with a fixed count (arXiv:2502.09992, section 2.4), so short
+    canvases stay in their mask ratio's bucket. Raises ValueError if the ratio is outside (0, 1] or
+    no position can be masked.
     """
     _check_maskable(tokens, mask_ratio, protected)
     positions = len(tokens) - protected
     count = max(
         1, math.ceil(mask_ratio * positions - 0.5)
-    )  # halves down: 1.5 of 10 is 1, in the bucket of 0.15
+    )  # halves round down: 1.5 of 10 gives 1, in the bucket of 0.15
     out = np.array(tokens, dtype=np.int64)
     out[protected + rng.choice(positions, size=count, replace=False)] = mask_token_id
     return out
@@ -513,7 +531,7 @@ def mask_share(
 def random_tokens(
     length: int, vocab_size: int, excluded: tuple[int, ...], rng: np.random.Generator
 ) -> np.ndarray:
-    """``length`` ids drawn evenly from the vocabulary without the excluded ones, int64."""
+    """``length`` ids drawn uniformly from the vocabulary without the excluded ones, int64."""
     allowed = np.setdiff1d(np.arange(vocab_size), np.array(excluded, dtype=np.int64))
     return rng.choice(allowed, size=length).astype(np.int64)
 
@@ -526,7 +544,7 @@ def _check_maskable(tokens: np.ndarray, mask_ratio: float, protected: int) -> No
 
 
 def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float]:
-    """The values in endless rounds, each round in an order of its own: no value goes with every
+    """The values in endless rounds, shuffled anew in each round, so no value coincides with every
     n-th sample.
     """
     while True:
@@ -535,8 +553,8 @@ def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float
 
 
 def _alternating(shares: Sequence[float]) -> Iterator[int]:
-    """Indices in an endless row that keeps each one's count at its share, as closely as integers
-    allow, all along.
+    """Endless indices; the count of each stays as close to its share as integers allow, at any
+    time.
     """
     owed = [0.0] * len(shares)
     while True:
@@ -549,9 +567,7 @@ def _alternating(shares: Sequence[float]) -> Iterator[int]:
 def pad_to_blocks(
     sample: Sample, pad_token_id: int | None, block_length: int, max_canvas_length: int
 ) -> np.ndarray:
-    """The sample's tokens ``[L]``, a completion filled up to whole blocks or to the canvas's end;
-    None: not at all.
-    """
+    """The sample's tokens ``[L]``, with a completion padded to whole blocks or to the canvas's end."""
     if sample.answer is None or block_length < 1 or pad_token_id is None:
         return sample.tokens
     blocks = -(-(len(sample.tokens) - sample.prompt_length) // block_length)
@@ -564,8 +580,8 @@ def pad_to_blocks(
 def _pass_inputs(
     canvases: Sequence[np.ndarray], mask_token_id: int, prompt_length: int
 ) -> list[np.ndarray]:
-    """What each pass of a run saw: the canvas before the first pass, then those after a pass that
-    hold a mask.
+    """The canvas before each pass of a run: the initial one, then those that still contain a mask
+    token.
     """
     inputs = [canvas for canvas in canvases if (canvas == mask_token_id).any()]
     if not len(canvases):
@@ -578,10 +594,9 @@ def _pass_inputs(
 def _next_pass(
     count: int, taken: set[int], uses: np.ndarray, rng: np.random.Generator
 ) -> int | None:
-    """Index among a run's ``count`` passes at the point used least so far; None if no point leads
-    to one not yet taken.
+    """Index of an unused pass among a run's ``count``, at the least used trajectory point, or ``None``.
 
-    Adds to ``taken`` and to ``uses``, int64 counts, one a point.
+    Updates ``taken`` and ``uses``, int64 counts per point.
     """
     for point in np.lexsort((rng.random(len(uses)), uses)) if count else ():
         index = round(TRAJECTORY_POINTS[point] * (count - 1))

@@ -1,4 +1,4 @@
-"""From a checkpoint to a bundle: the stages of a build, one after the other."""
+"""Builds a bundle from a checkpoint, stage by stage."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from dlm_export.tensorrt.engine import Built
 
 __all__ = ["BuildOptions", "BuildReport", "QuantiseOptions", "build", "build_from"]
 
-SMALL_FILES_BYTES = 32 << 20  # at most: graph, tokenizer, manifest, report
+SMALL_FILES_BYTES = 32 << 20  # upper bound for graph, tokenizer, manifest, report
 
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did: seconds a stage, bytes a file, and the parity that was proved, if any."""
+    """Result of a build: seconds per stage, bytes per file, and parity, if it was checked."""
 
     output: Path
     network: NetworkSpec
     precision: str
     simulated: bool
     kernels: dict[str, Any] | None
-    """Calls of native kernels, and what keeps plain operators with the reason (``Fused.as_dict``);
-    None for GPUs.
+    """Calls of native kernels, and modules with plain operators and the reason (``Fused.as_dict``);
+    ``None`` for GPUs.
     """
     stages_s: dict[str, float]
     files_bytes: dict[str, int]
@@ -57,19 +57,19 @@ class BuildReport:
     threshold: Refit | None
     levels: Levels | None
     cache: dict[str, Any] | None
-    """What rounding keys and values in the cache costs by itself (``rounded.judge_cache``); None
-    where nothing is rounded.
+    """The cost of rounding keys and values in the cache (``rounded_cache.judge_cache``); ``None`` if
+    they are not rounded.
     """
     curve: list[CurvePoint]
     tuning: Tuning | None
-    """What the curve's times rest on; None where it has none."""
+    """The times that the curve is based on, if any."""
     engines: list[Built]
     deferred: dict[str, str]
-    """Target -> the command that builds its engine, on the device."""
+    """Target -> the command that builds its engine on the device."""
     warnings: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as ``--json`` shows them."""
+        """Plain values for ``--json``."""
         return {
             "bundle": str(self.output),
             "family": self.network.family,
@@ -100,16 +100,25 @@ def build(
     overrides: Overrides | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """Build the bundle ``output`` from a checkpoint folder or a full-precision bundle; nothing is
-    left of a failed one.
+    """Build a bundle from a checkpoint folder or an unquantised bundle. A failed build leaves
+    nothing behind.
 
-    ``options`` None: an fp32 bundle for the CPU. ``overrides``: what the checkpoint does not say,
-    or not right.
+    Args:
+        source_path: The checkpoint or bundle.
+        output: Folder of the new bundle.
+        options: What to build; ``None`` builds an fp32 bundle for the CPU.
+        overrides: Values that the checkpoint lacks or has wrong.
+        progress: Receives the stages.
 
-    Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError,
-    DeviceError, ResumeError, MemoryLimitError; ParityError when the finished bundle differs from
-    torch; AccuracyError when it misses a budget; AuditError when an engine is not what was asked
-    for.
+    Returns:
+        A report of the build.
+
+    Raises:
+        CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError,
+            DeviceError, ResumeError, MemoryLimitError: the bundle cannot be built.
+        ParityError: The finished bundle differs from torch.
+        AccuracyError: It misses a budget.
+        AuditError: An engine's formats are not the requested ones.
     """
     request, stages = check_request(options or BuildOptions()), Stages(progress)
     stages.progress.start("read source", 1)
@@ -123,22 +132,22 @@ def build_from(
     *,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """``build`` from a source that is open already."""
+    """``build`` from an open source."""
     return _make(
         check_job(check_request(options or BuildOptions()), source), output, Stages(progress)
     )
 
 
 def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
-    """The stages, in their order."""
+    """Run the stages in order."""
     request, source = job.request, job.source
     check_outside(output, source.path)
     kept = request.options.resume
     if kept is not None and output.resolve() in (kept.resolve(), *kept.resolve().parents):
         raise work.ResumeError(
-            f"--resume {kept}: is where the bundle goes, which is replaced whole; choose another folder"
+            f"--resume {kept}: is inside the new bundle, which is replaced as a whole; choose another folder"
         )
-    # An engine holds the weights once more.
+    # An engine contains the weights once more.
     needed = (1 + len(request.builders)) * (
         write.data_bytes(source.network, job.base, job.formats, table_dtype(job).itemsize)
         + SMALL_FILES_BYTES
@@ -175,8 +184,8 @@ def _make_manifest(
     precision = {"name": job.base} if quantised is None else quantised.precision_record()
     if written.embedding_dtype is not None:
         precision["embedding_dtype"] = written.embedding_dtype
-    # A graph for a GPU is judged as it is written: no kernel of the CPU's may take its integers
-    # another way.
+    # A graph for a GPU is judged as written: a CPU kernel must not interpret its integers
+    # differently.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return make_manifest(
         source.network,
@@ -206,7 +215,7 @@ def _make_manifest(
 def _build_engines(
     job: Job, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any], stages: Stages
 ) -> list[Built]:
-    """An engine for every target that can be built here."""
+    """Build an engine for every target that can be built here."""
     request, made = job.request, []
     for target in request.targets:
         if target.name in request.builders:
@@ -232,7 +241,7 @@ def _build_engines(
 def _write_proof(
     proof: Proof, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any]
 ) -> None:
-    """accuracy.json, and the report of what was judged."""
+    """Write accuracy.json, and the report if the bundle was judged."""
     (folder / ACCURACY_FILE).write_text(json.dumps(proof.record, indent=1, allow_nan=False) + "\n")
     if proof.judgement is not None:
         sizes = {name: entry["bytes"] for name, entry in hashed.items()}

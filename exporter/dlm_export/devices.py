@@ -1,8 +1,8 @@
-"""The GPUs that bundles can be built for by name: one record each, with the pages that its figures are
-from. A new device is a record here.
+"""The GPUs that bundles can be built for by name, one record each, with the sources of its figures.
+To add a device, add a record.
 
-A vendor's GB counts as 10**9 bytes, which is no more than drivers report. Rates are dense, without
-sparsity; one that is printed sparse only is halved, and a comment beside it says so.
+A vendor's GB counts as 10**9 bytes, at most what drivers report. Rates are dense, without sparsity;
+rates published only as sparse are halved, with a comment.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU by name. None and missing keys: no source gives the figure.
+    """A GPU by name; ``None`` and missing keys mean that no source gives the figure.
 
-    ``sm`` is the compute capability (89 is 8.9). ``tera`` are its rates in 10**12 operations a
-    second, by fp16, int8, int4, fp8, nvfp4; ``derived`` says how those of them follow that no
-    source prints. ``is_shared``: the host's programs take their part of the memory.
+    ``sm`` is the compute capability (89 is 8.9). ``tera`` has its rates in 10**12 operations per
+    second for fp16, int8, int4, fp8, nvfp4; ``derived`` explains rates that no source gives
+    directly. ``is_shared``: the host's programs use the same memory.
     """
 
     name: str
@@ -61,8 +61,8 @@ DEVICES = (
         is_shared=True,
         tera={"fp16": 17, "int8": 33},
     ),
-    # Its 157 sparse TOPS count the two DLAs, which engines here leave idle; no page gives the GPU's
-    # part.
+    # Its 157 sparse TOPS include the two DLAs, which engines here do not use; no page gives the
+    # GPU's part.
     Device(
         "orin-nx",
         87,
@@ -72,9 +72,9 @@ DEVICES = (
         gb_per_s=102.4,
         is_shared=True,
     ),
-    # int8: the GPU's part of 275 TOPS at MAXN, printed sparse (170 in the brief, which rounds).
-    # fp16: by the brief a tensor core makes 16 of its products where it makes 32 of int8, and Orin
-    # Nano's two printed rates stand so too.
+    # int8: the GPU's part of 275 TOPS at MAXN, published as sparse (170 in the brief, which
+    # rounds). fp16: by the brief a tensor core makes 16 fp16 products in the time of 32 int8
+    # products, and Orin Nano's two published rates have the same ratio.
     Device(
         "agx-orin",
         87,
@@ -95,7 +95,7 @@ DEVICES = (
         gb_per_s=1008,
         tera={"fp16": 165.2, "int8": 660.6, "int4": 1321.2, "fp8": 330.3},
     ),
-    # Printed sparse.
+    # Published as sparse.
     Device(
         "l4",
         89,
@@ -123,7 +123,7 @@ DEVICES = (
         gb_per_s=3350,
         tera={"fp16": 989.4, "int8": 1978.9, "fp8": 1978.9},
     ),
-    # Printed sparse.
+    # Published as sparse.
     Device(
         "h200",
         90,
@@ -133,7 +133,7 @@ DEVICES = (
         gb_per_s=4800,
         tera={"fp16": 1979 / 2, "int8": 3958 / 2, "fp8": 3958 / 2},
     ),
-    # Printed for eight, of which nvfp4 is dense and the others are sparse.
+    # Published for eight GPUs; nvfp4 is dense, the others are sparse.
     Device(
         "b200",
         100,
@@ -143,7 +143,7 @@ DEVICES = (
         gb_per_s=64000 / 8,
         tera={"fp16": 36000 / 16, "int8": 72000 / 16, "fp8": 72000 / 16, "nvfp4": 72000 / 8},
     ),
-    # Likewise; the memory is 2.1 TB of eight, although 288 GB are fitted.
+    # The same; the memory is 2.1 TB for eight, although 288 GB are installed.
     Device(
         "b300",
         103,
@@ -154,7 +154,7 @@ DEVICES = (
         tera={"fp16": 36000 / 16, "int8": 3000 / 16, "fp8": 72000 / 16, "nvfp4": 108000 / 8},
         note="hardly any INT8 arithmetic: int8-static is slow, int8 (weights only) is not",
     ),
-    # fp16 and int8 are printed sparse.
+    # fp16 and int8 are published as sparse.
     Device(
         "thor",
         110,
@@ -183,7 +183,7 @@ DEVICES = (
         gb_per_s=1792,
         tera={"fp16": 503.8, "int8": 1007.6, "fp8": 1007.6, "nvfp4": 2015.2},
     ),
-    # Printed sparse; no page gives the other rates.
+    # Published as sparse; no page gives the other rates.
     Device(
         "gb10",
         121,

@@ -1,7 +1,6 @@
-"""The two TensorRTs that build and run engines: one record each.
+"""The two TensorRT variants that build and run engines, one record each.
 
-``name`` is what the manifest, the native library and ``--builder`` call it; ``kind`` is what targets
-call it.
+``name`` is used in the manifest, the native library and ``--builder``; ``kind`` is used by targets.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineBuilder:
-    """``modules``: the Python packages, any of which will do; ``libraries``: those that run its
-    engines, newest first.
-    """
+    """``modules``: alternative Python packages; ``libraries``: run its engines, newest first."""
 
     name: str
     kind: str
@@ -33,7 +30,7 @@ RTX = EngineBuilder(
     "tensorrt_rtx",
     "rtx",
     "TensorRT-RTX",
-    ("tensorrt_rtx", "tensorrt_rtx_bindings"),  # NVIDIA's whole package, or its bindings alone
+    ("tensorrt_rtx", "tensorrt_rtx_bindings"),  # NVIDIA's whole package, or only its bindings
     ("libtensorrt_rtx.so.1",),
 )
 ENGINE_BUILDERS = {builder.name: builder for builder in (TENSORRT, RTX)}

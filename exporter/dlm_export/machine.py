@@ -1,4 +1,4 @@
-"""The machine at hand: processor, memory, GPU, and which engines it can build now."""
+"""This machine: processor, memory, GPU, and the engines that it can build."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from dlm_export.targets import Target
 
 @dataclass(frozen=True)
 class Builders:
-    """What could build or run an engine on a machine: packages that Python finds, and the SM of its
-    GPU.
-    """
+    """Installed packages that can build or run engines, and the SM of the GPU."""
 
     onnxruntime: bool
     rtx: bool
@@ -27,16 +25,15 @@ class Builders:
 
 
 def builders_here() -> Builders:
-    """This machine's. Imports none of them."""
+    """Those of this machine. Imports none of the packages."""
     rtx, tensorrt = (any(map(find_spec, builder.modules)) for builder in (RTX, TENSORRT))
     return Builders(bool(find_spec("onnxruntime")), rtx, tensorrt, device_sm())
 
 
 def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str]:
-    """Whether this machine can build the target's engine now, and in a sentence by what, or how
-    else. Imports neither.
+    """Check if this machine can build the target's engine now, and say how, or how else.
 
-    ``here``: another machine than this one.
+    Imports no builder. ``here`` replaces this machine.
     """
     here = here or builders_here()
     if target.sm is None:
@@ -59,12 +56,12 @@ def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str
 
 
 def reported_sms(sm: int) -> tuple[int, ...]:
-    """What the driver of a device of this SM may say it is: CUDA before 13 calls Thor 10.1."""
+    """SMs that the driver of such a device may report: CUDA before 13 reports Thor as 10.1."""
     return (110, 101) if sm == 110 else (sm,)
 
 
 def device_sm() -> int | None:
-    """SM of the first GPU, as libcuda tells it; None without driver or GPU."""
+    """SM of the first GPU, from libcuda, or ``None`` without driver or GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -81,7 +78,7 @@ def device_sm() -> int | None:
 
 
 def _processor() -> str:
-    """What Linux calls the first processor; empty where it says nothing."""
+    """The first processor's name in Linux; empty if unknown."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text(errors="replace").splitlines() if info.is_file() else []:
         if line.startswith("model name"):
@@ -90,8 +87,8 @@ def _processor() -> str:
 
 
 def this_machine() -> dict[str, Any]:
-    """The machine at hand: processor, cores, memory in bytes, its GPU's SM, ONNX Runtime's version
-    and library. None: none.
+    """This machine: processor, cores, memory in bytes, SM of its GPU, ONNX Runtime's version and
+    library; ``None`` if missing.
     """
     from importlib import metadata
 

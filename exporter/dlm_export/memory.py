@@ -1,4 +1,4 @@
-"""Memory of this machine and this process: what is available, what is held, and giving it back."""
+"""Memory of this machine and process: available, in use, and returned to the system."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def give_back() -> None:
-    """Return freed heap pages to the system where the C library can (glibc); elsewhere nothing.
+    """Return freed heap pages to the system, with glibc; does nothing elsewhere.
 
-    Reading a checkpoint tensor by tensor leaves holes between those that stay: a fifth of the
-    denoiser at 1 B parameters.
+    Reading a checkpoint tensor by tensor fragments the heap, by a fifth of the denoiser's size at 1
+    B parameters.
     """
     trim = _trim()
     if trim is not None:
@@ -32,7 +32,7 @@ def give_back() -> None:
 
 
 def resident_bytes() -> int:
-    """What this process holds of its own, mapped files left out; 0 where the system does not say."""
+    """Memory that this process uses, without memory-mapped files; 0 if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             _, resident, shared, *_ = map(int, file.read().split())
@@ -42,9 +42,7 @@ def resident_bytes() -> int:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that a new program may take without swapping, as Linux estimates it; None where it
-    does not say.
-    """
+    """Memory that a new program may use without swapping, by Linux, or ``None`` if unknown."""
     info = Path("/proc/meminfo")
     for line in info.read_text().splitlines() if info.is_file() else []:
         if line.startswith("MemAvailable:"):
@@ -53,8 +51,8 @@ def available_memory_bytes() -> int | None:
 
 
 def check_host_memory(needed: int, holder: str, instead: str) -> None:
-    """Raises DlmError if this machine has no room for so many bytes, as far as it tells; ``holder``
-    says what holds what.
+    """Raises DlmError if this machine is known to have less than ``needed`` bytes; ``holder`` says
+    what they are for.
     """
     available = available_memory_bytes()
     if available is not None and needed > available:

@@ -1,4 +1,4 @@
-"""How commands open the bundles that they run."""
+"""Options for opening a bundle, shared by all commands that run one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlm_runtime import Bundle
 
 @dataclass(frozen=True)
 class Opening:
-    """Arguments of ``dlm_runtime.open``, by their names there."""
+    """Arguments of ``dlm_runtime.open``, with the same names."""
 
     engine: str = "auto"
     provider: str = "cpu"
@@ -19,9 +19,9 @@ class Opening:
     threads: int = 0
 
     def open(self, path: Path, *, check_hashes: bool = True) -> Bundle:
-        """The bundle in the folder ``path``. Raises what ``dlm_runtime.open`` raises."""
+        """Open the bundle in the folder ``path``. Raises the errors of ``dlm_runtime.open``."""
         return dlm_runtime.open(path, check_hashes=check_hashes, **asdict(self))
 
 
 ON_CPU = Opening(engine="onnxruntime")
-"""The graph of any bundle, also of one for GPUs, on the CPU."""
+"""Runs any bundle's graph on the CPU, also a bundle for GPUs."""

@@ -1,12 +1,13 @@
-"""Where output goes: claimed while it is made, moved into place in one step.
+"""Writes output atomically: it is claimed while it is made, then moved into place in one step.
 
-While something writes ``NAME``, a folder ``.NAME.dlm-export`` stands beside it: the claim. It holds
-what is being made, and ``owner``, a file with the number of the process, locked (flock) as long as
-that process lives. A kill takes the lock away and leaves the folder, so that the next one to write
-``NAME`` tells what is in use from what was left, and clears that.
+While a process writes ``NAME``, the folder ``.NAME.dlm-export`` beside it is the claim. It contains
+the unfinished output and ``owner``, a file with the process's number, which is locked (flock) as
+long as the process lives. If the process is killed, the lock ends but the folder stays. The next
+process that writes ``NAME`` can therefore tell abandoned claims from active ones, and clears them.
 
-The move is renameat2(2): RENAME_NOREPLACE where nothing stood, else RENAME_EXCHANGE, so that the
-old or the new one stands at the path at every moment; the old one is then removed from the claim.
+The move uses renameat2(2): RENAME_NOREPLACE for new output, RENAME_EXCHANGE to replace old output.
+The path thus always has either the old or the new output; the old one is then deleted from the
+claim.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from pathlib import Path
 from dlm_runtime.errors import DlmError, ExitCode
 
 OWNER, NEW, OLD = "owner", "new", "old"
-"""What lies in a claim: the locked file, the folder of what is being made, and what it replaces
-where that is not exchanged.
+"""Entries of a claim: the locked file, the unfinished output, and the replaced output if it could
+not be exchanged.
 """
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2  # linux/fs.h
-# The kernel, the file system, or either of them lacks renameat2.
+# The kernel or the file system lacks renameat2.
 _NOT_OFFERED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -38,13 +39,11 @@ _Look = dict[str, tuple[int, ...]]
 
 
 class OutputError(DlmError):
-    """Output cannot be written where it was asked for: no room, no right, or another process is at
-    it.
-    """
+    """Output cannot be written: no space, no permission, or another process is writing it."""
 
 
 class TakenError(OutputError):
-    """What stands where output was asked for is not to be replaced."""
+    """The existing output must not be replaced."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -53,13 +52,20 @@ class TakenError(OutputError):
 def claimed(
     output: Path, *, force: bool, kept_because: Callable[[Path], str | None], needed_bytes: int = 0
 ) -> Iterator[Path]:
-    """A path for a new file or folder, which becomes ``output`` when the block ends well, and goes
-    away when it does not.
+    """Yield a path for a new file or folder, which becomes ``output`` if the block succeeds, and is
+    deleted otherwise.
 
-    ``kept_because`` says of something that stands at ``output`` why it is never replaced; None: it
-    is, with ``force``. Raises TakenError for what stands there; OutputError if another process
-    writes there, if the disk has no room for ``needed_bytes`` or fails, and if something else
-    stands at ``output`` at the end than at the start: that is left alone.
+    Args:
+        output: Final path.
+        force: Replace existing output.
+        kept_because: Says why an existing path must never be replaced, or ``None`` if ``force`` may
+            replace it.
+        needed_bytes: Disk space to check for.
+
+    Raises:
+        TakenError: Existing output must not be replaced.
+        OutputError: Another process is writing there, the disk is full or fails, or the existing
+            output changed meanwhile; it is then left alone.
     """
     output = Path(os.path.abspath(output))
     _check(output, force, kept_because)
@@ -68,7 +74,7 @@ def claimed(
         output.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(output.parent).free
     except OSError as err:
-        is_wrong = isinstance(err, (FileExistsError, NotADirectoryError))  # a file in its way
+        is_wrong = isinstance(err, (FileExistsError, NotADirectoryError))  # a file is in the way
         raise (TakenError if is_wrong else OutputError)(
             f"{output}: cannot write there ({err.strerror})"
         ) from err
@@ -79,7 +85,7 @@ def claimed(
                 f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free"
             )
         claim = held.enter_context(_claim(output))
-        # Again under the claim, which may have restored an output after a kill.
+        # Check again under the claim, which may have restored output after a kill.
         _check(output, force, kept_because)
         try:
             before = _look(output)
@@ -99,7 +105,7 @@ def claimed(
 
 
 def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
-    """``claimed`` for a file, which ``force`` lets replace a file and nothing else."""
+    """``claimed`` for a file; ``force`` allows replacing a file, but nothing else."""
     return claimed(
         output,
         force=force,
@@ -110,27 +116,25 @@ def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextMana
 
 
 def check_outside(output: Path, *sources: Path) -> None:
-    """Raise TakenError if ``output`` is one of the ``sources`` or inside one. Symbolic links are
-    followed.
-    """
+    """Raises TakenError if ``output`` is one of the ``sources`` or inside one; follows links."""
     for source in sources:
         wanted, read = output.resolve(), source.resolve()
         if wanted == read:
-            raise TakenError(f"{output}: is what is read from; choose another path")
+            raise TakenError(f"{output}: is the source that is read; choose another path")
         if read in wanted.parents:
             raise TakenError(
-                f"{output}: lies inside {source}, which is read from and never written to; choose a path outside it"
+                f"{output}: is inside {source}, which is only read, never written; choose a path outside it"
             )
 
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write, which takes its place in one step when the block ends well:
-    of files that are ours.
+    """Yield a path beside ``path`` to write, which replaces ``path`` if the block succeeds. For our
+    own files only.
     """
     new = path.with_name(f"{path.name}.new")
     try:
-        new.unlink(missing_ok=True)  # a link there would be followed
+        new.unlink(missing_ok=True)  # a symbolic link there would be followed
         yield new
         os.replace(new, path)
     finally:
@@ -139,8 +143,8 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a bundle's folder, so that nothing else changes or replaces it. Raises OutputError:
-    someone has it.
+    """Lock a bundle's folder, so that no other process changes or replaces it. Raises OutputError
+    if it is locked.
     """
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -150,11 +154,11 @@ def locked(folder: Path) -> Iterator[None]:
         raise OutputError(
             f"{folder}: another dlm-export is changing it. Wait for it, and try again."
         ) from err
-    except OSError:  # a file system without locks: what changes meanwhile is found at the move
+    except OSError:  # a file system without locks; changes are detected when moving
         pass
     try:
         if not os.path.samestat(os.fstat(held), os.stat(folder)):
-            raise OutputError(f"{folder}: was replaced this moment. Try again.")
+            raise OutputError(f"{folder}: another process has just replaced it. Try again.")
         yield
     finally:
         os.close(held)
@@ -181,9 +185,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _claim(output: Path) -> Iterator[Path]:
-    """The folder beside ``output`` that says who writes there, emptied of what a kill left; gone
-    when the block ends.
-    """
+    """Hold the claim of ``output``, cleared of a killed process's leftovers, within the block."""
     claim = output.with_name(f".{output.name}.dlm-export")
     try:
         owner = _take(claim, output)
@@ -196,16 +198,16 @@ def _claim(output: Path) -> Iterator[Path]:
         _clear(claim, NEW, OLD)
         yield claim
     finally:
-        _clear(claim, NEW)  # an old one that could not be put back stays, as the message says
+        _clear(claim, NEW)  # old output that could not be restored stays, as the message says
         if not os.path.lexists(claim / OLD):
-            os.unlink(claim / OWNER)  # last: a folder without it is nobody's to clear
-            with contextlib.suppress(OSError):  # the next one is in already
+            os.unlink(claim / OWNER)  # last, because a folder without it is never cleared
+            with contextlib.suppress(OSError):  # another process is using it already
                 os.rmdir(claim)
         os.close(owner)
 
 
 def _take(claim: Path, output: Path) -> int:
-    """Make the claim or take over one whose process is gone: its ``owner``, open and locked. Raises
+    """Create the claim, or take over an abandoned one; returns ``owner``, open and locked. Raises
     OutputError, OSError.
     """
     while True:
@@ -219,12 +221,14 @@ def _take(claim: Path, output: Path) -> int:
                 os.listdir(claim) or [OWNER]
             )
             if not is_ours:
-                raise OutputError(f"{claim} is in the way and not dlm-export's: move it elsewhere")
+                raise OutputError(
+                    f"{claim} is in the way and does not belong to dlm-export: move it elsewhere"
+                )
             owner = os.open(
                 claim / OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
             )
         except FileNotFoundError:
-            continue  # who had it is done, and took it away
+            continue  # its owner has finished and removed it
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as err:
@@ -235,13 +239,13 @@ def _take(claim: Path, output: Path) -> int:
                 f"{output}: {who} is writing it. Wait for it, or choose another name."
             ) from err
         except OSError as err:
-            # No locks, as on some network file systems: a claim is still made by one process alone,
-            # but nothing tells whether an old one is in use, so that none is cleared.
+            # No locks, as on some network file systems. Only one process can create a claim, but an
+            # existing one may be active or abandoned, so it is not cleared.
             if not is_new:
                 os.close(owner)
                 raise OutputError(
                     f"{output}: another process is writing it, or was killed; {claim.parent} has no locks to tell which. "
-                    f"If nothing is at it, remove {claim}."
+                    f"If no process is writing it, remove {claim}."
                 ) from err
         try:
             if os.path.samestat(os.fstat(owner), os.stat(claim / OWNER)):
@@ -250,11 +254,11 @@ def _take(claim: Path, output: Path) -> int:
                 return owner
         except FileNotFoundError:
             pass
-        os.close(owner)  # of a claim that was taken away before it was locked
+        os.close(owner)  # the claim was removed before it was locked
 
 
 def _clear(claim: Path, *names: str) -> None:
-    """Remove from a claim what was made there or moved aside, and nothing that others put in."""
+    """Remove unfinished or replaced output from a claim, and nothing else."""
     for path in (claim / name for name in names):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -266,14 +270,14 @@ def _clear(claim: Path, *names: str) -> None:
 
 
 def _place(new: Path, output: Path, before: _Look | None) -> None:
-    """Move ``new`` to ``output``, where ``before`` stood; in ``new``'s place is then what it
-    replaced.
+    """Move ``new`` to ``output``, if that is still in the state ``before``; the replaced output is
+    then at ``new``.
 
-    Raises OutputError if something else stands there: it stays.
+    Raises OutputError if other output is there, which stays.
     """
-    lost = f"{output}: something else was put there meanwhile. It was left alone, and what was made here was dropped."
+    lost = f"{output}: another process wrote there meanwhile. Its output was left alone, and the new one was discarded."
     if not os.path.lexists(output):
-        before = None  # whoever took the old one away wanted it gone
+        before = None  # the old output was deleted on purpose
     if before is None:
         try:
             _move(new, output)
@@ -285,46 +289,46 @@ def _place(new: Path, output: Path, before: _Look | None) -> None:
     ours = os.lstat(new)
     try:
         _exchange(new, output)
-    finally:  # after Ctrl-C too: what came out is removed soon
+    finally:  # also after Ctrl-C: the replaced output is deleted soon
         if not os.path.samestat(os.lstat(new), ours) and _look(new) != before:
             _exchange(new, output)
             raise OutputError(lost)
 
 
 def _move(source: Path, to: Path) -> None:
-    """Rename to where nothing stands. Raises FileExistsError."""
+    """Rename to a path that does not exist. Raises FileExistsError."""
     try:
         _renameat2(source, to, _NOREPLACE)
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # The next best: renaming a folder replaces nothing but an empty one; for a file a moment is
-        # left in which it would.
+        # Next best: renaming a folder can replace only an empty folder; for a file there is a short
+        # race.
         if os.path.lexists(to):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(to)) from err
         os.rename(source, to)
 
 
 def _exchange(source: Path, to: Path) -> None:
-    """Make both change places."""
+    """Exchange two paths."""
     try:
         _renameat2(source, to, _EXCHANGE)
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # Two renames, with nothing at the path between them; what a kill there leaves aside, the
-        # next claim puts back.
+        # Two renames, between which the path does not exist. After a kill there, the next claim
+        # restores it.
         aside = source.parent.with_name(OLD)
         try:
             os.rename(to, aside)
             os.rename(source, to)
-        finally:  # after Ctrl-C too, at either line
+        finally:  # also after Ctrl-C between the renames
             if os.path.lexists(aside):
                 os.rename(aside, to if os.path.lexists(source) else source)
 
 
 def _renameat2(source: Path, to: Path, flags: int) -> None:
-    """renameat2(2), in glibc since 2.28. Raises OSError; ENOSYS where the C library lacks it."""
+    """renameat2(2), in glibc since 2.28. Raises OSError; ENOSYS if the C library lacks it."""
     try:
         function = _LIBC.renameat2
     except AttributeError:
@@ -335,9 +339,7 @@ def _renameat2(source: Path, to: Path, flags: int) -> None:
 
 
 def _look(path: Path) -> _Look | None:
-    """What stands at a path: by name, which file it is, and of files their size and time; None:
-    nothing.
-    """
+    """The state of a path: identity, size and time of its files, or ``None`` if it does not exist."""
     if not os.path.lexists(path):
         return None
     found = {"": _mark(path)}

@@ -1,6 +1,4 @@
-"""What CPUs run a bundle by: the native runtime's kernels, by instruction set, and which of them
-run here.
-"""
+"""The native runtime's CPU kernels by instruction set, and which of them run here."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from dlm_runtime.abi import native as _native
 class KernelSet:
     """Kernels for one instruction set.
 
-    ``codes`` multiply quantised rows by INT8 and INT4 weights; ``floats`` do the rest: NVFP4
-    layers, attention, candidates.
+    ``codes`` multiply quantised rows by INT8 and INT4 weights; ``floats`` compute NVFP4 layers,
+    attention and candidates.
     """
 
     name: str
@@ -25,7 +23,7 @@ class KernelSet:
 
     @property
     def instructions(self) -> dict[str, str]:
-        """By format of a linear layer, and for what every bundle has."""
+        """Instruction set per format of a linear layer, and for attention and candidates."""
         codes, floats = self.codes, self.floats
         return {
             "int8": codes,
@@ -43,13 +41,11 @@ KERNEL_SETS = (
     KernelSet("avx2", "Haswell, Zen and later", "AVX2", "AVX2"),
     KernelSet("neon-dotprod", "Arm v8.2 with dot products", "NEON dot", "NEON"),
 )
-"""Fastest first of each architecture. $DLM_KERNELS takes their names."""
+"""Fastest first per architecture. $DLM_KERNELS accepts their names."""
 
 
 def list_kernels() -> list[dict[str, Any]]:
-    """Plain values of each of ``KERNEL_SETS``; ``refusal``: why it does not run here, None where it
-    does.
-    """
+    """Plain values of each of ``KERNEL_SETS``; ``refusal``: why it does not run here, or ``None``."""
     here = _native.kernel_sets()
     return [
         {

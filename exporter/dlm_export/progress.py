@@ -1,4 +1,4 @@
-"""Where a long command says how far it is, and how long its stages took."""
+"""Progress of long commands, and the time of their stages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Stages, each with so many units of work."""
+    """Receives stages, each with a number of units of work."""
 
     def start(self, stage: str, total: int) -> None:
-        """A stage of ``total`` units begins; the one before it has ended."""
+        """Start a stage of ``total`` units; the previous stage has ended."""
 
     def advance(self, units: int = 1) -> None:
-        """Part of the current stage is done."""
+        """Report finished units of the current stage."""
 
 
 class Silent:
-    """Progress that nobody watches."""
+    """Progress that is not shown."""
 
     def start(self, stage: str, total: int) -> None: ...
 
@@ -27,8 +27,8 @@ class Silent:
 
 
 class Stages:
-    """The stages of one piece of work, told to ``progress`` as they begin. ``seconds``: those that
-    ended well, by name.
+    """Reports stages to ``progress`` as they begin, and keeps the ``seconds`` of those that
+    succeeded, by name.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
@@ -37,7 +37,7 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
-        """Run and time a stage of ``total`` units; gives what advances it."""
+        """Run and time a stage of ``total`` units; yields the function that advances it."""
         self.progress.start(name, total)
         began = time.perf_counter()
         yield self.progress.advance

@@ -1,4 +1,4 @@
-"""Signals that end a process: Ctrl-C, ``kill``, a terminal that closes."""
+"""Handles signals that end a process: Ctrl-C, ``kill``, a closed terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Ended(BaseException):
-    """A signal came; not KeyboardInterrupt, which click makes an exit code of."""
+    """A signal arrived. Not KeyboardInterrupt, which click converts to an exit code."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -22,13 +22,13 @@ class _Ended(BaseException):
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within, ``handler`` gets the signals that end a process, but for those that this one was
-    started to ignore (``nohup``).
+    """Within the block, ``handler`` receives signals that end a process, except ignored ones
+    (``nohup``).
 
-    Nothing changes on other threads than the main one, which alone may set handlers.
+    Does nothing outside the main thread, because only that may set handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    # None: not set from Python, and so not to be set back.
+    # None: the handler was not set from Python, so Python cannot restore it.
     numbers = [
         number
         for number in ENDING
@@ -44,8 +44,10 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def cancelling(cancel: threading.Event) -> Iterator[None]:
-    """Within, the first signal that ends the process sets ``cancel`` instead, and the process ends
-    by it behind the block; a second one ends it at once. For use inside ``dying_by_signal``.
+    """Within the block, the first ending signal sets ``cancel``; the process then dies after the
+    block.
+
+    A second signal ends it at once. For use inside ``dying_by_signal``.
     """
     ending: list[int] = []
 
@@ -63,9 +65,7 @@ def cancelling(cancel: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
-    """Within, Ctrl-C calls ``on_interrupt``, and is what it was before where that says that it had
-    nothing to do.
-    """
+    """Within the block, Ctrl-C calls ``on_interrupt``; if it returns False, also the old handler."""
     before = signal.getsignal(signal.SIGINT)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -87,10 +87,10 @@ def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def dying_by_signal() -> Iterator[None]:
-    """Within, a signal that ends the process is an exception, on whose way all is cleared up; then
-    the process dies by it.
+    """Within the block, a signal that ends the process raises an exception, so everything is
+    cleaned up; then the process dies by the signal.
 
-    An exit code of 128 + n would say the same to a script, but a shell would go on with its loop.
+    An exit code of 128 + n would tell a script the same, but a shell would continue its loop.
     """
 
     def end(number: int, _: FrameType | None) -> None:

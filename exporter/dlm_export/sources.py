@@ -1,4 +1,4 @@
-"""What a bundle is built from: a checkpoint folder, or a bundle in full precision."""
+"""The source of a bundle: a checkpoint folder, or an unquantised bundle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from dlm_runtime.tools import FORMATS
 
 @dataclass(frozen=True)
 class Source:
-    """A denoiser to build from, with the text files and loops that go along."""
+    """A denoiser to build from, with its text files and presets."""
 
     path: Path
     network: NetworkSpec
@@ -47,23 +47,23 @@ class Source:
     presets: dict[str, Policy]
     default_preset: str
     precision: str
-    """fp32, fp16 or bf16: what most of its weights are stored in."""
+    """fp32, fp16 or bf16: the type of most of its weights."""
     notes: tuple[str, ...] = ()
-    """What was left out of a checkpoint, for people."""
+    """Messages about parts of a checkpoint that are not used."""
     config_sha256: str | None = None
-    """Of the checkpoint's config.json; None for a bundle that does not say."""
+    """Hash of the checkpoint's config.json; ``None`` for a bundle without it."""
     max_new_tokens: int | None = None
-    """Mask tokens of a request that does not say how many; None: nobody said."""
+    """Default number of mask tokens of a request, or ``None``."""
     json_layout: str | None = None
-    """Name of the layout of JSON text that the denoiser was trained on; None: not known."""
+    """Name of the JSON layout that the denoiser was trained on, or ``None`` if unknown."""
     call_format: str | None = None
-    """Name of the format of tool calls that it was trained on; None: not known."""
+    """Name of the tool-call format that it was trained on, or ``None`` if unknown."""
     has_effort: bool = False
-    """Whether it is a bundle with effort levels, which hold for it alone."""
+    """True if it is a bundle with effort levels, which apply to that bundle only."""
 
 
 def open_source(path: Path, overrides: Overrides | None = None) -> Source:
-    """Open a checkpoint, or a bundle in full precision. Raises CheckpointError, BundleError."""
+    """Open a checkpoint, or an unquantised bundle. Raises CheckpointError, BundleError."""
     if (path / MANIFEST_FILE).is_file():
         return _open_bundle(path, overrides or Overrides())
     checkpoint, overrides = Checkpoint(path), overrides or Overrides()
@@ -88,11 +88,11 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
 
 
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
-    """Open the source that a bundle was built from, by its mask token, canvas and blocks;
-    ``manifest`` is the bundle's.
+    """Open the source of a bundle, with the mask token, canvas and blocks of the bundle's
+    ``manifest``.
 
-    Raises CheckpointError, BundleError; CheckpointError too for a source of another denoiser, with
-    what differs.
+    Raises CheckpointError, BundleError; CheckpointError also for a source with another denoiser,
+    with the difference.
     """
     built = network_of(manifest)
     overrides = None
@@ -110,11 +110,11 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
 def _check_config(
     bundle: Path, manifest: Mapping[str, Any], path: Path, overrides: Overrides
 ) -> None:
-    """CheckpointError if a checkpoint's config.json is not the one that a bundle was built from and
-    gives another network.
+    """Raises CheckpointError if a checkpoint's config.json is not the bundle's and describes
+    another network.
 
-    It is read by its own mask token first: the bundle's may be none of its vocabulary, which would
-    be told as its fault.
+    It is read with its own mask token first. The bundle's token may be outside its vocabulary, and
+    the error would blame the checkpoint.
     """
     checkpoint = Checkpoint(path)
     theirs, ours = manifest.get("source", {}).get("config_sha256"), sha256(checkpoint.config.path)
@@ -131,8 +131,8 @@ def _check_config(
             found = str(err)
     if found is not None:
         raise CheckpointError(
-            f"{bundle}: built from another checkpoint than {path}: {found}. Its config.json has the SHA-256 {theirs}, that of "
-            f"{path} {ours}."
+            f"{bundle}: built from another checkpoint than {path}: {found}. Its config.json has SHA-256 {theirs}, that of "
+            f"{path} has {ours}."
         )
 
 
@@ -144,17 +144,19 @@ def _stored_precision(checkpoint: Checkpoint) -> str:
 
 
 class BundleParameters:
-    """The initialisers of a full-precision bundle's graph under the denoiser's parameter names."""
+    """Initialisers of an unquantised bundle's graph, by the denoiser's parameter names."""
 
     def __init__(self, folder: Path, network: NetworkSpec, files: Collection[str]) -> None:
-        """``files`` are those that the bundle lists. Raises CheckpointError if the graph lacks a
-        parameter, has it in another shape, or takes it from elsewhere.
+        """``files`` are listed in the bundle's manifest. Raises CheckpointError for a parameter
+        that is missing, has another shape, or is stored elsewhere.
         """
         self.path = folder / graph.GRAPH_FILE
         try:
             initializers = ir.load(self.path).graph.initializers
         except Exception as err:  # protobuf's, and ValueError
-            raise CheckpointError(f"{self.path}: not a graph that onnx_ir reads ({err})") from err
+            raise CheckpointError(
+                f"{self.path}: not a graph that onnx_ir can read ({err})"
+            ) from err
         self._tensors = {
             name: value.const_value
             for name, value in initializers.items()
@@ -163,7 +165,7 @@ class BundleParameters:
         for name, tensor in self._tensors.items():
             if isinstance(tensor, ir.ExternalTensor) and str(tensor.location) not in files:
                 raise CheckpointError(
-                    f"{self.path}: {name} lies in {str(tensor.location)!r}, which is no file of the bundle: build it again"
+                    f"{self.path}: {name} is stored in {str(tensor.location)!r}, not in a file of the bundle: build it again"
                 )
         stacks = {stack.weight: stack for mixture in network.mixtures() for stack in mixture}
         self._panels = {
@@ -184,7 +186,8 @@ class BundleParameters:
         stack = self._panels.get(parameter)
         tensor = self._tensors[parameter if stack is None else f"{parameter}.panels"]
         try:
-            # Not the tensor's own mapping, which all readers would share, and which stays.
+            # Do not use the tensor's own mapping, which all readers would share and which stays
+            # open.
             stored = (
                 np.memmap(
                     tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tensor.shape.numpy()
@@ -199,11 +202,11 @@ class BundleParameters:
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{self.path}: cannot read {parameter} ({err})") from err
         if not np.isfinite(array).all():
-            raise CheckpointError(f"{self.path}: {parameter} holds NaN or infinite weights")
+            raise CheckpointError(f"{self.path}: {parameter} contains NaN or infinite weights")
         return array
 
     def view(self, parameter: str) -> None:
-        """None: what a bundle holds is read and checked each time."""
+        """Always ``None``: a bundle's parameters are read and checked each time."""
 
     def stored_type(self, parameter: str) -> np.dtype:
         """See ``Parameters.stored_type``."""
@@ -212,7 +215,7 @@ class BundleParameters:
 
 
 def _open_bundle(path: Path, overrides: Overrides) -> Source:
-    # Opening it checks the manifest, sizes and hashes: what is read below is what was written.
+    # Opening checks the manifest, sizes and hashes, so the files are unchanged.
     with dlm_runtime.open(path, engine="none") as bundle:
         manifest = bundle.manifest
         presets = {name: bundle.policy(name) for name in manifest["loop"]["presets"]}
@@ -220,12 +223,12 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     precision = manifest["precision"]["name"]
     if precision not in graph.PRECISIONS:
         raise CheckpointError(
-            f"{path}: is quantised already ({precision}). Start from the checkpoint, or from a bundle in "
+            f"{path}: is already quantised ({precision}). Start from the checkpoint, or from a bundle in "
             f"{' or '.join(graph.PRECISIONS)}."
         )
     if replace(overrides, json_layout=None, call_format=None) != Overrides():
         raise CheckpointError(
-            f"{path}: a bundle's mask token, canvas and blocks stay as they were built; start from the checkpoint"
+            f"{path}: a bundle's mask token, canvas and blocks cannot be changed; start from the checkpoint"
         )
     network = network_of(manifest)
     files = text_files(manifest, path)

@@ -1,7 +1,7 @@
-"""Targets: what each device runs, and the check of a precision against it.
+"""Targets: what each device can run, and checks of a precision against it.
 
-What a GPU runs follows from its SM, by NVIDIA's support matrices of TensorRT and TensorRT-RTX; its
-figures come from ``devices``. Rates are in operations a second.
+A GPU's features follow from its SM, by NVIDIA's support matrices of TensorRT and TensorRT-RTX; its
+figures come from ``devices``. Rates are operations per second.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 FULL_PRECISIONS = ("fp32", "fp16")
 AUTO = "auto"
-STORED = "stored"  # as a pre-quantised checkpoint holds its weights
+STORED = "stored"  # keep a pre-quantised checkpoint's formats
 
 LEAST_SM = {"fp16": 75, "bf16": 80}
-"""Oldest SM by full precision, 89 being 8.9: TensorRT-RTX 1.7 refuses to compile bf16 for 7.5."""
+"""Oldest SM per full precision (89 is 8.9). TensorRT-RTX 1.7 does not compile bf16 for 7.5."""
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 
-# What the CUDA provider has kernels for (LayerFormat.on_cuda), by docs/OperatorKernels.md of ONNX
-# Runtime and by libonnxruntime_providers_cuda.so of onnxruntime-gpu 1.31.1: all that a graph in
-# fp16 or bf16 is written in, at opset 23 (graph/cuda.py), and MatMulNBits, which 1.24.4's has too.
-# DequantizeLinear and QuantizeLinear are listed at opset 21 and take no bf16 scale, BitShift is
-# missing, MatMulInteger takes signed bytes alone.
-NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for what its graph is written in"
+# The CUDA provider's kernels (LayerFormat.on_cuda), by docs/OperatorKernels.md of ONNX Runtime and
+# libonnxruntime_providers_cuda.so of onnxruntime-gpu 1.31.1. It has all operators of fp16 and bf16
+# graphs at opset 23 (graph/cuda.py), and MatMulNBits, since 1.24.4. DequantizeLinear and
+# QuantizeLinear are listed at opset 21 without bf16 scales, BitShift is missing, and MatMulInteger
+# supports signed bytes only.
+NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for operators of its graph"
 
-# What TensorRT-RTX builds for without a GPU: its ComputeCapability enumeration, 1.7.
+# SMs that TensorRT-RTX 1.7 builds for without a GPU: its ComputeCapability enumeration.
 RTX_SM = (75, 80, 86, 89, 120, 121)
-# Every SM that a generic name (sm89) stands for, with the standard TensorRT that knows it.
-# Blackwell and FP4 came with 10.8, GB300, DGX B300 and DGX Spark with 10.14
+# SMs with a generic name (sm89), and the standard TensorRT that supports them. Blackwell and FP4
+# came with 10.8, GB300, DGX B300 and DGX Spark with 10.14
 # (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html and the release notes of
-# 10.8.0), Thor with JetPack 7; JetPack 7.2 for Orin holds 10.16.
+# 10.8.0), Thor with JetPack 7; JetPack 7.2 for Orin has 10.16.
 TENSORRT_BY_SM = {
     75: "10.14 or later",
     80: "10.14 or later",
@@ -56,24 +56,29 @@ JETPACK_BY_SM = {87: "6, or 7.2 and later", 110: "7"}
 
 
 class TargetError(DlmError):
-    """A target does not exist, or does not run what was asked of it."""
+    """A target does not exist, or does not support the request."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class Target:
-    """A device profile. None and missing keys: no source gives the figure.
+    """A device profile; ``None`` and missing keys mean that no source gives the figure.
 
-    ``formats`` of quantised layers it takes, ``auto`` those that ``--precision auto`` tries,
-    cheapest first. ``aliases``: the recipe that a name of ``--precision`` means here, where that is
-    not the recipe so called. ``note``: what a user should know. ``sm`` is the compute capability
-    (89 is 8.9), None for a CPU. ``memory_is_shared``: the host's programs take their part of
-    ``memory_bytes``. ``rates`` are peak operations a second of the tensor cores, by fp16, int8,
-    int4, fp8, nvfp4, with fp32 accumulation where the vendor tells them apart; ``derived``: how
-    those of them follow that no source prints. ``provider``: who runs the graph where ``engine`` is
-    "onnxruntime". ``engine_kinds``: "rtx" is TensorRT-RTX, ahead of time and without a GPU;
-    "tensorrt" is standard TensorRT on the device. ``tensorrt`` and ``jetpack`` say which versions.
+    Attributes:
+        formats: Supported formats of quantised layers.
+        auto: Formats that ``--precision auto`` tries, cheapest first.
+        aliases: Name of ``--precision`` -> recipe it means here, if different.
+        note: Advice for users.
+        sm: Compute capability (89 is 8.9), ``None`` for a CPU.
+        memory_is_shared: The host's programs use the same ``memory_bytes``.
+        rates: Peak operations per second of the tensor cores by number format, with fp32
+            accumulation where the vendor distinguishes it.
+        derived: How rates that no source gives were derived.
+        provider: ONNX Runtime's provider if ``engine`` is "onnxruntime".
+        engine_kinds: "rtx" is TensorRT-RTX, which builds ahead of time without a GPU; "tensorrt" is
+            standard TensorRT on the device.
+        tensorrt, jetpack: Supported versions.
     """
 
     name: str
@@ -98,43 +103,39 @@ class Target:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Everything that ``--precision`` takes for it, recipe files apart."""
+        """Everything that ``--precision`` accepts for it, except recipe files."""
         meant = {name: recipes.RECIPES[self.aliases.get(name, name)] for name in recipes.RECIPES}
         names = [name for name, recipe in meant.items() if not self.missing(_formats(recipe))]
         return (*self.full_precisions, *names, *((AUTO, STORED) if self.formats else ()))
 
     @property
     def is_gpu(self) -> bool:
-        """Whether its bundles hold a form of the graph for GPUs."""
+        """True if its bundles contain a form of the graph for GPUs."""
         return self.sm is not None or self.provider != "cpu"
 
     @property
     def needs_plain_graph(self) -> bool:
-        """Whether its TensorRT may be JetPack 6's 10.3: before 10.14 no parser knows the operators
-        of opset 23.
-        """
+        """True if its TensorRT may be JetPack 6's 10.3, whose parser lacks opset 23's operators."""
         return self.sm == 87
 
     def missing(self, formats: Iterable[str]) -> list[str]:
-        """Those of ``formats`` of layers that the target does not take, each once."""
+        """Those of ``formats`` that the target does not support, each once."""
         return sorted(set(formats) - {HIGH, *self.formats})
 
     def check_layers(self, layers: Mapping[str, str]) -> None:
-        """TargetError where a layer of a bundle (layer -> format) is in a format that the target
-        does not take.
-        """
+        """Raises TargetError if ``layers`` (layer -> format) of a bundle use an unsupported format."""
         check([self], layers.values(), "the bundle")
 
     def recipe(self, precision: str) -> Recipe | None:
-        """``recipe_for`` this target alone."""
+        """``recipe_for`` this target only."""
         return recipe_for([self], precision)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"precisions": list(self.precisions)}
 
     def why_not(self, name: str) -> str | None:
-        """The rule that keeps a format or full precision from running here; None where no rule
-        does.
+        """The reason why a format or full precision does not run here, or ``None`` if no rule excludes
+        it.
         """
         if self.sm is None:
             return NOT_ON_CUDA if self.provider == "cuda" and name != "fp32" else None
@@ -147,22 +148,22 @@ class Target:
 
 
 def _formats(recipe: Recipe) -> set[str]:
-    """Formats of the layers that a recipe names; an FP8 embedding table needs what FP8 layers need."""
+    """Formats of a recipe's layers; an FP8 embedding table has the requirements of FP8 layers."""
     return {name for _, name in recipe.layers} | ({"fp8"} if recipe.embedding == "fp8" else set())
 
 
 def _least_sm(name: str) -> int:
-    """The oldest SM that computes in a full precision or a layer's format."""
+    """The oldest SM that supports a full precision or a layer's format."""
     return FORMATS[name].least_sm if name in FORMATS else LEAST_SM.get(name, 0)
 
 
 def _formats_for(kind: str) -> tuple[str, ...]:
-    """What ``--precision auto`` tries on targets of a kind: cpu, cuda or tensorrt."""
+    """Formats that ``--precision auto`` tries on targets of a kind: cpu, cuda or tensorrt."""
     return tuple(name for name, known in FORMATS.items() if kind in known.auto)
 
 
 def sm_text(sm: int) -> str:
-    """89 as 8.9, 121 as 12.1."""
+    """Format an SM: 89 as 8.9, 121 as 12.1."""
     return f"{sm // 10}.{sm % 10}"
 
 
@@ -233,14 +234,14 @@ def find(name: str) -> Target:
         return _gpu(Device(name, sm, f"any GPU of SM {sm_text(sm)}"))
     if name not in TARGETS:
         raise TargetError(
-            f"unknown target {name!r}: one of {', '.join(TARGETS)}, or by compute capability {', '.join(GENERIC)}"
+            f"unknown target {name!r}: use one of {', '.join(TARGETS)}, or a compute capability: {', '.join(GENERIC)}"
         )
     return TARGETS[name]
 
 
 def find_all(names: Sequence[str]) -> list[Target]:
-    """The targets of one bundle, in the order given. Raises TargetError for none, one given twice,
-    and cpu beside GPUs.
+    """The targets of one bundle, in the given order. Raises TargetError for no target, duplicates,
+    and a mix of cpu and GPUs.
     """
     if not names:
         raise TargetError(
@@ -255,17 +256,18 @@ def find_all(names: Sequence[str]) -> list[Target]:
         )
     if len({target.needs_plain_graph for target in found}) > 1:
         raise TargetError(
-            f"targets {', '.join(names)}: Orin's TensorRT takes a graph of elementary operators, the others a faster one; "
+            f"targets {', '.join(names)}: Orin's TensorRT needs a graph of elementary operators, the others use a faster one; "
             "build two bundles"
         )
     return found
 
 
 def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
-    """The recipe behind a precision for all of ``targets`` (of ``find_all``); None for full
+    """The recipe of a precision for all of ``targets`` (from ``find_all``); ``None`` for full
     precisions, auto and stored.
 
-    Raises TargetError: which target does not run it, why, and what all of them do; RecipeError.
+    Raises TargetError that says which target does not support it, why, and what all of them
+    support; RecipeError.
     """
     if precision in (AUTO, STORED):
         for target in targets:
@@ -283,9 +285,7 @@ def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
 
 
 def check(targets: Sequence[Target], formats: Iterable[str], asker: str) -> None:
-    """TargetError where a target does not take one of ``formats`` of layers, which ``asker`` asks
-    for.
-    """
+    """Raises TargetError if a target does not support one of ``formats``, which ``asker`` needs."""
     formats = list(formats)
     for target in targets:
         if missing := target.missing(formats):

@@ -1,6 +1,4 @@
-"""Where torch works during a build: on which device and how many threads, in how much memory, and
-in which folder what outgrows it lies.
-"""
+"""Where torch works during a build: its device, threads, memory limit, and folder for overflow."""
 
 from __future__ import annotations
 
@@ -14,22 +12,22 @@ import torch
 from dlm_runtime.errors import DlmError, RequestError
 
 SMALL_MATRIX = 1 << 19
-"""Elements of a matrix up to which a block's product with it takes one thread about a millisecond:
-too little to share.
+"""Up to this many elements, a matrix product of a block takes one thread about a millisecond, too
+short to share.
 """
 
 
 class DeviceError(DlmError):
-    """A device that torch does not find here."""
+    """Torch does not find the requested device."""
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """``activation_bytes``: of canvases' states that stay in memory, None: all; the rest lies in a
-    file of ``folder``.
+    """Resources for a build.
 
-    ``solved``: folder of weights that a solver has rounded; None: they stay in memory. ``states``:
-    file of calibration states.
+    ``activation_bytes``: memory for the canvases' states (``None``: no limit); more goes to a file in
+    ``folder``. ``solved``: folder for solved weights (``None``: memory). ``states``: file of
+    calibration states.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -41,11 +39,11 @@ class Workplace:
 
 @contextmanager
 def threads_for(elements: int) -> Iterator[None]:
-    """One thread of torch's inside, where no matrix of a layer has more ``elements`` than
-    ``SMALL_MATRIX``.
+    """Use one torch thread within the block if ``elements``, the largest matrix of a layer, is at
+    most ``SMALL_MATRIX``.
 
-    Threads that share a small product wait for each other at its end, and on a busy core for a
-    slice of its time.
+    Threads that share a small product wait for each other at its end, and on a busy core for a time
+    slice.
     """
     before = torch.get_num_threads()
     if elements <= SMALL_MATRIX:
@@ -57,7 +55,7 @@ def threads_for(elements: int) -> Iterator[None]:
 
 
 def find_device(name: str) -> torch.device:
-    """``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:1``. Raises DeviceError,
+    """Find ``auto`` (a GPU if available), ``cpu``, ``cuda`` or ``cuda:1``. Raises DeviceError,
     RequestError.
     """
     kind, _, number = name.partition(":")
@@ -66,11 +64,11 @@ def find_device(name: str) -> torch.device:
     if name not in ("auto", "cuda") and not (
         kind == "cuda" and number.isdecimal() and len(number) < 4
     ):
-        raise RequestError(f"unknown device {name!r}: auto, cpu, cuda or cuda:0")
+        raise RequestError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:0")
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"--device {name}: torch {torch.__version__} finds no CUDA device here. Install a build of torch for CUDA and its "
-            "driver, or leave --device out: the CPU does the same."
+            f"--device {name}: torch {torch.__version__} finds no CUDA device here. Install a CUDA build of torch and the "
+            "driver, or omit --device: the CPU gives the same results."
         )
     if number and int(number) >= torch.cuda.device_count():
         raise DeviceError(

@@ -1,8 +1,7 @@
-"""The building room: an open source and options in, the files of a bundle with what they proved
-out.
+"""Builds a bundle from an open source and options, and proves that it is right.
 
-``options`` is what a caller may ask for, ``request`` what was found good of it before any work. The
-stages follow, each a function of the ``Job`` and of what earlier ones gave: ``quantising`` finds a
-recipe's numbers, ``writing`` puts text and graph into the folder, ``proving`` compares it with
-torch and judges it. ``dlm_export.build`` runs them in order.
+``options`` has the options of a build; ``request`` checks it before any work. The stages are
+functions of the ``Job`` and of earlier results: ``quantising`` finds a recipe's numbers,
+``writing`` writes text and graph, and ``proving`` compares the bundle with torch and judges it.
+``dlm_export.build`` runs them in order.
 """

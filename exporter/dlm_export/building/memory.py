@@ -1,4 +1,4 @@
-"""How much memory a build needs at least, known from the network before anything is read."""
+"""Computes the least memory that a build needs from the network, before anything is read."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate, gptq
 
 _FP32 = 4
-_OTHERS = 128 << 20  # what no stage's count has: Python's objects, engines' workspaces
-_ROUNDED = 16 << 20  # to multiples of it, what is told to be enough
+_OTHERS = 128 << 20  # memory outside the stages' counts: Python objects, engine workspaces
+_ROUNDED = 16 << 20  # reported amounts are rounded up to multiples of this
 
 
 def activation_bytes(job: Job) -> int | None:
-    """Of ``--memory``, or of what the machine has free: what canvases' states may take beside what
-    a layer needs.
+    """Bytes available for the canvases' states: ``--memory`` or the free memory, less what a layer
+    needs.
 
-    None: nobody knows how much there is. Raises MemoryLimitError if a layer does not fit, with what
-    would.
+    ``None`` if the amount is unknown. Raises MemoryLimitError if a layer does not fit, with the amount
+    needed.
     """
     asked = job.request.options.memory_bytes
     limit = memory.available_memory_bytes() if asked is None else asked
@@ -34,25 +34,25 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        # Rounded up, because the memory in use differs a little from run to run.
+        # Rounded up, because the memory in use varies from run to run.
         least = -(-(held + most) // _ROUNDED) * _ROUNDED
         raise MemoryLimitError(
-            f"{given}: to {stage} takes {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
+            f"{given}: to {stage} needs {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
         )
     return limit - held - most
 
 
 def _for_pace(job: Job, least: int) -> str:
-    """What to allow for calibration states that are made together; alone, each reads all layers."""
+    """The amount with which trajectories run together; otherwise each of them reads all layers."""
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
         return ""
     token = network.cache_bytes(calibrate.computing_dtype(network, job.request.device).itemsize)
-    return f" at least; with {least + 2 * token * BATCH_TOKENS:,} requests take their passes together, in far less time"
+    return f" at least; with {least + 2 * token * BATCH_TOKENS:,} requests run together, which is much faster"
 
 
 def needed_bytes(job: Job) -> dict[str, int]:
-    """Stage, in words -> bytes that it holds at once beside the canvases' states."""
+    """Stage, in words -> bytes that it needs at once, without the canvases' states."""
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     blocks = [_layers_of(network, i) for i in range(len(network.layers))]
     held = [
@@ -63,10 +63,10 @@ def needed_bytes(job: Job) -> dict[str, int]:
     ]
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
-    # The largest matrix, its codes, and what is corrected or packed of it; what is not quantised
-    # goes by in pieces.
+    # The largest matrix, its codes, and a corrected or packed copy. Unquantised weights are
+    # processed in pieces.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
-    # A GPU's graph has a stack of experts as one matrix: its codes, and each expert's beside them.
+    # In a graph for GPUs a stack of experts is one matrix: its codes, and each expert's codes.
     together = max(
         (2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked),
         default=0,
@@ -81,8 +81,8 @@ def needed_bytes(job: Job) -> dict[str, int]:
         )
         needs["calibrate"] = block + max(pass_bytes, matrices) + solving
     if job.request.options.check_parity and job.request.is_quantised:
-        # A block of torch's beside the graph's, and twice while it is quantised. A quantised head
-        # is packed, any other mapped.
+        # A torch block beside the graph's, and two while it is quantised. A quantised head is
+        # packed in memory, other heads are memory-mapped.
         whole = max(
             sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks
         )
@@ -96,7 +96,7 @@ def _layers_of(network: NetworkSpec, i: int) -> list[LinearSpec]:
 
 
 def _solving_bytes(block: list[LinearSpec], formats: Mapping[str, str]) -> int:
-    """The Gram matrices of a block's inputs, and the factor of the largest."""
+    """Bytes of the Gram matrices of a block's inputs, and of the largest one's factor."""
     sites = {layer.site: layer.inputs for layer in block if formats.get(layer.path, HIGH) != HIGH}
     if not sites:
         return 0

@@ -1,4 +1,4 @@
-"""What a build may be asked for."""
+"""Options of a build."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dlm_export.tensorrt.estimate import EngineOptions
 
 @dataclass(frozen=True)
 class QuantiseOptions:
-    """How a quantised bundle is calibrated and judged. ``budgets`` missed: no bundle is written.
+    """How a quantised bundle is calibrated and judged.
 
-    ``min_tokens_per_expert``: calibration tokens that an expert has to meet for its weights to be
-    solved by them.
+    If ``budgets`` are missed, no bundle is written. ``min_tokens_per_expert``: calibration tokens
+    that an expert needs for its weights to be solved.
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -33,18 +33,23 @@ class QuantiseOptions:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What is made of a source.
+    """Options of a build.
 
-    ``targets`` names one device or several GPUs; ``precision`` is a full one (fp32 and fp16 on a
-    CPU, fp16 and bf16 on GPUs), the name or file of a recipe, ``auto`` or ``stored``.
-    ``activations`` (fp16, bf16) are of quantised bundles for GPUs, None: as the source is stored.
-    ``cache_dtype`` (fp32, fp16, int8) is of keys and values between passes on a CPU, None: as
-    attention computes them. ``engine`` says how engines are built, None: not here. ``plain_graph``
-    writes elementary operators only, for TensorRT before 10.14. ``force`` replaces the bundle that
-    is there. ``check_parity=False`` skips parity, and the judging of a quantised bundle, which
-    ``quantise`` describes. ``device`` is torch's: auto, cpu, cuda, cuda:1. ``memory_bytes`` bounds
-    what torch holds, None: by what is free. ``resume``: folder where finished stages of a quantised
-    build are kept, and taken up.
+    Attributes:
+        targets: One device, or several GPUs.
+        precision: fp32 or fp16 on a CPU, fp16 or bf16 on GPUs; or the name or file of a recipe,
+            ``auto`` or ``stored``.
+        activations: fp16 or bf16, for quantised bundles for GPUs; ``None`` follows the source.
+        cache_dtype: fp32, fp16 or int8 for stored keys and values on a CPU; ``None`` stores them
+            unrounded.
+        engine: How to build engines; ``None`` builds none here.
+        plain_graph: Write elementary operators only, for TensorRT before 10.14.
+        force: Replace an existing bundle.
+        check_parity: False skips parity, and the judging of quantised bundles.
+        quantise: How to calibrate and judge quantised bundles.
+        device: Torch's device: auto, cpu, cuda, cuda:1.
+        memory_bytes: Limit for torch; ``None`` uses the free memory.
+        resume: Folder that keeps finished stages of a quantised build, to continue from.
     """
 
     targets: tuple[str, ...] = ("cpu",)

@@ -1,4 +1,4 @@
-"""The stages that prove a finished bundle: parity with torch, and what quantisation costs."""
+"""Build stages that check a finished bundle: parity with torch, and the cost of quantisation."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from dlm_export.quantising import samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-CACHE_SAMPLES = 8  # that a rounded cache is judged by, unless --judged says another number
-# that layers are ranked by, of the samples that were worth judging: one costs as much as ten passes
+CACHE_SAMPLES = 8  # samples for judging a rounded cache, unless --judged is given
+# states per judged sample for ranking layers; one state costs as much as ten passes
 STATES_A_SAMPLE = 2
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven. ``judgement``, ``threshold``, ``levels``: of quantised bundles; ``record``:
-    what accuracy.json holds.
+    """Results of the checks.
 
-    ``cache``: what rounding cached rows costs, see ``judge_cache``.
+    ``judgement``, ``threshold`` and ``levels`` exist for quantised bundles. ``record`` is the
+    content of accuracy.json. ``cache`` is the cost of a rounded cache, see ``judge_cache``.
     """
 
     parity: Parity
@@ -46,7 +46,7 @@ class Proof:
     cache: dict[str, Any] | None = None
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest with the fitted effort levels, and the preset with the fitted threshold."""
+        """The manifest with the fitted effort levels and the preset's fitted threshold."""
         if self.threshold is None or self.levels is None:
             return dict(manifest)
         presets = dict(manifest["loop"]["presets"])
@@ -73,9 +73,7 @@ def prove(
 ) -> Proof:
     """Compare the bundle in ``folder`` with torch and judge it; messages call it ``output``.
 
-    ``taps``: where layers stand in its graph.
-
-    Raises ParityError, AccuracyError.
+    ``taps``: the layers' values in its graph. Raises ParityError, AccuracyError.
     """
     parity = (
         _check_pass(job, manifest, folder, workplace, stages)
@@ -104,7 +102,7 @@ def prove(
 def _check_pass(
     job: Job, manifest: Mapping[str, Any], folder: Path, workplace: Workplace, stages: Stages
 ) -> Parity:
-    """Full precision: whole passes and canvases, or layers if passes differ by chosen experts."""
+    """Parity of an unquantised bundle by whole passes, or by layers if experts differ."""
     source = job.source
     with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):
         parity = against_torch.check_parity(
@@ -129,7 +127,7 @@ def _check_layers(
     workplace: Workplace,
     stages: Stages,
 ) -> Parity:
-    """Quantised: layer by layer from equal inputs."""
+    """Parity of a quantised bundle: layer by layer with equal inputs."""
     with stages.stage("check parity", by_layer.units(job.source.network)):
         return by_layer.check_layers(
             folder,
@@ -147,7 +145,7 @@ def _check_layers(
 def _judge_cache(
     job: Job, quantised: Quantised | None, folder: Path, workplace: Workplace, stages: Stages
 ) -> dict[str, Any]:
-    """What rounding keys and values costs by itself."""
+    """The cost of rounding keys and values alone."""
     source, options = job.source, job.request.options.quantise
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
         if quantised is not None and quantised.calibration is not None:
@@ -170,9 +168,7 @@ def _judge_cache(
 def _judge(
     job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
 ) -> tuple[Judgement, Refit | None, Levels | None]:
-    """What quantisation costs and, where all loops may run freely, the threshold that makes up for
-    it and the effort levels.
-    """
+    """Judge the bundle. If loops may run freely, also fit the threshold and the effort levels."""
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
@@ -185,7 +181,7 @@ def _judge(
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
             judgement = judge_source(source, bundle, judging, name, policy, how, advance, workplace)
-        # As many samples as were worth judging.
+        # As many samples as were judged.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
         if exact:
@@ -219,7 +215,7 @@ def _judge(
 
 
 def _statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The calibration record of accuracy.json: provenance, and the ranges of observed layers."""
+    """The calibration record for accuracy.json: provenance, and ranges of observed layers."""
     if provenance is None or done.observers is None:
         return None
     layers = [observer.summary() for observer in done.observers.values()]

@@ -1,6 +1,4 @@
-"""The stages that find a recipe's numbers: states of the denoiser, the recipe itself where it is
-searched, calibration.
-"""
+"""Build stages that find a recipe's numbers: calibration states, search of the recipe, calibration."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Data, the states that were made of it, and what the manifest says of both; no states and None
-    where no recipe asks.
-    """
+    """Data, calibration states, and their record for the manifest; empty if not needed."""
 
     data: samples.Data
     states: list[State] = field(default_factory=list)
@@ -44,8 +40,10 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Quantised:
-    """What these stages give. ``calibration``: None where neither a range nor a judge needs one;
-    ``curve``: of ``auto``, and ``tuning`` what formats took here where it chose by that.
+    """Results of these stages.
+
+    ``calibration`` is ``None`` if neither ranges nor judging need it. ``curve`` and ``tuning`` come
+    from ``auto``: the trade-off curve, and measured times if it used them.
     """
 
     numbers: Quantisation
@@ -54,18 +52,18 @@ class Quantised:
     tuning: Tuning | None = None
 
     def uses(self, activations: str) -> bool:
-        """Whether a layer's inputs are held in this number format."""
+        """True if some layer's inputs use this number format."""
         return any(
             FORMATS[name].activations == activations for name in self.numbers.formats.values()
         )
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """Whether a CPU has no arithmetic for one of the formats."""
+        """True if a CPU can only simulate one of the formats."""
         return any(FORMATS[name].is_simulated_on_cpu for name in self.numbers.formats.values())
 
     def precision_record(self) -> dict[str, Any]:
-        """What the manifest says of the precision."""
+        """The manifest's record of the precision."""
         return {
             "name": self.numbers.recipe.name,
             **self.numbers.summary(),
@@ -78,9 +76,7 @@ class Quantised:
 def quantise(
     job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages
 ) -> Quantised:
-    """Find the recipe's numbers. Raises CheckpointError, RecipeError, CalibrationError,
-    TargetError.
-    """
+    """Find the recipe's numbers. Raises Checkpoint-, Recipe-, Calibration- or TargetError."""
     request, source = job.request, job.source
     options = request.options.quantise
     is_stored = request.options.precision == STORED
@@ -89,7 +85,7 @@ def quantise(
     formats = job.formats
     if is_stored and recipe is not None:
         formats = recipe.formats(list(layers))
-    # A search measures on states; a pre-quantised checkpoint brings its ranges along.
+    # A search measures on states; a pre-quantised checkpoint has its own ranges.
     needs_states = (
         recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     )
@@ -136,7 +132,7 @@ def quantise(
 
 
 def stored_recipe(source: Source) -> Recipe:
-    """The formats that a pre-quantised checkpoint came in. Raises CheckpointError if it is not one."""
+    """The formats of a pre-quantised checkpoint. Raises CheckpointError for other checkpoints."""
     quantised = (
         source.parameters.quantised if isinstance(source.parameters, families.Weights) else {}
     )
@@ -187,7 +183,7 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
 
 
 def _tune(job: Job, stages: Stages) -> Tuning:
-    """What formats take on this processor, in a pass over a block."""
+    """Measure the formats' times on this processor, in one block's layers."""
     layers = [
         layer for members in search.searched(job.source.network).values() for layer in members
     ]
@@ -201,7 +197,7 @@ def _tune(job: Job, stages: Stages) -> Tuning:
 def _search(
     job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages
 ) -> search.Found:
-    """``--precision auto``: the cheapest recipe within the budget."""
+    """``--precision auto``: find the cheapest recipe within the budget."""
     request, options = job.request, job.request.options.quantise
     formats = search.formats_for(request.targets, options.auto)
     network, exact = job.source.network, options.effort.name == "full"

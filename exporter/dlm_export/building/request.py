@@ -1,4 +1,4 @@
-"""Checks what was asked for before any work: first alone, then against the source."""
+"""Checks the options of a build before any work: first alone, then against the source."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from dlm_export.workplace import find_device
 
 @dataclass(frozen=True)
 class Request:
-    """Options that were found good, and what their names stand for."""
+    """Checked options, and the objects that their names refer to."""
 
     options: BuildOptions
     targets: tuple[Target, ...]
     recipe: Recipe | None
-    """None in full precision, and where it is found on the way: ``auto``, ``stored``."""
+    """``None`` in full precision, and for ``auto`` and ``stored``, whose recipe is found later."""
     builders: Mapping[str, Builder]
-    """Target -> what builds its engine here; those without are built on the device."""
+    """Target -> the builder of its engine; engines of other targets are built on the device."""
     device: torch.device
-    """Where torch works."""
+    """The device that torch runs on."""
 
     @property
     def on_gpu(self) -> bool:
@@ -43,14 +43,14 @@ class Request:
 
     @property
     def form(self) -> operands.Form:
-        """Whom the graph that runs is written for."""
+        """The engine that the graph is written for."""
         if not self.on_gpu:
             return "cpu"
         return "cuda" if self.targets[0].provider == "cuda" else "tensorrt"
 
     @property
     def is_plain(self) -> bool:
-        """Whether the graph is of elementary operators only."""
+        """True if the graph uses elementary operators only."""
         return self.targets[0].needs_plain_graph or self.options.plain_graph
 
     @property
@@ -59,7 +59,7 @@ class Request:
 
     @property
     def is_judged(self) -> bool:
-        """Whether what quantisation costs is to be found out."""
+        """True if the cost of quantisation will be measured."""
         return (
             self.is_quantised
             and self.options.check_parity
@@ -67,7 +67,7 @@ class Request:
         )
 
     def base_of(self, source: Source) -> str:
-        """The precision of what is not quantised: parameters, activations, cache."""
+        """The precision of unquantised parts: parameters, activations, cache."""
         if not self.is_quantised:
             return self.options.precision
         if not self.on_gpu:
@@ -80,34 +80,34 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A request for one source: what every stage of its build starts from."""
+    """A request for one source: the input of every build stage."""
 
     request: Request
     source: Source
     base: str
-    """Full precision of what is not quantised."""
+    """The precision of unquantised parts."""
     preset: str
-    """The loop whose canvases calibrate, and by which the bundle is judged."""
+    """The preset whose canvases are used for calibration and judging."""
     formats: Mapping[str, str] | None
-    """Layer -> its format, where the recipe is known beforehand."""
+    """Layer -> its format, if the recipe is known in advance."""
     notes: tuple[str, ...] = ()
-    """Layers that are held in another format than was asked for, for people."""
+    """Messages about layers that got another format than requested."""
 
     @property
     def cache_dtype(self) -> str:
-        """Of keys and values between passes, as the manifest has it."""
+        """Type of stored keys and values, a manifest value."""
         return graph.CACHE_DTYPES[self.request.options.cache_dtype or self.base]
 
     @property
     def is_cache_judged(self) -> bool:
-        """Whether what a cache costs that rounds keys and values is to be found out."""
+        """True if the cost of a rounded cache will be measured."""
         is_rounded = self.cache_dtype != graph.CACHE_DTYPES[self.base]
         return is_rounded and self.request.options.quantise.effort.name != "none"
 
 
 def check_request(options: BuildOptions) -> Request:
-    """Raises TargetError, RecipeError, CalibrationError, EngineError, DeviceError for options that
-    cannot be met, whatever the source.
+    """Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError for options
+    that no source allows.
     """
     devices = targets.find_all(options.targets)
     on_gpu = devices[0].is_gpu
@@ -115,13 +115,11 @@ def check_request(options: BuildOptions) -> Request:
     if recipe is not None and options.quantise.recipe_changes:
         recipe = replace(recipe, **options.quantise.recipe_changes)
     if on_gpu and recipe is not None and recipe.embedding is not None:
-        raise TargetError(
-            "a quantised embedding table is for the CPU: leave --embedding out for GPUs"
-        )
+        raise TargetError("a quantised embedding table is for CPUs only: omit --embedding for GPUs")
     if options.activations is not None:
         if options.precision in graph.PRECISIONS or not on_gpu:
             raise TargetError(
-                f"activations in {options.activations} are for quantised bundles for GPUs"
+                f"activations in {options.activations} are for quantised bundles for GPUs only"
             )
         targets.recipe_for(devices, options.activations)
     if options.cache_dtype is not None:
@@ -138,31 +136,31 @@ def check_request(options: BuildOptions) -> Request:
                 found[target.name] = builder
     if options.resume is not None and recipe is None:
         raise RecipeError(
-            "--resume is for a recipe that is known beforehand, and no full precision"
+            "--resume needs a recipe that is known in advance; it does not work with a full precision"
         )
     return Request(options, tuple(devices), recipe, found, find_device(options.device))
 
 
 def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
-    """TargetError for a cache of another type than what is asked for with it can have."""
+    """Raises TargetError for a cache type that the other options do not allow."""
     asked = f"--cache-dtype {options.cache_dtype}"
     if on_gpu:
         raise TargetError(
-            f"{asked} is for CPUs: on a GPU keys and values are in the type of its activations. Leave it out."
+            f"{asked} is for CPUs only: on a GPU, keys and values have the type of its activations. Omit it."
         )
     if options.plain_graph:
         raise TargetError(
-            f"{asked} needs an operator of ours, which --plain-graph keeps out. Leave one of the two out."
+            f"{asked} needs an operator of ours, which --plain-graph excludes. Omit one of the two."
         )
     if options.precision in ("fp16", "bf16") and options.cache_dtype != options.precision:
         raise TargetError(
-            f"{asked} is for graphs that compute in fp32, and --precision {options.precision} keeps keys and values in "
-            f"{options.precision}. Take fp32 or a quantised precision, or leave it out."
+            f"{asked} is for graphs that compute in fp32, but --precision {options.precision} keeps keys and values in "
+            f"{options.precision}. Use fp32 or a quantised precision, or omit it."
         )
 
 
 def check_job(request: Request, source: Source) -> Job:
-    """Raises RequestError, RecipeError, EngineError or DlmError if it cannot be built so."""
+    """Raises RequestError, RecipeError, EngineError or another DlmError if the build is impossible."""
     options, network = request.options, source.network
     if request.on_gpu:
         _check_dense(request, network)
@@ -183,7 +181,7 @@ def check_job(request: Request, source: Source) -> Job:
         notes = _told(request, network, asked, formats)
     if request.recipe is not None and request.recipe.embedding is not None and network.tied_head:
         raise RecipeError(
-            "this denoiser's embedding table is also the weight of its head: leave out the format of the embedding, and give "
+            "this denoiser's embedding table is also the weight of its head: omit the format of the embedding, and give "
             'the head one, as in head = "int8-dynamic"'
         )
     job = Job(request, source, request.base_of(source), preset, formats, notes)
@@ -202,26 +200,22 @@ def check_job(request: Request, source: Source) -> Job:
 
 
 DENSE_EXPERTS = 16
-"""Experts that a GPU's graph may have: all of them are computed for every token."""
+"""Most experts per layer in a GPU's graph, which computes all of them for every token."""
 
 
 def _check_dense(request: Request, network: NetworkSpec) -> None:
-    """TargetError for mixtures of which a GPU's graph would compute far more than what a token is
-    routed to.
-    """
+    """Raises TargetError for mixtures with too many experts for a GPU's graph."""
     for i, layer in enumerate(network.layers):
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
             raise TargetError(
                 f"target {request.targets[0].name}: layer {i} routes a token to {layer.mlp.active} of {layer.mlp.count} "
-                "experts. A GPU's graph has no operator for that and computes all of them for every token, which is done for "
-                f"up to {DENSE_EXPERTS}. Build for cpu."
+                "experts. A GPU's graph has no operator for that and computes all of them for every token, which is limited to "
+                f"{DENSE_EXPERTS} experts. Build for cpu."
             )
 
 
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
-    """The format that a layer is held in: the one asked for or, where its shape does not suit that,
-    the next that all targets take.
-    """
+    """The format that a layer gets: the requested one, or the next that suits shape and targets."""
     choices = [
         name,
         *(
@@ -239,8 +233,8 @@ def held_in(request: Request, layer: LinearSpec, name: str) -> str:
 def _held_together(
     request: Request, network: NetworkSpec, asked: Mapping[str, str]
 ) -> dict[str, str]:
-    """The formats of experts, whose three stacks one kernel multiplies: one that suits them all.
-    Raises RecipeError.
+    """One format per mixture that fits all three stacks, because one kernel multiplies them. Raises
+    RecipeError.
     """
     found: dict[str, str] = {}
     for stacks in network.mixtures():
@@ -248,7 +242,7 @@ def _held_together(
         if len(wanted) > 1:
             named = ", ".join(f"{stack.path} {asked[stack.path]}" for stack in stacks)
             raise RecipeError(
-                f"experts have one format for gate, up and down, and the recipe asks for {named}"
+                f"experts need one format for gate, up and down, but the recipe asks for {named}"
             )
         held = [held_in(request, stack, asked[stack.path]) for stack in stacks]
         found |= dict.fromkeys(
@@ -261,7 +255,7 @@ def _held_together(
 def _told(
     request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """One sentence for all layers that are held in the same format for the same reason."""
+    """One sentence per reason and format, for all layers that got another format than requested."""
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():
         if held[path] != asked[path]:
@@ -274,7 +268,7 @@ def _told(
 
 
 def _check_device_memory(job: Job) -> None:
-    """EngineError if a target's memory is known beforehand to be too small for what is asked."""
+    """Raises EngineError if a target's memory is known to be too small for the build."""
     request, network = job.request, job.source.network
     block_length = job.source.presets[job.source.default_preset].block_length
     limits = estimate.limits_of(

@@ -1,9 +1,9 @@
-"""What a build keeps while it works: calibration states and solved weights, in a folder that a
-later build may take up.
+"""The working folder of a build: calibration states and solved weights, which a later build may
+reuse.
 
-Such a folder says what its states were made of, by hashes: the checkpoint's files, the data, and
-how they were drawn. Builds of one checkpoint in several precisions share it; what each has solved
-lies apart.
+The folder records by hashes what its states were made from: the checkpoint's files, the data, and
+the sampling. Builds of one checkpoint in several precisions share the states; each has its own
+solved weights.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ _MOST_BYTES = 12 << 20
 
 
 class ResumeError(DlmError):
-    """A folder of finished stages that do not belong to this build."""
+    """The folder of finished stages does not belong to this build."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @contextmanager
 def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
-    """The place to work in: the folder that ``--resume`` names, which stays, or one beside the
-    unfinished bundle, which goes.
+    """Open the working folder: that of ``--resume``, which is kept, or a temporary one.
 
-    Raises ResumeError for a folder of another build, CalibrationError for one with damaged files,
+    Raises ResumeError for another build's folder, CalibrationError for damaged files,
     MemoryLimitError.
     """
     kept = job.request.options.resume
@@ -67,7 +66,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Read what an earlier build has solved. Raises CalibrationError for a damaged file."""
+    """Read all solved weights of an earlier build. Raises CalibrationError for a damaged file."""
     solved = Solved(folder)
     layers = list(solved)
     if layers:
@@ -78,12 +77,14 @@ def _check_solved(folder: Path, stages: Stages) -> None:
 
 
 def _claim(folder: Path, key: dict[str, Any]) -> None:
-    """Make the folder this build's. Raises ResumeError if it is another's or no build's."""
+    """Claim the folder for this build. Raises ResumeError if it belongs to another build or is in
+    other use.
+    """
     path = folder / KEY_FILE
     if not path.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ResumeError(
-                f"--resume {folder}: holds something, but no {KEY_FILE}: name a new folder, or an empty one"
+                f"--resume {folder}: is not empty, but has no {KEY_FILE}: name a new or an empty folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
         with replaced(path) as new:
@@ -98,17 +99,17 @@ def _claim(folder: Path, key: dict[str, Any]) -> None:
             changed = sorted(
                 file for file in value.keys() | theirs.keys() if value.get(file) != theirs.get(file)
             )
-            what = f"its {changed[0]} has the SHA-256 {value.get(changed[0])}, and had {theirs.get(changed[0])}"
+            what = f"{changed[0]} now has SHA-256 {value.get(changed[0])}, but had {theirs.get(changed[0])}"
             raise ResumeError(
                 f"--resume {folder}: the checkpoint has changed since: {what}. Remove the folder, or name another one."
             )
         raise ResumeError(
-            f"--resume {folder}: belongs to another build: its {name.replace('_', ' ')} is not this one's. Name another folder."
+            f"--resume {folder}: belongs to another build: its {name.replace('_', ' ')} is different. Name another folder."
         )
 
 
 def _key(job: Job) -> dict[str, Any]:
-    """What calibration states depend on."""
+    """Everything that calibration states depend on."""
     options, source = job.request.options, job.source
     calibration = asdict(options.quantise.calibration)
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
@@ -127,7 +128,7 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """A digest of what solved layers depend on beside the states."""
+    """A digest of everything else that solved layers depend on."""
     assert job.request.recipe is not None
     assert job.formats is not None
     options = job.request.options.quantise

@@ -1,4 +1,4 @@
-"""The stages that put text and graph into a bundle's folder."""
+"""Build stages that write text and graph into a bundle's folder."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from dlm_export.text.compiled import TEXT_FILE, compile_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
-"""Where ``write.write_graph`` gets an initialiser from, by name and element type."""
+"""Returns an initialiser for ``write.write_graph``, by name and element type."""
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A bundle's text files, as the runtime reads them. ``chat_template``, ``compiled``: what the
-    manifest says of them.
+    """A bundle's text files as the runtime reads them. ``chat_template`` and ``compiled`` are for
+    the manifest.
     """
 
     tokenizer: Tokenizer | None = None
@@ -56,7 +56,7 @@ class Text:
 
 
 def write_text(files: TokenizerFiles, folder: Path) -> Text:
-    """Put the tokenizer and chat template into the folder, compiled too where that is possible."""
+    """Write the tokenizer and the chat template into the folder, also in compiled form if possible."""
     if files.tokenizer is None:
         return Text()
     (folder / "tokenizer.json").write_text(files.tokenizer, encoding="utf-8")
@@ -78,29 +78,28 @@ def write_text(files: TokenizerFiles, folder: Path) -> Text:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """What is known of a graph once it is written. ``taps``: where layers stand in it, by path;
-    ``fused``: what became native kernels of it, None of a graph for a GPU, where TensorRT fuses;
-    ``hashed``: the weights' file as ``bundle.finish`` has it.
+    """Facts about a written graph.
+
+    ``taps``: the layers' values, by path. ``fused``: the native kernels used; ``None`` for a GPU's
+    graph, which TensorRT fuses. ``hashed``: the weight file for ``bundle.finish``.
     """
 
     taps: dict[str, Tap]
     fused: Fused | None
     hashed: dict[str, Any]
     embedding_dtype: str | None = None
-    """What the embedding table is stored in; None where it is quantised."""
+    """Type of the stored embedding table; ``None`` if it is quantised."""
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
-    """Trace the denoiser, give its layers their operands and operators, and write it with its
-    weights.
-    """
+    """Trace the denoiser, insert operands and operators, and write the graph with weights."""
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
         taps, stacks = find_taps(traced), {}
         if request.on_gpu:
             stacks = experts.spread(traced.model, source.network)
-            taps |= find_taps(traced)  # of each stack
+            taps |= find_taps(traced)  # taps of each stack
         device = traced.clone() if request.on_gpu else None
         advance()
     read: ReadParameter = functools.partial(later, source.parameters, source.network)
@@ -142,16 +141,14 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
 
 
 def table_dtype(job: Job) -> np.dtype:
-    """What a graph holds an embedding table in that is not quantised: the checkpoint's type where
-    a CPU computes in fp32.
-    """
+    """The type of an unquantised embedding table: the checkpoint's type for CPU graphs in fp32."""
     if job.request.on_gpu or job.base != "fp32":
         return trace.element_type(job.base).numpy()
     return job.source.parameters.stored_type(EMBEDDING)
 
 
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
-    """``parts``: the initialisers that belong to quantised layers, by name."""
+    """Read initialisers; ``parts`` are those of quantised layers, by name."""
     held: dict[str, QuantisedWeight] = {}
 
     def read(name: str, dtype: np.dtype) -> np.ndarray | Lazy:
@@ -159,7 +156,7 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
         if part is None:
             return later(numbers.parameters, numbers.parameters.network, name, dtype)
         if part.layer not in held:
-            held.clear()  # a layer's parts are written one after the other
+            held.clear()  # the parts of a layer are written one after the other
             held[part.layer] = (
                 numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
             )
@@ -177,14 +174,14 @@ def _expert_reader(
     quantised: Quantised | None,
     parts: Mapping[str, experts.StackPart],
 ) -> ReadParameter:
-    """``read`` and, of the initialisers ``parts``, those of experts: an expert at a time, rounded
-    where they are quantised.
+    """Extend ``read`` with the initialisers ``parts`` of experts, read and quantised one expert at
+    a time.
     """
     parameters: Parameters = (
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    # The scales of experts whose codes, which are asked for first, were written.
+    # Scales of experts whose codes were written; codes are requested first.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
@@ -215,13 +212,13 @@ def _expert_reader(
 
 
 def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
-    """All of it; E4M3 as the bytes that functions over experts take."""
+    """The whole array; E4M3 as bytes, for functions over experts."""
     whole = array[(slice(0, array.shape[0]),)]
     return whole.view(np.uint8) if whole.dtype == E4M3 else whole
 
 
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
-    """One initialiser of a quantised layer, by the name of its part."""
+    """One initialiser of a quantised layer, selected by part name."""
     if part.part == "panels":
         return functions.lazy_panels(weight.format, weight.codes)
     if part.part == "panel_scales":

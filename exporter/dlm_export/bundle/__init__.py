@@ -1,1 +1,1 @@
-"""The bundle on disk: finished files in, a folder with a manifest that lists them out."""
+"""The bundle on disk: a folder of finished files, and a manifest that lists them."""

@@ -1,4 +1,4 @@
-"""The folder of a bundle: its files with sizes and hashes, how it is written, changed and replaced."""
+"""A bundle's folder: its files with sizes and hashes; writing, changing and replacing it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dlm_export import outputs
 from dlm_runtime.manifest import MANIFEST_FILE
 
 _OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
-"""Besides what its manifest lists, what a bundle may hold: that file, and what a killed `dlm-export
-engine` leaves.
+"""Files that a bundle may contain beside those in its manifest: the manifest, and leftovers of a
+killed `dlm-export engine`.
 """
 
 
@@ -25,7 +25,7 @@ def finish(
     """Write manifest.json with the size and SHA-256 of every other file in ``folder``; returns
     these by name.
 
-    ``hashed`` is what an earlier call returned: those files are not read again.
+    ``hashed`` is the result of an earlier call; those files are not read again.
     """
     files = dict(hashed or {})
     for path in sorted(folder.rglob("*")):
@@ -37,9 +37,7 @@ def finish(
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write manifest.json with ``files`` (size and SHA-256 by name); one that is there is replaced
-    in one move.
-    """
+    """Write manifest.json with ``files`` (size and SHA-256 by name), atomically."""
     text = (
         json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False)
         + "\n"
@@ -50,15 +48,16 @@ def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]
 
 @contextlib.contextmanager
 def changing(folder: Path, manifest: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Hold the lock of a bundle while its file ``name`` changes, from what ``manifest`` says.
+    """Lock a bundle while its file ``name`` changes, and check that its manifest is still
+    ``manifest``.
 
-    Raises OutputError: no way to write, someone has it, or someone changed it before.
+    Raises OutputError if it cannot be written, is locked, or was changed.
     """
     with outputs.locked(folder):
         try:
             if json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")) != manifest:
                 raise outputs.OutputError(
-                    f"{folder}: was changed by another process this moment. Try again."
+                    f"{folder}: another process has just changed it. Try again."
                 )
             yield
         except OSError as err:
@@ -76,10 +75,10 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """A folder that becomes ``output`` when the block ends well, and goes away when it does not:
-    see ``outputs.claimed``.
+    """A folder that becomes ``output`` if the block succeeds, and is removed otherwise: see
+    ``outputs.claimed``.
 
-    ``force`` lets it replace a bundle, or an empty folder, and nothing else.
+    ``force`` allows replacing a bundle or an empty folder, but nothing else.
     """
     with outputs.claimed(
         output, force=force, kept_because=_kept_because, needed_bytes=needed_bytes
@@ -89,9 +88,7 @@ def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
 
 
 def _kept_because(path: Path) -> str | None:
-    """Why what stands where a bundle goes is not replaced; None: it is a bundle with its own files
-    alone, or empty.
-    """
+    """Why a path must not be replaced, or ``None`` if it is empty or only a bundle."""
     if not path.is_dir() or path.is_symlink():
         return "is not a bundle"
     found = {
@@ -105,13 +102,13 @@ def _kept_because(path: Path) -> str | None:
     if files is None:
         return "is not a bundle"
     others = sorted(name for name in found - files if not _OWN_FILES.fullmatch(name))
-    return f"holds {others[0]!r}, which is not the bundle's" if others else None
+    return f"contains {others[0]!r}, which does not belong to the bundle" if others else None
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
-    """The files that a bundle's manifest of any schema lists; None if the folder is no bundle."""
-    # Other programs call files manifest.json too, web applications above all: the name alone must
-    # not cost a folder.
+    """The files listed in a bundle's manifest of any schema, or ``None`` if the folder is not a bundle."""
+    # Other programs, such as web applications, have files named manifest.json too. The name alone
+    # must not allow deleting a folder.
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -119,7 +116,7 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
         return None
     if not isinstance(manifest, dict) or not {"schema_version", "files"} <= manifest.keys():
         return None
-    # Bundles of schema 1 have "denoiser" in the place of "loop".
+    # Bundles of schema 1 have "denoiser" instead of "loop".
     if not {"loop", "denoiser"} & manifest.keys() or not isinstance(manifest["files"], dict):
         return None
     return {*manifest["files"]}

@@ -1,6 +1,6 @@
-"""manifest.json: made for a new bundle, read and checked, and the network that it describes.
+"""manifest.json: creates, reads and checks it, and returns the network that it describes.
 
-The format is in docs/reference/bundle.md and, for machines, in ``manifest.schema.json``.
+The format is documented in docs/reference/bundle.md and, for machines, in ``manifest.schema.json``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dlm_runtime.policy import Policy
 
 SCHEMA_VERSION = 1
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
-"""What of a network the loop needs: in ``loop``, and in ``network`` no second time."""
+"""Network fields that the loop needs. They are stored under ``loop`` only."""
 
 
 def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
-    """The manifest of a bundle, all of it checked; ``check_hashes=False`` compares files by size
+    """Read and check a bundle's manifest. With ``check_hashes=False``, files are compared by size
     only. Raises BundleError.
     """
     with dlm_runtime.open(folder, engine="none", check_hashes=check_hashes) as opened:
@@ -50,12 +50,24 @@ def make_manifest(
     json_layout: str | None = None,
     call_format: str | None = None,
 ) -> dict[str, Any]:
-    """The manifest without its ``files``, which ``finish`` adds. ``graph`` is ``trace.describe``'s.
+    """Create a manifest without ``files``, which ``finish`` adds.
 
-    ``kernels``: ``Fused.as_dict`` of a graph for a CPU, else None. ``max_new_tokens``: of a request
-    that does not say; None: nobody said. ``config_sha256``: of the checkpoint's config.json; None
-    where the source does not say. ``json_layout``, ``call_format``: names of what the denoiser was
-    trained on, or None.
+    Args:
+        network: The denoiser's description.
+        graph: From ``trace.describe``.
+        opset: Opset of the graph.
+        precision: Record of the precision.
+        kernels: ``Fused.as_dict`` of a graph for a CPU, else ``None``.
+        targets: Names of devices.
+        presets: Name -> policy.
+        default_preset: Name of the default.
+        max_new_tokens: Default length of a request, or ``None``.
+        tokenizer: Name of the tokenizer file, or ``None``.
+        chat_template: Record of the chat template, or ``None``.
+        text: Record of compiled text files, or ``None``.
+        config_sha256: Hash of the checkpoint's config.json, or ``None`` if unknown.
+        json_layout: Name of the JSON layout that the denoiser was trained on, or ``None``.
+        call_format: Name of the tool-call format that it was trained on, or ``None``.
     """
     described = network.as_dict()
     return {
@@ -84,7 +96,7 @@ def make_manifest(
 
 
 def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
-    """The description that a checked manifest keeps. Raises BundleError for sizes that disagree."""
+    """The network that a checked manifest describes. Raises BundleError for inconsistent sizes."""
     try:
         return NetworkSpec.from_dict(
             manifest["network"] | {name: manifest["loop"][name] for name in LOOP_FIELDS}
@@ -94,8 +106,6 @@ def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
 
 
 def table_bytes_of(manifest: Mapping[str, Any]) -> int | None:
-    """Bytes of an element of a bundle's embedding table; None where it is quantised, or where an
-    earlier dlm-export did not say.
-    """
+    """Bytes per element of a bundle's embedding table; ``None`` if it is quantised or not recorded."""
     dtype = manifest["precision"].get("embedding_dtype")
     return None if dtype is None else CACHE_ROWS[dtype][0]

@@ -1,9 +1,9 @@
-"""A checkpoint folder on disk: config.json, safetensors files and tokenizer files, read as hostile
-data.
+"""A checkpoint folder on disk: config.json, safetensors files and tokenizer files, treated as
+untrusted.
 
-Nothing that ships with a checkpoint is executed. Tensors are memory-mapped by the safetensors
-library (format: https://github.com/huggingface/safetensors), one at a time, so that reading a
-checkpoint costs its largest tensor and not its sum.
+No code of a checkpoint is executed. Tensors are memory-mapped one at a time (format:
+https://github.com/huggingface/safetensors), so reading a checkpoint needs memory for its largest
+tensor only.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     import torch
 
 # tokenizer_config.json with a large added vocabulary stays under 2 MiB, vocab.json of 262,144 ids
-# under 8; JSON of empty lists and objects takes Python 30 times as much memory.
+# under 8 MiB. Python needs up to 30 times a JSON file's size, for empty lists and objects.
 CONFIG_LIMIT_BYTES = 12 << 20
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names -> bytes
-QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # read only where the checkpoint says what they mean
+QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # read only for quantised checkpoints
 QUANTISATION_FILE = "hf_quant_config.json"
-NAME_LIMIT_BYTES = 255  # of one file's, on every file system of Linux
+NAME_LIMIT_BYTES = 255  # limit of a file name on all Linux file systems
 
 
 class CheckpointError(DlmError):
-    """A checkpoint is missing something, damaged, or not of a kind that dlm-export reads."""
+    """A checkpoint is incomplete, damaged, or of a kind that dlm-export does not support."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 def read_json(path: Path, hint: str = "") -> dict[str, Any]:
-    """The JSON object in a file of bounded size. Raises CheckpointError, with ``hint`` behind its
-    sentence.
+    """Read a JSON object from a file of limited size. Raises CheckpointError, with ``hint`` after
+    its sentence.
     """
     return read_object(path, CONFIG_LIMIT_BYTES, CheckpointError, hint)
 
@@ -105,15 +105,13 @@ HARMLESS_KEYS = (
         "gradient_checkpointing",
     ),
 )
-"""Keys of released configurations that leave the function of a trained network as it is, whatever
-their value.
-"""
+"""Keys of released configurations that do not affect a trained network's function."""
 
 
 class Config:
-    """config.json with typed access; every error names the file, the key and what was expected.
+    """config.json with typed access; errors name the file, the key and the expected value.
 
-    It remembers which keys were asked for: what nobody read might be part of the network.
+    It records which keys were read, because an unread key might describe part of the network.
     """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -122,12 +120,12 @@ class Config:
         self._read: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """The value as it stands in the file; None where there is none."""
+        """The value in the file, or ``None``."""
         self._read.add(key)
         return self._values.get(key)
 
     def unread(self) -> list[str]:
-        """Keys that nothing has asked for and that may matter; null and false say nothing."""
+        """Keys that were not read and may matter; null and false values do not."""
         return [
             key
             for key, value in self._values.items()
@@ -150,14 +148,14 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number; ``default`` is the architecture's documented one, if it has any."""
+        """A positive number; ``default`` is the architecture's documented one, if any."""
         value = self.get(key)
         if value is None and default is not None:
             return default
         return self.positive(key, value)
 
     def positive(self, key: str, value: object) -> float:
-        """A value found under ``key``, or inside it, as a positive number."""
+        """Check that a value found under ``key``, or inside it, is a positive number."""
         if value is None:
             raise CheckpointError(
                 f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it."
@@ -180,8 +178,8 @@ class Config:
         return value
 
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
-        """Refuse a value that changes the network in a way that the denoiser does not have;
-        ``is_said``: silence too.
+        """Raises CheckpointError for values that ``Denoiser`` does not support; with ``is_said``,
+        also if missing.
         """
         value = self.get(key)
         if value is None and is_said:
@@ -198,8 +196,8 @@ class Config:
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies, its first byte in the file, and what it is; a tuple, for a checkpoint
-    may have tens of thousands.
+    """A tensor's file, type, shape and the offset of its first byte. It is a tuple, because a
+    checkpoint may have tens of thousands.
     """
 
     file: Path
@@ -214,15 +212,15 @@ ALGORITHMS = {
     "NVFP4": "nvfp4",
     "W4A16_NVFP4": "nvfp4-weight",
 }
-"""modelopt's algorithms that are read -> the layer format of recipes; the others scale, pack or
-split weights differently.
+"""Supported modelopt algorithms -> layer format of recipes; others scale, pack or split weights
+differently.
 """
 MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
 _NVFP4_GROUP_SIZE = 16
 
 
 def weight_format(algorithm: str) -> str:
-    """What an algorithm of ``ALGORITHMS`` stores weights in: fp8 or nvfp4."""
+    """The number format of an algorithm of ``ALGORITHMS``: fp8 or nvfp4."""
     found = FORMATS[ALGORITHMS[algorithm]].weights
     assert found is not None, algorithm
     return found
@@ -230,12 +228,12 @@ def weight_format(algorithm: str) -> str:
 
 @dataclass(frozen=True)
 class PreQuantised:
-    """What a quantised checkpoint says of itself: modelopt's unified export, as its
-    ``hf_quant_config.json`` has it.
+    """The description of a quantised checkpoint in modelopt's unified export
+    (``hf_quant_config.json``).
 
-    ``excluded`` holds patterns of modules that kept full precision. ``layers`` is empty unless
-    ``algorithm`` is ``MIXED_PRECISION``: module -> algorithm. ``kv_cache`` names the format that
-    keys and values were calibrated for.
+    ``excluded`` has patterns of modules in full precision. ``layers``, module -> algorithm, is used
+    only if ``algorithm`` is ``MIXED_PRECISION``. ``kv_cache`` is the format that keys and values
+    were calibrated for.
     """
 
     path: Path
@@ -246,7 +244,7 @@ class PreQuantised:
     layers: dict[str, str]
 
     def algorithm_of(self, module: str) -> str | None:
-        """How a module's weight is quantised; None where it, or a module around it, is left out."""
+        """The algorithm of a module's weight; ``None`` if it or an enclosing module is excluded."""
         if self.algorithm == MIXED:
             return self.layers.get(module)
         parts = module.split(".")
@@ -257,7 +255,7 @@ class PreQuantised:
         return None if is_excluded else self.algorithm
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, as ``inspect --json`` shows them."""
+        """Plain values for ``inspect --json``."""
         return {"algorithm": self.algorithm, "producer": self.producer, "kv_cache": self.kv_cache}
 
     def __str__(self) -> str:
@@ -267,9 +265,9 @@ class PreQuantised:
 
 def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
     """How a checkpoint is quantised, from hf_quant_config.json or config.json's
-    quantization_config; None where it is not.
+    quantization_config, or ``None``.
 
-    Raises CheckpointError for what is not modelopt's, and for algorithms that are not read.
+    Raises CheckpointError for other tools than modelopt, and for unsupported algorithms.
     """
     embedded = config.get("quantization_config")
     if embedded is not None and not isinstance(embedded, dict):
@@ -292,7 +290,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
         kv_cache, excluded = values.get("kv_cache_quant_algo"), values.get("exclude_modules")
     elif embedded is not None:
         path, found, values = config.path, embedded, embedded
-        # The other spelling of the same: FP8 is written as its element type.
+        # The other spelling: FP8 is written as its element type.
         scheme = embedded.get("kv_cache_scheme")
         kv_cache, excluded = "FP8" if isinstance(scheme, dict) else scheme, embedded.get("ignore")
     else:
@@ -303,7 +301,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
             f"{path}: quant_algo is {reprlib.repr(algorithm)}, but {config.path.name} says "
             f"{reprlib.repr(embedded.get('quant_algo'))}. Copy the checkpoint again."
         )
-    if algorithm is None:  # modelopt writes the file for a quantised cache alone as well
+    if algorithm is None:  # modelopt writes this file for a quantised cache alone too
         return None
     layers: dict[str, str] = {}
     if algorithm == MIXED:
@@ -322,7 +320,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
         algorithm = _known_algorithm(path, values, "")
     excluded = [] if excluded is None else excluded
     if not isinstance(excluded, list) or not all(isinstance(pattern, str) for pattern in excluded):
-        raise CheckpointError(f"{path}: the modules that are left out must be a list of names")
+        raise CheckpointError(f"{path}: the excluded modules must be a list of names")
     return PreQuantised(path, algorithm, _producer(found), _text(kv_cache), tuple(excluded), layers)
 
 
@@ -352,16 +350,14 @@ def _producer(values: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str | None:
-    """A short name out of the file, fit to print."""
+    """A short printable name from the file, or ``None``."""
     return (
         value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
     )
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The tensors that a safetensors file lists, whose header was checked, and where its data
-    begins.
-    """
+    """The tensors listed in a checked safetensors file, and the offset of its data."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
@@ -370,12 +366,12 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 class Checkpoint:
-    """An opened checkpoint; ``tensors`` have their released names, ``quantisation`` may be None."""
+    """An opened checkpoint. ``tensors`` have released names; ``quantisation`` is ``None`` if it is not
+    quantised.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        """Read config.json, hf_quant_config.json and every safetensors header. Raises
-        CheckpointError.
-        """
+        """Read config.json, hf_quant_config.json and all tensor headers. Raises CheckpointError."""
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(
@@ -404,15 +400,14 @@ class Checkpoint:
         )
 
     def optional_json(self, name: str) -> dict[str, Any]:
-        """A JSON file beside config.json, or an empty object where there is none."""
+        """A JSON file beside config.json, or an empty object if missing."""
         path = self.path / name
         return read_json(path) if path.exists() else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor as stored, memory-mapped, not to be written to. The mapping goes when the
-        tensor goes.
+        """One tensor as stored, memory-mapped and read-only. The mapping is freed with the tensor.
 
-        The file's header is not read again, which may list thousands of experts.
+        The file's header, which may list thousands of experts, is not read again.
         """
         import torch
 
@@ -422,11 +417,11 @@ class Checkpoint:
         size = math.prod(info.shape) * self.dtypes[info.dtype]
         if not size:
             return torch.empty(info.shape, dtype=kind)
-        try:  # private: torch takes no array that is read-only
+        try:  # a private mapping, because torch rejects read-only arrays
             stored: np.ndarray = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err
-        # Files of other writers may have unaligned tensors.
+        # Files from other writers may have unaligned tensors.
         if info.offset % kind.itemsize:
             stored = np.array(stored)
         return torch.from_numpy(stored).view(kind).view(info.shape)
@@ -453,18 +448,16 @@ class Checkpoint:
                 for file in self.path.glob(pattern)
             )
             hint = (
-                f" It has {others[0]}: pickled weights can run code, convert them to safetensors."
+                f" It has {others[0]}: pickled weights can run code, so convert them to safetensors."
                 if others
                 else ""
             )
-            raise CheckpointError(
-                f"{self.path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there.{hint}"
-            )
+            raise CheckpointError(f"{self.path}: has neither {SINGLE_FILE} nor {INDEX_FILE}.{hint}")
         names = sorted(set(index.values()))
         for name in names:
             if Path(name).name != name or len(os.fsencode(name)) > NAME_LIMIT_BYTES or "\0" in name:
                 raise CheckpointError(
-                    f"{self.path / INDEX_FILE}: shard name {reprlib.repr(name)} leaves the checkpoint's folder, or is no file's"
+                    f"{self.path / INDEX_FILE}: shard name {reprlib.repr(name)} is not a file in the checkpoint's folder"
                 )
             if not (self.path / name).is_file():
                 raise CheckpointError(
@@ -474,7 +467,7 @@ class Checkpoint:
 
     def _read_header(self, path: Path) -> None:
         try:
-            with safe_open(path, "np"):  # checks the header whole: sizes, gaps, overlaps
+            with safe_open(path, "np"):  # checks the whole header: sizes, gaps, overlaps
                 header, first = _header(path)
             for name, entry in header.items():
                 dtype = entry["dtype"]
@@ -484,7 +477,7 @@ class Checkpoint:
                     )
                 if dtype not in self.dtypes:
                     hint = (
-                        f" Quantised weights are read where {QUANTISATION_FILE} is beside them."
+                        f" Quantised weights need {QUANTISATION_FILE} beside them."
                         if dtype in QUANTISED_DTYPES
                         else ""
                     )
@@ -508,5 +501,5 @@ class Checkpoint:
         for name, file in index.items():
             if name not in self.tensors or files[self.tensors[name].file] != file:
                 raise CheckpointError(
-                    f"{self.path / file}: {name} is not in this shard, though {INDEX_FILE} says so"
+                    f"{self.path / file}: {name} is not in this shard, although {INDEX_FILE} says so"
                 )

@@ -1,6 +1,6 @@
-"""Quantised matrices of modelopt's unified checkpoints, taken over code for code.
+"""Reads quantised matrices of modelopt's unified checkpoints without changing a code.
 
-Beside a Linear's ``X.weight`` lie its scales (https://github.com/NVIDIA/Model-Optimizer,
+A Linear's ``X.weight`` has these scales beside it (https://github.com/NVIDIA/Model-Optimizer,
 ``modelopt.torch.export``):
 
 ========  ==========================  =============================  ====================  =============
@@ -8,12 +8,11 @@ stored    ``X.weight``                ``X.weight_scale``             ``X.weight_
 ========  ==========================  =============================  ====================  =============
 FP8       E4M3 [out, in]              fp32, one or [out]             -                     amax / 448
 NVFP4     E2M1 [out, in / 2] as U8,   E4M3 [out, in / 16]            fp32, one             amax / (6 * 448)
-          earlier code in low nibble
-========  ==========================  =============================  ====================
-=============
+          first code in low nibble
+========  ==========================  =============================  ====================  =============
 
-``input_scale`` is one fp32 number, and is not there where activations keep full precision or take
-their range from each pass.
+``input_scale`` is one fp32 number. It is missing if activations are not quantised or have dynamic
+ranges.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ if TYPE_CHECKING:
     import torch
 
 CACHE_SUFFIXES = (".k_scale", ".v_scale", ".k_bias", ".v_bias")
-"""Of a quantised key/value cache: not the network's own, and not used."""
+"""Suffixes of a quantised key/value cache's tensors, which are not used."""
 
-_WITH_INPUT_SCALE = ("FP8", "NVFP4")  # the algorithms whose activations have a calibrated range
+_WITH_INPUT_SCALE = ("FP8", "NVFP4")  # algorithms with calibrated activation ranges
 _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 
 
 @dataclass(frozen=True, eq=False)
 class StoredQuantised:
-    """A matrix as the checkpoint holds it: codes and scales, and the scale of its input where that
-    is static.
+    """A matrix as stored in the checkpoint: codes and scales, and the input's scale if it is
+    static.
 
     ``algorithm`` is modelopt's name (a key of ``ALGORITHMS``).
     """
@@ -55,8 +54,8 @@ class StoredQuantised:
     def input_amax(self) -> float | None:
         """The input's range in fp32.
 
-        Divided by the format's levels in fp32 again, it gives ``input_scale`` to the bit if that
-        came from such a division, as modelopt's does; otherwise within one unit in the last place.
+        Dividing it by the format's levels in fp32 gives exactly ``input_scale`` if that came from
+        such a division, as in modelopt; otherwise within one unit in the last place.
         """
         if self.input_scale is None:
             return None
@@ -67,7 +66,7 @@ class StoredQuantised:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a tensor beside or in place of a weight has to be; several shapes may be allowed."""
+    """Required types and shapes of a tensor; several shapes may be allowed."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -75,7 +74,7 @@ class Expected:
 
 
 def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> dict[str, Expected]:
-    """The tensors of a quantised ``[outputs, inputs]`` weight called ``tensor``, by name."""
+    """The tensors of a quantised ``[outputs, inputs]`` weight named ``tensor``, by name."""
     base = tensor.removesuffix(".weight")
     floats, one = tuple(WEIGHT_DTYPES), ((), (1,))
     if weight_format(algorithm) == "fp8":
@@ -97,9 +96,9 @@ def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> 
 
 
 def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
-    """How a matrix is stored; None in full precision.
+    """The algorithm that a matrix is stored with; ``None`` in full precision.
 
-    What lies in the file decides: a layer in full precision is one, whatever patterns leave it out.
+    The file's type decides, whatever the exclusion patterns say.
     """
     info = checkpoint.tensors.get(tensor)
     if checkpoint.quantisation is None or (info is not None and info.dtype in WEIGHT_DTYPES):
@@ -108,7 +107,7 @@ def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
 
 
 def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
-    """Matrices in full precision that hf_quant_config.json does not leave out."""
+    """Matrices in full precision that hf_quant_config.json does not exclude."""
     said = checkpoint.quantisation
     return [
         tensor
@@ -121,10 +120,10 @@ def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
 
 
 def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised:
-    """The codes and scales of a weight whose tensors have been checked to be the expected ones.
+    """The codes and scales of a weight, whose tensors must have been checked.
 
-    Raises CheckpointError for scales that are not finite and positive (a group's may be zero) and
-    codes that are NaN.
+    Raises CheckpointError for NaN codes, and for scales that are not finite and positive (group
+    scales may be zero).
     """
     base = tensor.removesuffix(".weight")
     number_format = weight_format(algorithm)
@@ -174,7 +173,7 @@ def _refuse(checkpoint: Checkpoint, name: str, what: str, is_bad: np.ndarray) ->
 
 
 def _e4m3(tensor: torch.Tensor) -> np.ndarray:
-    """A torch E4M3 tensor as numpy's, without a change of bits."""
+    """Convert a torch E4M3 tensor to numpy without changing bits."""
     import torch
 
     bits: np.ndarray = tensor.contiguous().view(torch.uint8).numpy()

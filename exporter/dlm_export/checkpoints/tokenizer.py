@@ -1,8 +1,8 @@
-"""A checkpoint's tokenizer and chat template, carried into the bundle as tokenizer.json and a Jinja
+"""Copies a checkpoint's tokenizer and chat template into the bundle, as tokenizer.json and a Jinja
 file.
 
-Some releases ship vocab.json and merges.txt with a Python class instead of tokenizer.json (Dream
-does): that class is not run; the same tokenizer is put together from its data, as Qwen2's
+Some releases, such as Dream, have vocab.json and merges.txt with a Python class instead of
+tokenizer.json. The class is not run; the same tokenizer is built from the data, as Qwen2's
 byte-level BPE.
 """
 
@@ -21,19 +21,17 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
 from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, Tokenizer
 
-# How Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0): contractions, words,
+# Qwen2's split pattern before BPE, from its published tokenizer (Apache-2.0): contractions, words,
 # single digits, punctuation, line breaks, spaces.
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Released vocabularies are padded so that matrices divide well: LLaDA by 115 of 126,464 ids, Dream
-# by 397 of 152,064.
+# Released vocabularies are padded for efficient matrix sizes: LLaDA by 115 of 126,464 ids, Dream by
+# 397 of 152,064.
 PADDING_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What goes into the bundle: the text of tokenizer.json, a template, and the special tokens it
-    may name.
-    """
+    """Files for the bundle: the text of tokenizer.json, a template, and its special tokens."""
 
     tokenizer: str | None
     chat_template: str | None
@@ -41,7 +39,7 @@ class TokenizerFiles:
 
 
 def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
-    """The tokenizer, checked against the vocabulary; empty if absent. Raises CheckpointError."""
+    """Read the tokenizer, checked against the vocabulary. Raises CheckpointError."""
     path = checkpoint.path / "tokenizer.json"
     added: dict[int, str] = {}
     if path.exists():
@@ -55,8 +53,8 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
         with contextlib.closing(Tokenizer(data, None, {}, path)) as tokenizer:
             _check_added(checkpoint, tokenizer, added)
             _check_size(checkpoint, tokenizer, network)
-            # Written again without what a training script may have left: it would cut prompts, or
-            # fill them up, in silence.
+            # Serialise it again without truncation and padding from training, which would silently
+            # cut or pad prompts.
             text = _with_special(
                 tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids)
             )
@@ -77,8 +75,8 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
 
 
 def _with_special(text: str, tokens: Sequence[int]) -> str:
-    """A tokenizer.json in which these added tokens are special, so that text of a request is never
-    encoded as one.
+    """Mark added tokens as special in a tokenizer.json, so that text of a request is never encoded
+    as one.
     """
     found = json.loads(text)
     plain = [
@@ -90,7 +88,7 @@ def _with_special(text: str, tokens: Sequence[int]) -> str:
 
 
 def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
-    """tokenizer.json of vocab.json and merges.txt, and the added tokens that it should have, by id."""
+    """Build tokenizer.json from vocab.json and merges.txt; also returns expected added tokens."""
     merges = read_text(
         checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError
     ).split("\n")
@@ -101,7 +99,7 @@ def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
         if not number.isdecimal() or len(number) > 9 or not isinstance(content, str):
             raise CheckpointError(
                 f"{checkpoint.path / 'tokenizer_config.json'}: added_tokens_decoder: {reprlib.repr(number)} should be an id, "
-                "with an object that holds content"
+                "with an object that contains content"
             )
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         added.append(
@@ -150,7 +148,7 @@ def _check_size(checkpoint: Checkpoint, tokenizer: Tokenizer, network: NetworkSp
     size, vocab_size = tokenizer.size, network.vocab_size
     if size > vocab_size:
         raise CheckpointError(
-            f"{checkpoint.path}: the tokenizer has {size} ids, the denoiser's vocabulary only {vocab_size}"
+            f"{checkpoint.path}: the tokenizer has {size} ids, but the denoiser's vocabulary has only {vocab_size}"
         )
     specials = [
         ("mask_token_id", network.mask_token_id),
@@ -160,12 +158,12 @@ def _check_size(checkpoint: Checkpoint, tokenizer: Tokenizer, network: NetworkSp
     for (name, token), text in zip(specials, names, strict=True):
         if text is None:
             raise CheckpointError(
-                f"{checkpoint.path}: the tokenizer has {size} ids and none for {name} {token}"
+                f"{checkpoint.path}: the tokenizer has {size} ids, but {name} {token} is not one of them"
             )
     if vocab_size - size > PADDING_SHARE * vocab_size:
         raise CheckpointError(
-            f"{checkpoint.path}: the tokenizer has {size} ids, smaller than the denoiser's vocabulary of {vocab_size} by "
-            f"more than padding explains: it belongs to another checkpoint"
+            f"{checkpoint.path}: the tokenizer has {size} ids, too few for the denoiser's vocabulary of {vocab_size} even with "
+            f"padding: it belongs to another checkpoint"
         )
 
 
@@ -175,11 +173,11 @@ def _text(token: Any) -> str | None:
 
 
 def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:
-    """Refuse what the bundle's files, and its reader, cannot hold."""
+    """Raises CheckpointError for text that a bundle cannot contain."""
     size = len(text.encode("utf-8"))
     if size > TEMPLATE_LIMIT_BYTES or "\0" in text:
         raise CheckpointError(
-            f"{checkpoint.path}: {name} has {size} bytes; a bundle takes {TEMPLATE_LIMIT_BYTES}, none of them NUL"
+            f"{checkpoint.path}: {name} has {size} bytes; a bundle allows {TEMPLATE_LIMIT_BYTES}, without NUL"
         )
 
 

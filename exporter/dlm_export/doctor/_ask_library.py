@@ -1,11 +1,11 @@
-"""The program that loads a foreign library and asks it what it is: a process of its own, started by
-``system``, never imported.
+"""Loads a third-party library and asks it for facts. Runs as a separate process, started by
+``system``.
 
     python _ask_library.py KIND LIBRARY...
 
-prints one JSON object: ``failure``, a sentence, or what the kind tells. ``cuda``: the driver and
-its GPUs. ``tensorrt``, ``onnxruntime``: version. ``providers``: those of the installed ONNX
-Runtime. ``loads``: of each library, why it does not load.
+Prints one JSON object with ``failure``, a sentence, or the answer. ``cuda``: the driver and its
+GPUs. ``tensorrt``, ``onnxruntime``: the version. ``providers``: those of the installed ONNX
+Runtime. ``loads``: per library, why it does not load.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    sys.path.pop(0)  # this folder: its modules are no packages of their own
+    sys.path.pop(0)  # this folder: its modules must not shadow packages
     told = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # a library's own output must not mix with the answer
     try:
         answer = KINDS[sys.argv[1]](*sys.argv[2:])
     except (OSError, AttributeError, ImportError, ValueError) as err:

@@ -1,6 +1,6 @@
-"""What a Jetson says of itself: model, Jetson Linux and JetPack, power mode, as NVIDIA's Jetson
-Linux Developer Guide has it (https://docs.nvidia.com/jetson/archives/r36.4/DeveloperGuide/,
-"Platform Power and Performance").
+"""Facts about a Jetson: model, Jetson Linux and JetPack, power mode, as in NVIDIA's Jetson Linux
+Developer Guide (https://docs.nvidia.com/jetson/archives/r36.4/DeveloperGuide/, "Platform Power and
+Performance").
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 from dlm_export.doctor.system import System
 
-# Device tree strings end with NUL. The second is where the first leads to: a container may have one
-# of them.
+# Device tree strings end with NUL. The first path is a link to the second; a container may have
+# only one of them.
 MODEL_FILES = ("/proc/device-tree/model", "/sys/firmware/devicetree/base/model")
-NAME_LIMIT = 100  # characters that are shown of a name
+NAME_LIMIT = 100  # characters of a name that are shown
 SM_BY_MODEL = {"Thor": 110, "Orin": 87}
 JETPACK_BY_RELEASE = {35: "5", 36: "6", 38: "7", 39: "7"}
 
 
 @dataclass(frozen=True)
 class Board:
-    """A Jetson. None: it does not say.
+    """A Jetson; ``None`` means unknown.
 
-    ``linux`` is the release of Jetson Linux (36.4.3), ``jetpack`` the version of the package
-    nvidia-jetpack, or the first number that goes with that release. ``sm`` follows from the model.
-    ``power_mode``: by nvpmodel, such as MAXN.
+    ``linux`` is the release of Jetson Linux (36.4.3). ``jetpack`` is the version of the package
+    nvidia-jetpack, or the major version for that release. ``sm`` follows from the model.
+    ``power_mode`` comes from nvpmodel, such as MAXN.
     """
 
     model: str
@@ -35,7 +35,7 @@ class Board:
 
 
 def find_board(system: System) -> Board | None:
-    """The Jetson that this is; None for every other machine."""
+    """This machine as a Jetson, or ``None`` if it is not one."""
     model = next(filter(None, (_name(system.text(path) or "") for path in MODEL_FILES)), "")
     release = re.search(
         r"^# R(\d{1,4}) \(release\), REVISION: ([\d.]{1,20})",
@@ -54,14 +54,14 @@ def find_board(system: System) -> Board | None:
 
 
 def _name(text: str) -> str:
-    """One line that can be shown, of a text with NULs or worse."""
+    """The text as one printable line."""
     return " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * NAME_LIMIT]).split())[
         :NAME_LIMIT
     ]
 
 
 def _jetpack(system: System) -> str | None:
-    """The version of the package that stands for all of JetPack; many boards lack it."""
+    """The version of JetPack's meta-package; many boards do not have it."""
     found = re.match(
         r"[\d.]{1,20}", system.program("dpkg-query", "-W", "-f=${Version}", "nvidia-jetpack") or ""
     )

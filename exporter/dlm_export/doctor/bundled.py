@@ -1,4 +1,4 @@
-"""Whether bundles can run on a machine: by which engine, in how much memory, or what is missing."""
+"""Checks whether bundles can run on a machine, and says if anything is missing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dlm_export.tensorrt.estimate import EngineOptions, Estimate, estimate, limi
 
 ON_CPU = "or run its graph on the CPU: --engine onnxruntime"
 NAMES = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
-SHARED_SM = (87, 110, 101, 121)  # GPUs that have no memory but the host's
+SHARED_SM = (87, 110, 101, 121)  # GPUs that share the host's memory
 
 
 def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
-    """Whether bundles for ``target`` run here and whether their engines can be built here."""
+    """Check whether bundles for ``target`` run here and whether their engines can be built here."""
     part = f"target {target.name}"
     if target.sm is None:
         is_cpu = target.provider == "cpu"
@@ -48,7 +48,7 @@ def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
 def examine_bundle(
     machine: Machine, folder: Path, manifest: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    """Whether a bundle runs here. ``manifest`` is the checked one of ``folder``."""
+    """Check whether a bundle runs here. ``manifest`` is the checked one of ``folder``."""
     loop, precision, targets = manifest["loop"], manifest["precision"]["name"], manifest["targets"]
     part = "bundle"
     yield ok(
@@ -77,7 +77,7 @@ def examine_bundle(
 
 
 def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """Which kernels run a bundle for CPUs here; nothing of others, or without a native library."""
+    """The kernels that run a CPU bundle here; yields nothing for other bundles."""
     calls = manifest.get("kernels", {}).get("calls", {})
     is_for_gpu = "device_file" in manifest["loop"]["graph"]
     if not calls or is_for_gpu or m.native.failure is not None:
@@ -94,7 +94,7 @@ def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Fin
 
 
 def _lacking_on_cpu(m: Machine) -> Lacking:
-    """What runs every bundle for the CPU; the base's own findings say more."""
+    """Missing requirements for any bundle on the CPU; other findings give details."""
     if m.native.failure is not None:
         return [("the native library does not load", "see above")]
     if m.onnxruntime.failure is not None or numbers(m.onnxruntime.version) < LEAST_ONNXRUNTIME:
@@ -111,7 +111,7 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
         remedy = (
             f"pip uninstall -y onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]>={least}'"
         )
-        if m.architecture != "x86_64":  # there are no other wheels of it
+        if m.architecture != "x86_64":  # there are no wheels for other processors
             remedy = f"an onnxruntime of {least} or later that was built with it"
         lacking.append(("this ONNX Runtime has no CUDA provider", remedy))
     elif numbers(m.onnxruntime.version) < LEAST_FOR_GPU:
@@ -127,7 +127,7 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
 
 
 def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
-    """A driver that shows a GPU; of one of ``sms`` where these are given."""
+    """Missing requirements for a GPU that the driver shows, of one of ``sms`` if given."""
     if not m.driver.gpus:
         return [(f"no GPU: {m.driver.failure}", "NVIDIA's driver, and a GPU that it shows")]
     if sms is not None and m.sm not in sms:
@@ -138,7 +138,7 @@ def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
 
 
 def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str, Any]]) -> Lacking:
-    """An engine for this GPU, by the TensorRT that is loaded: the native library takes no other."""
+    """What is missing for an engine for this GPU and the TensorRT that the native library supports."""
     kind, gpu = m.native.tensorrt, m.driver.gpus[0]
     assert kind is not None
     version, reasons = m.tensorrt[kind].version, []
@@ -147,21 +147,22 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
             reasons.append(f"{name} is for SM {', '.join(map(sm_text, entry['sm']))}")
         elif entry["builder"] != kind:
             reasons.append(
-                f"{name} is of {NAMES[entry['builder']]}, the native library is for {NAMES[kind]}"
+                f"{name} is for {NAMES[entry['builder']]}, the native library is for {NAMES[kind]}"
             )
         elif entry["version"] != version:
             reasons.append(f"{name} is of {NAMES[kind]} {entry['version']}, {version} is here")
         else:
             return []
-    why = "; ".join(reasons) or "the bundle holds none yet"
+    why = "; ".join(reasons) or "the bundle has none yet"
     remedy = f"dlm-export engine {folder} --target sm{gpu.sm}, here"
     return [(f"no engine for SM {sm_text(gpu.sm)}: {why}", remedy)]
 
 
 def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
-    """Bytes by formula, of the longest canvas and the default preset's block:
-    ``tensorrt.estimate``; on a CPU ``device`` is the process's: weights as its arithmetic holds
-    them, the cache in its type, passes in fp32.
+    """Estimate the memory for the longest canvas and the default preset's block, by formula.
+
+    See ``tensorrt.estimate``. On a CPU, ``device`` is the process: weights as computed with, the
+    cache in its type, passes in fp32.
     """
     loop, network = manifest["loop"], network_of(manifest)
     graph = loop["graph"]
@@ -173,12 +174,12 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     if "device_file" in graph:
         return found
     held = weights
-    if graph["simulated"]:  # layers are widened to fp32, the embedding table is not
+    if graph["simulated"]:  # layers are held in fp32, but not the embedding table
         table = network.vocab_size * network.hidden_size
         stored = table * (table_bytes_of(manifest) or 1)
         held = max(weights, 4 * (network.parameter_count() - table) + stored)
     cache = network.max_canvas_length * network.cache_bytes(*CACHE_ROWS[graph["cache_dtype"]])
-    passes = 2 * found.passes  # ``estimate`` counts fp16
+    passes = 2 * found.passes  # ``estimate`` assumes fp16
     return Estimate(held, cache, passes, held + cache + passes, 0)
 
 
@@ -190,9 +191,9 @@ def _memory(m: Machine, part: str, manifest: Mapping[str, Any]) -> Finding:
     canvas = manifest["loop"]["max_canvas_length"]
     said = f"about {size(found.device)} for a canvas of {canvas} tokens ({parts}), by formula"
     where = f"the GPU has {size(room)}" if own else f"{size(room)} are available"
-    remedy = "fewer programs beside it, shorter canvases, a bundle of a smaller precision or --cache-dtype int8"
+    remedy = "run fewer other programs, or use shorter canvases, a smaller precision or --cache-dtype int8"
     if room is not None and found.weights > room:
         return needed(part, "memory", [(f"{said}; {where}", remedy)], "")
     if room is not None and found.device > room:
-        return note(part, "memory", f"{said}; {where}, so that long canvases may not fit", remedy)
+        return note(part, "memory", f"{said}; {where}, so long canvases may not fit", remedy)
     return ok(part, "memory", f"{said}; {where}")

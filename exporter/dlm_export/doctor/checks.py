@@ -1,4 +1,4 @@
-"""What of a machine is there, what is missing, and what to do: facts in, findings out."""
+"""Judges the facts about a machine: what is there, what is missing, and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PYTHONS = ((3, 10), (3, 13))
 LEAST_ONNXRUNTIME, LEAST_FOR_GPU = (1, 23), (1, 24)
 LITTLE_DISK_BYTES = 2 << 30
 
-# Of pyproject.toml; dev is for who works on dlm-export itself.
+# Extras of pyproject.toml; dev is for developers of dlm-export.
 EXTRAS = {
     "export": "building bundles from checkpoints",
     "report": "figures of reports and plans",
@@ -30,14 +30,14 @@ EXTRAS = {
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Every finding about the machine itself, in the order that they are told."""
+    """All findings about the machine, in the order of the report."""
     needed_first = (_python, _native_library, _onnxruntime, _gpu, _tensorrt)
     parts = (*needed_first, _board, _memory, _building, _extras)
     return [finding for part in parts for finding in part(machine)]
 
 
 def numbers(version: str | None) -> tuple[int, ...]:
-    """The numbers that a version begins with: 1.31.1 as (1, 31, 1)."""
+    """The numbers at the start of a version: 1.31.1 gives (1, 31, 1)."""
     start = re.match(r"[\d.]*", version or "") or [""]
     return tuple(int(part) for part in re.findall(r"\d+", start[0]))
 
@@ -91,8 +91,8 @@ def _native_library(m: Machine) -> Iterator[Finding]:
         yield ok("base", "kernels", said)
     else:
         known = ", ".join(f"{each.name} ({each.processors})" for each in KERNEL_SETS)
-        said = f"none runs here ({not_here or f'none is for {m.architecture}'}): ONNX Runtime computes all by itself, slower"
-        remedy = f"a processor, or a virtual machine that shows one, of {known}"
+        said = f"none runs here ({not_here or f'none is for {m.architecture}'}): ONNX Runtime computes everything, slower"
+        remedy = f"use a processor, or a virtual machine that shows one, of {known}"
         yield note("base", "kernels", said, remedy)
 
 
@@ -115,10 +115,10 @@ def _onnxruntime(m: Machine) -> Iterator[Finding]:
         shown = ", ".join(name.removesuffix("ExecutionProvider") for name in m.providers)
         yield ok("base", "its providers", f"{shown} (of the installed wheel)")
     if m.telemetry in (None, "1"):
-        said = "off: ORT_DISABLE_TELEMETRY=1 is set where a bundle is opened"
+        said = "off: ORT_DISABLE_TELEMETRY=1 is set when a bundle is opened"
         yield ok("base", "its telemetry", said)
     else:
-        said = f"ORT_DISABLE_TELEMETRY={m.telemetry} leaves it on: a device id is stored and telemetry sent"
+        said = f"ORT_DISABLE_TELEMETRY={m.telemetry} leaves it on: a device id is stored and telemetry is sent"
         yield note("base", "its telemetry", said, "unset ORT_DISABLE_TELEMETRY, or set it to 1")
 
 
@@ -147,10 +147,10 @@ def _gpu(m: Machine) -> Iterator[Finding]:
         ]
         remedy = "pip install 'onnxruntime-gpu[cuda,cudnn]', or their folders in LD_LIBRARY_PATH"
         if failures:
-            said = f"of the CUDA provider's, not loaded: {', '.join(failures)}"
+            said = f"libraries of the CUDA provider that do not load: {', '.join(failures)}"
             yield note("GPU", "CUDA's libraries", said, remedy)
         else:
-            said = f"all {len(m.cuda_libraries)} of the CUDA provider's load"
+            said = f"all {len(m.cuda_libraries)} libraries of the CUDA provider load"
             yield ok("GPU", "CUDA's libraries", said)
 
 
@@ -167,7 +167,7 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
             yield note("GPU", "running engines", *lacking[0])
         else:
             kind = m.native.tensorrt or ""
-            said = f"engines of {names[kind]} {m.tensorrt[kind].version}, of exactly this version"
+            said = f"engines of {names[kind]} {m.tensorrt[kind].version}, exactly this version"
             yield ok("GPU", "running engines", said)
     here = builders_of(m)
     built = [name for name in GENERIC if engine_here(find(name), here)[0]]
@@ -176,7 +176,7 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
         yield ok("GPU", "engines", f"built here for {sms} (SM)")
     else:
         said = (
-            "none can be built here; bundles can, with --no-engine, and are finished on the device"
+            "none can be built here; build bundles with --no-engine, and finish them on the device"
         )
         remedy = "pip install 'dlm-export[rtx]' builds those of RTX 20 to 50 without a GPU"
         if m.board is not None:
@@ -185,11 +185,11 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
 
 
 Lacking = list[tuple[str, str]]
-"""What stands in the way, each with what to do about it."""
+"""What is missing, each with what to do about it."""
 
 
 def lacking_tensorrt(m: Machine) -> Lacking:
-    """A native library with TensorRT, and the TensorRT that it needs, if missing."""
+    """Missing requirements for TensorRT: a native library compiled for it, and its library."""
     if m.native.failure is not None:
         return [("the native library does not load", "see above")]
     kind = m.native.tensorrt
@@ -204,7 +204,7 @@ def lacking_tensorrt(m: Machine) -> Lacking:
 
 
 def builders_of(m: Machine) -> Builders:
-    """What could build or run an engine on it."""
+    """Packages and GPU of the machine that can build or run an engine."""
     has = {kind: version is not None for kind, version in m.builders.items()}
     return Builders(m.onnxruntime.version is not None, has[RTX.name], has[TENSORRT.name], m.sm)
 
@@ -214,7 +214,7 @@ def _board(m: Machine) -> Iterator[Finding]:
     if board is None:
         return
     if board.sm is None:
-        said = f"{board.model}, of a kind that is no target"
+        said = f"{board.model}, which is not a known target"
         yield note("board", "Jetson", said, "bundles for the CPU run here")
     else:
         yield ok("board", "Jetson", f"{board.model}, SM {sm_text(board.sm)}")
@@ -222,13 +222,13 @@ def _board(m: Machine) -> Iterator[Finding]:
         said = f"the driver calls it SM {sm_text(m.sm)}"
         yield note("board", "its GPU", said, "engines go by what the driver says")
     if board.linux is None and board.jetpack is None:
-        said = "neither /etc/nv_tegra_release nor the package nvidia-jetpack is there, as in a container without them"
+        said = "/etc/nv_tegra_release and the package nvidia-jetpack are both missing, as in some containers"
         yield note("board", "JetPack", said)
     else:
         said = f"{board.jetpack or 'unknown'}, Jetson Linux {board.linux or 'unknown'}"
         yield ok("board", "JetPack", said)
     if board.power_mode is None:
-        yield note("board", "power mode", "nvpmodel does not tell", "sudo nvpmodel -q")
+        yield note("board", "power mode", "nvpmodel gives no answer", "sudo nvpmodel -q")
     elif board.power_mode.startswith("MAXN"):
         yield ok("board", "power mode", board.power_mode)
     else:
@@ -241,19 +241,19 @@ def _board(m: Machine) -> Iterator[Finding]:
 def _memory(m: Machine) -> Iterator[Finding]:
     said = f"{size(m.memory_bytes)}, {size(m.available_bytes)} available, {size(m.swap_bytes)} swap"
     if m.memory_limit_bytes is not None:
-        said += f"; this container may take {size(m.memory_limit_bytes)} more"
+        said += f"; this container may use {size(m.memory_limit_bytes)} more"
     yield Finding("memory", "memory", OK if m.memory_bytes is not None else NOTE, said)
     said = f"{size(m.free_disk_bytes)} free"
     if m.free_disk_bytes is None or m.free_disk_bytes >= LITTLE_DISK_BYTES:
         yield ok("memory", "disk", said)
     else:
-        remedy = "a build asks for the room of its bundle before it starts: docs/guides/large-checkpoints.md says how much"
+        remedy = "a build checks the free space before it starts: docs/guides/large-checkpoints.md says how much it needs"
         yield note("memory", "disk", said, remedy)
 
 
 def _building(m: Machine) -> Iterator[Finding]:
     if m.compiler is None:
-        said = "no c++: a wheel needs none, building from the source does"
+        said = "no c++: wheels do not need it, building from the source does"
         yield note("source", "compiler", said, "sudo apt-get install g++")
     else:
         yield ok("source", "compiler", m.compiler)
@@ -268,7 +268,7 @@ def _extras(m: Machine) -> Iterator[Finding]:
     for extra, purpose in EXTRAS.items():
         packages = m.extras.get(extra)
         if not packages:
-            continue  # of another processor, or dlm-export is not installed
+            continue  # for another processor, or dlm-export is not installed
         absent = [name for name, version in packages.items() if version is None]
         if not absent:
             yield ok("extras", extra, f"installed: {purpose}")

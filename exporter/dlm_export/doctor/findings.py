@@ -1,4 +1,4 @@
-"""A line of the doctor's report."""
+"""One line of the doctor's report, and the whole report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ OK, NOTE, MISSING = "ok", "note", "missing"
 
 @dataclass(frozen=True)
 class Finding:
-    """``state``: ``ok``; ``note``, worth knowing, and nothing stands still for it; ``missing``,
-    something does.
+    """One finding.
 
-    ``is_needed``: by the base install, or by what was asked for. ``remedy``: what to do, empty
-    where nothing need be done.
+    ``state`` is ``ok``; ``note`` for information that blocks nothing; or ``missing`` for something
+    that blocks. ``is_needed``: the base install or the request needs it. ``remedy``: what to do, or
+    empty.
     """
 
     part: str
@@ -32,7 +32,7 @@ class Report:
 
     @property
     def works(self) -> bool:
-        """Whether nothing is missing that the base install, or what was asked for, needs."""
+        """True if everything that the base install or the request needs is there."""
         return not any(each.is_needed and each.state == MISSING for each in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -40,17 +40,17 @@ class Report:
 
 
 def ok(part: str, name: str, said: str) -> Finding:
-    """One that is as it should be."""
+    """A finding without a problem."""
     return Finding(part, name, OK, said)
 
 
 def note(part: str, name: str, said: str, remedy: str = "") -> Finding:
-    """One that is worth knowing."""
+    """A finding for information."""
     return Finding(part, name, NOTE, said, remedy)
 
 
 def needed(part: str, name: str, lacking: Sequence[tuple[str, str]], said: str) -> Finding:
-    """A need that is met, as ``said``, or that lacks the first of ``lacking``, with its remedy."""
+    """A need that is met (``said``), or that lacks the first of ``lacking``, with its remedy."""
     if not lacking:
         return Finding(part, name, OK, said, is_needed=True)
     return Finding(part, name, MISSING, *lacking[0], is_needed=True)

@@ -1,6 +1,4 @@
-"""The facts that a report rests on: what ``look`` finds on a machine, as plain values that tests
-make up.
-"""
+"""The facts for a report, as plain values that ``look`` collects and tests can make up."""
 
 from __future__ import annotations
 
@@ -18,9 +16,8 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.providers import cuda_libraries
 
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
-# no_tensorrt.cc refuses with the first; tensorrt_library.cc advises with the second where it is for
-# TensorRT-RTX. No function of the ABI tells, as a program that opens a bundle is told in that
-# sentence.
+# Texts in the library: no_tensorrt.cc contains the first, and tensorrt_library.cc the second if it
+# is for TensorRT-RTX. The ABI has no function for this.
 NO_TENSORRT = b"this build of libdlm_runtime has no TensorRT"
 FOR_RTX = b"(pip: tensorrt-rtx-cu13-libs)"
 HEADER_FOLDERS = ("usr/include/{}-linux-gnu", "usr/include", "usr/local/include")
@@ -35,7 +32,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver. ``cuda``: the newest that it runs; ``failure``: why it shows no GPU."""
+    """NVIDIA's driver. ``cuda``: the newest supported version; ``failure``: why it shows no GPU."""
 
     cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
@@ -44,11 +41,11 @@ class Driver:
 
 @dataclass(frozen=True)
 class Native:
-    """libdlm_runtime. ``failure``: why it does not load. ``tensorrt``: which kind it was compiled
-    for, None: none.
+    """libdlm_runtime.
 
-    ``kernels``: every set for this processor, fastest first, and why it does not run here (None: it
-    does).
+    ``failure``: why it does not load. ``tensorrt``: the kind it was compiled for, or ``None``.
+    ``kernels``: every set for this processor, fastest first, with the reason why it does not run
+    here, or ``None``.
     """
 
     path: str | None = None
@@ -60,7 +57,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Library:
-    """A library that engines need: where it is and its version, or why not."""
+    """A library that engines need: its path and version, or why it is missing."""
 
     path: str | None = None
     version: str | None = None
@@ -69,13 +66,13 @@ class Library:
 
 @dataclass(frozen=True)
 class Machine:
-    """``packages``: version of each distribution that dlm-export asks for, None: missing;
-    ``extras``: the same by extra.
+    """Facts about a machine.
 
-    ``cuda_libraries``: those of ONNX Runtime's CUDA provider, and why each does not load (None: it
-    does); empty: not looked for. ``tensorrt`` and ``builders`` are by kind: the runtime's library,
-    and the Python module that builds engines. ``memory_limit_bytes`` is the container's.
-    ``has_nvidia_hardware``: a GPU on the PCI bus, whether or not there is a driver.
+    ``packages``: version of each required distribution, ``None`` if missing; ``extras``: the same per
+    extra. ``cuda_libraries``: libraries of ONNX Runtime's CUDA provider, with the reason why each
+    does not load, or ``None``; empty if not checked. ``tensorrt`` and ``builders``, by kind: the
+    runtime's library, and the Python module that builds engines. ``memory_limit_bytes`` is the
+    container's. ``has_nvidia_hardware``: a GPU is on the PCI bus, with or without a driver.
     """
 
     python: tuple[int, int]
@@ -105,12 +102,12 @@ class Machine:
 
     @property
     def sm(self) -> int | None:
-        """Of the first GPU that the driver shows."""
+        """SM of the first GPU that the driver shows."""
         return self.driver.gpus[0].sm if self.driver.gpus else None
 
     @property
     def usable_bytes(self) -> int | None:
-        """Memory that a new program may take: what Linux offers, within the container's limit."""
+        """Memory that a new program may use: what Linux offers, within the container's limit."""
         known = (self.available_bytes, self.memory_limit_bytes)
         return min((size for size in known if size is not None), default=None)
 
@@ -119,7 +116,7 @@ class Machine:
 
 
 def look(system: System, folder: Path) -> Machine:
-    """The facts of a machine; ``folder``: whose disk is meant."""
+    """Collect the facts of a machine; ``folder`` selects the disk."""
     memory = _memory(system)
     wheels = {
         name: version
@@ -167,9 +164,7 @@ def look(system: System, folder: Path) -> Machine:
 
 
 def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:
-    """Versions of what the base needs, and of what each extra does, by distribution; markers of
-    other machines left out.
-    """
+    """Versions of what the base and each extra require; skips other machines' requirements."""
     base: dict[str, str | None] = {}
     extras: dict[str, dict[str, str | None]] = {}
     for text in system.requirements():
@@ -184,7 +179,7 @@ def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict
 
 
 def _is_for_another(text: str, system: System) -> bool:
-    """Whether a requirement's marker, as ours are written, is for another machine or Python."""
+    """True if a requirement's marker, as we write them, is for another machine or Python."""
     machine = re.search(r"platform_machine == ['\"](\w+)['\"]", text)
     older = re.search(r"python_version < ['\"](\d+)\.(\d+)['\"]", text)
     here = (int(system.python[0]), int(system.python[1]))
@@ -194,7 +189,9 @@ def _is_for_another(text: str, system: System) -> bool:
 
 
 def _native_library() -> Native:
-    """The library that this process has loaded, or cannot: it is ours, and nothing runs without it."""
+    """The native library of this process, or why it does not load. It is trusted, and nothing runs
+    without it.
+    """
     try:
         library = _native.library()
         kernels = _native.kernel_sets()
@@ -207,8 +204,8 @@ def _native_library() -> Native:
 
 
 def _candidates(system: System, variable: str, packaged: str | None, *names: str) -> list[str]:
-    """Where the native library looks: what a variable says alone, else the package's, else the
-    system's.
+    """Where the native library looks: only at the variable if it is set, else in the package, then
+    in the system.
     """
     if chosen := system.variables.get(variable):
         return [chosen]
@@ -217,7 +214,7 @@ def _candidates(system: System, variable: str, packaged: str | None, *names: str
 
 
 def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
-    """The first candidate that loads and tells its version."""
+    """The first candidate that loads and reports its version."""
     failure = None
     for path in candidates:
         told = system.library(kind, path)
@@ -239,7 +236,7 @@ def _tensorrt(system: System) -> dict[str, Library]:
 
 
 def _module_version(system: System, names: Sequence[str]) -> str | None:
-    """Version of the first module that there is; "?" where no distribution tells it."""
+    """Version of the first installed module; "?" if no distribution gives it."""
     distributions = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings"}
     found = next(filter(system.has_module, names), None)
     return None if found is None else system.version(distributions.get(found, found)) or "?"
@@ -273,7 +270,7 @@ def _memory(system: System) -> dict[str, int]:
 
 
 def _container_limit(system: System) -> int | None:
-    """What the control group of this process leaves it; None: no limit that it can see."""
+    """Bytes that the process's control group still allows; ``None`` without a visible limit."""
     # Control groups version 2, as seen from inside a container.
     limit, used = (
         (system.text(f"/sys/fs/cgroup/{name}") or "").strip()
@@ -283,7 +280,7 @@ def _container_limit(system: System) -> int | None:
 
 
 def _headers(system: System) -> str | None:
-    """Folder of NvInferRuntime.h in the system's places."""
+    """Folder of NvInferRuntime.h in the system's include folders, or ``None``."""
     for folder in HEADER_FOLDERS:
         if system.paths(f"{folder.format(system.architecture)}/NvInferRuntime.h"):
             return f"/{folder.format(system.architecture)}"

@@ -1,4 +1,4 @@
-"""The report: a machine looked at and judged, with a bundle and targets where they are asked for."""
+"""Creates the report about a machine, and a bundle and targets if requested."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from dlm_export.targets import Target
 
 
 def examine(system: System, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
-    """What a machine has and lacks. Raises BundleError for a damaged bundle."""
+    """Examine a machine. Raises BundleError for a damaged bundle."""
     return judge(look(system, bundle or Path()), bundle, targets)
 
 
 def judge(machine: Machine, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
-    """``examine`` of facts that are known."""
+    """Judge known facts: the second half of ``examine``."""
     findings: list[Finding] = examine_machine(machine)
     for target in targets:
         findings += examine_target(machine, target)
     if bundle is not None and machine.native.failure is None:
-        # Files by size only: hashes take a second a gigabyte, and opening the bundle compares them.
+        # Compare sizes only: hashing takes a second per gigabyte, and opening the bundle does it
+        # anyway.
         findings += examine_bundle(machine, bundle, read_manifest(bundle, check_hashes=False))
     elif bundle is not None:
         lacking = [("cannot be read without the native library", "see above")]

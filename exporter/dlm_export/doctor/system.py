@@ -1,9 +1,9 @@
-"""What the doctor asks of a machine, and nothing beside: files, programs, libraries, packages.
-Tests hand in another one.
+"""Everything that the doctor asks of a machine: files, programs, libraries, packages. Tests replace
+it.
 
-Whatever answers may be broken, and a broken machine is what a doctor is called to. Files are read
-up to a limit. Programs and libraries run in processes of their own, with a limit of time and
-output: a driver that hangs or crashes is one line of the report.
+Any answer may be broken, because doctors examine broken machines. Files are read up to a size
+limit. Programs and libraries run in separate processes with limits of time and output, so a driver
+that hangs or crashes becomes one line of the report.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORKER = Path(__file__).with_name("_ask_library.py")
 
 
 class System:
-    """The machine at hand. ``root`` stands for / where files are read."""
+    """This machine. ``root`` replaces / as the root of files."""
 
     def __init__(self, root: Path = Path("/"), variables: Mapping[str, str] | None = None) -> None:
         self.root = root
@@ -44,7 +44,7 @@ class System:
         self.executable = sys.executable
 
     def text(self, path: str) -> str | None:
-        """A small plain file's text, without bytes that are no UTF-8; None if it is not there."""
+        """Text of a small file, with invalid UTF-8 replaced, or ``None`` if it cannot be read."""
         try:
             return read_bytes(self.root / path.lstrip("/"), FILE_LIMIT_BYTES, DlmError).decode(
                 "utf-8", "replace"
@@ -53,20 +53,18 @@ class System:
             return None
 
     def paths(self, pattern: str) -> list[Path]:
-        """Existing paths below ``root`` by a glob, in order."""
+        """Existing paths below ``root`` that match a glob, sorted."""
         return sorted(self.root.glob(pattern.lstrip("/")))
 
     def program(self, *command: str, seconds: float = PROGRAM_SECONDS) -> str | None:
-        """What a program prints; None if it is not there, fails, or takes longer."""
+        """Output of a program, or ``None`` if it is missing, fails, or takes longer."""
         found = shutil.which(command[0], path=self.variables.get("PATH"))
         return (
             None if found is None else run_bounded([found, *command[1:]], self.variables, seconds)
         )
 
     def library(self, kind: str, *names: str) -> dict[str, Any]:
-        """What the functions of libraries say, by ``_ask_library``; its ``failure``, a sentence,
-        where there is no answer.
-        """
+        """Ask libraries through ``_ask_library``: its answer, or ``failure`` with a sentence."""
         variables = {"ORT_DISABLE_TELEMETRY": "1", **self.variables}
         said = run_bounded(
             [self.executable, str(_WORKER), kind, *names], variables, LIBRARY_SECONDS
@@ -79,21 +77,21 @@ class System:
         return answer if isinstance(answer, dict) else {"failure": broke}
 
     def version(self, distribution: str) -> str | None:
-        """Of an installed Python distribution; None: it is not installed."""
+        """Version of an installed Python distribution, or ``None``."""
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             return None
 
     def requirements(self) -> list[str]:
-        """What dlm-export's metadata asks for; nothing where it is not installed."""
+        """Requirements in dlm-export's metadata; empty if it is not installed."""
         try:
             return metadata.requires("dlm-export") or []
         except metadata.PackageNotFoundError:
             return []
 
     def has_module(self, name: str) -> bool:
-        """Whether Python would find it; nothing is imported."""
+        """True if Python finds the module; does not import it."""
         return find_spec(name) is not None
 
     def free_disk_bytes(self, folder: Path) -> int | None:
@@ -104,9 +102,7 @@ class System:
 
 
 def run_bounded(command: list[str], variables: Mapping[str, str], seconds: float) -> str | None:
-    """Standard output of a process that ends with 0 within ``seconds``, having printed little; None
-    of any other.
-    """
+    """Output of a process that exits with 0 within ``seconds`` and prints little, else ``None``."""
     try:
         process = subprocess.Popen(
             command,
@@ -134,5 +130,5 @@ def run_bounded(command: list[str], variables: Mapping[str, str], seconds: float
             pass
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # what it started goes with it
+                os.killpg(process.pid, signal.SIGKILL)  # also ends its child processes
     return None

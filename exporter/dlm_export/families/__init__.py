@@ -1,8 +1,8 @@
-"""The families room: a released checkpoint in, a ``NetworkSpec`` and the denoiser's parameters out.
+"""Reads a released checkpoint as a ``NetworkSpec`` and the denoiser's parameters.
 
-A family is one file with a ``Family`` record and one line in ``FAMILIES``: how its config reads
-(``reading`` and ``trunks`` have what several share) and which released tensors are which parameters
-(``base.Origin``). ``tensors`` checks them, by headers alone, and ``weights`` reads them.
+A family is one file with a ``Family`` record, and one line in ``FAMILIES``. The record says how to
+read the config (``reading`` and ``trunks`` have shared code) and which released tensors are which
+parameters (``base.Origin``). ``tensors`` checks tensors by their headers; ``weights`` reads them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def find(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint by ``architectures[0]``. Raises CheckpointError that lists the
-    known ones.
-    """
+    """Find a checkpoint's family by ``architectures[0]``. Raises CheckpointError."""
     architectures = checkpoint.config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     for family in FAMILIES.values():
@@ -48,11 +46,11 @@ def find(checkpoint: Checkpoint) -> Family:
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """What a checkpoint's denoiser is. Raises CheckpointError."""
+    """The description of a checkpoint's denoiser. Raises CheckpointError."""
     block = overrides.attention_block
     if block is not None and block < 1:
         raise CheckpointError(
-            f"{checkpoint.path}: --attention-block {block}: blocks have at least one token"
+            f"{checkpoint.path}: --attention-block is {block}; blocks have at least one token"
         )
     network = find(checkpoint).read(checkpoint, overrides)
     if block is not None and any(layer.attention.block_length != block for layer in network.layers):
@@ -64,27 +62,27 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         if table is not None and (table.size % 2 or table.size == 0):
             of = layer.attention.head_size
             raise CheckpointError(
-                f"{checkpoint.config.path}: head size {of}, of which {table.size} turn, does not suit RoPE, which needs pairs"
+                f"{checkpoint.config.path}: RoPE rotates pairs of features, but {table.size} of the {of} in a head are rotated"
             )
     return network
 
 
 def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
-    """The checkpoint's tensors against the network's parameters, by the files' headers. Raises
+    """Check the checkpoint's tensors against the network's parameters, by file headers. Raises
     CheckpointError.
     """
     return Tensors(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
 
 
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
-    """The checkpoint's tensors as the network's parameters, checked. Raises CheckpointError."""
+    """Open the checkpoint's tensors as the network's parameters, checked. Raises CheckpointError."""
     from dlm_export.families.weights import Weights
 
     return Weights(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
 
 
 def __getattr__(name: str) -> Any:
-    """What ``weights`` has; it needs torch, so it is imported only when it is asked for."""
+    """Names from ``weights``, which needs torch and is therefore imported on first use."""
     if name not in ("Weights", "layered", "load"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("dlm_export.families.weights"), name)

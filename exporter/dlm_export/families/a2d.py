@@ -1,9 +1,9 @@
 """A2D conversions of Qwen2, Qwen3 and Llama (dLLM's Tiny-A2D, https://github.com/ZHZisZZ/dllm): the
 trunk's layout, no shift.
 
-Checkpoints of one class were trained over whole canvases (``mdlm``) or by blocks (``bd3lm``), and
-carry nothing that tells them apart: attention is full unless ``--attention-block`` says the length
-of the blocks.
+Checkpoints of one class were trained on whole canvases (``mdlm``) or in blocks (``bd3lm``), and
+contain nothing that tells which. Attention is full unless ``--attention-block`` gives a block
+length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a family provides: the ``NetworkSpec`` of a config, and its tensors as parameters."""
+"""The interface of a family: it reads a config as a ``NetworkSpec`` and maps tensors to parameters."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ if TYPE_CHECKING:
 
 
 class Parameters(Protocol):
-    """A denoiser's parameters, one at a time, or a part of one; several threads may read."""
+    """A denoiser's parameters, read one at a time or in parts; thread-safe."""
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """One parameter of ``Denoiser``: all of it C-contiguous, a part in whatever order of
-        memory. Raises CheckpointError.
+        """Read one parameter of ``Denoiser``, or a part of it.
+
+        A whole parameter is C-contiguous; a part may have any memory order. Raises CheckpointError.
         """
 
     def view(self, parameter: str) -> Tensor | None:
-        """The same as it lies in a mapped file, not to be written to; None where it is computed."""
+        """The parameter as memory-mapped from its file, read-only, or ``None`` if it must be computed."""
 
     def stored_type(self, parameter: str) -> np.dtype:
-        """The element type that holds every value of a parameter: fp16 or bf16 if it is stored so
-        unchanged, otherwise fp32.
-        """
+        """The type that holds all values of a parameter: fp16 or bf16 if stored so, else fp32."""
 
 
 def later(
     parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32
 ) -> Lazy:
-    """A parameter that is read, and checked, where it is indexed."""
+    """A parameter that is read and checked when it is indexed."""
     return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
 
@@ -51,11 +50,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Origin:
-    """The released tensors behind a denoiser's parameter.
+    """The released tensors that make up a denoiser's parameter.
 
-    Several pieces lie one behind the other along their first axis, or with ``is_stacked`` each is
-    one entry of a new first axis, as experts are. ``transpose``: matrices are stored ``[out, in]``.
-    Several parameters may read one tensor: rows of a fused matrix, or all of one that is tied.
+    Several pieces are concatenated along their first axis. With ``is_stacked``, each piece is one
+    entry of a new first axis, as for experts. ``transpose``: matrices are stored ``[out, in]``.
+    Several parameters may read one tensor: rows of a fused matrix, or all of a tied one.
     """
 
     pieces: tuple[Piece, ...]
@@ -69,12 +68,12 @@ class Origin:
 
     @property
     def whole(self) -> str | None:
-        """The tensor's name if the parameter is one whole tensor."""
+        """The tensor's name if the parameter is one whole tensor, else ``None``."""
         (first, *rest) = self.pieces
         return first.tensor if not rest and first.rows is None and not self.is_stacked else None
 
     def shapes(self, parameter: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """What each piece's part of its tensor must look like, for a parameter of this shape."""
+        """Expected shapes of the pieces, for a parameter of this shape."""
         released = (*parameter[:-2], parameter[-1], parameter[-2]) if self.transpose else parameter
         if self.is_stacked:
             assert released[0] == len(self.pieces), (released, self)
@@ -88,7 +87,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the user says instead of the checkpoint; None leaves it to the checkpoint."""
+    """Values given by the user; ``None`` uses the checkpoint's."""
 
     mask_token_id: int | None = None
     max_canvas_length: int | None = None
@@ -99,7 +98,7 @@ class Overrides:
 
 @dataclass(frozen=True)
 class Family:
-    """A released layout: its architectures, how to read its config, what its tensors are called."""
+    """A released layout: its architectures, how to read its config, and its tensor names."""
 
     name: str
     architectures: tuple[str, ...]
@@ -108,11 +107,11 @@ class Family:
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
-    """The class of transformers whose layers and tensor names these are, for ``capture``; it sees
-    what the network sees.
+    """The transformers class with these layers and tensor names, for ``capture``; uses the
+    network's mask.
     """
     block_preset: str | None = None
-    """The default preset of checkpoints whose attention goes by blocks, where it is another one."""
+    """The default preset for checkpoints with block-causal attention, if different."""
 
     def preset_for(self, network: NetworkSpec) -> str:
         """The default preset of a network of this family."""
@@ -125,13 +124,12 @@ class Family:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensor names that follow one pattern: ``layer`` is formatted with ``i``, ``names`` is by
-    module path inside a layer.
+    """Tensor names that follow one pattern.
 
-    ``.weight`` and ``.bias`` are left out of all, but of a parameter that has a name of its own.
-    Released matrices are ``[out, in]``, the denoiser's ``[in, out]``. A name with ``{e}`` is of
-    each expert's matrix; without its number, and without ``.weight``, that of one tensor ``[E, out,
-    in]``.
+    ``layer`` is formatted with ``i``; ``names`` maps module paths inside a layer to names without
+    ``.weight`` and ``.bias``, except for parameters with separate names. Released matrices are
+    ``[out, in]``, the denoiser's ``[in, out]``. A name with ``{e}`` is one expert's matrix. The
+    same name without ``.{e}`` and ``.weight`` is one tensor ``[E, out, in]`` for all experts.
     """
 
     embed: str
@@ -141,7 +139,7 @@ class Layout:
     head: str
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-        """Released tensors by parameter. Raises CheckpointError where experts lie in both forms."""
+        """Parameter -> released tensors. Raises CheckpointError if experts have both forms."""
         matrices = {
             linear.weight: linear for linear in network.linear_layers() if not linear.is_tied
         }
@@ -162,8 +160,8 @@ class Layout:
         )
         if together is not None and apart is not None:
             raise CheckpointError(
-                f"{checkpoint.path}: {apart} is one expert's and {together} is of all experts: two exports in one folder, or "
-                "one that was cut short. Export the checkpoint again."
+                f"{checkpoint.path}: {apart} has one expert and {together} has all experts: the folder has two exports, or "
+                "an incomplete one. Export the checkpoint again."
             )
         origins = {}
         for parameter, name in released.items():
@@ -179,7 +177,7 @@ class Layout:
         return origins
 
     def released(self, parameter: str) -> str:
-        """The name of a parameter's tensor; ``{e}`` in it stands for the number of an expert."""
+        """The name of a parameter's tensor; ``{e}`` in it means an expert's number."""
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
         if module in outside:

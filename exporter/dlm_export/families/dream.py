@@ -9,8 +9,8 @@ from dlm_export.families.base import Family, Overrides
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
-# Both were trained on canvases of 2048 tokens; max_position_embeddings still says what the Qwen2.5
-# they started from took.
+# Both were trained on canvases of 2048 tokens; max_position_embeddings is still that of the
+# original Qwen2.5.
 TRAINED_LENGTH = 2048
 
 

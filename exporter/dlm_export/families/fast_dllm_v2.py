@@ -1,8 +1,8 @@
 """Fast-dLLM v2 (arXiv:2509.26328): Qwen2.5's layout, block-causal attention, shift 1 inside a
 block.
 
-The network's logits are those of the tokens that follow, as Qwen2.5's are. Its tokenizer has the
-mask token among its added tokens, under no name.
+The logits predict the next token, as in Qwen2.5. The tokenizer's mask token is an added token
+without a name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     together = PRESETS[FAMILY.default_preset].sub_block_length
     if block % together:
         raise CheckpointError(
-            f"{checkpoint.config.path}: its loop decides {together} positions of a block at a time, which do not divide one of "
+            f"{checkpoint.config.path}: its loop decides {together} positions at a time, which does not divide a block of "
             f"{block}"
         )
     return trunk_network(

@@ -13,8 +13,8 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """The network of a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
-    # Its configuration class stands for OLMo's whole family: where these are not said, it builds
-    # another network.
+    # Its configuration class covers all of OLMo: without these settings it would build another
+    # network.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)
@@ -28,7 +28,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("layer_norm_with_affine", True)
     config.require("input_emb_norm", False)
     config.require("scale_logits", False)
-    # Settings of features that the lines above refuse.
+    # Settings of features that are rejected above.
     for without_effect in ("alibi_bias_max", "attention_layer_norm_with_affine"):
         config.get(without_effect)
     hidden_size = config.integer("d_model")
@@ -38,7 +38,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     )
     if hidden_size % heads or heads % kv_heads:
         raise CheckpointError(
-            f"{config.path}: d_model {hidden_size}, n_heads {heads} and n_kv_heads {kv_heads} do not divide"
+            f"{config.path}: d_model {hidden_size}, n_heads {heads} and n_kv_heads {kv_heads} do not divide evenly"
         )
     vocab_size = config.integer("embedding_size", default=config.integer("vocab_size"))
     tokens = special_tokens(checkpoint, vocab_size, overrides)

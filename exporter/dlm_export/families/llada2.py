@@ -1,10 +1,10 @@
-"""LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): Bailing-MoE's layer, seen by blocks of 32
-tokens, no shift.
+"""LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): Bailing-MoE's layer, blocks of 32 tokens, no
+shift.
 
-Queries, keys and values are one matrix, the heads of each behind those of the other; they are
-normed, then half of each head turns. Experts are chosen by sigmoid scores with a bias, among the
-best groups of them, and weighed without it. Config keys and tensor names are those of the released
-``LLaDA2MoeModelLM``.
+Queries, keys and values are one matrix: all query heads, then key heads, then value heads. They are
+normed, then half of each head is rotated. Experts are chosen by sigmoid scores plus a bias, among
+the best groups, and weighted without the bias. Config keys and tensor names are those of the
+released ``LLaDA2MoeModelLM``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlm_export.network.spec import (
     RouterSpec,
 )
 
-BLOCK_LENGTH = 32  # that all releases were trained by; their config.json does not say it
+BLOCK_LENGTH = 32  # all releases were trained with it; their config.json does not contain it
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
@@ -46,7 +46,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
     if heads % kv_heads:
         raise CheckpointError(
-            f"{config.path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+            f"{config.path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     hidden_size = config.integer("hidden_size")
     attention = AttentionSpec(
@@ -70,7 +70,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
-    """Whether a layer has a tensor of this name: config.json says of neither."""
+    """True if any layer has a tensor of this name, because config.json does not say."""
     return any(
         name.startswith("model.layers.") and name.endswith(f".{tensor}")
         for name in checkpoint.tensors
@@ -78,14 +78,14 @@ def _has(checkpoint: Checkpoint, tensor: str) -> bool:
 
 
 def _experts(config: Config, *, has_bias: bool) -> ExpertsSpec:
-    config.get("moe_router_enable_expert_bias")  # the tensor says it
+    config.get("moe_router_enable_expert_bias")  # decided by whether the tensor exists
     count, active = expert_counts(config)
     groups = config.integer("n_group", default=1, high=count)
     kept = config.integer("topk_group", default=groups, high=groups)
     if count % groups or (groups > 1 and count == groups) or active > count // groups * kept:
         raise CheckpointError(
-            f"{config.path}: num_experts {count} in n_group {groups}, of which topk_group {kept} count, do not give each token "
-            f"num_experts_per_tok {active}"
+            f"{config.path}: num_experts {count} in n_group {groups}, of which topk_group {kept} are active, cannot give each "
+            f"token num_experts_per_tok {active}"
         )
     size = config.integer("moe_intermediate_size")
     shared = config.integer("num_shared_experts", default=0, low=0, high=1 << 10)
@@ -126,8 +126,8 @@ LAYOUT = Layout(
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Denoiser parameter -> released tensors; queries, keys and values are rows of one, in this
-    order.
+    """Denoiser parameter -> released tensors; queries, keys and values are consecutive rows of one
+    tensor.
     """
     found = LAYOUT.origins(network, checkpoint)
     for i, layer in enumerate(network.layers):

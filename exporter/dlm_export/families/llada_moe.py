@@ -1,9 +1,9 @@
 """LLaDA-MoE 7B-A1B (arXiv:2509.24389): OLMoE's layer with q/k norms, 8 of 64 experts, full
 attention, no shift.
 
-A token's weights are its best scores as they are, which do not add up to 1; a bias, where a
-checkpoint has one, is added to scores and so to weights. Config keys and tensor names are those of
-the released ``LLaDAMoEModelLM``.
+A token's weights are its best scores, which are not normalised. If a checkpoint has a bias, it is
+added to scores and weights. Config keys and tensor names are those of the released
+``LLaDAMoEModelLM``.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("moe_router_score_function", "softmax")
     for unread in ("router_num_group", "router_topk_group", "routed_scaling_factor"):
         config.require(unread, 1, 1.0)
-    config.get("router_aux_loss_coef")  # of training
+    config.get("router_aux_loss_coef")  # used in training only
     hidden_size = config.integer("hidden_size")
     heads = config.integer("num_attention_heads", high=4096)
     kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
     if hidden_size % heads or heads % kv_heads:
         raise CheckpointError(
             f"{config.path}: hidden_size {hidden_size}, num_attention_heads {heads} and num_key_value_heads {kv_heads} do not "
-            "divide"
+            "divide evenly"
         )
     qk_norm = config.flag("qk_layernorm")
     attention = AttentionSpec(
@@ -54,7 +54,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
-    """One a layer: ``moe_layer_freq`` has a 0 for a dense one."""
+    """The MLP of each layer; ``moe_layer_freq`` is 0 for dense ones."""
     count, active = expert_counts(config)
     bias = "weights" if config.flag("moe_router_enable_expert_bias") else None
     shared = config.integer("shared_expert_intermediate_size", default=0, low=0)

@@ -1,7 +1,7 @@
-"""What families of every layout read the same way from a config: special ids and rotary positions.
+"""Reads special tokens and rotary positions from configs, for families of every layout.
 
-Values that change what the network computes are read in every spelling that releases use, or
-refused; none is guessed.
+Values that change the network's function are read in every released spelling or rejected, never
+guessed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dlm_export.network.spec import Rope
 
 
 def read_rope(config: Config) -> Rope:
-    """Rotary positions, in the spelling of transformers 4 or of 5. Raises CheckpointError for a
-    missing or unknown one.
+    """Rotary positions, in the spelling of transformers 4 or 5. Raises CheckpointError for missing
+    or unknown values.
 
-    4.x writes ``rope_theta``, ``rope_scaling`` (``type`` or ``rope_type``) and
-    ``partial_rotary_factor`` beside each other; 5.x puts all into ``rope_parameters``, which may be
-    an object of objects, one a layer type
+    Version 4 writes ``rope_theta``, ``rope_scaling`` (``type`` or ``rope_type``) and
+    ``partial_rotary_factor`` as separate keys. Version 5 writes all into ``rope_parameters``, which
+    may contain one object per layer type
     (https://huggingface.co/docs/transformers/internal/rope_utils).
     """
     said: dict[str, Any] = {}
@@ -31,7 +31,7 @@ def read_rope(config: Config) -> Rope:
             said[key] = value
     for key in ("rope_scaling", "rope_parameters"):
         values = config.get(key)
-        if values is None or values is False:  # RND1 is released with rope_scaling false
+        if values is None or values is False:  # RND1 was released with rope_scaling false
             continue
         if not isinstance(values, dict):
             raise CheckpointError(
@@ -51,7 +51,7 @@ def read_rope(config: Config) -> Rope:
             if name in said and said[name] != value:
                 both = f"{reprlib.repr(said[name])} and, in {key}, {reprlib.repr(value)}"
                 raise CheckpointError(
-                    f"{config.path}: {name} is {both}: leave the one that was trained with"
+                    f"{config.path}: {name} is {both}: keep only the value used in training"
                 )
             said[name] = value
     kind = said.pop("rope_type", "default")
@@ -72,11 +72,11 @@ def read_rope(config: Config) -> Rope:
     if said:
         unknown = ", ".join(map(reprlib.repr, said))
         raise CheckpointError(
-            f"{config.path}: {unknown} of rope_scaling or rope_parameters is not known"
+            f"{config.path}: {unknown} in rope_scaling or rope_parameters is not supported"
         )
     if rope.fraction > 1:
         raise CheckpointError(
-            f"{config.path}: partial_rotary_factor {rope.fraction} is more than the whole head"
+            f"{config.path}: partial_rotary_factor {rope.fraction} is greater than 1"
         )
     return rope
 
@@ -93,10 +93,9 @@ class SpecialTokens:
 def special_tokens(
     checkpoint: Checkpoint, vocab_size: int, overrides: Overrides, mask_text: str | None = None
 ) -> SpecialTokens:
-    """Find the special ids; never guess the mask token. ``mask_text``: the mask token of releases
-    that give it no name.
+    """Find the special token ids; the mask token is never guessed.
 
-    Raises CheckpointError.
+    ``mask_text``: the mask token's text, for releases that do not name it. Raises CheckpointError.
     """
     config = checkpoint.config
     mask = overrides.mask_token_id
@@ -139,27 +138,27 @@ def special_tokens(
 
 
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
-    """The length of an answer, as generation_config.json has it in max_new_tokens; None where it
-    says none, or one that leaves a canvas of the ``longest`` length no room for a prompt.
+    """Answer length, max_new_tokens in generation_config.json; ``None`` if missing, or if it leaves no
+    room for a prompt on a canvas of ``longest`` tokens.
 
-    Raises CheckpointError for what is no number of tokens.
+    Raises CheckpointError for an invalid number.
     """
     found = checkpoint.optional_json("generation_config.json").get("max_new_tokens")
     if found is None:
         return None
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise CheckpointError(
-            f"{checkpoint.path / 'generation_config.json'}: max_new_tokens {reprlib.repr(found)} is no number of tokens, 1 or "
-            "more: correct it, or leave it out"
+            f"{checkpoint.path / 'generation_config.json'}: max_new_tokens {reprlib.repr(found)} must be at least 1: "
+            "correct or remove it"
         )
     return found if found < longest else None
 
 
 def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str | None:
-    """A name that generation_config.json gives under ``key``, such as the layout of JSON text; None
-    if it has none.
+    """A name that generation_config.json gives under ``key``, such as the layout of JSON text; ``None``
+    without it.
 
-    Raises CheckpointError for a name that is not ``known``.
+    Raises CheckpointError if the name is not in ``known``.
     """
     found = checkpoint.optional_json("generation_config.json").get(key)
     if found is None:
@@ -172,17 +171,16 @@ def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str
 
 
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
-    """The tokens of a block that sees itself and those before it: as the user says, else as
-    config.json has it under ``key``.
+    """The block length of block-causal attention: the user's, else ``key`` of config.json.
 
-    Raises CheckpointError where neither says it, and for a length below 1.
+    Raises CheckpointError if both are missing, and for a length below 1.
     """
     config = checkpoint.config
     found = config.get(key)
     if overrides.attention_block is None and found is None:
         raise CheckpointError(
             f"{config.path}: {key} is missing, and a guess would change what the network computes. Pass --attention-block with "
-            "the length of the blocks that it was trained by."
+            "the block length used in training."
         )
     return (
         overrides.attention_block if overrides.attention_block is not None else config.integer(key)
@@ -190,19 +188,19 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
 
 
 def _named_id(checkpoint: Checkpoint, name: str) -> int | None:
-    """The id of a special token that tokenizer_config.json names."""
+    """The id of a special token named in tokenizer_config.json."""
     token = checkpoint.optional_json("tokenizer_config.json").get(name)
     return _id_of(checkpoint, token.get("content") if isinstance(token, dict) else token)
 
 
 def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
-    """The id of an added token, by the table in tokenizer_config.json or by added_tokens.json."""
+    """The id of an added token, from tokenizer_config.json or added_tokens.json."""
     if not isinstance(text, str):
         return None
     added = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
     for number, entry in added.items() if isinstance(added, dict) else []:
         if isinstance(entry, dict) and entry.get("content") == text:
-            # Ten digits are no token id, and thousands of them more than int() takes.
+            # Ten digits are too large for a token id, and int() rejects thousands of digits.
             return int(number) if number.isdecimal() and len(number) < 10 else None
     found = checkpoint.optional_json("added_tokens.json").get(text)
     return found if isinstance(found, int) else None

@@ -1,6 +1,4 @@
-"""RND1 30B-A3B: Qwen3-MoE's layer and names, full attention, shift 1. Its weights are Qwen3-MoE's,
-trained on to denoise.
-"""
+"""RND1 30B-A3B: Qwen3-MoE's layer, names and initial weights, full attention, shift 1."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""SDAR (arXiv:2510.06303): Qwen3's layout, or Qwen3-MoE's, block-causal attention in blocks of 4 to
-64 tokens, no shift.
+"""SDAR (arXiv:2510.06303): the layout of Qwen3 or Qwen3-MoE, block-causal attention in blocks of 4
+to 64 tokens, no shift.
 
-Some releases leave the block's length out of config.json; ``--attention-block`` says it then.
+Some releases do not give the block length in config.json; ``--attention-block`` is then needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dlm_export.network.spec import NetworkSpec
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """The network of a released SDAR config.json. Raises CheckpointError."""
     checkpoint.config.require("attention_bias", False)
-    checkpoint.config.get("fuse_cross_entropy")  # of training
+    checkpoint.config.get("fuse_cross_entropy")  # used in training only
     block = block_length(checkpoint, "block_size", overrides)
     return trunk_network(
         checkpoint, overrides, "sdar", qkv_bias=False, qk_norm=True, block_length=block
@@ -25,7 +25,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 def read_mixture(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """The network of a released SDAR-MoE config.json. Raises CheckpointError."""
-    checkpoint.config.get("fuse_cross_entropy")  # of training
+    checkpoint.config.get("fuse_cross_entropy")  # used in training only
     return mixture_network(
         checkpoint,
         overrides,

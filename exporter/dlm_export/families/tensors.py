@@ -15,23 +15,23 @@ from dlm_export.families.base import Origin
 from dlm_export.network.spec import NetworkSpec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_LISTED = 8  # names shown of each kind of tensor error
+_LISTED = 8  # most names shown per kind of error
 
 
 class Tensors:
-    """A checkpoint's tensors under the denoiser's parameter names, checked by name, type and shape.
+    """A checkpoint's tensors by the denoiser's parameter names, checked by name, type and shape.
 
-    ``quantised``: parameter -> modelopt's algorithm, for the matrices that are stored quantised.
-    ``notes`` says in sentences what the checkpoint holds and is not used as it stands.
+    ``quantised``: parameter -> modelopt's algorithm, for matrices that are stored quantised.
+    ``notes`` describes tensors that are unused or unexpected.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
     ) -> None:
-        """``origins``: of each of the network's parameters.
+        """``origins``: the origin of each of the network's parameters.
 
-        Raises CheckpointError that names every missing, extra, wrongly typed and wrongly shaped
-        tensor.
+        Raises CheckpointError that names every tensor that is missing, extra, or of the wrong type
+        or shape.
         """
         self.checkpoint = checkpoint
         self.shapes = network.parameters()
@@ -45,7 +45,8 @@ class Tensors:
                 algorithm = prequantised.algorithm_of(checkpoint, piece.tensor)
                 if algorithm is not None and origin.whole is None:
                     raise CheckpointError(
-                        f"{checkpoint.path}: {piece.tensor} is quantised, and only a part of {parameter}: not read. "
+                        f"{checkpoint.path}: {piece.tensor} is quantised and only a part of {parameter}, which is "
+                        "not supported. "
                         "Use the checkpoint that is not quantised."
                     )
                 if algorithm is not None:
@@ -63,7 +64,7 @@ class Tensors:
         return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _expected(self) -> dict[str, Expected]:
-        """Every tensor that the denoiser reads, by its released name."""
+        """Every tensor that the denoiser reads, by released name."""
         expected: dict[str, Expected] = {}
         read: dict[str, list[tuple[int, int]]] = {}  # rows of tensors that several parameters share
         for parameter, origin in self.origins.items():
@@ -74,7 +75,7 @@ class Tensors:
                     origin.whole, self.quantised[parameter], inputs, outputs
                 )
                 continue
-            if origin.is_stacked:  # thousands of experts, all alike
+            if origin.is_stacked:  # thousands of experts, all with one shape
                 (shape, *_) = origin.shapes(self.shapes[parameter])
                 expected |= dict.fromkeys(
                     (piece.tensor for piece in origin.pieces),
@@ -132,7 +133,7 @@ class Tensors:
                 ("not known", extra),
                 ("of the wrong type", mistyped),
                 ("of the wrong shape", misshaped),
-                ("that NVFP4's groups do not divide", self._undivided()),
+                ("whose inputs are not a multiple of NVFP4's group size", self._undivided()),
             )
             if names
         ]
@@ -141,7 +142,7 @@ class Tensors:
         self._note(cache)
 
     def _undivided(self) -> list[str]:
-        """NVFP4 matrices whose inputs no whole number of groups covers."""
+        """NVFP4 matrices whose number of inputs is not a multiple of the group size."""
         return [
             f"{self.origins[parameter].whole} has {self.shapes[parameter][0]} inputs"
             for parameter, algorithm in self.quantised.items()
@@ -153,7 +154,7 @@ class Tensors:
         if cache:
             kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
             self.notes.append(
-                f"{len(cache)} scales of a quantised {kind}cache are not used, keys and values stay in full precision: "
+                f"{len(cache)} scales of a quantised {kind}cache are not used; keys and values stay in full precision: "
                 f"{_some(cache)}"
             )
         kept = prequantised.not_excluded(
@@ -161,7 +162,7 @@ class Tensors:
         )
         if said is not None and kept:
             self.notes.append(
-                f"{len(kept)} matrices are in full precision, which {said.path.name} does not say: {_some(kept)}"
+                f"{len(kept)} matrices are in full precision, although {said.path.name} does not exclude them: {_some(kept)}"
             )
 
 

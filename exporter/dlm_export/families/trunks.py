@@ -1,5 +1,5 @@
-"""The trunk that Llama, Qwen2 and Qwen3 share: tensor names and config keys, which most conversions
-to denoisers keep.
+"""The trunk shared by Llama, Qwen2 and Qwen3: tensor names and config keys, kept by most denoisers
+derived from them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXPERT_NAMES = {
     "mlp.experts.up": "mlp.experts.{e}.up_proj",
     "mlp.experts.down": "mlp.experts.{e}.down_proj",
 }
-"""What most releases call a router and its experts."""
+"""Common names of a router and its experts in releases."""
 
 MIXTURE = replace(TRUNK, names=TRUNK.names | EXPERT_NAMES)
 """Tensor names of transformers' Qwen3-MoE."""
@@ -64,11 +64,11 @@ def trunk_network(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """The network of a config.json under the keys of transformers' Llama, Qwen2 or Qwen3. Raises
+    """Read a config.json with the keys of transformers' Llama, Qwen2 or Qwen3. Raises
     CheckpointError.
 
-    ``block_length`` None: full attention. ``longest``: tokens of the canvases that it was trained
-    on, if fewer than its positions. ``mask_text``: see ``special_tokens``.
+    ``block_length`` ``None`` means full attention. ``longest``: canvas length used in training, if
+    shorter than its positions. ``mask_text``: see ``special_tokens``.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three classes
@@ -101,7 +101,7 @@ def network_of(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """``layers`` between what stands around them under the keys that most releases share. Raises
+    """Complete ``layers`` with the rest of the network, from keys that most releases share. Raises
     CheckpointError.
 
     ``longest`` and ``mask_text``: see ``trunk_network``.
@@ -136,9 +136,7 @@ def mixture_network(
     block_length: int | None = None,
     shift: int = 0,
 ) -> NetworkSpec:
-    """The network of a config.json under the keys of transformers' Qwen3-MoE. Raises
-    CheckpointError.
-    """
+    """Read a config.json with the keys of transformers' Qwen3-MoE. Raises CheckpointError."""
     config = checkpoint.config
     config.require("attention_bias", False)
     for of_training in ("router_aux_loss_coef", "output_router_logits"):
@@ -153,7 +151,7 @@ def mixture_network(
         shift=shift,
     )
     count, active = expert_counts(config)
-    router = RouterSpec(renormalise=config.flag("norm_topk_prob"))  # false is the class's default
+    router = RouterSpec(renormalise=config.flag("norm_topk_prob"))  # the class's default is false
     experts = ExpertsSpec(count, active, config.integer("moe_intermediate_size"), router=router)
     step = config.integer("decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers") or []
@@ -169,9 +167,7 @@ def mixture_network(
 
 
 def expert_counts(config: Config) -> tuple[int, int]:
-    """How many experts there are, and how many of them a token is routed to. Raises
-    CheckpointError.
-    """
+    """The number of experts, and of active experts per token. Raises CheckpointError."""
     count = config.integer("num_experts", low=2, high=1 << 16)
     return count, config.integer("num_experts_per_tok", high=count)
 
@@ -181,7 +177,7 @@ def _attention(
 ) -> AttentionSpec:
     config.require("hidden_act", "silu")
     config.require("use_sliding_window", False)
-    config.get("sliding_window")  # read, and without effect where use_sliding_window is false
+    config.get("sliding_window")  # has no effect if use_sliding_window is false
     config.require("use_mrope", False)
     config.require("mlp_bias", False)
     kinds = config.get("layer_types")
@@ -199,7 +195,7 @@ def _attention(
     if heads % kv_heads or (config.get("head_dim") is None and hidden_size % heads):
         raise CheckpointError(
             f"{config.path}: hidden_size {hidden_size}, num_attention_heads {heads} and num_key_value_heads {kv_heads} "
-            "do not divide"
+            "do not divide evenly"
         )
     visibility = "full" if block_length is None else "block"
     rope = read_rope(config)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a denoiser's parameters: read one at a time, or loaded into torch."""
+"""Reads a checkpoint's tensors as a denoiser's parameters, one at a time or into torch modules."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dlm_export.network.denoiser import Denoiser, cosines_and_sines
 from dlm_export.network.layered import Layered
 from dlm_export.network.spec import NetworkSpec
 
-LARGE_TENSOR = 1 << 20  # elements; smaller ones leave no holes worth a call
-# Bit patterns; those above infinity are NaN.
+LARGE_TENSOR = 1 << 20  # elements; freeing smaller tensors does not return memory worth a call
+# Bit masks; magnitudes greater than infinity are NaN.
 _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
@@ -36,14 +36,14 @@ class Weights(Tensors):
         """See ``Tensors``."""
         super().__init__(checkpoint, network, origins)
         self._opened: tuple[str, torch.Tensor] | None = None
-        self._viewed: set[str] = set()  # parameters whose values were found to be numbers
+        self._viewed: set[str] = set()  # parameters already checked for NaN and infinity
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """One parameter as an array of ``dtype``; a quantised matrix as the values that its codes
-        stand for.
+        """One parameter as an array of ``dtype``; a quantised matrix is dequantised.
 
-        All of it is C-contiguous, and put together from parts, beside which nothing large is held.
-        Raises CheckpointError if a weight is NaN or infinite, or leaves the range of ``dtype``.
+        A whole parameter is C-contiguous and assembled from parts, so no second large array is
+        needed. Raises CheckpointError if a weight is NaN, infinite, or outside the range of
+        ``dtype``.
         """
         if at:
             return self._part(parameter, dtype, at)
@@ -62,7 +62,7 @@ class Weights(Tensors):
             if self.origins[parameter].is_stacked
             else self._tensor(parameter)[at]
         )
-        # Take the bits as they are in the file, without a detour through fp32.
+        # Use the file's bits directly, without converting to fp32 and back.
         if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:
             bits = _bits(tensor)
             if (bits & _BF16_MAGNITUDE).max(initial=0) >= _BF16_INFINITY:
@@ -87,13 +87,15 @@ class Weights(Tensors):
         return tensor
 
     def _refuse(self, parameter: str, dtype: np.dtype) -> NoReturn:
-        """CheckpointError for a parameter that holds what ``dtype`` does not."""
+        """Raises CheckpointError for a parameter with values that ``dtype`` cannot hold."""
         pieces = self.origins[parameter].pieces
         for piece in pieces:
             bad = int((~self._piece(piece).isfinite()).sum())
             if bad:
                 file = self.checkpoint.tensors[piece.tensor].file
-                raise CheckpointError(f"{file}: {piece.tensor} holds {bad} NaN or infinite weights")
+                raise CheckpointError(
+                    f"{file}: {piece.tensor} contains {bad} NaN or infinite weights"
+                )
         largest = max(float(self._piece(piece).abs().max()) for piece in pieces)
         raise CheckpointError(
             f"{pieces[0].tensor}: weights up to {largest:.3g} do not fit {dtype} "
@@ -101,10 +103,9 @@ class Weights(Tensors):
         )
 
     def stored(self, parameter: str) -> StoredQuantised | None:
-        """A quantised matrix's codes and scales as they lie in the checkpoint, ``[in, out]``; None
-        in full precision.
+        """A quantised matrix's codes and scales as stored, ``[in, out]``; ``None`` in full precision.
 
-        Raises CheckpointError for scales and codes that are no numbers.
+        Raises CheckpointError for scales or codes that are not valid numbers.
         """
         algorithm = self.quantised.get(parameter)
         if algorithm is None:
@@ -114,8 +115,8 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """A parameter as it is stored, mapped where it is one whole tensor; the last one stays at
-        hand for its parts.
+        """A parameter as stored, memory-mapped if it is one whole tensor; the last one is kept for
+        further parts.
         """
         opened = self._opened
         if opened is not None and opened[0] == parameter:
@@ -131,9 +132,7 @@ class Weights(Tensors):
         return tensor
 
     def _stack(self, parameter: str, at: Index) -> torch.Tensor:
-        """A part of a parameter whose entries are tensors of their own: those outside of it are not
-        opened.
-        """
+        """A part of a parameter whose entries are separate tensors; opens only these tensors."""
         origin = self.origins[parameter]
         pieces = [self._piece(piece) for piece in origin.pieces[at[0]]]
         return torch.stack([(piece.mT if origin.transpose else piece)[at[1:]] for piece in pieces])
@@ -149,7 +148,9 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _as_fp32(tensor: torch.Tensor) -> np.ndarray:
-    """In the tensor's order of memory. Torch would start threads of its own in each of ours."""
+    """Convert to fp32 in the tensor's memory order. Uses numpy, because torch would start more
+    threads in each of ours.
+    """
     if tensor.dtype != torch.bfloat16:
         array: np.ndarray = tensor.numpy().astype(np.float32, copy=False)
         return array
@@ -165,24 +166,23 @@ def _largest(dtype: np.dtype) -> float:
 def tensor(
     weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A parameter, or ``rows`` of its first axis, in ``dtype`` on the CPU; where it lies like that
-    in a file, that itself.
+    """A parameter, or ``rows`` of its first axis, in ``dtype`` on the CPU. Do not write to it.
 
-    ``dtype`` None: as it is stored, fp32 where it has to be computed. Not to be written to. Raises
-    CheckpointError.
+    Returns the memory-mapped tensor if its type matches. ``dtype`` ``None``: as stored, or fp32 if it
+    must be computed. Raises CheckpointError.
     """
     found = weights.view(parameter)
     if found is not None and rows is not None:
         found = found[rows]
         return found if dtype is None else found.to(dtype)
-    if rows is not None and len(rows) == 1:  # an expert, of whose stack nothing else is read
+    if rows is not None and len(rows) == 1:  # an expert: read only its part of the stack
         row = int(rows[0])
         part = torch.from_numpy(
             np.ascontiguousarray(weights.read(parameter, FP32, (slice(row, row + 1),)))
         )
         return part if dtype is None else part.to(dtype)
     if found is not None and dtype == torch.float32:
-        found = found.to(dtype)  # in its order of memory
+        found = found.to(dtype)  # keeps its memory order
     elif found is None or dtype not in (None, found.dtype):
         if dtype == torch.bfloat16:
             found = torch.from_numpy(weights.read(parameter, BFLOAT16).view(np.int16)).view(
@@ -194,7 +194,7 @@ def tensor(
 
 
 def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
-    """The parameters as a torch ``Denoiser`` of ``dtype`` on the CPU, in evaluation mode."""
+    """Load the parameters into a torch ``Denoiser`` of ``dtype`` on the CPU, in evaluation mode."""
     with torch.device("meta"):
         denoiser = Denoiser(network)
     state = {}
@@ -216,5 +216,5 @@ def layered(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Layered:
-    """A denoiser's parameters to be read a layer at a time; see ``Layered``."""
+    """A denoiser whose parameters are read layer by layer; see ``Layered``."""
     return Layered(functools.partial(tensor, weights), network, dtype, device)

@@ -1,4 +1,4 @@
-"""How the body of a function is written: operators one after the other, a loop among them."""
+"""Builds the body of an ONNX function, operator by operator, including loops."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Body:
         self.nodes: list[ir.Node] = []
 
     def op(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """The result of one operator."""
+        """Add an operator and return its result."""
         return self.several(1, op_type, *inputs, **attributes)[0]
 
     def several(
         self, count: int, op_type: str, *inputs: ir.Value | None, **attributes: Any
     ) -> Sequence[ir.Value]:
-        """The results of an operator that has ``count`` of them."""
+        """Add an operator with ``count`` results and return them."""
         node = ir.node(op_type, list(inputs), attributes, num_outputs=count)
         self.nodes.append(node)
         return node.outputs
@@ -55,14 +55,14 @@ class Body:
         return low, self.op("BitShift", stored, self.constant(np.uint8(4)), direction="RIGHT")
 
     def attribute(self, name: str, kind: ir.AttributeType) -> ir.Value:
-        """An attribute of the call, as the tensor that ``Constant`` makes of it."""
+        """An attribute of the call, as a tensor."""
         key = {ir.AttributeType.INT: "value_int", ir.AttributeType.INTS: "value_ints"}[kind]
         node = ir.Node("", "Constant", [], [ir.Attr(key, kind, None, ref_attr_name=name)])
         self.nodes.append(node)
         return node.outputs[0]
 
     def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
-        """A function of ours; ``attributes`` are its own, of which empty ones are left out."""
+        """Call one of our functions; ``attributes`` maps its names to the caller's, if not empty."""
         types = {"columns": ir.AttributeType.INTS, "group_size": ir.AttributeType.INT}
         named = {name: own for name, own in attributes.items() if own}
         given = [ir.Attr(name, types[name], None, ref_attr_name=own) for name, own in named.items()]
@@ -86,9 +86,7 @@ class Body:
 
 
 class LoopBody(Body):
-    """What a loop does once: it has its turn's number and a value that it carries on, and reads
-    what stands outside.
-    """
+    """The body of a loop, with the iteration number and a carried value; may read outer values."""
 
     def __init__(self) -> None:
         super().__init__("loop", "turn goes_on carried")
@@ -97,9 +95,11 @@ class LoopBody(Body):
         self._goes_on.type, self._goes_on.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
 
     def run(self, outside: Body, turns: ir.Value, first: ir.Value, last: ir.Value) -> ir.Value:
-        """What is carried at the end, where ``first`` is at the start and ``last`` behind a turn."""
+        """Run the loop; ``first`` is the carried value before it and ``last`` after each iteration.
+        Returns the final one.
+        """
         goes_on = self.op("Identity", self._goes_on)
         for number, value in enumerate(value for node in self.nodes for value in node.outputs):
-            value.name = f"loop.{number}"  # names of what stands outside are not hidden
+            value.name = f"loop.{number}"  # must not shadow names outside the loop
         graph = ir.Graph(self.inputs, [goes_on, last], nodes=self.nodes, name=self.name)
         return outside.op("Loop", turns, None, first, body=graph)

@@ -1,4 +1,4 @@
-"""Attention of a graph for a CPU whose cached rows are stored in fp16 or INT8."""
+"""Rewrites attention for CPUs so that cached rows are stored in fp16 or INT8."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ _TYPES = {
 
 
 class CacheError(DlmError):
-    """A graph whose attention takes no cache of this type."""
+    """The graph's attention does not support this cache type."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 def row_of(cache_dtype: str, head_size: int) -> tuple[ir.DataType, int]:
-    """The element type of a row as a port has it, and how many elements it has."""
+    """The element type of a cached row in the graph, and its number of elements."""
     element_bytes, scale_bytes = CACHE_ROWS[cache_dtype]
     return _TYPES[cache_dtype], head_size + scale_bytes // element_bytes
 
 
 def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
-    """Rewrite a fused graph in place: its attention, and the ports of its cache. ``plain``: see
-    ``Fused``.
+    """Rewrite a fused graph in place: its attention and the types of its cache ports.
 
-    Raises CacheError for attention that was not fused.
+    ``plain``: see ``Fused``. Raises CacheError if some attention was not fused.
     """
     model = traced.model
     for node in list(model.graph):
         if node.op_type == "Attention":
             path = node.metadata_props[LAYER_KEY]
             raise CacheError(
-                f"--cache-dtype: the attention of {path} keeps plain operators, which read keys and values as they are "
-                f"computed ({plain[path]}). Leave --cache-dtype out."
+                f"--cache-dtype: the attention of {path} was not fused ({plain[path]}), so its cache cannot be stored "
+                f"in another type. Omit --cache-dtype."
             )
         if node.op_type in functions.ATTENTION and node.domain == DOMAIN:
             node.op_type = f"{functions.STORED[cache_dtype]}{node.op_type}"

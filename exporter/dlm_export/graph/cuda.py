@@ -1,6 +1,6 @@
-"""What ONNX Runtime's CUDA provider runs, of what device graphs are written in.
+"""Operators of device graphs that ONNX Runtime's CUDA provider can run.
 
-By ``docs/OperatorKernels.md`` of ONNX Runtime, and the kernels in
+Source: ``docs/OperatorKernels.md`` of ONNX Runtime, and the kernels in
 ``libonnxruntime_providers_cuda.so`` of onnxruntime-gpu 1.31.1.
 """
 
@@ -13,10 +13,10 @@ from dlm_export.graph.trace import Graph
 from dlm_export.targets import TargetError
 
 QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
-"""INT8 and INT4 weights by fp16, bf16 and fp32, in blocks of 16 to 128."""
+"""INT8 and INT4 weights times fp16, bf16 and fp32, in blocks of 16 to 128."""
 
-# Operators of opset 23 with kernels for fp16, bf16 and fp32, or here for integers alone; TopK and
-# Log have none for bf16, and are of fp32 in every graph.
+# Operators of opset 23 with kernels for fp16, bf16 and fp32 (some are used with integers only).
+# TopK and Log have no bf16 kernels, but every graph uses them in fp32.
 KERNELS = frozenset(
     [
         "Add",
@@ -52,7 +52,7 @@ KERNELS = frozenset(
 
 
 def check_operators(graph: Graph) -> None:
-    """TargetError that names operators without a kernel, which would be left to the CPU."""
+    """Raises TargetError that names operators without a CUDA kernel; they would run on the CPU."""
     lacking: Counter[str] = Counter()
     for node in graph.model.graph:
         if (node.domain, node.op_type) != QUANTISED and (
@@ -62,5 +62,5 @@ def check_operators(graph: Graph) -> None:
     if lacking:
         listed = ", ".join(f"{count} {name}" for name, count in sorted(lacking.items()))
         raise TargetError(
-            f"target cuda: ONNX Runtime's CUDA provider has no kernel for {listed} of this denoiser's graph"
+            f"target cuda: ONNX Runtime's CUDA provider has no kernel for {listed} in this denoiser's graph"
         )

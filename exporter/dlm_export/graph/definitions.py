@@ -1,8 +1,9 @@
-"""The definitions of torch's operators in ONNX's that a denoiser's trace needs, and no others.
+"""Limits torch.onnx to the ONNX definitions that a denoiser's trace needs.
 
-For every trace torch.onnx parses the Python source of some 500 of them, which takes a fifth of the
-time; a denoiser is made of a few dozen. A new operator in ``network.denoiser`` that has a
-definition belongs on the list: without it torch takes the operator apart, or refuses it by name.
+For every trace, torch.onnx parses the Python source of about 500 definitions, which takes a fifth
+of the time; a denoiser needs a few dozen. If ``network.denoiser`` uses a new operator that has a
+definition, add it to the list. Otherwise torch decomposes the operator or raises an error that
+names it.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ OPERATORS = frozenset(
 
 
 class _Chosen(registration.Registry):
-    """What torch.onnx asks a registry for, of those in another one."""
+    """The part of a torch.onnx registry that a trace needs."""
 
     def __init__(self, whole: registration.Registry) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._whole = whole
 
     def items(self) -> Generator[tuple[str, registration.OverloadedFunction], None, None]:
-        """Name and definition of each that is needed, and of all that are no operators of torch."""
+        """Yield the names and definitions of needed operators, and of all non-torch functions."""
         for name, found in self._whole.items():
             if not name.startswith("aten::") or name in OPERATORS:
                 yield name, found
@@ -79,7 +80,7 @@ class _Chosen(registration.Registry):
 
 @contextlib.contextmanager
 def few() -> Iterator[None]:
-    """While open, torch.onnx sees these definitions alone."""
+    """While open, torch.onnx sees only the needed definitions."""
     # This import fills the default registry.
     importlib.import_module("onnxscript.function_libs.torch_lib.ops")
     whole = registration.default_registry

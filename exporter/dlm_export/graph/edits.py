@@ -1,4 +1,4 @@
-"""Edits of graphs that several rewriters make: new initialisers, and values replaced."""
+"""Graph edits that several rewriters share: add initialisers, replace values."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import onnx_ir as ir
 
 
 def initialiser(graph: ir.Graph, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
-    """Add an initialiser whose values ``write_graph`` will ask for."""
+    """Add an initialiser; ``write_graph`` asks for its values later."""
     value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
     graph.initializers[name] = value
     return value
 
 
 def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
-    """The small initialiser of this name, which the graph's own file holds; it is added once."""
+    """The small initialiser of this name, added if missing; its values are in the graph file."""
     if name not in graph.initializers:
         tensor = ir.tensor(np.asarray(array), name=name)
         shape, dtype = ir.Shape(np.shape(array)), ir.TensorType(tensor.dtype)
@@ -25,13 +25,13 @@ def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 
 def take_place(new: ir.Value, old: ir.Value) -> None:
-    """Let ``new`` take the name, the type and all uses of ``old``."""
+    """Give ``new`` the name, the type and all uses of ``old``."""
     kept, new.shape, new.type = old.name, old.shape, old.type
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     new.name, old.name = kept, None
 
 
 def replace(graph: ir.Graph, node: ir.Node, new: ir.Value) -> None:
-    """Let ``new`` take the place of a node's only result, and remove the node."""
+    """Replace a node's only output with ``new``, and remove the node."""
     take_place(new, node.outputs[0])
     graph.remove(node, safe=True)

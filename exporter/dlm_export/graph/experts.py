@@ -1,9 +1,9 @@
-"""Mixtures of experts in a traced graph: each is one node, whose weights are laid out here.
+"""Lays out the weights of mixtures of experts in a traced graph.
 
-A traced node has stacks ``[E, K, N]`` as they are. On a CPU (``lay_out``) only the chosen experts
-are computed, and all three stacks of a mixture are in one format, which a function takes in its own
-order: fp32, INT8 or INT4, which have kernels; FP8 or NVFP4, which are simulated. On a GPU
-(``spread``) all experts are computed, as one gated MLP of all their features.
+A traced mixture is one node with stacks ``[E, K, N]``. On a CPU (``lay_out``) only the chosen
+experts are computed, and all three stacks of a mixture have the same format. FP32, INT8 and INT4
+have kernels; FP8 and NVFP4 are simulated. On a GPU (``spread``) all experts are computed, as one
+wide gated MLP.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _Mixture = tuple[LinearSpec, LinearSpec, LinearSpec]
 
 @dataclass(frozen=True)
 class StackPart:
-    """What an initialiser holds of the experts of a layer: ``panels``, ``panel_scales``, ``codes``,
-    ``scales``, ``global_scale``, or ``wide``: all matrices as one (``join``).
+    """The contents of an initialiser: a layer, and a part of its experts' weights.
+
+    ``part`` is ``panels``, ``panel_scales``, ``codes``, ``scales``, ``global_scale``, or ``wide``:
+    all matrices joined (``join``).
     """
 
     layer: str
@@ -39,7 +41,7 @@ class StackPart:
 
 
 def function_of(name: str) -> str | None:
-    """The function that computes experts in a layer format of recipes; None: there is none."""
+    """The function that computes experts in a layer format of recipes, or ``None``."""
     chosen = FORMATS[name]
     if chosen.weights == "nvfp4" and chosen.activations is None:
         return "NVFP4WeightExperts"
@@ -49,7 +51,7 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """The mixtures of a traced graph; whoever replaces them drops their function too."""
+    """Yield the mixtures of a traced graph, to be replaced; removes their function from the model."""
     by_path = {mixture[0].path.removesuffix(".gate"): mixture for mixture in network.mixtures()}
     for node in list(model.graph):
         if node.op_type == MIXTURE and node.domain == DOMAIN:
@@ -60,11 +62,11 @@ def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mi
 def lay_out(
     model: ir.Model, network: NetworkSpec, formats: Mapping[str, str], amax: Mapping[str, float]
 ) -> dict[str, StackPart]:
-    """Give every mixture of an fp32 graph weights in the format of its layers, in place; what its
-    new initialisers hold.
+    """Give every mixture of an fp32 graph weights in the format of its layers, in place.
 
-    ``formats``: layer -> format, the same for the three stacks of a mixture; those left out are in
-    fp32. ``amax``: ranges of their inputs, where the format rounds these by one.
+    ``formats``: layer -> format, equal for the three stacks of a mixture; others stay in fp32.
+    ``amax``: layer -> range of its input, for formats that need it. Returns the contents of the new
+    initialisers.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -103,12 +105,11 @@ def lay_out(
 
 
 def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
-    """Replace every mixture by operators that compute all its experts for every token, in place;
-    what its initialisers hold.
+    """Replace every mixture with operators that compute all experts for every token, in place.
 
-    A stack is one matrix in one product: gate and up of all experts side by side, ``[K, E * N]``,
-    and down one below the other, ``[E * N, K]``, which adds their results up. Features are weighed
-    in front of it, by 0 where a token goes elsewhere.
+    Each stack becomes one matrix: gate and up ``[K, E * N]``, side by side, and down ``[E * N,
+    K]``, which also sums the results. Features are weighted before the down projection, with 0 for
+    experts that a token is not routed to. Returns the contents of the initialisers.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -120,14 +121,14 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
             initialiser(model.graph, stack.weight, shape, dtype)
             parts[stack.weight] = StackPart(stack.path, "wide", shape)
         replace(model.graph, node, _all_experts(model, node, stacks, dtype))
-    model.graph.opset_imports.pop(DOMAIN, None)  # nothing of it is left
+    model.graph.opset_imports.pop(DOMAIN, None)  # no longer used
     return parts
 
 
 def _all_experts(
     model: ir.Model, before: ir.Node, stacks: _Mixture, dtype: ir.DataType
 ) -> ir.Value:
-    """``[B, T, K]``, what a mixture's node gives."""
+    """The operators' output ``[B, T, K]``, for all experts of a mixture."""
     gate, up, down = stacks
     x, chosen, weights = before.inputs[:3]
     own = before.metadata_props[LAYER_KEY]
@@ -169,7 +170,7 @@ def _all_experts(
 
 
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
-    """Part -> shape and type, in the order that the function takes them in."""
+    """Part -> shape and type, in the order of the function's inputs."""
     chosen, count = FORMATS[held], functions.padded(stack.outputs) // functions.PANEL
     in_front, lines = (stack.count, count), (functions.PANEL, functions.DOT)
     by_column = (stack.count, count * functions.PANEL)
@@ -197,7 +198,7 @@ def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ..
     return {"panels": (codes, ir.DataType.UINT8), "panel_scales": (groups, ir.DataType.FLOAT16)}
 
 
-# ---- What the initialisers hold ----
+# ---- Contents of initialisers ----
 
 
 def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
@@ -207,7 +208,7 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 
 
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
-    """A stack's matrices as the one that ``spread`` multiplies by; ``read`` reads ``[E, K, N]``."""
+    """Join a stack's matrices for ``spread``; ``read`` reads slices of ``[E, K, N]``."""
 
     def rows(at: Index) -> np.ndarray:
         first, last, _ = at[0].indices(_wide_shape(stack)[0])
@@ -222,7 +223,7 @@ def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
 
 
 def stacked(shape: tuple[int, ...], of_expert: Callable[[int], np.ndarray]) -> Lazy:
-    """An array with one entry an expert, each made when it is asked for."""
+    """An array with one entry per expert, computed on demand."""
 
     def read(at: Index) -> np.ndarray:
         return np.stack([of_expert(expert) for expert in range(shape[0])[at[0]]])
@@ -239,14 +240,14 @@ def fp32_panels(matrix: np.ndarray) -> np.ndarray:
 
 
 def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
-    """The reverse of ``fp32_panels`` for a stack: ``[E, ceil(N / 32), K, 32]`` as ``[E, K, N]``."""
+    """Reverse ``fp32_panels`` for a stack: ``[E, ceil(N / 32), K, 32]`` to ``[E, K, N]``."""
     count, _, inputs, _ = panels.shape
     found: np.ndarray = panels.transpose(0, 2, 1, 3).reshape(count, inputs, -1)[..., :columns]
     return found
 
 
 def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
-    """What ``from_panels`` gives; None for an array that no such stack lies in."""
+    """The shape that ``from_panels`` returns, or ``None`` if ``panels`` is no stack's shape."""
     wanted = (functions.padded(columns) // functions.PANEL, functions.PANEL)
     is_held = len(panels) == 4 and (panels[1], panels[3]) == wanted
     return (panels[0], panels[2], columns) if is_held else None

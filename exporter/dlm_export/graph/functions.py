@@ -1,65 +1,65 @@
-"""Operators of our own, each defined in ONNX's: what a graph calls in domain ``dlm_export``.
+"""ONNX functions in domain ``dlm_export``, each defined with standard ONNX operators.
 
-A graph carries the definition of every function that it calls, so any engine runs it. The native
-runtime has kernels for all but NVFP4's rounding and registers them under the same names, which ONNX
-Runtime then prefers to the definition: the definitions are what those kernels must compute.
+A graph contains the definition of every function it calls, so any engine can run it. The native
+runtime registers kernels with the same names, which ONNX Runtime prefers to the definitions; a
+kernel must compute what its definition says. Only NVFP4 rounding has no kernel.
 
 ==========================  ===========================================================================================
-``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``, x quantised by rows to -127..127;
-``Int8Linear2``, ``3``      several weights over one x, which is quantised once
+``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``, x quantised by rows to -127..127
+``Int8Linear2``, ``3``      two or three weights over one x, which is quantised once
 ``Int8GatedLinear``         ``silu(x @ w1) * (x @ w2)``
-``Int4Linear``, ``2``,      the same four with weights in INT4, which have scales by groups of inputs
+``Int4Linear``, ``2``,      the same four with INT4 weights, whose scales belong to groups of inputs
 ``3``, ``Int4GatedLinear``
-``Int8Embedding``           ``(ids [B, T], panels, scales) -> [B, T, K]``: rows of an embedding table that is stored as the
-``Int4Embedding``           weight of a tied head; row ``id`` is column ``id`` of that weight
-``Fp32TiedHead``,           ``(x [.., K], table [V, K]) -> x @ transposed table [.., V]``: a head that multiplies by the
-``Bf16TiedHead``,           embedding table, which is stored once as the checkpoint has it (``tied``)
+``Int8Embedding``           ``(ids [B, T], panels, scales) -> [B, T, K]``: rows of an embedding table stored as the weight
+``Int4Embedding``           of a tied head; row ``id`` is column ``id`` of that weight
+``Fp32TiedHead``,           ``(x [.., K], table [V, K]) -> x @ transposed table [.., V]``: multiplies by the embedding
+``Bf16TiedHead``,           table, which is stored once, in the checkpoint's type (``tied``)
 ``Fp16TiedHead``
-``Fp8TiedHead``             the same with the table in E4M3, a byte each, and a scale a row
-``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``: for each
-                            token the gated MLPs that are chosen, their results weighed and added up (``routed``)
+``Fp8TiedHead``             the same with the table as E4M3 bytes and one scale per row
+``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``: the weighted
+                            sum of the chosen gated MLPs of each token (``routed``)
 ``Fp32Experts``,            the same with all experts' weights in panels of a format
 ``Int8Experts``,
 ``Int4Experts``
-``FP8Experts``,             the same on the values that FP8 and NVFP4 stand for; tokens, and what goes down, weighed before it
-``NVFP4Experts``,           does, are rounded by a scale each, but of NVFP4's weights alone. Kernels multiply by NVFP4
-``NVFP4WeightExperts``
+``FP8Experts``,             the same with dequantised FP8 and NVFP4 weights. Inputs, and weighted features before the down
+``NVFP4Experts``,           projection, are rounded with one scale each; ``NVFP4WeightExperts`` does not round them. Kernels
+``NVFP4WeightExperts``      exist for the NVFP4 products
 ``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin, segments) -> (y, present_key,
-                            present_value)``, q, k, v ``[B, T, heads * D]``, turned by position here
-``Fp16CachedAttention``     the same with cached rows in fp16, past and present
-``Int8CachedAttention``     the same with cached rows as INT8 codes, and each row's scale behind them
-``BlockCachedAttention``,   the same three in which a query sees the pass's own keys in blocks of ``visible_block`` positions up
-``Fp16``, ``Int8Block...``  to its own, ``pos_key // visible_block <= pos_query // visible_block``, and all cached rows
-``NormedCachedAttention``,  the same six with two more inputs, ``q_norm`` and ``k_norm`` ``[D]``: the weights of an RMSNorm of
-``BlockNormed...``,         every query and key, which is taken before they turn
+                            present_value)`` with q, k, v ``[B, T, heads * D]`` before rotation
+``Fp16CachedAttention``     the same with past and present rows in fp16
+``Int8CachedAttention``     the same with rows as INT8 codes followed by the row's scale
+``BlockCachedAttention``,   the same three with block-causal attention to the pass's own keys: a query sees a key if
+``Fp16``, ``Int8Block...``  ``pos_key // visible_block <= pos_query // visible_block``. It sees all cached rows
+``NormedCachedAttention``,  the same six with two more inputs, ``q_norm`` and ``k_norm`` ``[D]``: weights of an RMSNorm
+``BlockNormed...``,         applied to every query and key before rotation
 ``Fp16``, ``Int8...``
 ``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of the sum)``
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
-``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``, the weight in NVFP4, x as it is
+``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``, NVFP4 weight, x not quantised
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
 ==========================  ===========================================================================================
 
-INT8 weights lie in panels ``[N / 32, K / 4, 32, 4]`` of codes + 128, the order in which processors
-multiply them (``panels``); columns are filled up to a whole panel with zeros, and ``columns`` says
-how many are meant. INT4 weights lie in panels ``[N / 32, K / 8, 32, 4]`` of codes + 8: a byte has
-the code of an input in its low nibble, of the fourth behind it in its high one. Their scales are
-fp16 ``[N / 32, groups, 32]``; a group has ``group_size`` inputs, the last one what is left. NVFP4
-weights lie in panels ``[N / 32, K, 16]``: a byte has the code of a column in its low nibble, of the
-sixteenth behind it in its high one. Their group scales are ``[N / 32, K / 16, 32]``. Weights of
-experts have these axes behind one of experts; those in fp32 lie in panels ``[N / 32, K, 32]``.
+INT8 weights are stored in panels ``[N / 32, K / 4, 32, 4]`` of codes + 128, the order in which CPUs
+multiply them (``panels``). Zeros pad the columns to whole panels; ``columns`` is the number without
+padding. INT4 weights are stored in panels ``[N / 32, K / 8, 32, 4]`` of codes + 8; the low nibble
+of a byte has the code of input k, the high one that of k + 4. Their scales are fp16 ``[N / 32,
+groups, 32]``; a group has ``group_size`` inputs, the last one possibly fewer. NVFP4 weights are
+stored in panels ``[N / 32, K, 16]``; the low nibble of a byte has the code of column n, the high
+one that of n + 16. Their group scales are ``[N / 32, K / 16, 32]``. Weights of experts have these
+axes after an expert axis; fp32 ones are stored in panels ``[N / 32, K, 32]``.
 
-The first features of a head turn, as many as the tables have: ``rotary_size``, 0 for all. Attention
-by blocks has names of its own, so that a runtime that does not know it goes by the definition.
+Attention rotates the first ``rotary_size`` features of a head (0: all). Block-causal attention has
+separate function names, so a runtime without its kernel uses the definition.
 
-``segments`` int64 ``[N, 4]`` are N requests in one row of tokens, B being 1: where in past the rows
-of one start and how many they are, where its tokens start in T and how many they are. A request
-sees its own rows alone. Where N is 0, each of B is one request with all of S and T.
+``segments`` int64 ``[N, 4]`` describes N requests that share one row of tokens (B = 1): the first
+past row and the number of past rows of each, and its first token in T and number of tokens. A
+request sees only its own rows. With N = 0, each of the B rows is one request with all of S and T.
 
-A cached row is one position's and head's. New rows are attended to as they are computed, in fp32,
-and stored rounded: later passes read them rounded. An INT8 row is ``D`` codes from -127 to 127, m
-and e, all int8: its numbers are ``code * scale``, its scale is ``(128 + m) * 2 ** (e + 1)``, m from
-0 on, the least such number that is not below ``amax / 127``. A row with NaN or infinity has codes
-of 0 and e = 127, which stands for infinity: read back it is NaN, whole.
+A cached row belongs to one position and head. A pass uses its own new rows unrounded, in fp32, and
+stores them rounded, so later passes read rounded rows. An INT8 row has ``D`` codes from -127 to
+127, then m and e, all int8. Its values are ``code * scale`` with ``scale = (128 + m) * 2 ** (e +
+1)`` and m >= 0, the smallest such number that is at least ``amax / 127``. A row that contains NaN
+or infinity is stored as codes 0 and e = 127, an infinite scale, so it reads back as NaN throughout.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ from dlm_export.graph.routed import FUNCTIONS, experts
 from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
 
 LINEAR = ("Int8Linear", "Int4Linear")
-"""The layers that quantise their inputs by rows: those over one input may be put together."""
+"""Layers that quantise their inputs by rows; those with the same input can be merged."""
 BLOCK, NORMED = "Block", "Normed"
-"""What the names of attention by blocks have, and of attention to normed queries and keys."""
+"""Parts of attention names: block-causal attention, and attention with normed queries and keys."""
 ATTENTION = tuple(
     f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)
 )
-"""Attention over a cache that is stored as it is computed."""
+"""Attention whose cache stores rows unrounded."""
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
-"""What a cache is stored in -> how the names of attention over it begin."""
+"""Cache type -> prefix of the attention's name."""
 KERNELS = (
     *(f"{stored}{name}" for name in ATTENTION for stored in STORED.values()),
     "AddNorm",
@@ -98,22 +98,20 @@ KERNELS = (
     "NVFP4Linear",
     "Candidates",
 )
-"""The functions that the native runtime has kernels for."""
+"""Functions for which the native runtime has kernels."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
-"""The float of every exponent field: ``2 ** (field - 127)``, but 0 and infinity at the ends."""
-PANEL, DOT = 32, 4  # columns of a panel, and products that one instruction adds up
+"""The float of each exponent field, ``2 ** (field - 127)``; 0 and infinity at the ends."""
+PANEL, DOT = 32, 4  # columns per panel, and products that one instruction adds up
 PAIRS = 2 * DOT  # inputs whose INT4 codes share bytes
-BITS = {"int4": 4, "int8": 8}  # of a code in MatMulNBits
-_BLOCK_SIZES = (128, 64, 32)  # that all of its kernels take
+BITS = {"int4": 4, "int8": 8}  # bits per code in MatMulNBits
+_BLOCK_SIZES = (128, 64, 32)  # sizes that all MatMulNBits kernels support
 _F8 = ir.DataType.FLOAT8E4M3FN
 
 
 def panels(codes: np.ndarray) -> np.ndarray:
-    """INT8 codes ``[K, N]`` as uint8 ``[ceil(N / 32), K / 4, 32, 4]``, 128 too large; K is a
-    multiple of 4.
-    """
+    """INT8 codes ``[K, N]`` + 128 as uint8 ``[ceil(N / 32), K / 4, 32, 4]``; K is a multiple of 4."""
     inputs, columns = codes.shape
-    # Rows of a power of two would share a few lines of the cache where they are turned around.
+    # 64 extra columns avoid rows of a power of two, which would share cache lines when transposed.
     rows = np.full((padded(columns), inputs + 64), 128, np.uint8)[:, :inputs]
     np.bitwise_xor(codes.view(np.uint8).T, np.uint8(128), out=rows[:columns])
     dots = rows.view(np.uint32).reshape(-1, PANEL, inputs // DOT).transpose(0, 2, 1)
@@ -121,12 +119,12 @@ def panels(codes: np.ndarray) -> np.ndarray:
 
 
 def int4_panels(codes: np.ndarray) -> np.ndarray:
-    """INT4 codes ``[K, N]``, one a byte, as uint8 ``[ceil(N / 32), K / 8, 32, 4]``; K is a multiple
-    of 8.
+    """INT4 codes ``[K, N]``, one per byte, as uint8 ``[ceil(N / 32), K / 8, 32, 4]``; K is a
+    multiple of 8.
     """
     inputs, columns = codes.shape
     rows = np.full((padded(columns), inputs + 64), 8, np.uint8)[:, :inputs]
-    # What stands above the four bits of a code is not said.
+    # The bits above a code's four bits are undefined.
     np.bitwise_and(codes.view(np.uint8).T ^ np.uint8(8), np.uint8(15), out=rows[:columns])
     pairs = rows.view(np.uint32).reshape(-1, PANEL, inputs // PAIRS, 2)
     dots = (pairs[..., 0] | pairs[..., 1] << np.uint32(4)).transpose(0, 2, 1)
@@ -134,16 +132,18 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def block_size(inputs: int) -> int:
-    """Of MatMulNBits' blocks where a column has one scale: the largest that leaves none short,
-    where one does.
+    """Block size of MatMulNBits for columns with one scale: the largest that divides ``inputs``, or
+    128 if none does.
     """
     return next((size for size in _BLOCK_SIZES if inputs % size == 0), _BLOCK_SIZES[0])
 
 
 def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
-    """Codes ``[K, N]``, one a byte, as MatMulNBits takes them: uint8 ``[N, ceil(K / size), size *
-    bits / 8]``, 8 or 128 too large, the earlier of two INT4 codes in the low nibble; what fills up
-    the last block stands for 0.
+    """Codes ``[K, N]``, one per byte, as MatMulNBits blocks: uint8 ``[N, ceil(K / size), size *
+    bits / 8]``.
+
+    Codes are stored 8 or 128 too large; of two INT4 codes, the first is in the low nibble. Padding
+    of the last block means 0.
     """
     inputs, columns = codes.shape
     count, middle = -(-inputs // size), np.uint8(1 << (bits - 1))
@@ -151,7 +151,7 @@ def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
     def read(at: tuple[slice, ...]) -> np.ndarray:
         few = codes[:, at[0]].view(np.uint8).T
         rows = np.full((len(few), count * size), middle, np.uint8)
-        # What stands above the bits of a code is not said; adding the middle is turning its bit.
+        # The bits above a code are undefined. Flipping the middle bit adds the middle.
         np.bitwise_and(few ^ middle, np.uint8((1 << bits) - 1), out=rows[:, :inputs])
         packed = rows if bits == 8 else rows[:, ::2] | rows[:, 1::2] << np.uint8(4)
         return packed.reshape(len(few), count, size * bits // 8)
@@ -160,9 +160,7 @@ def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
 
 
 def panel_scales(scales: np.ndarray) -> np.ndarray:
-    """Scales by group ``[N, groups]`` as ``[ceil(N / 32), groups, 32]``, zero for columns that fill
-    up.
-    """
+    """Group scales ``[N, groups]`` as ``[ceil(N / 32), groups, 32]``; padding columns get 0."""
     columns, groups = scales.shape
     whole = np.zeros((padded(columns), groups), scales.dtype)
     whole[:columns] = scales
@@ -170,7 +168,7 @@ def panel_scales(scales: np.ndarray) -> np.ndarray:
 
 
 def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
-    """E2M1 codes ``[N, K]``, one a byte, as uint8 ``[ceil(N / 32), K, 16]``."""
+    """E2M1 codes ``[N, K]``, one per byte, as uint8 ``[ceil(N / 32), K, 16]``."""
     columns, inputs = codes.shape
     whole = np.zeros((padded(columns), inputs), np.uint8)
     whole[:columns] = codes
@@ -179,7 +177,7 @@ def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
-    """The panels of codes in INT8, INT4 or NVFP4, each made when it is asked for."""
+    """Panels of INT8, INT4 or NVFP4 codes, computed on demand."""
     is_nvfp4 = format == "nvfp4"
     inputs, columns = codes.shape[::-1] if is_nvfp4 else codes.shape
     make, lines = {
@@ -196,12 +194,12 @@ def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
 
 
 def padded(columns: int) -> int:
-    """Columns of whole panels that hold so many."""
+    """``columns`` rounded up to whole panels."""
     return -(-columns // PANEL) * PANEL
 
 
 def declare(model: ir.Model, name: str) -> None:
-    """Make the function of this name known to a model that calls it, and those that it calls."""
+    """Add the definition of a function, and of the functions that it calls, to a model."""
     identifier = (DOMAIN, name, "")
     if identifier not in model.functions:
         model.functions[identifier] = _DEFINITIONS[name]()
@@ -213,9 +211,11 @@ def declare(model: ir.Model, name: str) -> None:
 def _linear(
     name: str, weights: int, *, is_int4: bool = False, is_gated: bool = False
 ) -> ir.Function:
-    """Codes are ``round(x * (127 / amax))`` half to even, amax the row's. INT8: a result is its sum
-    times ``amax / 127``, then times the column's scale. INT4: it is the sum of the codes' products
-    with weights, times ``amax / 127``.
+    """Linear layers over inputs quantised by rows.
+
+    Codes are ``round(x * (127 / amax))``, half to even, with the row's amax. INT8: the sum of
+    products times ``amax / 127``, then times the column's scale. INT4: the sum of codes times
+    dequantised weights, times ``amax / 127``.
     """
     body = Body(name, "x " + " ".join(f"panels_{i} scales_{i}" for i in range(weights)))
     op, ints = body.op, body.ints
@@ -245,8 +245,8 @@ def _by_int8(
     body: Body, codes: ir.Value, row_scale: ir.Value, held: Sequence[ir.Value], count: ir.Value
 ) -> ir.Value:
     (stored, scales), op, ints = held, body.op, body.ints
-    # Unsigned both: ONNX Runtime's product of unsigned by signed saturates on processors without
-    # VNNI.
+    # Both operands are unsigned: ONNX Runtime's product of unsigned by signed saturates on CPUs
+    # without VNNI.
     middle = body.constant(np.uint8(128))
     unsigned = body.cast(op("Add", codes, body.number(128)), ir.DataType.UINT8)
     # [N / 32, K / 4, 32, 4] -> [N / 32, 32, K] -> [K, N]
@@ -254,8 +254,8 @@ def _by_int8(
     matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
     weight = op("Slice", matrix, ints(0), count, ints(1))
     product = body.cast(op("MatMulInteger", unsigned, weight, middle, middle), ir.DataType.FLOAT)
-    # One scale after the other: where both are multiplied first, ONNX Runtime 1.31 fuses it all as
-    # if rows had one scale.
+    # Multiply by one scale at a time: if both were multiplied first, ONNX Runtime 1.31 would fuse
+    # this as if all rows had one scale.
     return op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
 
 
@@ -277,14 +277,14 @@ def _by_int4(
 
 
 def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
-    """The group that each input belongs to, int64 ``[K]``; ``inputs`` is how many there are."""
+    """The group of each input, int64 ``[K]``; ``inputs`` is their number."""
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     numbers = body.op("Range", zero, body.op("Squeeze", inputs), one)
     return body.op("Div", numbers, body.attribute("group_size", ir.AttributeType.INT))
 
 
 def _embedding(name: str, *, is_int4: bool) -> ir.Function:
-    """A row's codes times its scales; the row is one column of each group in its panel."""
+    """A row's codes times its scales; the row is one column of a panel."""
     body = Body(name, "ids panels scales")
     op, ints = body.op, body.ints
     ids, stored, scales = body.inputs
@@ -312,11 +312,11 @@ def _embedding(name: str, *, is_int4: bool) -> ir.Function:
 
 
 _Code = Callable[["Body", ir.Value], ir.Value]
-"""Rows ``[B, Hkv, rows, D]`` to how they are stored, or back."""
+"""Converts rows ``[B, Hkv, rows, D]`` to or from their stored form."""
 
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
-    """``name`` says whether queries see by blocks, and whether they and the keys are normed."""
+    """``name`` says whether attention is block-causal and whether queries and keys are normed."""
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""
     body = Body(name, f"q k v past_key past_value position_ids cos sin segments{norms}")
@@ -340,7 +340,7 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     turned, key = turn(by_head(q, "heads", q_norm)), turn(by_head(k, "kv_heads", k_norm))
     value = by_head(v, "kv_heads")
     own = _own(body, segments, positions, past_key)
-    # Rows that are nobody's may hold anything, and what is hidden by adding to a NaN is not hidden.
+    # Unused rows may hold anything, even NaN, which an additive mask would not hide.
     is_read = op("ReduceMax", body.cast(own[0], ir.DataType.UINT8), ints(0), keepdims=0)
     is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
     nothing = body.number(0)
@@ -354,7 +354,7 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         attributes["visible_block"] = ir.AttributeType.INT
         blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
         rows = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
-        # Cached rows count as the first block, which every query sees.
+        # Cached rows count as the first block, so every query sees them.
         of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)
         keys_first = op("Unsqueeze", of_keys, ints(1, 2))
         is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
@@ -366,13 +366,13 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
 
 
 def _norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """RMSNorm over the last axis, with the function's own ``epsilon``."""
+    """RMSNorm over the last axis, with the function's ``epsilon``."""
     epsilon = ir.Attr("epsilon", ir.AttributeType.FLOAT, None, ref_attr_name="epsilon")
     return body.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon)
 
 
 def _add_norm() -> ir.Function:
-    """A residual sum, and its RMSNorm."""
+    """A residual sum and its RMSNorm."""
     body = Body("AddNorm", "x y weight")
     x, y, weight = body.inputs
     total = body.op("Add", x, y)
@@ -383,12 +383,10 @@ def _add_norm() -> ir.Function:
 def _own(
     body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Which rows are those of each token's request, bool: of past ``[T, S]``, and of the new ones
-    ``[T, T]``.
-    """
+    """Rows that belong to each token's request, bool: past rows ``[T, S]`` and new rows ``[T, T]``."""
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
-    # In front of all, for where there are none, one that has everything.
+    # Prepend a segment that covers everything, for calls without segments.
     everything = op("Unsqueeze", op("Concat", ints(0), cached, ints(0), tokens, axis=0), ints(0))
     all_segments = op("Concat", everything, segments, axis=0)
     start, count, first, _ = body.several(4, "Split", all_segments, axis=1, num_outputs=4)
@@ -417,8 +415,8 @@ def _store_int8(body: Body, rows: ir.Value) -> ir.Value:
     finite = op("Where", is_bad, body.number(0), rows)
     amax = op("Max", op("ReduceMax", op("Abs", finite), ints(-1)), body.constant(SMALLEST_ROW))
     wanted = op("Div", amax, body.number(127))
-    # The first power of two of which 255 are enough: as many as are before it are not. 255 of the
-    # last eight are infinite.
+    # The first power of two p with 255 * p >= wanted: count the powers that are too small. For the
+    # last eight powers, 255 * p is infinite.
     is_short = op("Greater", wanted, body.constant(np.float32(255) * POWERS[:-8]))
     field = op("ReduceSum", body.cast(is_short, ir.DataType.INT64), ints(-1))
     mantissa = op("Ceil", op("Mul", wanted, op("Gather", powers, op("Sub", ints(254), field))))
@@ -445,11 +443,11 @@ _CACHES: dict[str, tuple[_Code, _Code]] = {
     "float16": (_as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
     "int8": (_store_int8, _read_int8),
 }
-"""What a cache is stored in -> how its rows are stored, and read."""
+"""Cache type -> how rows are stored, and how they are read."""
 
 
 def _candidates() -> ir.Function:
-    """The two best tokens, their probabilities, and entropy, from the distances of logits."""
+    """The two best tokens, their probabilities, and the entropy, from differences of logits."""
     body = Body("Candidates", "logits mask_token_bias")
     op, ints = body.op, body.ints
     logits, bias = body.inputs
@@ -465,7 +463,7 @@ def _candidates() -> ir.Function:
 
 
 def _nvfp4_linear() -> ir.Function:
-    """A weight is its E2M1 value times (its group's scale times the tensor's)."""
+    """A weight is its E2M1 value times its group's scale times the tensor's scale."""
     body = Body("NVFP4Linear", "x panels scales global_scale")
     op, ints = body.op, body.ints
     x, stored, scales, global_scale = body.inputs
@@ -483,10 +481,10 @@ def _nvfp4_linear() -> ir.Function:
 
 
 def _nvfp4() -> ir.Function:
-    """E2M1 in groups of 16 along K, E4M3 group scales, one fp32 scale.
+    """E2M1 in groups of 16 along K, with E4M3 group scales and one fp32 scale.
 
-    Rounding to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6) is rounding to multiples of .5 below 2, of 1 below
-    4, of 2 above: Round goes to the even multiple, which is the even E2M1 code.
+    Rounding to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6) means rounding to multiples of .5 below 2, of 1
+    below 4, and of 2 above. Round breaks ties to the even multiple, which is the even E2M1 code.
     """
     body = Body("NVFP4QuantizeDequantize", "x scale")
     op, number = body.op, body.number

@@ -1,9 +1,8 @@
-"""Operators of a traced graph that the native runtime has one kernel for, put together into calls
-of ``functions``.
+"""Replaces groups of operators in a traced graph with calls of ``functions`` that have native
+kernels.
 
-Only graphs that ONNX Runtime runs on a CPU are fused; TensorRT does this by itself. What does not
-look as expected is left as it is, and named with the reason: a graph means the same before and
-after.
+Only graphs for ONNX Runtime on a CPU are fused; TensorRT fuses by itself. Operators that do not
+match are left unchanged and reported with the reason. Fusion never changes a graph's results.
 """
 
 from __future__ import annotations
@@ -22,16 +21,18 @@ from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
 
-CANDIDATES = "pass"  # the module path of what follows the head, as ``trace`` names it
-GATE = ".gate"  # how the module path of an MLP's gate ends
-_MOST_WEIGHTS = 3  # of layers over one input
+CANDIDATES = "pass"  # module path of the nodes after the head, as ``trace`` names it
+GATE = ".gate"  # end of the module path of an MLP's gate
+_MOST_WEIGHTS = 3  # layers over one input that a kernel supports
 
 
 @dataclass(frozen=True)
 class Fused:
-    """What ``fuse`` made of a graph. ``calls``: native kernel -> nodes that call it. ``plain``:
-    module path -> why it keeps plain operators, of every module for which there is a kernel but norms.
-    ``has_segments``: all attention knows the input of that name.
+    """The result of ``fuse``.
+
+    ``calls``: native kernel -> number of nodes that call it. ``plain``: module path -> why it keeps
+    plain operators, for modules that have a kernel (norms are not listed). ``has_segments``: all
+    attention reads the input ``segments``.
     """
 
     calls: Mapping[str, int]
@@ -39,7 +40,7 @@ class Fused:
     has_segments: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: ``kernels`` of the manifest."""
+        """Plain values for ``kernels`` in the manifest."""
         return {"calls": dict(self.calls), "plain": dict(self.plain)}
 
 
@@ -47,15 +48,15 @@ _Pattern: TypeAlias = "tuple[Any, ...] | str | float"
 
 
 class _Unlike(Exception):
-    """Operators are not those that a kernel stands for: in what."""
+    """The operators do not match a kernel's pattern; the message says why."""
 
 
 def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
-    """Rewrite a traced graph in place: INT8 and INT4 layers over one input, attention over the
-    cache, residual sums that are normed, a row's candidates.
+    """Fuse a traced graph in place: INT8 and INT4 layers with the same input, attention over the
+    cache, residual sums followed by a norm, and candidates.
 
-    ``cache_dtype``: of keys and values between passes, as the manifest has it, None: as they are
-    computed. Raises CacheError where attention does not take it.
+    ``cache_dtype`` is the type of stored keys and values, a manifest value; ``None`` stores them
+    unrounded. Raises CacheError if the attention does not support it.
     """
     model = traced.model
     plain = _merge_linear_layers(model)
@@ -93,7 +94,7 @@ def _call(
     old: Sequence[ir.Value],
     **attributes: Any,
 ) -> None:
-    """Insert a call whose outputs take the place of ``old``."""
+    """Insert a call whose outputs replace ``old``."""
     functions.declare(model, name)
     node = ir.node(
         name,
@@ -120,7 +121,7 @@ def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
-    """Merge layers of one format over one input; returns those that stay alone, with the reason."""
+    """Merge layers with the same format and input; return module path -> reason for unmerged ones."""
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         if node.op_type in functions.LINEAR and node.domain == DOMAIN:
@@ -133,11 +134,11 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
         is_gated = len(nodes) == 2 and paths[0].endswith(GATE)
         if is_gated and product is None:
             mlp = paths[0].removesuffix(GATE)
-            plain[mlp] = "what becomes of gate and up is not silu(gate) * up alone"
+            plain[mlp] = "gate and up are not used for silu(gate) * up only"
         if product is not None:
             _merge(model, nodes, f"{kind}GatedLinear", [product])
         elif len(nodes) > _MOST_WEIGHTS:
-            many = f"one of {len(nodes)} {kind.upper()} layers over one input, and a kernel takes {_MOST_WEIGHTS}"
+            many = f"one of {len(nodes)} {kind.upper()} layers over one input; a kernel supports {_MOST_WEIGHTS}"
             plain |= dict.fromkeys(paths, many)
         elif len(nodes) > 1:
             _merge(model, nodes, f"{name}{len(nodes)}", [node.outputs[0] for node in nodes])
@@ -147,7 +148,7 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
 
 
 def _group_size(node: ir.Node) -> int:
-    """How many inputs share a scale; 0 where all do."""
+    """Number of inputs that share a scale; 0 if all do."""
     return node.attributes.get_int("group_size", 0)
 
 
@@ -166,7 +167,7 @@ def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[i
 
 
 def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
-    """``gate * sigmoid(gate) * up`` of two layers, gate first, if that is all that becomes of them."""
+    """``silu(gate) * up`` of two layers, gate first, if nothing else uses them."""
     if len(nodes) != 2:
         return None
     gate, up = (node.outputs[0] for node in nodes)
@@ -183,40 +184,36 @@ def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
 
 
 def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
-    """From the products q, k, v to the merged heads: views, rotations, the cache's rows in front,
-    and back.
-
-    Raises _Unlike.
+    """Fuse from the products q, k, v to the merged heads: reshapes, rotation and cache
+    concatenation. Raises _Unlike.
     """
     if traced.dtype.itemsize != 4:
         raise _Unlike("the kernel computes in fp32")
     sizes = ("q_num_heads", "kv_num_heads")
     _refuse_settings(attention, ("is_causal", "scale", "softcap", *sizes, "softmax_precision"))
     if len(attention.inputs) > 4:
-        raise _Unlike("Attention with more inputs than a mask")
+        raise _Unlike("Attention has more inputs than a mask")
     hidden = attention.inputs[3] if len(attention.inputs) == 4 else None
-    turned = _expect(
-        attention.inputs[0], "RotaryEmbedding", "queries that are not turned by their positions"
-    )
+    turned = _expect(attention.inputs[0], "RotaryEmbedding", "queries are not rotated by position")
     keys, values = (
-        _expect(value, "Concat", "no cached rows in front of the pass's own")
+        _expect(value, "Concat", "no cached rows before the pass's own")
         for value in attention.inputs[1:3]
     )
     past_key, present_key = _both(keys)
     past_value, present_value = _both(values)
-    rotated = _expect(present_key, "RotaryEmbedding", "keys that are not turned by their positions")
+    rotated = _expect(present_key, "RotaryEmbedding", "keys are not rotated by position")
     rotary_sizes = {
         node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)
     }
     for node in (turned, rotated):
-        _refuse_settings(node, ("interleaved",))  # the kernel turns half against half
+        _refuse_settings(node, ("interleaved",))  # the kernel rotates half against half
     tables = _all(turned.inputs[1:], 3)
     if tables != _all(rotated.inputs[1:], 3) or len(rotary_sizes) > 1:
-        raise _Unlike("queries and keys that turn by different positions or tables")
+        raise _Unlike("queries and keys are rotated by different positions or tables")
     merged = _only_user(attention.outputs[0], "Transpose")
     y = None if merged is None else _only_user(merged.outputs[0], "Reshape")
     if y is None:
-        raise _Unlike("heads that are not put side by side, or that something else reads")
+        raise _Unlike("heads are not merged, or something else reads them")
     parts = [_heads_of(part) for part in (turned.inputs[0], rotated.inputs[0], present_value)]
     cos, sin, positions = tables
     seen = {} if hidden is None else {"visible_block": _visible_block(hidden, positions)}
@@ -232,7 +229,7 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
 
 
 def _segments(model: ir.Model) -> ir.Value:
-    """The input of that name, none of which a pass has to say."""
+    """The input ``segments``. It is optional: its default has no rows."""
     if SEGMENTS not in model.graph.initializers:
         value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))
         value.shape = ir.Shape(["N", 4])
@@ -247,22 +244,22 @@ _HIDDEN = (
     ("Unsqueeze", _STARTS, 2),
 )
 _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
-"""What ``hiding`` of the denoiser is traced to: operators with their inputs, numbers, and names of
-what may be anything.
+"""The traced form of the denoiser's ``hiding``: operators with their inputs, numbers, and names
+that match any value.
 """
 
 
 def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
-    """The length of the blocks by which keys are hidden. Raises _Unlike for other masks."""
+    """Block length of a block-causal mask. Raises _Unlike for other masks."""
     found = {"positions": positions}
     length = _number(found["length"]) if _looks_like(hidden, _HIDING, found) else None
     if length is None:
-        raise _Unlike("a mask, and not that of blocks of positions")
+        raise _Unlike("the mask is not block-causal")
     return int(length)
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:
-    """Whether a value is made as wanted; names must stand for one value, kept in ``found``."""
+    """True if a value matches a pattern; each name must match one value, recorded in ``found``."""
     if value is None:
         return False
     if isinstance(wanted, str):
@@ -276,13 +273,13 @@ def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Va
 
 
 def _number(value: ir.Value) -> float | None:
-    """The one number of a constant; None of anything else."""
+    """The value of a scalar constant, else ``None``."""
     tensor = ir.convenience.get_const_tensor(value)
     return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
-    """The operator of this type behind a value. Raises _Unlike."""
+    """The node that produces ``value``, if it has this type. Raises _Unlike with ``otherwise``."""
     node = _producer(value, op_type)
     if node is None:
         raise _Unlike(otherwise)
@@ -290,7 +287,7 @@ def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
 
 
 def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
-    """Raises _Unlike if one of these attributes is set, which the kernel takes to be 0."""
+    """Raises _Unlike if one of these attributes is set; the kernel assumes 0."""
     for name in names:
         attribute = node.attributes.get(name)
         if attribute is not None and attribute.value:
@@ -298,15 +295,15 @@ def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
 
 
 def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
-    """Values of which none is left out. Raises _Unlike for another number of them."""
+    """The values, after a check that there are ``count`` and all exist. Raises _Unlike."""
     found = [value for value in values if value is not None]
     if len(found) != count or len(values) != count:
-        raise _Unlike(f"an operator of {len(found)} inputs where {count} are expected")
+        raise _Unlike(f"an operator has {len(found)} inputs, expected {count}")
     return found
 
 
 def _both(node: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """What stands in front, and what follows it."""
+    """The two inputs of a node. Raises _Unlike for another number."""
     first, second = _all(node.inputs, 2)
     return first, second
 
@@ -321,7 +318,7 @@ class _Norm:
 
 
 def _norm_of(node: ir.Node) -> _Norm | None:
-    """What an operator norms; None if it is no RMSNorm as the kernels compute it."""
+    """The operands of an RMSNorm that the kernels support, else ``None``."""
     if node.op_type != "RMSNormalization" or node.domain != "":
         return None
     x, weight = _all(node.inputs, 2)
@@ -333,7 +330,7 @@ def _norm_of(node: ir.Node) -> _Norm | None:
 
 @dataclass(frozen=True)
 class _Heads:
-    """``count`` heads, cut from ``whole`` ``[B, T, count * D]``, and what norms each of them."""
+    """``count`` heads cut from ``whole`` ``[B, T, count * D]``, and the norm applied to each."""
 
     count: int
     whole: ir.Value
@@ -341,8 +338,8 @@ class _Heads:
 
 
 def _heads_of(value: ir.Value | None) -> _Heads:
-    """The heads of ``[B, heads, T, D]``. Raises _Unlike."""
-    otherwise = "heads that are not cut from one product"
+    """The heads in ``[B, heads, T, D]``. Raises _Unlike."""
+    otherwise = "heads are not cut from one product"
     ready = _expect(value, "Transpose", otherwise).inputs[0]
     normed = _producer(ready, "RMSNormalization")
     norm = None if normed is None else _norm_of(normed)
@@ -355,13 +352,13 @@ def _heads_of(value: ir.Value | None) -> _Heads:
 
 
 def _norms_of(queries: _Heads, keys: _Heads, values: _Heads) -> list[_Norm]:
-    """The norms of queries and of keys, or none. Raises _Unlike for only one of them, and others."""
+    """The norms of queries and keys: both, or an empty list. Raises _Unlike otherwise."""
     if queries.norm is None and keys.norm is None and values.norm is None:
         return []
     if queries.norm is None or keys.norm is None or values.norm is not None:
-        raise _Unlike("norms, and not of queries and keys alone")
+        raise _Unlike("norms apply to something other than queries and keys together")
     if queries.norm.epsilon != keys.norm.epsilon:
-        raise _Unlike("queries and keys whose norms differ in epsilon")
+        raise _Unlike("the norms of queries and keys differ in epsilon")
     return [queries.norm, keys.norm]
 
 
@@ -370,9 +367,9 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
-    """A sum of two results, and its first norm, if there is one."""
+    """Fuse a sum of two tensors with the first norm that reads it."""
     if any(value is None or _is_constant(value) for value in add.inputs):
-        return  # a bias is added to every row, and the kernel adds tensors of one shape
+        return  # a bias is broadcast, but the kernel adds tensors of one shape
     total = add.outputs[0]
     for node, _ in total.uses():
         norm = _norm_of(node)
@@ -384,15 +381,15 @@ def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
 
 
 def _fuse_candidates(model: ir.Model) -> None:
-    """What a pass returns of its logits. Raises _Unlike."""
+    """Fuse the computation of the candidates. Raises _Unlike."""
     outputs = {str(value.name): value for value in model.graph.outputs}
     if _producer(outputs["top_prob"], "Candidates") is not None:
         return
-    best = _expect(outputs["top_prob"], "TopK", "candidates that TopK does not choose")
-    softmax = _expect(best.inputs[0], "Softmax", "candidates that are not chosen by probability")
-    masked = _expect(softmax.inputs[0], "Add", "logits without the mask token's bias")
+    best = _expect(outputs["top_prob"], "TopK", "candidates are not chosen by TopK")
+    softmax = _expect(best.inputs[0], "Softmax", "candidates are not chosen by probability")
+    masked = _expect(softmax.inputs[0], "Add", "logits lack the mask token's bias")
     logits, bias = _both(masked)
     if logits is not outputs["logits"]:
-        raise _Unlike("probabilities that are not those of the logits returned")
+        raise _Unlike("probabilities do not come from the returned logits")
     old = [outputs[name] for name in ("top_token", "top_prob", "entropy")]
     _call(model, masked, "Candidates", [logits, bias], old)

@@ -1,10 +1,9 @@
-"""A written graph cut along its layers: each part is a model of its own, over the weights where
-they lie.
+"""Cuts a written graph along its layers; each part is a model over the same weight file.
 
-``embed`` comes first, then every ``blocks.I``, then ``end``: the final norm, the head and the
-candidates. A part takes and gives values of the whole graph under their own names, so that the
-parts, run one after the other, are the graph's own wiring. What depends on constants alone is no
-value that is handed on: each part that reads it has its own copy.
+The first part is ``embed``, then come ``blocks.I``, then ``end``: the final norm, the head and the
+candidates. Parts read and return values under their names in the whole graph, so running the parts
+in order equals running the graph. Values that depend on constants only are copied into each part
+that needs them.
 """
 
 from __future__ import annotations
@@ -22,49 +21,49 @@ _BEHIND_BLOCKS = ("final_norm", "head")
 
 
 class PartError(DlmError):
-    """A part is run without a value that it reads."""
+    """A part lacks an input."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One part; weights are those of the whole graph's data file."""
+    """One part; its weights are in the whole graph's data file."""
 
     name: str
     model: ir.Model
 
     @property
     def inputs(self) -> list[str]:
-        """The graph's inputs, and values of parts before, that this one reads."""
+        """Names of the part's inputs: inputs of the graph and outputs of earlier parts."""
         return [str(value.name) for value in self.model.graph.inputs]
 
     @property
     def outputs(self) -> list[str]:
-        """The graph's outputs, and values that parts behind read, that this one gives."""
+        """Names of the part's outputs: outputs of the graph and values that later parts read."""
         return [str(value.name) for value in self.model.graph.outputs]
 
     @property
     def block(self) -> int | None:
-        """The number of its layer; None of the first and the last part."""
+        """Its layer's number; ``None`` for the first and the last part."""
         return int(self.name.removeprefix(BLOCKS)) if self.name.startswith(BLOCKS) else None
 
     def check_given(self, names: set[str]) -> None:
-        """Raises PartError that says which of its inputs are not among ``names``."""
+        """Raises PartError that lists the inputs missing from ``names``."""
         lacking = [name for name in self.inputs if name not in names]
         if lacking:
             raise PartError(
-                f"{self.name} reads {', '.join(lacking)}, which neither the pass nor a part before it gives"
+                f"{self.name} reads {', '.join(lacking)}, which neither the pass nor an earlier part provides"
             )
 
 
 def cut(model: ir.Model) -> list[Part]:
-    """The parts of a graph in order; a node without a layer's path follows its last input."""
+    """Cut a graph into parts, in order; a node without a layer's path goes with its last input."""
     graph = model.graph
     layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
-    # An input with an initialiser may be left out, and counts as a constant.
+    # An optional input has an initialiser and counts as a constant.
     made_in = {value: 0 for value in graph.inputs if not value.is_initializer()}
-    crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it reads of others
-    given: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> what it gives
+    crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> values from other parts
+    given: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> values for later parts
     for node, layer in zip(graph, layers, strict=True):
         read = [value for value in node.inputs if value is not None and value in made_in]
         if not read:
@@ -88,7 +87,7 @@ def cut(model: ir.Model) -> list[Part]:
 
 
 def block_of(node: ir.Node) -> int | None:
-    """The number of the layer that a node belongs to; None of no layer's."""
+    """The number of a node's layer, or ``None`` if it is outside the layers."""
     path = node.metadata_props.get(LAYER_KEY, "")
     return int(path.split(".")[1]) if path.startswith(BLOCKS) else None
 
@@ -97,7 +96,7 @@ def _extract(model: ir.Model, inputs: list[ir.Value], outputs: list[ir.Value]) -
     constant = [value for value in model.graph.inputs if value.is_initializer()]
     graph = ir.convenience.extract(model.graph, [*inputs, *constant], outputs)
     for value in [value for value in graph.inputs if value.is_initializer()]:
-        graph.inputs.remove(value)  # and stays what it holds
+        graph.inputs.remove(value)  # it keeps its initial value
     return ir.Model(
         graph,
         ir_version=model.ir_version,

@@ -1,31 +1,30 @@
-"""Quantised layers in the graph: a MatMul's operands are replaced, everything around it stays.
+"""Quantises layers in a graph: replaces the operands of MatMul nodes and leaves the rest unchanged.
 
-Layers are found by their module path in the node's metadata (``graph.LAYER_KEY``), never by a
+Layers are found by the module path in the node's metadata (``graph.LAYER_KEY``), never by a
 weight's name. Weights are declared here with shape and type only; ``write_graph`` asks for them one
-at a time. A graph is written in one of two forms, over the same initialisers byte for byte: for
-ONNX Runtime on a CPU, where it is judged, and for TensorRT's parser. For ONNX Runtime's CUDA
-provider both forms are one: weights in INT8 and INT4 go into ``com.microsoft::MatMulNBits``, for
-which its CPU and CUDA providers have kernels; what other layers are written in is as here.
+at a time. A graph has two forms, over identical initialisers: one for ONNX Runtime on a
+CPU, where accuracy is measured, and one for TensorRT's parser. For ONNX Runtime's CUDA provider
+there is one form: INT8 and INT4 weights use ``com.microsoft::MatMulNBits``, which has CPU and CUDA
+kernels; other layers are written as below.
 
 ==============  ========================================================================================================
-int8-dynamic    ``dlm_export::Int8Linear``: one scale a column and, in each pass, one a row of the input: integer arithmetic, on
-                a CPU only
+int8-dynamic    ``dlm_export::Int8Linear``: one scale per column and, in each pass, one per row of the input. Integer
+                arithmetic, on a CPU only
 int4-*-dynamic  ``dlm_export::Int4Linear``: the same with weights in groups along the input
-int8-static     QuantizeLinear, DequantizeLinear on the input, DequantizeLinear on the weight. The CPU's codes are uint8
+int8-static     QuantizeLinear and DequantizeLinear on the input, DequantizeLinear on the weight. The CPU's codes are uint8
                 around 128, TensorRT's int8 around 0: the same values
-int8-weight     DequantizeLinear on the weight; activations stay
-int4            DequantizeLinear on the weight, in groups along the input; activations stay
-fp8             as int8-static, in E4M3; a tied head is ``dlm_export::Fp8TiedHead`` on a CPU
-nvfp4           on a CPU the exactly equal image: E2M1 codes looked up in a table of 16, times E4M3 group scale, times the
-                tensor's scale, in ``dlm_export::NVFP4Linear`` or, where TensorRT shares the initialisers, spelled out; the
-                input through ``dlm_export::NVFP4QuantizeDequantize``, standard operators that round to E2M1 by steps. For
-                TensorRT two DequantizeLinear, and TRT_FP4DynamicQuantize on the input
-==============
-========================================================================================================
+int8-weight     DequantizeLinear on the weight; activations are not quantised
+int4            DequantizeLinear on the weight, in groups along the input; activations are not quantised
+fp8             like int8-static, in E4M3; a tied head is ``dlm_export::Fp8TiedHead`` on a CPU
+nvfp4           on a CPU an exact simulation. Weight: E2M1 values from a table of 16, times E4M3 group scale, times tensor
+                scale, in ``dlm_export::NVFP4Linear``, or as standard operators if TensorRT shares the initialisers. Input:
+                ``dlm_export::NVFP4QuantizeDequantize``. For TensorRT two DequantizeLinear on the weight and
+                TRT_FP4DynamicQuantize on the input
+==============  ========================================================================================================
 
-The engine folds what depends on constants only, so an image costs its size on disk but no time in a
-pass. Scales are in the graph's dtype. Forms follow ONNX 1.23's QuantizeLinear and DequantizeLinear
-(opset 23), and for NVFP4 TensorRT's documented two-level scheme.
+The engine folds constant expressions, so a simulation costs disk space but no time in a pass.
+Scales have the graph's type. Forms follow ONNX 1.23's QuantizeLinear and DequantizeLinear (opset
+23), and for NVFP4 TensorRT's documented two-level scheme.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ TRT_DOMAIN = "trt"
 F8 = ir.DataType.FLOAT8E4M3FN
 
 Form = Literal["cpu", "tensorrt", "cuda"]
-"""Whom a graph is written for."""
+"""The engine that a graph is written for."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What an initialiser of a quantised graph holds of a layer's weight.
+    """The contents of an initialiser: a layer, and a part of its weight.
 
-    ``codes``, ``scales``, ``global_scale``; codes and scales as ``functions`` want them, ``panels``
-    and ``panel_scales``; as MatMulNBits does, ``blocks`` and ``block_scales``; or of an embedding
-    table, ``rows`` and ``row_scales``.
+    ``part`` is ``codes``, ``scales`` or ``global_scale``; ``panels`` or ``panel_scales`` for
+    ``functions``; ``blocks`` or ``block_scales`` for MatMulNBits; ``rows`` or ``row_scales`` for an
+    embedding table.
     """
 
     layer: str
@@ -71,23 +70,21 @@ class Part:
 
 
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
-    """Why a layer's shape does not suit a format, or None; on GPUs all groups must be full."""
+    """Why a layer's shape does not fit a format, or ``None``; GPUs need full groups."""
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
     if layer.is_stacked and not on_gpu and experts.function_of(name) is None:
         return f"a CPU has no function for experts in {name}"
     if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
-        return f"{name} has groups of {size}, and {inputs} inputs are no multiple"
+        return f"{name} has groups of {size}; {inputs} inputs is not a multiple"
     if layer.is_tied and on_gpu and chosen.weights is not None:
-        # TensorRT takes codes into a DequantizeLinear alone, and would widen the whole table.
-        return (
-            "a GPU looks rows of the embedding up in full precision, and the head multiplies by it"
-        )
+        # TensorRT passes codes to DequantizeLinear only, so it would dequantise the whole table.
+        return "a GPU looks up rows of the embedding table, which is also the head's weight, in full precision"
     if layer.is_tied and not chosen.suits_table:
         return f"there is no lookup for an embedding table that is also the head's weight in {name}"
     together = functions.PAIRS if chosen.weights == "int4" else functions.DOT
     if chosen.is_dynamic and inputs % together:
-        return f"{name} multiplies {together} inputs at once, and {inputs} are no multiple"
+        return f"{name} multiplies {together} inputs at once; {inputs} is not a multiple"
     return None
 
 
@@ -101,12 +98,19 @@ def rewrite(
     form: Form = "cpu",
     is_shared: bool = False,
 ) -> dict[str, Part]:
-    """Quantise the layers of a traced graph in place; returns what its new initialisers hold, by
-    name.
+    """Quantise the layers of a traced graph in place.
 
-    ``formats`` names a key of ``FORMATS`` a layer, ``amax`` the clipping range of static inputs,
-    ``rotated`` the size of the Hadamard matrix that turns a layer's input. Ranges of each pass need
-    a graph in fp32. ``is_shared``: both forms are written over the same initialisers.
+    Args:
+        traced: The graph; formats with dynamic input ranges need fp32.
+        formats: Layer -> key of ``FORMATS``.
+        amax: Layer -> clipping range of a static input.
+        rotated: Layer -> size of the Hadamard matrix that rotates its input.
+        embedding: Format of the embedding table.
+        form: The engine to write for.
+        is_shared: Both forms use the same initialisers.
+
+    Returns:
+        The contents of the new initialisers, by name.
     """
     writer = _Writer(
         traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT
@@ -157,9 +161,7 @@ class _Writer:
     def nodes(
         self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]
     ) -> ir.Value:
-        """Insert operators before a node, each taking its inputs from ``specs``; a None first input
-        is the one before.
-        """
+        """Insert a chain of operators before a node; ``None`` inputs mean the previous result."""
         out: ir.Value | None = None
         for op, inputs, attributes in specs:
             out = self.node(
@@ -196,15 +198,15 @@ class _Writer:
         return tuple(made.outputs)
 
     def weight(self, layer: str, part: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
-        """An initialiser that ``write_graph`` will ask for."""
+        """An initialiser whose values ``write_graph`` asks for later."""
         name = f"{layer}.weight.{part}"
-        if name in self.graph.initializers:  # of a tied head, which the embedding asked for
+        if name in self.graph.initializers:  # a tied head's, already added for the embedding
             return self.graph.initializers[name]
         self.parts[name] = Part(layer, part)
         return initialiser(self.graph, name, shape, dtype)
 
     def number(self, name: str, array: Any) -> ir.Value:
-        """A small initialiser of the graph's own dtype."""
+        """A small initialiser of the graph's dtype."""
         return self.constant(name, np.asarray(array).astype(self.dtype.numpy()))
 
     def constant(self, name: str, array: Any) -> ir.Value:
@@ -218,7 +220,7 @@ class _Writer:
         amax: float | None,
         tied: LinearSpec | None = None,
     ) -> None:
-        """Quantise a MatMul. ``tied``: its description if its weight is the transposed embedding
+        """Quantise a MatMul. ``tied`` describes the layer if its weight is the transposed embedding
         table.
         """
         x, w = node.inputs
@@ -256,14 +258,14 @@ class _Writer:
         node.replace_input_with(1, self.dequantised(node, layer, chosen, K, N))
 
     def int8_panels(self, layer: str, K: int, N: int) -> tuple[ir.Value, ir.Value]:
-        """Codes and scales of a layer in INT8."""
+        """Codes and scales of an INT8 layer."""
         width = functions.padded(N)
         shape = (width // functions.PANEL, K // functions.DOT, functions.PANEL, functions.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
         return panels, self.weight(layer, "panel_scales", (width,), ir.DataType.FLOAT)
 
     def int4_panels(self, layer: str, K: int, N: int, group_size: int) -> tuple[ir.Value, ir.Value]:
-        """Codes and scales of a layer in INT4."""
+        """Codes and scales of an INT4 layer."""
         count = functions.padded(N) // functions.PANEL
         shape = (count, K // functions.PAIRS, functions.PANEL, functions.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
@@ -273,13 +275,13 @@ class _Writer:
     def rows(
         self, layer: str, number_format: str, V: int, hidden: int
     ) -> tuple[ir.Value, ir.Value]:
-        """Codes and scales of a table by rows; those of FP8 are bytes, as ONNX's Gather takes them."""
+        """Codes and scales of a table by rows; FP8 codes are bytes, which ONNX's Gather supports."""
         dtype = ir.DataType.INT8 if number_format == "int8" else ir.DataType.UINT8
         codes = self.weight(layer, "rows", (V, hidden), dtype)
         return codes, self.weight(layer, "row_scales", (V, 1), self.dtype)
 
     def look_up(self, node: ir.Node, chosen: LayerFormat) -> None:
-        """Rows of an embedding table whose codes and scales are those of a tied head."""
+        """Look up rows of an embedding table that shares its codes and scales with a tied head."""
         if chosen.weights == "fp8":
             self.embedding(node, HEAD, "fp8")
             return
@@ -312,14 +314,14 @@ class _Writer:
         N: int,
         **attributes: int,
     ) -> None:
-        """A call in the place of a MatMul."""
+        """Replace a MatMul with a function call."""
         functions.declare(self.model, name)
         self.put(node, layer, f"{DOMAIN}::{name}", inputs, {"columns": [N]} | attributes)
 
     def blocks(
         self, node: ir.Node, layer: str, x: ir.Value, chosen: LayerFormat, K: int, N: int
     ) -> None:
-        """MatMulNBits instead of a MatMul; in INT8 all blocks of a column have its scale."""
+        """Replace a MatMul with MatMulNBits; in INT8 all blocks of a column share its scale."""
         bits = functions.BITS[str(chosen.weights)]
         size = chosen.group_size or functions.block_size(K)
         count = -(-K // size)
@@ -337,13 +339,13 @@ class _Writer:
         inputs: list[ir.Value | None],
         attributes: dict[str, Any],
     ) -> None:
-        """An operator in the place of a MatMul or a lookup."""
+        """Replace a MatMul or a lookup with an operator."""
         replace(self.graph, node, self.nodes(node, layer, (op, inputs, attributes)))
 
     def activation(
         self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float
     ) -> ir.Value:
-        """The quantised and dequantised input; layers with one input and range share its nodes."""
+        """The quantised and dequantised input; layers with equal input and range share its nodes."""
         key = (id(x), number_format, amax)
         if key not in self._inputs:
             self._inputs[key] = self._activation(node, layer, x, number_format, amax)
@@ -379,7 +381,7 @@ class _Writer:
         elif self.for_tensorrt:
             zero = self.constant("zero.int8", np.int8(0))
         else:
-            # ONNX Runtime multiplies uint8 by int8 in one instruction, int8 by int8 in more; the
+            # ONNX Runtime multiplies uint8 by int8 in one instruction, int8 by int8 in several; the
             # values are the same.
             zero = self.constant("zero.uint8", np.uint8(128))
         return self.nodes(
@@ -404,8 +406,8 @@ class _Writer:
             scales = self.weight(layer, "scales", (N,), self.dtype)
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
-                # Without them ONNX Runtime adds zeros of another shape when it makes the codes
-                # unsigned. It replaces them, so that each layer needs its own.
+                # Without explicit zeros, ONNX Runtime adds some of another shape when it makes the
+                # codes unsigned. It replaces them in place, so each layer needs its own.
                 zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]
             return self.nodes(
                 node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})
@@ -458,13 +460,13 @@ class _Writer:
             ("MatMul", [None, self.number(f"hadamard.{size}", hadamard(size))], {}),
             ("Reshape", [None, whole], {"allowzero": 0}),
         )
-        # The last axis came out as -1 of unknown size: MatMul finds it again from the weight.
+        # The last axis is -1, of unknown size; MatMul infers it from the weight.
         node.replace_input_with(0, rotated)
 
     def embedding(self, node: ir.Node, layer: str, number_format: str) -> None:
-        """The table as codes and a scale a row; only the rows that are looked up are dequantised.
+        """Store the table as codes with a scale per row; only looked-up rows are dequantised.
 
-        ``layer``: whose codes they are, the embedding's own or a tied head's.
+        ``layer`` owns the codes: the embedding or a tied head.
         """
         table, ids = node.inputs
         assert table is not None
@@ -473,7 +475,7 @@ class _Writer:
         codes, scales = self.rows(layer, number_format, V, hidden)
         (wide,) = self.node(node, "embed", "Gather", [codes, ids], {"axis": 0})
         (steps,) = self.node(node, "embed", "Gather", [scales, ids], {"axis": 0})
-        if number_format == "fp8":  # looked up as bytes, then their values by code
+        if number_format == "fp8":  # look up bytes, then the value of each byte
             values = self.constant("e4m3", E4M3_VALUES)
             codes = self._cast(node, "embed", wide, ir.DataType.INT32)
             (wide,) = self.node(node, "embed", "Gather", [values, codes], {"axis": 0})

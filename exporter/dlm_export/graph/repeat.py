@@ -1,8 +1,8 @@
-"""A graph traced with one layer of each kind, made into the graph of all layers.
+"""Expands a graph that was traced with one layer of each kind to all layers.
 
-Layers meet in the residual stream and in what all of them read: positions, rotary tables,
-visibility, constants. So the nodes of a traced layer, over another layer's parameters and cache and
-behind the layer before that one, are that other layer.
+Layers are connected by the residual stream and share positions, rotary tables, visibility and
+constants. A copy of a traced layer's nodes becomes another layer when it reads that layer's
+parameters and cache, and follows the layer before it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dlm_export.graph.parts import EMBED, block_of
 from dlm_export.network.spec import NetworkSpec
 
 _NUMBERED = re.compile(r"(blocks\.|(?:past|present)_(?:key|value)\.)(\d+)")
-"""How the path or name of what belongs to a layer begins, and the layer's number."""
+"""Matches the start of a layer's path or port name, with the layer's number."""
 
 
 def kinds(network: NetworkSpec) -> list[int]:
-    """The kind of each layer, counted from the first; layers described alike are of one kind."""
+    """The kind of each layer, numbered from 0; layers with equal descriptions have one kind."""
     described = list(dict.fromkeys(network.layers))
     return [described.index(layer) for layer in network.layers]
 
 
 def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
-    """The graph whose layer ``i`` is block ``layers[i]`` of ``traced``, which has a block of each
-    kind.
+    """Build the graph whose layer ``i`` is a copy of block ``layers[i]`` of ``traced``.
 
-    Every node needs its module path (``LAYER_KEY``), and none may be unused. Blocks that meet in
-    anything else than the stream and shared values are an error of ours: AssertionError.
+    ``traced`` has one block of each kind. Every node needs a module path (``LAYER_KEY``) and must
+    be used. Raises AssertionError (a bug of ours) if blocks exchange anything but the stream and
+    shared values.
     """
     front, blocks, behind = _cut(traced)
     streams = [
@@ -63,7 +63,7 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
 
 
 class _Copies:
-    """Copies of a traced graph's values: those of each layer, and those that are no layer's own."""
+    """Copies of a traced graph's values, per layer and shared."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = layers
@@ -71,22 +71,22 @@ class _Copies:
         self.own: list[dict[ir.Value, ir.Value]] = [{} for _ in layers]
 
     def of_values(self, values: Iterable[ir.Value]) -> list[ir.Value]:
-        """Copies of inputs or initialisers, a block's once for every layer of its kind."""
+        """Copies of inputs or initialisers; a block's are copied for every layer of its kind."""
         return [self._copy(value, layer) for value, layer in _placed(values, self.layers)]
 
     def of_nodes(self, nodes: Sequence[ir.Node], layer: int | None = None) -> list[ir.Node]:
-        """Copies of nodes, as those of a layer."""
+        """Copies of nodes for a layer."""
         return [self._of_node(node, layer) for node in nodes]
 
     def find(self, value: ir.Value, layer: int | None) -> ir.Value:
-        """The copy that a layer reads; None: what is in front of the layers or behind them."""
+        """The copy that a layer reads; ``layer`` is ``None`` for nodes before or after the layers."""
         scopes = [self.shared] if layer is None else [self.own[layer], self.shared]
         if layer is None and value.is_graph_input():
-            scopes += self.own  # how many rows are cached is read of some layer's cache
+            scopes += self.own  # the number of cached rows is read from some layer's cache
         found = next((scope[value] for scope in scopes if value in scope), None)
-        where = "what is no layer" if layer is None else f"layer {layer}"
+        where = "a node outside the layers" if layer is None else f"layer {layer}"
         assert found is not None, (
-            f"{where} reads {value.name}, which is neither its own, nor the stream, nor shared"
+            f"{where} reads {value.name}, which is not its own, the stream, or shared"
         )
         return found
 
@@ -104,7 +104,7 @@ class _Copies:
         return made
 
     def _of_node(self, node: ir.Node, layer: int | None) -> ir.Node:
-        is_constant = node.op_type == "Constant"  # of which the trace has one for several layers
+        is_constant = node.op_type == "Constant"  # the trace has one for several layers
         return ir.Node(
             node.domain,
             node.op_type,
@@ -117,14 +117,14 @@ class _Copies:
 
 
 def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.Node]]:
-    """The nodes in front of the first block, those of each block, and those behind the last one."""
+    """Split the nodes: before the first block, in each block, and after the last one."""
     nodes = list(graph)
     blocks = [block_of(node) for node in nodes]
     numbers = [number for number in blocks if number is not None]
     start = blocks.index(numbers[0])
     end = start + len(numbers)
     assert blocks[start:end] == sorted(numbers), (
-        "nodes of another part stand between those of a block"
+        "nodes of another part are between those of a block"
     )
     inside = [
         [node for node, number in zip(nodes, blocks, strict=True) if number == i]
@@ -134,19 +134,19 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """The only value that a part hands on to the next one, the residual stream."""
+    """The only value that one part passes to the next, the residual stream."""
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
     handed = list(
         dict.fromkeys(value for node in readers for value in node.inputs if value in made)
     )
     assert len(handed) == 1, (
-        f"{[value.name for value in handed]} where the residual stream alone is handed on"
+        f"expected only the residual stream, found {[value.name for value in handed]}"
     )
     return handed[0]
 
 
 def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.Value, int | None]]:
-    """Inputs, outputs or initialisers in order, a block's once for every layer of its kind."""
+    """Inputs, outputs or initialisers in order; a block's appear once per layer of its kind."""
     front: list[tuple[ir.Value, int | None]] = []
     behind: list[tuple[ir.Value, int | None]] = []
     of_blocks: dict[int, list[ir.Value]] = {}
@@ -164,7 +164,7 @@ def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.
 
 
 def _named(name: str | None, layer: int | None) -> str:
-    """A path or name as it is in a layer; it stays as it is outside of the layers."""
+    """A path or name as used in a layer; unchanged outside the layers."""
     assert name is not None
     if layer is None:
         return name

@@ -1,10 +1,9 @@
-"""Mixtures of experts as functions of standard operators: a loop over the experts that are chosen,
-each for its tokens.
+"""ONNX functions for mixtures of experts: a loop over the chosen experts, each with its tokens.
 
-Of INT8 and INT4 weights an expert is a call of the gated layer and one of the layer behind it
-(``functions``), so that inputs are quantised by rows, twice. Formats that a CPU has no arithmetic
-for are computed in fp32 on the values that they stand for: their inputs are rounded in one range,
-which the weighed features have behind the gate.
+INT8 and INT4 experts call the gated layer and the linear layer of ``functions``, which quantise
+inputs by rows. FP8 and NVFP4, which CPUs cannot compute, run in fp32 on dequantised values. Their
+inputs are rounded within one range per stack; features after the gate are weighted before they are
+rounded.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from dlm_export.graph.body import Body, LoopBody
 from dlm_export.network.spec import STACKS
 
 MIXTURE = "Experts"
-"""The function that a trace calls; the others of ``FUNCTIONS`` take its place when weights are laid
-out.
-"""
+"""The function that a trace calls. Laying out weights replaces it with another of ``FUNCTIONS``."""
 RANGES = ("x_scale", "hidden_scale")
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Held:
-    """How a function takes experts: ``parts`` of each stack, behind its name; ``calls``: functions
-    of ours; and whether the scales of ``RANGES`` come behind the stacks.
+    """How a function receives experts.
+
+    ``parts``: suffixes of each stack's inputs. ``calls``: our functions that it calls.
+    ``has_ranges``: the scales of ``RANGES`` follow the stacks.
     """
 
     parts: tuple[str, ...] = ("",)
@@ -50,9 +49,10 @@ FUNCTIONS: dict[str, Held] = {
 
 
 def experts(name: str) -> ir.Function:
-    """Results are weighed and added up in fp32. ``Experts`` has weights ``[E, K, N]``,
-    ``FP8Experts`` codes like that, a byte each; the others have panels, and attributes: ``columns``
-    of gate and up, and ``out_columns`` of down.
+    """Define a mixture function; results are weighted and summed in fp32.
+
+    ``Experts`` has weights ``[E, K, N]``, and ``FP8Experts`` codes of that shape, one per byte. The
+    others have panels, and attributes ``columns`` for gate and up and ``out_columns`` for down.
     """
     held = FUNCTIONS[name]
     ports = [
@@ -106,14 +106,14 @@ def _attributes(name: str) -> dict[str, ir.AttributeType]:
 def _one(
     name: str, loop: LoopBody, x: ir.Value, stored: list[ir.Value], counts: list[ir.Value]
 ) -> ir.Value:
-    """What an expert makes of ``x`` ``[n, K]``; ``stored`` are its own weights and scales."""
+    """An expert's output for ``x`` ``[n, K]``; ``stored`` has its weights and scales."""
     if calls := FUNCTIONS[name].calls:
-        gated, behind = calls
+        gated, linear = calls
         hidden: ir.Value = loop.call(
             gated, x, *stored[:4], columns="columns", group_size="group_size" * ("4" in name)
         )
         return loop.call(
-            behind,
+            linear,
             hidden,
             *stored[4:],
             columns="out_columns",
@@ -147,7 +147,7 @@ def _rounded_expert(
     stored: list[ir.Value],
     expert: ir.Value,
 ) -> ir.Value:
-    """What an expert makes of its rows ``x`` ``[n, K]``, which count ``share`` ``[n, 1]``."""
+    """An expert's output for rows ``x`` ``[n, K]`` with routing weights ``share`` ``[n, 1]``."""
     held = FUNCTIONS[name]
     size = len(held.parts)
     multiply, rounded = (_by_fp8, _to_fp8) if name.startswith("FP8") else (_by_nvfp4, _to_nvfp4)
@@ -167,7 +167,7 @@ def _rounded_expert(
 
 
 def _e4m3(loop: LoopBody, stored: ir.Value) -> ir.Value:
-    """Bytes read as E4M3 numbers, because ONNX Runtime picks no entries of an FP8 tensor."""
+    """Decode bytes as E4M3 by table lookup, because ONNX Runtime cannot gather from FP8 tensors."""
     codes = loop.cast(stored, ir.DataType.INT32)
     return loop.op("Gather", loop.constant(E4M3_VALUES), codes)
 

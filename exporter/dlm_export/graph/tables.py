@@ -1,8 +1,9 @@
-"""The embedding table of a graph: held as the checkpoint has it, and once if the head is tied.
+"""The embedding table of a graph: kept in the checkpoint's type, and stored once if the head is
+tied.
 
-Traced as it stands, a tied head is ``MatMul(x, Transpose(table))``. ONNX Runtime folds the
-transposed table into a copy when it opens, in fp32. TensorRT does not: its engines hold one table
-(measured with TensorRT-RTX 1.7.1), so graphs for it keep the two operators.
+A traced tied head is ``MatMul(x, Transpose(table))``. ONNX Runtime would fold the transposed table
+into an fp32 copy when it opens the graph. TensorRT does not: its engines hold one table (measured
+with TensorRT-RTX 1.7.1), so graphs for it keep the two operators.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from dlm_export.network.spec import EMBEDDING, HEAD
 
 
 def hold_once(graph: Graph, dtype: ir.DataType) -> None:
-    """Hold the table of a graph for CPUs in ``dtype``, and let a tied head multiply by it, in place.
+    """Store a CPU graph's table in ``dtype`` and let a tied head multiply by it, in place.
 
-    ``dtype`` is the checkpoint's type for a graph in fp32, else the graph's own. Looked-up rows are
-    widened to the graph's type. A quantised table stays as it is.
+    ``dtype`` is the checkpoint's type for an fp32 graph, otherwise the graph's own. Looked-up rows
+    are converted to the graph's type. A quantised table stays as it is.
     """
     table = graph.model.graph.initializers.get(EMBEDDING)
     if table is None:
@@ -37,9 +38,9 @@ def hold_once(graph: Graph, dtype: ir.DataType) -> None:
 
 
 def multiply_transposed(graph: Graph) -> None:
-    """Let a tied head of a graph for ONNX Runtime on a GPU read the table as it is stored, in place.
+    """Let a tied head of a graph for ONNX Runtime on a GPU read the stored table, in place.
 
-    Gemm takes a transposed operand, and rows without the batch's axis.
+    Gemm accepts a transposed operand, but no batch axis.
     """
     product = _product_of(graph)
     if product is None:
@@ -64,7 +65,7 @@ def multiply_transposed(graph: Graph) -> None:
 
 
 def _product_of(graph: Graph) -> ir.Node | None:
-    """The MatMul of a tied head by the transposed table; None of other heads."""
+    """The MatMul of a tied head by the transposed table, else ``None``."""
     for node in graph.model.graph:
         if node.op_type == "MatMul" and node.metadata_props.get(LAYER_KEY) == HEAD:
             weight = node.inputs[1]
@@ -75,7 +76,7 @@ def _product_of(graph: Graph) -> ir.Node | None:
 
 
 def _call_tied_head(graph: Graph, product: ir.Node, table: ir.Value, name: str) -> None:
-    """A call in the place of the product; a graph in fp16 is cast to fp32 and back around it."""
+    """Replace the product with a call; an fp16 graph is cast to fp32 for it, and back."""
     functions.declare(graph.model, name)
     metadata = dict(product.metadata_props)
     nodes, x = [], product.inputs[0]
@@ -95,7 +96,7 @@ def _cast(value: ir.Value, to: ir.DataType, metadata: dict[str, str]) -> ir.Node
 
 
 def _replace(graph: Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
-    """Put nodes in the place of a tied head's product, the last one's output in that of its."""
+    """Replace a tied head's product with ``nodes``; the last one gives the result."""
     old, new, weight = product.outputs[0], nodes[-1].outputs[0], product.inputs[1]
     assert weight is not None
     graph.model.graph.insert_before(product, nodes)
@@ -107,7 +108,7 @@ def _replace(graph: Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
 
 
 def _widen_rows(graph: Graph, table: ir.Value, dtype: ir.DataType) -> None:
-    """Hold the table in ``dtype``; a Cast follows each lookup."""
+    """Store the table in ``dtype``; a Cast follows each lookup."""
     wide = table.type
     lookups = [node for node, _ in table.uses() if node.op_type == "Gather"]
     table.type = ir.TensorType(dtype)

@@ -1,4 +1,4 @@
-"""Where the inputs and outputs of layers stand in a graph, and how a run shows them."""
+"""Finds the inputs and outputs of layers in a graph, and adds them to its outputs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
-"""How the name of a second tap of a mixture of experts ends: the chosen experts as its input, their
-weights as its output.
-"""
+"""Suffix of a mixture's second tap: its input is the chosen experts, its output their weights."""
 SHOWN = "tap:"
-"""What the name of a shown value begins with."""
+"""Prefix of the outputs that ``show`` adds."""
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Names of the values that go into a layer and come out of it, its bias added."""
+    """Names of a layer's input value and of its output value, with bias."""
 
     input: str
     output: str
 
 
 def weight_of(node: ir.Node) -> ir.Value | None:
-    """A MatMul's weight: an initialiser, or a tied head's transposed one; otherwise None."""
+    """A MatMul's weight: an initialiser, or a tied head's transposed one, else ``None``."""
     weight = node.inputs[1] if node.op_type == "MatMul" else None
     if weight is None or weight.is_initializer():
         return weight
@@ -41,7 +39,7 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
-    """The taps of all layers of a traced graph by path; rewriting keeps these names."""
+    """Find the taps of all layers, by path; rewriting a graph keeps these names."""
     found: dict[str, Tap] = {}
     for node in traced.model.graph:
         layer = node.metadata_props.get(LAYER_KEY, "")
@@ -67,10 +65,9 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
 
 
 def show(model: ir.Model, taps: Mapping[str, Tap]) -> None:
-    """Give a graph, or a part of one, fp32 outputs for the tapped values that it has: their own
-    names with ``SHOWN`` before.
+    """Add fp32 outputs, named ``SHOWN`` + name, for the tapped values in a graph or part.
 
-    An output that a fused operator keeps to itself is not there any more.
+    Values that became internal to a fused operator are not available.
     """
     graph = model.graph
     wanted = {name for tap in taps.values() for name in (tap.input, tap.output)}

@@ -1,7 +1,7 @@
-"""The product of a tied head as functions: activations times the rows of the embedding table.
+"""Functions that multiply activations by a tied head's embedding table.
 
-The table ``[V, K]`` is stored once, a row a token, and the same initialiser is looked up and
-multiplied by. In FP8 it is E4M3 codes, a byte each, with scales ``[V, 1]``.
+The table ``[V, K]`` is one initialiser with a row per token, used for lookups and for the head. In
+FP8 it has E4M3 bytes and scales ``[V, 1]``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ TIED_HEADS = {
     ir.DataType.BFLOAT16: "Bf16TiedHead",
     ir.DataType.FLOAT16: "Fp16TiedHead",
 }
-"""Type of a table in full precision -> the function that multiplies by it."""
+"""Type of an unquantised table -> the function that multiplies by it."""
 FP8_TIED_HEAD = "Fp8TiedHead"
 
 
 def tied_head(name: str) -> ir.Function:
-    """``x @ transposed table`` in fp32; of FP8 each product is multiplied by its row's scale."""
+    """``x @ transposed table`` in fp32; in FP8 each product is multiplied by its row's scale."""
     is_fp8 = name == FP8_TIED_HEAD
     body = Body(name, "x table scales" if is_fp8 else "x table")
     op = body.op

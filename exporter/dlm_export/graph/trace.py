@@ -1,7 +1,6 @@
-"""Torch to ONNX: one graph for every pass of a denoiser, traced once from torch's meta device, so
-that no weight exists.
+"""Traces one ONNX graph for every pass of a denoiser, from torch's meta device, without weights.
 
-Ports and opsets: see the room's text.
+For ports and opsets, see the package docstring.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced pass without its weights; initialisers are named like ``Denoiser``'s parameters."""
+    """A traced pass without weights; initialisers have the names of ``Denoiser``'s parameters."""
 
     model: ir.Model
     network: NetworkSpec
@@ -63,21 +62,21 @@ class Graph:
 
     @property
     def element_type(self) -> ir.DataType:
-        """Of parameters, activations and cache."""
+        """Type of parameters, activations and cache."""
         return _ELEMENT_TYPES[self.dtype]
 
     def clone(self) -> Graph:
-        """Another one like it, to be rewritten by itself."""
+        """A copy that can be rewritten independently."""
         return Graph(self.model.clone(), self.network, self.dtype)
 
 
 def element_type(precision: str) -> ir.DataType:
-    """What a graph of this precision computes in."""
+    """The element type that a graph of this precision computes in."""
     return _ELEMENT_TYPES[_DTYPES[precision]]
 
 
 class Pass(nn.Module):
-    """The traced module: body, gather of the scored rows, head, softmax and the K best."""
+    """The traced module: layers, gather of the scored rows, head, softmax and the K best tokens."""
 
     mask_token_bias: Tensor
 
@@ -101,8 +100,8 @@ class Pass(nn.Module):
         masked = logits + self.mask_token_bias
         probs = masked.softmax(-1)
         top_prob, top_token = probs.topk(TOP_K)
-        # sum p ln p without a logarithm a token: ln p is a logit's distance from the best one's,
-        # plus the best one's ln p.
+        # sum p ln p without a logarithm per token: ln p is the difference of a logit and the best
+        # logit, plus the best token's ln p.
         behind = logits - masked.amax(-1, keepdim=True)
         entropy = (probs * behind).sum(-1) + top_prob[..., 0].log()
         flat = [tensor for present in presents for tensor in present]
@@ -120,14 +119,14 @@ def _quiet_logger(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-# what torch.export calls the scope of a dynamic axis's size
+# torch.export's name for the scope of a dynamic axis's size
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _INPUTS = ("input_ids", "position_ids", "score_rows")
 _OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
-    """Name -> ``(kv_heads, head_size)`` of all that a pass reads or writes, in order."""
+    """Name -> ``(kv_heads, head_size)`` of the cache ports with this prefix, in order."""
     return {
         f"{prefix}_{kind}.{i}": shape
         for i, shape in enumerate(network.cache_shapes())
@@ -153,10 +152,9 @@ def describe(
     for_device: bool = False,
     has_segments: bool = False,
 ) -> dict[str, Any]:
-    """What the native reader must know of the graph (``loop.graph``); ``for_device``: there is a
-    device graph too.
+    """What the native reader needs to know about the graph (``loop.graph`` in the manifest).
 
-    ``has_segments``: see ``Fused``.
+    ``for_device``: the bundle has a device graph too. ``has_segments``: see ``Fused``.
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
@@ -177,10 +175,15 @@ def describe(
 
 
 def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> Graph:
-    """Trace the pass of a denoiser of this shape; ``precision`` is a key of ``graph.PRECISIONS``.
+    """Trace the pass of a denoiser.
 
-    One layer of each kind is traced, and repeated. ``is_plain``: in operators of opset 21. A
-    mixture of experts is one node, which is still to be laid out (``graph.experts``).
+    Traces one layer of each kind and repeats it. Each mixture of experts becomes one node, to be
+    replaced by ``graph.experts``.
+
+    Args:
+        network: The denoiser's description.
+        precision: A key of ``graph.PRECISIONS``.
+        is_plain: Use elementary operators of opset 21.
     """
     dtype = _DTYPES[precision]
     layers = repeat.kinds(network)
@@ -203,8 +206,8 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         ]
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
-    # The exporter reports on itself through warnings and logging (torchvision is absent, and so
-    # on): nothing for a user.
+    # The exporter's own warnings and log lines (torchvision is missing, and so on) are not for
+    # users.
     with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad(), definitions.few():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -223,26 +226,26 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     model = program.model
     model.graph.name = "denoiser"
     model.producer_name, model.producer_version = "dlm-export", metadata.version("dlm-export")
-    model.graph.metadata_props.clear()  # torch's own, longer than the graph
+    model.graph.metadata_props.clear()  # torch's metadata is longer than the graph
     _name_layers(model)
     _simplify_reshapes(model)
     passes.RemoveUnusedNodesPass()(passes.IdentityEliminationPass()(model).model)
     initializers = model.graph.initializers
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     for name in {name.removeprefix("denoiser.") for name in held} & initializers.keys():
-        initializers[name].const_value = None  # torch's meta tensor; ``write`` gives the real one
+        initializers[name].const_value = None  # a meta tensor; ``write`` supplies the values
     model.graph = repeat.repeat(model.graph, layers)
     if any(node.domain == DOMAIN for node in model.graph):
         functions.declare(model, MIXTURE)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
-    if is_plain:  # all operators that are left have been the same since
+    if is_plain:  # the remaining operators are unchanged since this opset
         model.graph.opset_imports[""] = PLAIN_OPSET
     return Graph(model, network, dtype)
 
 
 def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
-    """How torch's exporter writes the operator of ``network.experts``, which needs a schema."""
+    """The exporter's translation of the operator of ``network.experts``, which needs a schema."""
     real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
     kinds |= dict.fromkeys(STACKS, "T")
@@ -256,7 +259,7 @@ def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
 
 
 def _name_layers(model: ir.Model) -> None:
-    """Give every node its module path (``LAYER_KEY``) and drop torch's own, longer metadata."""
+    """Store each node's module path (``LAYER_KEY``) and drop torch's longer metadata."""
     for node in model.graph:
         scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
         path = ""
@@ -277,7 +280,7 @@ def _name_layers(model: ir.Model) -> None:
 
 
 def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
-    """The type of a node's output: its first input's, but for a few operators."""
+    """The type of a node's output: its first input's, except for a few operators."""
     if node.op_type == "Cast":
         return ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
     if node.op_type == "Constant":
@@ -291,11 +294,11 @@ def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
 
 
 def _simplify_reshapes(model: ir.Model) -> None:
-    """Reshape with a constant ``[0, 0, ...]`` (0 copies a dimension) where only B and T are
+    """Give Reshape a constant shape ``[0, 0, ...]`` (0 copies a dimension) if only B and T are
     dynamic.
 
-    The trace computes every shape from Shape, Squeeze and Concat nodes: 14 nodes a layer for
-    nothing.
+    The trace computes every shape with Shape, Squeeze and Concat nodes: 14 unnecessary nodes per
+    layer.
     """
 
     def constant(before: ir.Node, array: np.ndarray, kind: str) -> ir.Value:
@@ -311,7 +314,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
         number, wanted = (
             ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
         )
-        if number is not None and wanted is not None:  # which torch makes a list of
+        if number is not None and wanted is not None:  # torch wraps the number in a list
             folded = constant(node, number.numpy().reshape(wanted.numpy()), "value")
             node.outputs[0].replace_all_uses_with(folded)
             continue
@@ -323,12 +326,12 @@ def _simplify_reshapes(model: ir.Model) -> None:
         assert all(isinstance(dim, int) for dim in dims[2:]), (node.name, dims)
         shape = constant(node, np.array([0, 0, *dims[2:]], np.int64), "shape")
         node.replace_input_with(1, shape)
-        # torch sets it, and then a 0 in the shape would mean an empty dimension.
+        # torch sets allowzero, with which a 0 in the shape would mean an empty dimension.
         node.attributes.pop("allowzero", None)
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
-    """Call the dynamic axes B, T, S and R everywhere; torch names each input's differently."""
+    """Name the dynamic axes B, T, S and R; torch names each input's axes differently."""
     for node in model.graph:
         for value in node.outputs:
             value.shape = None

@@ -1,4 +1,4 @@
-"""A bf16 graph in arithmetic that ONNX Runtime's CPU kernels have."""
+"""Makes bf16 graphs run on ONNX Runtime's CPU kernels, which compute in fp32."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _MOVES = (
 
 
 def compute_in_fp32(graph: Graph) -> None:
-    """Give a bf16 graph fp32 arithmetic whose every result is rounded to bf16, in place: ONNX
-    Runtime's CPU kernels have none.
+    """Compute a bf16 graph in fp32 and round every result to bf16, in place.
 
-    Parameters, inputs and outputs keep their type; operators that only move values do too.
+    Parameters, inputs and outputs stay bf16, as do operators that only move values.
     """
     wide: dict[ir.Value, ir.Value] = {}
     nodes = graph.model.graph

@@ -1,7 +1,7 @@
-"""Weights into a traced graph's external data, piece by piece from wherever they lie.
+"""Writes the weights of a traced graph to external data, piece by piece.
 
-Peak memory is that of the largest matrix's codes, not a multiple of the model. A second form of the
-graph points into the same data.
+Peak memory is that of the largest matrix's codes, not a multiple of the model. A device graph may
+share the same data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
 
-_MOST_PARTS = 3  # initialisers of a weight: codes, scales and a scale of these
+_MOST_PARTS = 3  # initialisers per weight: codes, scales and a global scale
 DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
 
 
@@ -33,11 +33,14 @@ def data_bytes(
     formats: Mapping[str, str] | None = None,
     table_bytes: int | None = None,
 ) -> int:
-    """What ``write_graph`` puts into the data file at most: parameters, rotary tables, the mask
-    token's bias, page padding.
+    """Upper bound of the data file's size in bytes: parameters, rotary tables, mask token bias,
+    padding.
 
-    ``formats``: layer -> the format that it is held in, where it is not ``precision``.
-    ``table_bytes``: of an element of the embedding table, where it is not that of ``precision``.
+    Args:
+        network: The denoiser's description.
+        precision: A key of ``PRECISIONS``.
+        formats: Layer -> its format, for layers that are not in ``precision``.
+        table_bytes: Bytes per element of the embedding table, if different from ``precision``.
     """
     c = network
     tables = c.rotary_tables()
@@ -57,7 +60,7 @@ def data_bytes(
             columns = functions.padded(layer.outputs)
             plain = layer.inputs * layer.outputs * PRECISIONS[precision]
             saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
-            # MatMulNBits takes whole blocks with a scale each.
+            # MatMulNBits uses whole blocks with one scale each.
             if chosen.weights == "int8" and precision != "fp32":
                 size = functions.block_size(layer.inputs)
                 blocks = -(-layer.inputs // size)
@@ -74,13 +77,24 @@ def write_graph(
     on_bytes: Callable[[int], None],
     device: Graph | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``; size and SHA-256 of the
-    data, by the file's name.
+    """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``.
 
-    ``parameter(name, dtype)`` gives an initialiser, 4-bit ones an element a byte: on all cores
-    pieces of it are read and packed, while others are hashed and written. ``on_bytes`` is told what
-    has been written since it was told last. ``device`` is written as ``device.onnx`` over the same
-    data. Raises what ``parameter`` raises, and OSError when the disk is full.
+    Pieces of initialisers are read and packed on all cores, while finished ones are hashed and
+    written.
+
+    Args:
+        graph: The graph to write.
+        parameter: Called with an initialiser's name and type; returns its values, 4-bit ones one
+            per byte.
+        folder: Destination.
+        on_bytes: Called with the number of bytes written since the last call.
+        device: Written as ``device.onnx`` over the same data.
+
+    Returns:
+        File name -> size and SHA-256 of the data.
+
+    Raises:
+        OSError: The disk is full. Exceptions of ``parameter`` are passed on.
     """
     c, dtype = graph.network, graph.element_type.numpy()
     mask_token_bias = np.zeros(c.vocab_size, np.float32)
@@ -100,7 +114,7 @@ def write_graph(
 
         for name, value in graph.model.graph.initializers.items():
             if value.const_value is not None:
-                continue  # a constant that the graph's file holds itself
+                continue  # a constant stored in the graph file
             assert value.dtype is not None
             array = buffers[name] if name in buffers else parameter(name, value.dtype.numpy())
             expected = tuple(value.shape or ())
@@ -129,7 +143,7 @@ def write_graph(
 
 
 def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryview]:
-    """The bytes of an initialiser, a piece at a time."""
+    """The bytes of an initialiser, piece by piece."""
     if not array.shape:
         yield memoryview(np.asarray(array[()]).tobytes())
         return
@@ -144,7 +158,7 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 
 
 def _name_nodes(graph: Graph) -> None:
-    """Name nodes by module path and operator, because TensorRT's audit goes by these names."""
+    """Name nodes by module path and operator; TensorRT's audit uses these names."""
     used: Counter[str] = Counter()
     for node in graph.model.graph:
         name = f"{node.metadata_props[LAYER_KEY]}/{node.op_type}"
@@ -153,7 +167,7 @@ def _name_nodes(graph: Graph) -> None:
 
 
 def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
-    """Point the device graph's initialisers at the bytes that ``graph`` has under the same names."""
+    """Let the device graph's initialisers use the bytes of the same names in ``graph``."""
     written = {name: value.const_value for name, value in graph.model.graph.initializers.items()}
     for name, value in device.model.graph.initializers.items():
         if value.const_value is not None:
@@ -175,6 +189,6 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes, a byte each, packed as ONNX does: the earlier one in the low nibble."""
+    """Pack 4-bit codes, one per byte, as ONNX does: the first of two in the low nibble."""
     nibbles = codes & np.uint8(15)
     return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

@@ -1,6 +1,7 @@
-"""Judging: a bundle and its source in, figures and a verdict out.
+"""Compares a bundle with its source, and reports figures and a verdict.
 
-The folders, each imports only those above it: ``report`` (the HTML pages), ``sides`` (what is
-compared), ``parity`` (same numbers as torch or the released code?), ``accuracy`` (what quantisation
-costs), ``tuning`` (thresholds and effort levels), ``precision_search`` (``--precision auto``).
+Each folder imports only those listed before it: ``report`` (HTML pages), ``sides`` (the things to
+compare), ``parity`` (does the bundle compute the same numbers as torch or the released code?),
+``accuracy`` (what does quantisation cost?), ``tuning`` (thresholds and effort levels),
+``precision_search`` (``--precision auto``).
 """

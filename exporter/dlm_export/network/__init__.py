@@ -1,6 +1,6 @@
-"""The network room: the description of a denoiser in, the denoiser in torch out.
+"""The denoiser: its description as data, and the torch modules built from that description.
 
-``denoiser`` has the description and the modules that follow from it, ``reference`` the loop in
-plain torch, which what runs elsewhere is compared with. Nothing here knows a file or a released
-name.
+``spec`` holds the description, ``denoiser`` the modules, and ``reference`` the unmasking loop in
+plain torch that the native loop is compared with. This package reads no files and knows no released
+model by name.
 """

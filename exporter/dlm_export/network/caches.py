@@ -1,6 +1,4 @@
-"""What becomes of keys and values in a cache, in torch: as ``graph.functions`` says that they are
-stored and read back.
-"""
+"""Rounds keys and values in torch exactly like the caches that ``graph.functions`` defines."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ _SMALLEST_ROW = 1e-30
 
 
 def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
-    """Rows ``[.., D]`` as they are read from a cache of the manifest's ``cache_dtype``, which a
-    pass has written them to.
-    """
+    """Rows ``[.., D]`` as a pass reads them from a cache; ``cache_dtype`` is a manifest value."""
     if cache_dtype == "int8":
         return _through_int8(rows.float()).to(rows.dtype)
     stored: torch.dtype = getattr(torch, cache_dtype)
@@ -21,8 +17,10 @@ def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
 
 
 def _through_int8(rows: Tensor) -> Tensor:
-    """Codes from -127 to 127, times the least ``mantissa * 2 ** n``, of mantissas up to 255, that
-    is not below amax / 127.
+    """Quantise each row to codes -127..127 and back.
+
+    A row's scale is the smallest ``mantissa * 2 ** n`` that is at least amax / 127, with a mantissa
+    of at most 255.
     """
     is_bad = ~rows.isfinite().all(-1, keepdim=True)
     finite = rows.masked_fill(is_bad, 0)

@@ -1,12 +1,12 @@
-"""The proposer of a constrained request, by tokens and in exact arithmetic. The native loop does
-the same by classes and edges.
+"""The proposer of constrained requests, token by token and in exact arithmetic.
 
-It proposes the most likely text that the automaton accepts and that has the decided tokens, or a
-draw of these texts. After the scored positions a text only has to be possible. A text with fewer
-ruled-out tokens (logit -inf) is always better. For draws the number of tokens that ``top_p`` and
-``top_k`` cut comes next. Then the sum of logits counts. Logits are integers here, multiples of
-2^-149, so sums are exact. Of equally likely texts, the one with the lowest tokens wins, from the
-left.
+The native loop computes the same with token classes and edges. The proposer finds the most likely
+text, or samples one, among those that the automaton accepts and that contain the decided tokens.
+After the last scored position, a text only has to be possible. Texts compare first by their number
+of ruled-out tokens (logit -inf), fewest first. Samples then compare by the number of tokens that
+``top_p`` and ``top_k`` cut. Then the sum of logits decides. Logits are integer multiples of 2^-149
+here, so sums are exact. If texts are equally likely, the one whose leftmost different token has the
+lowest id wins.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT
 
 
 class Weight(NamedTuple):
-    """The weight of a text, or of several together; a tuple, so that ``max`` finds the best text."""
+    """Weight of one text, or of several together. It is a tuple, so ``max`` finds the best text."""
 
     kept: int  # the number of ruled-out tokens, negated
     within: int  # the number of cut tokens, negated
     logits: (
-        int  # the sum of the other tokens' logits, each less the best one of its row, in 1 / _UNIT
+        int  # sum over the other tokens of logit minus the row's best logit, in units of 1 / _UNIT
     )
     texts: float = (
-        0.0  # the logarithm of how many texts like the best of them there are; 0 for one text
+        0.0  # logarithm of the number of texts, relative to the best one; 0 for a single text
     )
 
     def __add__(self, other: Weight) -> Weight:  # type: ignore[override]
@@ -57,9 +57,7 @@ NOTHING = Weight(0, 0, 0)
 
 
 def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
-    """The weight of one token; ``logit`` is a float32 that is finite or -inf, and ``best`` the best
-    one of its row.
-    """
+    """Weight of one token. ``logit`` is finite or -inf in float32; ``best`` is the best of its row."""
     if logit == -np.inf:
         return Weight(-1, 0, 0)
     (a, b), (c, d) = float(logit).as_integer_ratio(), float(best).as_integer_ratio()
@@ -67,7 +65,7 @@ def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
 
 
 def total(weights: list[Weight], temperature: float) -> Weight:
-    """The weight of texts together; ``weights`` holds one at least."""
+    """Combined weight of several texts; ``weights`` must not be empty."""
     most = max(weights)
     return most._replace(
         texts=most.texts
@@ -77,8 +75,8 @@ def total(weights: list[Weight], temperature: float) -> Weight:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """An automaton by tokens: ``following`` int64 ``[Q, V]``, the state behind each, -1 for none;
-    ``ends`` bool ``[Q]``.
+    """An automaton over tokens: ``following`` int64 ``[Q, V]`` is the next state, -1 if not
+    allowed; ``ends`` bool ``[Q]`` marks accepting states.
     """
 
     following: np.ndarray
@@ -97,15 +95,16 @@ def _by_tokens(automaton: Automaton) -> _Tokens:
     return _Tokens(by_class[:, automaton.token_class], automaton.distances == 0)
 
 
-# A position: the tokens that may stand there, and the weight of each.
+# The tokens allowed at one position, and a function that gives each token's weight.
 Position = tuple[np.ndarray, Callable[[int], Weight]]
 
 
 class Texts:
-    """All texts of an automaton over some positions, each as likely as its tokens are together.
+    """All texts of an automaton over some positions; a text's weight is the sum of its tokens'
+    weights.
 
-    A draw goes forward over sums that were made from the last position on (forward filtering and
-    backward sampling, Carter and Kohn, 1994, the other way around).
+    Sampling goes forward over sums computed from the last position: forward filtering, backward
+    sampling (Carter and Kohn, 1994) with the direction reversed.
     """
 
     def __init__(
@@ -116,16 +115,16 @@ class Texts:
         ends: np.ndarray,
         temperature: float,
     ) -> None:
-        """``following`` int64 ``[Q, V]``: see ``_Tokens``. ``ends`` bool ``[Q + 1]``: where a text
-        from ``state`` on may end.
+        """Start at ``state``; ``following`` is as in ``_Tokens``; ``ends`` bool ``[Q + 1]`` marks
+        accepting states.
 
-        At temperature 0 only the best text is known.
+        Temperature 0 computes the best text only.
         """
         self.following, self.state, self.temperature = following, state, temperature
         met = [{state}]
         self.steps: list[
             dict[int, list[tuple[int, int]]]
-        ] = []  # by position: by state the tokens that lead on, and where to
+        ] = []  # per position: state -> (token, next state) pairs
         for tokens, _ in positions:
             self.steps.append(
                 {
@@ -134,7 +133,7 @@ class Texts:
                 }
             )
             met.append({to for ways in self.steps[-1].values() for _, to in ways})
-        self.weights: list[dict[int, Weight]] = []  # by position: by token
+        self.weights: list[dict[int, Weight]] = []  # per position: token -> weight
         for (_, weigh), ways in zip(positions, self.steps, strict=True):
             self.weights.append(
                 {
@@ -142,7 +141,8 @@ class Texts:
                     for token in {token for way in ways.values() for token, _ in way}
                 }
             )
-        #: By position: by state the weight of all texts from there on, or of the best one.
+        #: Per position: state -> weight of all texts from there on (temperature 0: of the best
+        #: one).
         self.ahead: list[dict[int, Weight]] = [{at: NOTHING for at in met[-1] if ends[at]}]
         for ways, weights in zip(reversed(self.steps), reversed(self.weights), strict=True):
             found = dict[int, Weight]()
@@ -155,9 +155,7 @@ class Texts:
             self.ahead.insert(0, found)
 
     def _ways(self, position: int, state: int) -> Iterable[tuple[int, int, Weight]]:
-        """Each token that leads on from a state, the state after it, and the weight of the texts
-        that go on so.
-        """
+        """Yield each allowed token, its next state, and the weight of texts that continue so."""
         for token, to in self.steps[position][state]:
             if to in self.ahead[position + 1]:
                 yield token, to, self.weights[position][token] + self.ahead[position + 1][to]
@@ -173,9 +171,7 @@ class Texts:
         return np.array(found, np.int64)
 
     def draw(self, seed: int, passes: int, first: int) -> np.ndarray:
-        """The tokens int64 ``[N]`` of one text, by the noise that positions from ``first`` on have
-        in this pass.
-        """
+        """Sample one text, int64 ``[N]``, with this pass's noise for positions from ``first`` on."""
         state, found = self.state, list[int]()
         for position in range(len(self.steps)):
             noise = gumbels(seed, passes, first + position, self.following.shape[1])
@@ -188,7 +184,7 @@ class Texts:
         return np.array(found, np.int64)
 
     def marginals(self) -> np.ndarray:
-        """How likely each token is at each position, float64 ``[N, V]``."""
+        """Probability of each token at each position, float64 ``[N, V]``."""
         mass = {self.state: 1.0}
         found = np.zeros((len(self.steps), self.following.shape[1]))
         for position in range(len(self.steps)):
@@ -205,7 +201,7 @@ class Texts:
 
 
 class Constrained(Proposer):
-    """Keeps to an automaton from the first undecided position of a canvas to the last."""
+    """Restricts a request to an automaton, from its first undecided position to its last."""
 
     def __init__(
         self,
@@ -215,19 +211,17 @@ class Constrained(Proposer):
         automaton: Automaton,
         canvas: Canvas,
     ) -> None:
-        """``eos_token_id`` is written where any end token may stand, and no other. Raises
-        ValueError where no text fits.
-        """
+        """``eos_token_id`` is the only end token written. Raises ValueError if no text fits."""
         super().__init__(mask_token_id, policy)
         self.eos_token_id, self.tokens = eos_token_id, _by_tokens(automaton)
         wanted = np.flatnonzero(canvas.undecided)
         self.first, self.last = (int(wanted[0]), int(wanted[-1]) + 1) if len(wanted) else (0, 0)
         self.same_end = automaton.token_class == automaton.token_class[eos_token_id]
         if len(wanted) and not self._ahead(canvas)[self.first][0]:
-            raise ValueError("no text of the constraint fits")
+            raise ValueError("no text that the constraint accepts fits the canvas")
 
     def _choices(self, canvas: Canvas, position: int) -> np.ndarray:
-        """The tokens that may stand at a position."""
+        """Tokens that the canvas allows at a position."""
         return (
             np.arange(self.tokens.following.shape[1])
             if canvas.undecided[position]
@@ -235,8 +229,8 @@ class Constrained(Proposer):
         )
 
     def _ahead(self, canvas: Canvas) -> dict[int, np.ndarray]:
-        """By position: whether a text from each state on fits into what is left, bool ``[Q + 1]``,
-        its last False.
+        """Position -> whether a text from each state fits the rest, bool ``[Q + 1]``; the last
+        entry is False.
         """
         found = {self.last: np.append(self.tokens.ends, False)}
         for position in range(self.last - 1, self.first - 1, -1):
@@ -313,8 +307,8 @@ class Constrained(Proposer):
         return Proposals(tokens, scores_of_draw(by, marginals, tokens), probs)
 
     def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
-        """Whether ``top_p`` or ``top_k`` cuts each token, bool ``[M, V]``; a text takes one only if
-        all texts need as many.
+        """The tokens that ``top_p`` or ``top_k`` cuts, bool ``[M, V]``. A text uses a cut token
+        only if no text has fewer.
         """
         behind = wide - wide[np.arange(len(best)), best][:, None]
         return ~kept_tokens(
@@ -322,7 +316,7 @@ class Constrained(Proposer):
         )
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
-        """The text with the fewest tokens that has what was proposed."""
+        """The text with the fewest tokens that contains the last proposals."""
         pinned = Canvas(
             np.where(canvas.undecided & (guess >= 0), guess, canvas.tokens),
             canvas.undecided & (guess < 0),

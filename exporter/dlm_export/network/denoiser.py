@@ -1,11 +1,11 @@
-"""The denoiser that a ``NetworkSpec`` describes, in torch: one transformer, its layers as they are
-described.
+"""Torch modules for the denoiser that a ``NetworkSpec`` describes.
 
-Nothing here knows a family by name. Shapes use the glossary's letters: ``B`` rows, ``T`` tokens of
-one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size, ``V`` vocabulary.
+No family appears here by name. Layers use RMSNorm, rotate-half RoPE, grouped queries and gated
+MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487), or mixtures of experts
+(``experts``).
 
-RMSNorm, rotate-half RoPE, grouped queries and gated MLPs, as LLaDA (arXiv:2502.09992) and Dream
-(arXiv:2508.15487) have them, or mixtures of these (``experts``).
+Shapes: ``B`` rows, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size,
+``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from dlm_export.network.spec import (
 from dlm_runtime.errors import DlmError, ExitCode
 
 Turn = tuple[Tensor, Tensor, Tensor]
-"""What turns heads by position: cosines and sines ``[positions, D / 2]``, position ids ``[B, T]``."""
+"""Rotation by position: cosines and sines ``[positions, D / 2]``, and position ids ``[B, T]``."""
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Several passes in one row of tokens, one behind the other: each sees itself, and what is
-    cached for it.
+    """Several passes concatenated in one row of tokens; each sees only its own tokens and its own
+    cache.
 
-    Of each pass its tokens, what hides keys from its queries (``hiding``), and its cached keys and
-    values ``[1, Hkv, S, D]``.
+    Holds for each pass its tokens, its additive mask (``hiding``), and its cached keys and values
+    ``[1, Hkv, S, D]``.
     """
 
     passes: Sequence[tuple[slice, Tensor | None, Past | None]]
 
 
 class UnbuiltNetworkError(DlmError):
-    """A description says something that this version does not build."""
+    """The network description needs a feature that this version does not support."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 def check_built(network: NetworkSpec) -> None:
-    """Raises UnbuiltNetworkError that names the first layer that needs what ``Denoiser`` lacks, and
-    what that is.
+    """Raises UnbuiltNetworkError if ``Denoiser`` does not support a feature; names the layer and
+    the feature.
     """
     for i, layer in enumerate(network.layers):
         a, mlp = layer.attention, layer.mlp
@@ -66,11 +66,11 @@ def check_built(network: NetworkSpec) -> None:
         for what, is_lacking in lacking.items():
             if is_lacking:
                 raise UnbuiltNetworkError(
-                    f"{network.architecture}: layer {i} has {what}, which this version does not build"
+                    f"{network.architecture}: layer {i} has {what}, which this version does not support"
                 )
     if network.noise != "absorbing":
         raise UnbuiltNetworkError(
-            f"{network.architecture}: {network.noise} noise is not built by this version"
+            f"{network.architecture}: this version does not support {network.noise} noise"
         )
 
 
@@ -92,13 +92,11 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
-    """Rotate-half RoPE of the first features of ``x`` ``[B, ..., T, D]``, as many as the tables
-    have.
-    """
+    """Rotate-half RoPE on the first features of ``x`` ``[B, ..., T, D]`` that the tables cover."""
     cos, sin, position_ids = turn
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
-        # One RotaryEmbedding node; the plain form below would be taken apart into nine. It has no
+        # Exports as one RotaryEmbedding node; the plain form below would become nine. It has no
         # gradient.
         partly = 0 if size == x.shape[-1] else size
         rotated: Tensor = torch.onnx.ops.rotary_embedding(
@@ -115,12 +113,11 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 def hiding(
     block_length: int | None, position_ids: Tensor, cached: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """What is added to scores so that each query of a pass sees what
-    ``AttentionSpec.visible_block`` says; None: all keys.
+    """Additive mask for attention scores that hides later blocks; ``None`` if every key is visible.
 
-    ``[B, 1, T, S + T]`` in ``dtype``: 0 where a key is seen, as the ``cached`` rows S are by every
-    query, else the lowest finite number. Infinity would become NaN in kernels that take a softmax
-    by tiles, where all of a tile is hidden.
+    Returns ``[B, 1, T, S + T]`` in ``dtype``: 0 for visible keys, which include all ``cached`` rows
+    S, and the lowest finite number for hidden ones. Infinity would become NaN in kernels that
+    compute the softmax in tiles, if a whole tile is hidden.
     """
     if block_length is None:
         return None
@@ -132,9 +129,7 @@ def hiding(
 
 
 class Attention(nn.Module):
-    """Attention with grouped queries over cached and new keys, all of them or those that are
-    visible.
-    """
+    """Grouped-query attention over cached and new keys."""
 
     def __init__(
         self, spec: AttentionSpec, hidden_size: int, norm_eps: float, is_plain: bool
@@ -154,7 +149,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Past]:
         B, T, _ = x.shape
         a = self.spec
-        if self.is_plain:  # queries that share a key lie on an axis of their own
+        if self.is_plain:  # queries that share a key get their own axis
             q = self.q_norm(self.q(x).view(B, T, a.kv_heads, a.group, a.head_size)).permute(
                 0, 2, 3, 1, 4
             )
@@ -177,11 +172,11 @@ class Attention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, past: Past | None
     ) -> Tensor:
-        """``[B, T, heads..., D]``."""
+        """Returns ``[B, T, heads..., D]``."""
         keys, values = (
             (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         )
-        if self.is_plain:  # two products, and a softmax in fp32
+        if self.is_plain:  # two matrix products, with an fp32 softmax between them
             scores = ((q * self.spec.head_size**-0.5) @ keys.unsqueeze(2).transpose(-1, -2)).float()
             if hidden is not None:
                 scores = scores + hidden.unsqueeze(1)
@@ -192,7 +187,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, with norms where it is described to have them."""
+    """One transformer layer; norms that its description lacks are identities."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
@@ -247,8 +242,8 @@ class Denoiser(nn.Module):
     """The network: a canvas in, a prediction for every position out.
 
     Parameters are created uninitialised; ``families.load`` fills them from a checkpoint.
-    ``is_plain`` computes the same in elementary operations, for engines whose parsers do not know
-    attention, norms and rotations as operators. Raises UnbuiltNetworkError.
+    ``is_plain`` uses elementary operations only, for engines that do not support attention, norms
+    and rotations as operators. Raises UnbuiltNetworkError.
     """
 
     def __init__(self, network: NetworkSpec, is_plain: bool = False) -> None:
@@ -270,11 +265,11 @@ class Denoiser(nn.Module):
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, past: Sequence[Past] | None = None
     ) -> tuple[Tensor, list[Past]]:
-        """Final-norm features ``[B, T, hidden]`` and each layer's new keys and values ``[B, Hkv, T,
-        D]``.
+        """Final-norm features ``[B, T, hidden]``, and each layer's new keys and values ``[B, Hkv,
+        T, D]``.
 
-        ``past`` holds position-encoded keys and values ``[B, Hkv, S, D]`` a layer, in any order of
-        positions: every query sees all of them, so only the set of cached rows matters.
+        ``past`` holds, per layer, position-encoded keys and values ``[B, Hkv, S, D]`` in any order:
+        every query sees all of them, so the order does not matter.
         """
         x = self.embed(input_ids)
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
@@ -293,9 +288,7 @@ class Denoiser(nn.Module):
         return self.final_norm(x), presents
 
     def project(self, features: Tensor) -> Tensor:
-        """Features ``[..., hidden]`` to raw logits ``[..., V]`` (the mask token is not excluded
-        here).
-        """
+        """Map features ``[..., hidden]`` to raw logits ``[..., V]``, including the mask token's."""
         logits: Tensor = (
             self.head(features, self.embed.weight)
             if self.network.tied_head
@@ -304,6 +297,6 @@ class Denoiser(nn.Module):
         return logits
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Raw logits ``[B, L, V]`` of one full pass over a canvas ``[B, L]``, rows unshifted."""
+        """Raw logits ``[B, L, V]`` of one full pass over canvases ``[B, L]``, rows unshifted."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         return self.project(self.hidden(input_ids, positions)[0])

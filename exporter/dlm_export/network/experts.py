@@ -1,9 +1,8 @@
-"""Mixtures of experts in torch: a router, the gated MLPs that it chooses from, and one that every
-token sees.
+"""Mixture-of-experts layers in torch: a router, the routed gated MLPs, and an optional shared MLP.
 
-``N`` tokens, ``E`` experts, ``k`` of them for a token. Only the experts that tokens are routed to
-are computed, each once for all its tokens: weights may lie in a mapped file, of which the others
-are never read.
+Shapes: ``N`` tokens, ``E`` experts, ``k`` active experts per token. Each active expert is computed
+once for all its tokens. Idle experts are not computed, so a memory-mapped file's pages for them are
+never read.
 """
 
 from __future__ import annotations
@@ -21,20 +20,19 @@ torch.library.define(
     "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
 )
 _NO_SUM = 1e-20
-"""What a sum of weights is divided by at least, as released routers have it."""
+"""Lower bound on a sum of routing weights before division, as in released routers."""
 
 
 @torch.library.register_fake("dlm_export::experts")  # type: ignore[untyped-decorator]
 def _shape_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor]) -> Tensor:
-    """What a trace knows of ``RoutedMLPs``: it becomes one node for all experts, which the graph
-    defines.
-    """
+    """Output shape of ``RoutedMLPs`` for the exporter, which keeps all experts as one graph node."""
     return torch.empty_like(x)
 
 
 class Router(nn.Module):
-    """Chooses experts: see ``RouterSpec``. In fp32 whatever the denoiser computes in: nearly equal
-    scores would be swapped.
+    """Chooses experts: see ``RouterSpec``.
+
+    Computes in fp32 whatever the denoiser's type, because rounding would swap nearly equal scores.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
@@ -44,7 +42,7 @@ class Router(nn.Module):
         self.bias = None if spec.router.bias is None else nn.Parameter(torch.empty(spec.count))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` ``[.., hidden]`` to the chosen experts, int64 ``[.., k]``, and their weights, fp32
+        """Map ``x`` ``[.., hidden]`` to chosen experts int64 ``[.., k]`` and their weights fp32
         ``[.., k]``.
         """
         scores, judged = self.scores(x)
@@ -52,13 +50,13 @@ class Router(nn.Module):
         return chosen, self.weights_of(scores, judged, chosen)
 
     def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of all experts fp32 ``[.., E]``, and what they are chosen by."""
+        """Scores of all experts, fp32 ``[.., E]``, and the biased scores used to choose among them."""
         products = x.float() @ self.weight.float()
         scores = products.softmax(-1) if self.spec.score == "softmax" else products.sigmoid()
         return scores, scores if self.bias is None else scores + self.bias.float()
 
     def weights_of(self, scores: Tensor, judged: Tensor, chosen: Tensor) -> Tensor:
-        """The weights ``[.., k]`` of the ``chosen`` experts, whichever they are."""
+        """Weights ``[.., k]`` of any given ``chosen`` experts."""
         r = self.spec
         weights = (judged if r.bias == "weights" else scores).gather(-1, chosen)
         if r.renormalise:
@@ -66,12 +64,12 @@ class Router(nn.Module):
         return weights if r.scale == 1 else weights * r.scale
 
     def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
-        """By how much ``chosen`` ``[.., k]`` are worse than the experts that ``judged`` ``[.., E]``
-        says are best, ``[..]``.
+        """How much worse ``chosen`` ``[.., k]`` is than the best choice by ``judged`` ``[.., E]``:
+        ``[..]``.
 
-        0 where others are as good. Groups with a chosen expert are held against the best groups,
-        and experts against the best of the chosen groups. Infinite where an expert is chosen twice,
-        or more groups than are allowed.
+        Returns 0 for ties with the best choice. The chosen groups are compared with the best
+        groups, and the chosen experts with the best experts of the chosen groups. Returns infinity
+        if an expert is chosen twice or too many groups are used.
         """
         r = self.spec
         taken = torch.zeros_like(judged).scatter(-1, chosen, 1.0)
@@ -93,11 +91,11 @@ class Router(nn.Module):
         )
 
     def _worth(self, judged: Tensor) -> Tensor:
-        """How good each group is, ``[.., G]``; without groups it does not count."""
+        """Score of each group, ``[.., G]``: the sum of its two best experts. Unused when G is 1."""
         return judged if self.spec.groups == 1 else self._grouped(judged).topk(2).values.sum(-1)
 
     def _of_groups(self, judged: Tensor, worth: Tensor) -> Tensor:
-        """The scores ``[.., E]`` with those outside the best groups at minus infinity."""
+        """Scores ``[.., E]`` with minus infinity outside the best groups."""
         r = self.spec
         if r.active_groups == r.groups:
             return judged
@@ -108,40 +106,35 @@ class Router(nn.Module):
 
 
 class Stacked(nn.Module):
-    """A matrix ``[in, out]`` for each of ``E`` experts: held in one parameter, or read where it is
-    asked for.
-    """
+    """A matrix ``[in, out]`` for each of ``E`` experts, held as one parameter or read on demand."""
 
     def __init__(self, count: int, inputs: int, outputs: int, *, is_down: bool = False) -> None:
-        """``is_down``: experts' results are added up behind it, so that all of them are one matrix
-        of more inputs.
-        """
+        """``is_down``: the experts' outputs are summed, so ``wide`` stacks along inputs."""
         super().__init__()
         self.count, self.inputs, self.outputs, self.is_down = count, inputs, outputs, is_down
         self.weight = nn.Parameter(torch.empty(count, inputs, outputs))
         self.read: Callable[[int], Tensor] | None = None
 
     def forward(self, x: Tensor, expert: int | None = None) -> Tensor:
-        """``x`` ``[.., in]`` by an expert's matrix; None: by ``wide``."""
+        """Multiply ``x`` ``[.., in]`` by one expert's matrix, or by ``wide()`` if ``None``."""
         return product(x, self.wide() if expert is None else self.matrix(expert))
 
     def matrix(self, expert: int) -> Tensor:
-        """An expert's, ``[in, out]``."""
+        """One expert's matrix ``[in, out]``."""
         return self.weight[expert] if self.read is None else self.read(expert)
 
     def wide(self) -> Tensor:
-        """All experts' matrices as one: side by side ``[in, E * out]``, those that go down one
-        below the other.
-        """
+        """All experts' matrices as one: ``[in, E * out]``, or ``[E * in, out]`` if ``is_down``."""
         return torch.cat(
             [self.matrix(expert) for expert in range(self.count)], 0 if self.is_down else 1
         )
 
 
 class RoutedMLPs(nn.Module):
-    """``E`` gated MLPs, each for the tokens that are routed to it. With ``is_dense`` all are
-    computed for every token, as one MLP of all their features, those of experts that a token is not
-    routed to being multiplied by 0.
+    """``E`` gated MLPs, each applied to the tokens routed to it.
+
+    With ``is_dense``, one wide MLP computes all experts for every token; the features of experts
+    that a token is not routed to are multiplied by 0.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
@@ -152,8 +145,8 @@ class RoutedMLPs(nn.Module):
         self.down = Stacked(spec.count, spec.size, hidden_size, is_down=True)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sums ``[.., hidden]`` of the results of the ``chosen`` experts ``[.., k]``, for
-        ``x`` ``[.., hidden]``.
+        """Weighted sums ``[.., hidden]`` of the ``chosen`` ``[.., k]`` experts' outputs for ``x``
+        ``[.., hidden]``.
         """
         if torch.compiler.is_exporting():
             stacks = [self.gate.weight, self.up.weight, self.down.weight]
@@ -162,7 +155,7 @@ class RoutedMLPs(nn.Module):
         return self._all(x, chosen, weights) if self.is_dense else self._routed(x, chosen, weights)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Expert by expert: a token's results are added up in their order."""
+        """Compute one expert after another, and add up each token's results in expert order."""
         active, tokens = chosen.shape[-1], x.flatten(0, -2)
         slots = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.count).tolist()
@@ -176,9 +169,7 @@ class RoutedMLPs(nn.Module):
         return y.view(x.shape)
 
     def hidden(self, expert: int, x: Tensor) -> Tensor:
-        """What an expert makes of its tokens ``[n, hidden]`` before they are weighed and go down,
-        ``[n, size]``.
-        """
+        """An expert's features ``[n, size]`` before the down projection of ``[n, hidden]``."""
         y: Tensor = F.silu(self.gate(x, expert)) * self.up(x, expert)
         return y
 
@@ -194,7 +185,7 @@ class RoutedMLPs(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts in the place of an MLP."""
+    """A mixture of experts that replaces an MLP."""
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()
@@ -203,6 +194,6 @@ class Experts(nn.Module):
         self.shared = MLP(spec.shared_size, hidden_size) if spec.shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, hidden]``, in and out."""
+        """``x`` and the result are ``[B, T, hidden]``."""
         y: Tensor = self.experts(x, *self.router(x))
         return y if self.shared is None else y + self.shared(x)

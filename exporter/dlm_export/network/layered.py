@@ -1,10 +1,8 @@
-"""A denoiser read a layer at a time, and all canvases carried through each layer before the next
-one is read.
+"""Runs all canvases through a denoiser layer by layer, with only one layer in memory.
 
-What is held is a layer and the canvases' activations, whatever the denoiser's size; each weight is
-read once a sweep. Attention is within a canvas and everything else within a token, so canvases of
-one length go through together. Activations that outgrow the memory given to them lie in a mapped
-file, whose blocks are taken from the disk beforehand.
+Memory holds one layer and the canvases' activations, whatever the size of the denoiser. Each weight
+is read once per sweep. Canvases of the same length are computed together. If the activations exceed
+their memory limit, they go to a memory-mapped file whose disk blocks are allocated in advance.
 """
 
 from __future__ import annotations
@@ -39,35 +37,32 @@ from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
 BATCH_TOKENS = 2048
-"""Tokens that go through a layer at a time, a canvas at least: enough rows for the processor's best
-rate.
-"""
+"""Tokens per batch in a layer (at least one canvas): enough rows for full speed on a CPU."""
 HEAD_COLUMNS = 8192
-"""Columns of the head that are widened to fp32 at a time."""
+"""Columns of the head that are converted to fp32 at a time."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class MemoryLimitError(DlmError):
-    """What is asked for does not fit the memory, or the disk, that it may take."""
+    """The requested work exceeds the memory or disk space that it may use."""
 
 
 class ReadTensor(Protocol):
-    """Where parameters come from."""
+    """Reads parameters of a denoiser."""
 
     def __call__(
         self, parameter: str, dtype: torch.dtype | None, rows: Tensor | None = None
     ) -> Tensor:
-        """A parameter of ``Denoiser``, or ``rows`` of its first axis, on the CPU; not to be written
-        to. None: as stored.
+        """Return a parameter of ``Denoiser``, or the ``rows`` of its first axis, on the CPU.
+
+        Do not write to the result. ``dtype`` ``None`` keeps the stored type.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Canvases of one length: their numbers, ids int64 ``[B, L]``, and where their tokens lie among
-    all.
-    """
+    """Canvases of one length: their indices, ids int64 ``[B, L]``, and rows in ``states``."""
 
     numbers: tuple[int, ...]
     ids: Tensor
@@ -75,7 +70,7 @@ class Batch:
 
 
 def make_batches(canvases: Sequence[np.ndarray], tokens: int = BATCH_TOKENS) -> list[Batch]:
-    """The canvases by length, shortest first, in their order, as many together as ``tokens`` hold."""
+    """Group canvases by length, shortest first, into batches of at most ``tokens`` tokens."""
     by_length: dict[int, list[int]] = {}
     for number, canvas in enumerate(canvases):
         by_length.setdefault(len(canvas), []).append(number)
@@ -93,9 +88,7 @@ def make_batches(canvases: Sequence[np.ndarray], tokens: int = BATCH_TOKENS) -> 
 
 
 class Layered:
-    """A denoiser's parts, each read when it is asked for; nothing of it is held but tables of
-    cosines and sines.
-    """
+    """A denoiser whose parts are read on demand; only the rotary tables stay in memory."""
 
     def __init__(
         self,
@@ -104,15 +97,13 @@ class Layered:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """``dtype``: what layers compute in, on ``device`` (None: the CPU). Raises
-        UnbuiltNetworkError.
-        """
+        """Layers compute in ``dtype`` on ``device`` (``None``: the CPU). Raises UnbuiltNetworkError."""
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        # The layer that was read last, or None once it is freed.
+        # Weak reference to the last block read; returns None once that block is freed.
         self._last: Callable[[], object] = lambda: None
-        self._rooms: list[Tensor] = []  # where its weights lie, if they were widened
+        self._rooms: list[Tensor] = []  # buffers of that block's converted weights
         tables = network.rotary_tables()
         self._rotary = [
             Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables
@@ -121,15 +112,15 @@ class Layered:
         self._turned_by = [None if table is None else tables.index(table) for table in used]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings ``[B, L, hidden]`` of ids ``[B, L]``: only their rows of the table are read."""
+        """Embeddings ``[B, L, hidden]`` of ids ``[B, L]``. Reads only the rows of these ids."""
         wanted, places = torch.unique(ids, return_inverse=True)
         return self.read("embed.weight", self.dtype, wanted)[places].to(self.device)
 
     def block(self, i: int) -> Block:
-        """Layer ``i`` with its weights, which go when it goes: the next layer's may then lie in the
-        same memory.
+        """Layer ``i`` with its weights; the next layer may reuse their memory once this one is
+        freed.
 
-        Those of experts are read one expert at a time, whenever tokens are routed to it.
+        Experts' weights are read one expert at a time, when tokens are routed to it.
         """
         c = self.network
         with torch.device("meta"):
@@ -152,11 +143,10 @@ class Layered:
         return self.read(parameter, self.dtype, torch.tensor([expert]))[0].to(self.device)
 
     def _widened(self, parameter: str, spare: list[Tensor]) -> Tensor:
-        """A parameter in ``dtype`` on the device, in its order of memory; if room for it is made,
-        then of ``spare`` first.
+        """A parameter in ``dtype`` on the device, with its stored memory order.
 
-        Memory that is new is handed out page by page, which takes several times as long as widening
-        bf16 does.
+        Conversion reuses buffers of ``spare``, because the system hands out new memory page by
+        page, which takes several times as long as the conversion from bf16.
         """
         stored = self.read(parameter, None)
         if stored.dtype == self.dtype or self.device.type != "cpu":
@@ -174,10 +164,10 @@ class Layered:
     def beside(
         self, i: int, ids: Tensor, first: int = 0, past: Past | None = None
     ) -> tuple[Turn | None, Tensor | None, Past | None]:
-        """What goes into layer ``i`` beside the states of ``ids`` ``[B, T]``, the first of which
-        stands at position ``first``.
+        """Arguments of layer ``i`` after the states: rotation, additive mask and ``past``.
 
-        What turns heads, what hides keys, and ``past``: cached keys and values of other positions.
+        They apply to ``ids`` ``[B, T]``, which start at position ``first``; ``past`` holds cached
+        keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
         return self._turn(i, positions), self._hiding(i, positions, past), past
@@ -185,11 +175,10 @@ class Layered:
     def packed(
         self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]
     ) -> tuple[Turn | None, None, Packed]:
-        """What goes into layer ``i`` beside the states ``[1, tokens, hidden]`` of several passes,
-        one behind the other.
+        """Arguments of layer ``i`` after the states, for several passes concatenated in ``[1,
+        tokens, hidden]``.
 
-        ``spans``: first position of each and the one behind its last; ``past``: what is cached for
-        each.
+        ``spans`` gives each pass's positions ``(first, end)``; ``past`` gives each pass's cache.
         """
         positions = [
             torch.arange(first, last, device=self.device).unsqueeze(0) for first, last in spans
@@ -214,14 +203,14 @@ class Layered:
         return hiding(self.network.layers[i].attention.visible_block, positions, cached, self.dtype)
 
     def final_norm(self) -> RMSNorm:
-        """The norm behind the last layer."""
+        """The norm after the last layer."""
         c = self.network
         with torch.device("meta"):
             norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain=False)
         return _filled(norm, {"weight": self.read("final_norm.weight", self.dtype).to(self.device)})
 
     def head(self) -> Head:
-        """The head, as it is stored."""
+        """The head, in its stored type."""
         return Head(
             self.read("embed.weight", None).T
             if self.network.tied_head
@@ -237,16 +226,14 @@ def _filled(module: _Module, state: dict[str, Tensor]) -> _Module:
 
 
 class Head:
-    """What makes features raw logits. It computes in fp32, whatever the layers do, and widens a few
-    columns at a time.
-    """
+    """Maps features to raw logits in fp32; converts a few columns of the weight at a time."""
 
     def __init__(self, weight: Tensor, device: torch.device) -> None:
-        """``weight``: ``[hidden, V]``."""
+        """``weight`` is ``[hidden, V]``."""
         self.weight, self.device = weight, device
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Features ``[..., hidden]`` to raw logits fp32 ``[..., V]`` on the CPU."""
+        """Map features ``[..., hidden]`` to raw logits fp32 ``[..., V]`` on the CPU."""
         wide = features.to(self.device, torch.float32)
         out = torch.empty(*features.shape[:-1], self.weight.shape[1])
         for columns, weight in self._widened():
@@ -254,14 +241,14 @@ class Head:
         return out
 
     def pull(self, gradients: Tensor) -> Tensor:
-        """Gradients of logits ``[..., V]`` to those of features, fp32 ``[..., hidden]`` on the CPU."""
+        """Backpropagate logit gradients ``[..., V]`` to features, fp32 ``[..., hidden]`` on the CPU."""
         out = torch.zeros(*gradients.shape[:-1], self.weight.shape[0], device=self.device)
         for columns, weight in self._widened():
             out += gradients[..., columns].to(self.device) @ weight.T
         return out.cpu()
 
     def _widened(self) -> Iterator[tuple[slice, Tensor]]:
-        room = None  # one for all columns: new memory costs more than widening
+        room = None  # reused for all columns: new memory costs more than the conversion
         for start in range(0, self.weight.shape[1], HEAD_COLUMNS):
             columns = slice(start, start + HEAD_COLUMNS)
             stored = self.weight[:, columns].to(self.device)
@@ -274,15 +261,15 @@ class Head:
 
 
 def named(i: int, block: nn.Module) -> dict[str, nn.Module]:
-    """The modules of layer ``i`` by the paths that they have in a whole denoiser."""
+    """The modules of layer ``i``, by their paths in the whole denoiser."""
     return {f"blocks.{i}.{name}": module for name, module in block.named_modules() if name}
 
 
 class Carried:
-    """All canvases' hidden states between two layers: ``[tokens, hidden]`` in the order of
+    """Hidden states of all canvases between two layers: ``[tokens, hidden]``, in the order of
     ``batches``.
 
-    ``now`` is the batch that a layer is computing, for those who look into it.
+    ``now`` is the batch being computed, for observers that need it.
     """
 
     now: Batch
@@ -295,9 +282,10 @@ class Carried:
         memory_bytes: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """Embeds the canvases. States beyond ``memory_bytes`` lie in a file of ``folder``, which
-        has no name there; None: they stay in memory. Raises MemoryLimitError where the disk has no
-        room for it.
+        """Embed the canvases.
+
+        If the states exceed ``memory_bytes`` (``None``: no limit), they go to an unnamed file in
+        ``folder``. Raises MemoryLimitError if the disk is too full.
         """
         self.layered, self.batches = layered, make_batches(canvases)
         tokens = sum(batch.ids.numel() for batch in self.batches)
@@ -313,9 +301,7 @@ class Carried:
 
     @torch.no_grad()
     def through(self, i: int, block: Block, *, keep: bool = True) -> None:
-        """Every batch through layer ``i``; ``keep``: what comes out is carried on, otherwise only
-        looked at.
-        """
+        """Run every batch through layer ``i``. If ``keep`` is False, discard the output."""
         for batch in self.batches:
             self.now = batch
             out, _ = block(self.read(batch), *self.layered.beside(i, batch.ids))
@@ -324,8 +310,8 @@ class Carried:
 
     @torch.no_grad()
     def features(self, rows: Sequence[np.ndarray]) -> list[Tensor]:
-        """Final-norm features ``[R, hidden]`` of each canvas's ``rows`` ``[R]``, on the CPU, behind
-        the last layer.
+        """Final-norm features ``[R, hidden]`` of each canvas's ``rows`` ``[R]``, on the CPU. Call
+        after the last layer.
         """
         norm, found = self.layered.final_norm(), [torch.empty(0)] * len(rows)
         for batch in self.batches:
@@ -339,11 +325,11 @@ class Carried:
 def room_for(
     shape: tuple[int, ...], dtype: torch.dtype, memory_bytes: int | None, folder: Path | None
 ) -> Tensor:
-    """An array that is still to be filled: in memory, or beyond ``memory_bytes`` in an unnamed file
-    of ``folder``.
+    """An uninitialised array in memory, or in an unnamed file of ``folder`` if larger than
+    ``memory_bytes``.
 
-    The file's blocks are taken at once: a write to a mapped page finds no full disk. Raises
-    MemoryLimitError if they are not to be had.
+    The file's disk blocks are allocated now, so later writes to mapped pages cannot fail. Raises
+    MemoryLimitError if the disk is too full.
     """
     size = math.prod(shape) * dtype.itemsize
     if memory_bytes is None or size <= memory_bytes:
@@ -354,7 +340,7 @@ def room_for(
         except OSError as err:
             where = folder or tempfile.gettempdir()
             raise MemoryLimitError(
-                f"{where}: no room for {size:,} bytes of activations ({err.strerror}). Make room, take fewer samples "
+                f"{where}: no room for {size:,} bytes of activations ({err.strerror}). Free disk space, use fewer samples "
                 "(--calib-samples, --judged), or allow more memory (--memory)."
             ) from err
         mapped = np.memmap(file, np.uint8, "r+", shape=(size,))

@@ -1,4 +1,4 @@
-"""Products by weights in torch, which denoisers are made of."""
+"""Multiplication by weights in torch: linear layers, the tied head and the gated MLP."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDENED = 1 << 22
-"""Elements of a weight that are held in fp32 beside it at a time, where its products are not
-computed in its own type.
-"""
+"""Weight elements converted to fp32 at a time when torch is slow in the weight's own type."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight``, fast on every processor.
 
-    Where a processor lacks what torch's kernels for bf16 need (AVX-512 on x86), torch multiplies
-    number by number, fifty times slower than in fp32. There this multiplies in fp32, a few columns
-    at a time, and rounds the sums, as bf16 kernels do.
+    Without AVX-512, torch's bf16 kernels on x86 are fifty times slower than fp32. In that case this
+    multiplies in fp32, a few columns at a time, and rounds the sums as bf16 kernels do.
     """
     if x.dtype != torch.bfloat16 or has_bf16_kernels(x.device):
         return x @ weight
@@ -31,7 +28,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def has_bf16_kernels(device: torch.device) -> bool:
-    """Whether torch multiplies bf16 on a device as fast as fp32, or faster."""
+    """True if torch multiplies bf16 on a device as fast as fp32, or faster."""
     return device.type != "cpu" or _processor_has_bf16_kernels()
 
 
@@ -44,8 +41,8 @@ def _processor_has_bf16_kernels() -> bool:
 class Linear(nn.Module):
     """``x @ weight + bias`` with ``weight`` stored ``[in, out]``.
 
-    The transposed storage lets the exported MatMul take the parameter as it is: no Transpose node
-    to fold, so an initialiser keeps its parameter's name and is written once.
+    The transposed storage lets the exported MatMul use the parameter directly, without a Transpose
+    node. The initialiser therefore keeps the parameter's name and is written once.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -59,7 +56,7 @@ class Linear(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Multiplies by the transposed embedding table, which it is given and does not hold."""
+    """Multiplies by the transposed embedding table, which the caller passes in."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """Features ``[..., hidden]`` and a table ``[V, hidden]`` to raw logits ``[..., V]``."""

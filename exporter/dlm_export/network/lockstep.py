@@ -1,10 +1,9 @@
-"""Many requests under the unmasking loop at once: each step computes the next pass of all of them,
-a layer at a time.
+"""Runs the unmasking loop for many requests at once, reading the denoiser one layer at a time.
 
-A layer is read once a step, and the rows of all passes go through its matrices together; attention
-is each pass's own. What is held is a layer, the keys and values of the requests under way, and one
-step's hidden states. Equal to ``reference``, request by request, as far as sums of floats in
-another order allow.
+Each step computes the next pass of every running request. A layer is read once per step, and the
+rows of all passes go through its matrices together; attention stays within each pass. Memory holds
+one layer, the keys and values of the running requests, and one step's hidden states. Each request's
+result equals ``reference``, except for the rounding of sums in a different order.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from dlm_export.network.turns import Canvas
 from dlm_runtime.policy import Policy
 
 HELD = 250_000_000
-"""Parameters up to which all layers are held while requests run, a gigabyte in fp32, if that is
-half of the memory given.
+"""All layers stay in memory if the denoiser has at most this many parameters (1 GB in fp32) and
+they need at most half of the memory limit.
 """
-SCORED_ROWS = 256  # whose logits are held at a time
+SCORED_ROWS = 256  # rows whose logits are in memory at a time
 
 
 class _Course:
-    """One request under way: what it has come to after each pass, and its cache."""
+    """One running request: its canvas after each pass, and its cache."""
 
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
         self.run = Run(network, canvas, policy)
@@ -47,7 +46,7 @@ class _Course:
         return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
-        """Take a pass's keys and values ``[1, Hkv, T, D]`` of layer ``i``, if it stores them."""
+        """Store the keys and values ``[1, Hkv, T, D]`` of layer ``i``, if this pass stores them."""
         assert self.span is not None
         if self.span.is_stored:
             self.cache[i] = store(self.cache[i], (keys, values), self.span)
@@ -60,7 +59,7 @@ class _Course:
             self.cache = []
 
     def left(self) -> int:
-        """Positions that passes to come have to decide."""
+        """Number of positions still to be decided."""
         return 0 if self.span is None else int(np.count_nonzero(self.run.canvas.undecided))
 
 
@@ -72,13 +71,13 @@ def courses(
     memory_bytes: int | None = None,
     on_decided: Callable[[int], None] = lambda positions: None,
 ) -> Iterator[list[Canvas]]:
-    """Of each canvas, in their order, what it was before the first pass and after each one.
+    """Yield, for each canvas in order, its states before the first pass and after every pass.
 
-    ``on_decided`` is told after each step how many positions fewer are left.
+    ``on_decided`` is called after each step with the number of positions decided in it.
 
-    As many go on together as ``BATCH_TOKENS`` hold, and as have room for their keys and values in
-    half of ``memory_bytes`` (None: any); one at least. Raises MemoryLimitError if the longest has
-    none in all of it.
+    Requests run together as long as their tokens fit ``BATCH_TOKENS`` and their keys and values fit
+    half of ``memory_bytes`` (``None``: no limit); at least one runs. Raises MemoryLimitError if the
+    keys and values of the longest canvas exceed ``memory_bytes``.
     """
     assert not policy.cfg_scale, "guidance takes two canvases a pass"
     held = None
@@ -92,8 +91,8 @@ def courses(
         needed = longest * cache_bytes(layered)
         if needed > memory_bytes:
             raise MemoryLimitError(
-                f"--memory: keys and values of a canvas of {longest:,} tokens take {needed:,} bytes, {memory_bytes:,} are "
-                f"left beside a layer. Allow {needed - memory_bytes:,} bytes more, or take shorter samples."
+                f"--memory: keys and values of a canvas of {longest:,} tokens need {needed:,} bytes; {memory_bytes:,} remain "
+                f"after one layer. Allow {needed - memory_bytes:,} more bytes, or use shorter samples."
             )
         most = min(most, memory_bytes // 2 // cache_bytes(layered))
     head, norm = layered.head(), layered.final_norm()
@@ -116,7 +115,7 @@ def courses(
 
 
 def cache_bytes(layered: Layered) -> int:
-    """Of keys and values, a token."""
+    """Bytes of one token's keys and values."""
     return layered.network.cache_bytes(layered.dtype.itemsize)
 
 
@@ -127,7 +126,7 @@ def _make_passes(
     head: Head,
     step: Sequence[_Course],
 ) -> None:
-    """The next pass of every course, and its commit."""
+    """Run the next pass of every request and commit its tokens."""
     spans = [(course.span.first, course.span.last) for course in step if course.span is not None]
     ids = [
         torch.from_numpy(c.run.tokens[first:last])

@@ -1,11 +1,9 @@
-"""The plan of a request's passes: what each one computes, what it reads from the cache, and what
-becomes of its rows.
+"""Plans the passes of a request: the rows each pass computes, reads from the cache and stores.
 
-Both loops read one plan, this one here and the native one in ``decode/plan.cc``. Caches: ``none``
-runs the whole canvas every pass; ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) are
-approximations for full attention; ``block`` is exact for block-causal networks (SDAR,
-arXiv:2510.06303): finished blocks are stored, and nothing is read but them. ``block-dual``
-(Fast-dLLM v2, arXiv:2509.26328) is ``dual`` inside of a block.
+The native loop makes the same plan in ``decode/plan.cc``. Cache modes: ``none`` runs the whole
+canvas in every pass. ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) approximate full
+attention. ``block`` is exact for block-causal networks (SDAR, arXiv:2510.06303): it stores finished
+blocks only. ``block-dual`` (Fast-dLLM v2, arXiv:2509.26328) applies ``dual`` within a block.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ import numpy as np
 from dlm_runtime.policy import Policy
 
 FULL_CACHES = ("prefix", "dual")
-"""Caches of full attention, which a block-causal network does not take."""
+"""Cache modes for full attention; block-causal networks do not support them."""
 
 
 class Looped(Protocol):
-    """What a loop must know of a denoiser; ``visible_block``: see ``NetworkSpec``."""
+    """Network fields that a loop needs; for ``visible_block`` see ``NetworkSpec``."""
 
     @property
     def shift(self) -> int: ...
@@ -36,12 +34,12 @@ class Looped(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """The rows ``[first, last)`` of a canvas that a pass computes; the keys and values of all
-    others come from the cache.
+    """The canvas rows ``[first, last)`` that a pass computes.
 
-    What the cache does not hold is not seen. ``kept`` says what becomes of the pass's own keys and
-    values: they are dropped ("drop"), put in place of those that are stored ("keep"), or put behind
-    those of ``[0, first)``, all others being forgotten ("append").
+    The pass reads the keys and values of all other rows from the cache; rows not in the cache are
+    invisible to it. ``kept`` says what happens to the pass's own keys and values. "drop" discards
+    them. "keep" overwrites the stored rows at the same positions. "append" keeps the stored rows of
+    ``[0, first)``, adds the new ones and discards the rest.
     """
 
     first: int
@@ -49,7 +47,7 @@ class Span:
     kept: str
 
     def is_whole(self, length: int) -> bool:
-        """Whether these are all rows of a canvas of this length, so that its pass reads no cache."""
+        """True if the span covers a whole canvas of this length, so that its pass reads no cache."""
         return (self.first, self.last) == (0, length)
 
     @property
@@ -59,12 +57,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Stage:
-    """Passes over one span: one, or as many as it takes to decide ``[first, last)``
-    (``is_repeated``).
+    """One or more passes over the same span.
 
-    ``kind``: "prefill" fills a cache before a block is decided, "store" after one, "denoise" is any
-    other. ``steps`` are planned for the positions. ``start`` and ``end`` are those of the block
-    that they belong to, which is done behind a stage that ``is_last``.
+    ``is_repeated``: passes repeat until ``[first, last)`` is decided; otherwise there is one pass.
+    ``kind`` is "prefill" (fill a cache before deciding a block), "store" (store a finished block)
+    or "denoise". ``steps`` is the number of passes planned for the positions. ``[start, end)`` is
+    their block, and ``is_last`` marks the block's last stage.
     """
 
     span: Span
@@ -79,18 +77,17 @@ class Stage:
 
 
 def block_length_of(policy: Policy, visible_block: int | None) -> int:
-    """Tokens of a policy's blocks on a network of this ``visible_block``; 0: the whole generation
-    is one block.
+    """Block length of a policy, for a network with this ``visible_block``; 0 means one block for
+    the whole generation.
     """
     return policy.block_length or visible_block or 0
 
 
 def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) -> list[Stage]:
-    """The passes that fill the undecided positions of a canvas, bool ``[L]``, block by block.
+    """Plan the passes that fill the undecided positions, bool ``[L]``, block by block.
 
-    Blocks are counted from the first undecided position on; where attention is block-causal, from
-    position 0 on, so that the end of what is given may share the first one. ``steps``: see
-    ``turns``.
+    Blocks start at the first undecided position. For block-causal attention they start at position
+    0, so the first block may begin with prompt tokens. ``steps``: see ``turns``.
     """
     if not undecided.any():
         return []
@@ -114,15 +111,17 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
     return list(_block_causal_stages(blocks, undecided, policy, looped.shift))
 
 
-_Block = tuple[int, int, int]  # its start, its end, and the passes planned for it
+_Block = tuple[int, int, int]  # start, end, planned passes
 
 
 def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[Stage]:
-    """Over a cache, a block's opening pass runs the whole canvas; or with ``refresh``, from the
-    second block on, the rows from that many tokens before the block, and at least those that have
-    been decided since they were stored.
+    """Stages for full attention.
+
+    With a cache, the first pass of a block runs the whole canvas. With ``refresh``, from the second
+    block on, it runs only the rows from ``refresh`` tokens before the block; it always includes the
+    rows decided since they were last stored.
     """
-    before: int | None = None  # start of the block decided before
+    before: int | None = None  # start of the previously decided block
     for start, end, steps in blocks:
         of_block = functools.partial(
             Stage, first=start, last=end, steps=steps, start=start, end=end
@@ -142,13 +141,15 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 def _block_causal_stages(
     blocks: list[_Block], undecided: np.ndarray, policy: Policy, shift: int
 ) -> Iterator[Stage]:
-    """Before a block is decided, one pass stores what is finished before it, or that and the block
-    as it is, which it opens (``store=open``). Without a cache nothing is stored.
+    """Stages for block-causal attention.
 
-    The row before a block lies in that pass. A denoiser that predicts the next position (``shift``)
-    decides the block's first one there, with a cache and without. Where a block has parts
-    (``block-dual``), a pass over the block opens each of them, whose other passes run it alone over
-    what that pass made of the rest.
+    Before a block is decided, one pass stores the finished blocks. With ``store=open`` that pass
+    also covers the new block and decides its first positions. Without a cache nothing is stored.
+
+    A denoiser with ``shift`` 1 predicts the next position, so a block's first token is predicted by
+    the row before the block, which that storing pass computes. With ``block-dual``, a pass over the
+    whole block opens each sub-block; further passes compute that sub-block only and read the other
+    rows from the opening pass.
     """
     length = len(undecided)
     has_cache, stored = policy.cache != "none", 0
@@ -177,8 +178,7 @@ def _block_causal_stages(
             if has_parts and undecided[first:last].any():
                 opening = Span(start, end, "append")
                 yield once(opening, "prefill", first=first, last=last, steps=share)
-            # A sub-block's first position is predicted by the row before it, which is then one of
-            # the span.
+            # The row before a sub-block predicts its first position, so the span includes that row.
             now = Span(max(start, first - shift), last, "drop") if has_parts else span
             yield Stage(now, "denoise", True, first, last, share, start, end, last == end)
         stored = end if policy.store == "reuse" else start

@@ -1,12 +1,10 @@
-"""The seam between a pass and the choice of what commits: which token each scored row's position
-would take, and how surely.
+"""Proposers: which token each scored row would commit, and with what score.
 
-Each request of a loop has a proposer, which lives as long as it does; ``turns`` ranks what it says,
-and ``decode/proposer.h`` is the same seam in the native loop, with the same names. Here every
-proposer sees whole rows of logits.
+Every request has its own proposer. ``turns`` ranks its proposals. ``decode/proposer.h`` has the
+same interface and names in the native loop. Proposers here see complete rows of logits.
 
-Rules that the papers leave open: the mask token is never proposed; of equal predictions the lowest
-id is.
+Two rules that the papers leave open: the mask token is never proposed, and of equal predictions the
+lowest token id wins.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """What is proposed for a turn's positions, by row: tokens int64, their scores and their
-    probabilities float64, all ``[M]``.
+    """Proposals for a turn's positions, all ``[M]``: tokens int64, scores and probabilities
+    float64.
 
-    A higher score is surer. Probabilities are of the softmax of what the denoiser said.
+    A higher score is surer. Probabilities come from the softmax of the denoiser's logits.
     """
 
     tokens: np.ndarray
@@ -35,14 +33,15 @@ class Proposals:
 
 
 class Proposer:
-    """What a request takes of its passes; this one the best token of each row."""
+    """Chooses the tokens that a request commits; this base class proposes each row's best token."""
 
     def __init__(self, mask_token_id: int, policy: Policy) -> None:
         self.mask_token_id, self.policy = mask_token_id, policy
 
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
-        """For the turn's positions, from the canvas that its pass saw and their raw logits fp32
-        ``[M, V]``.
+        """Propose tokens for the turn's positions.
+
+        ``canvas`` is the one that the pass saw; ``logits`` are its raw logits fp32 ``[M, V]``.
         """
         logits = self.masked(logits)
         tokens = logits.argmax(-1)
@@ -52,40 +51,39 @@ class Proposer:
         )
 
     def limit(self, turn: Turn, proposals: Proposals, chosen: np.ndarray) -> np.ndarray:
-        """Which of the rows that the policy would commit, bool ``[M]``, may commit together; one at
-        least, unless it edits.
+        """Reduce the rows ``chosen`` by the policy, bool ``[M]``, to those that may commit
+        together.
+
+        Keeps at least one row, unless the turn edits.
         """
         return chosen
 
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """What is certain of the undecided positions from ``first`` to before ``last``: these and
-        their tokens, int64 both.
-        """
+        """Positions in ``[first, last)`` with one possible token, and the tokens; both int64."""
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
-        """What undecided positions take where the request ends before all is decided, int64
-        ``[L]``.
+        """Tokens int64 ``[L]`` for the undecided positions when the request ends early.
 
-        ``guess`` int64 ``[L]`` is what the last pass proposed for them, -1 elsewhere. Where -1
-        stays, an end token is taken.
+        ``guess`` int64 ``[L]`` holds the last pass's proposals, -1 elsewhere. An end token fills
+        positions that are still -1.
         """
         return guess
 
     def note(self, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Told of what was certain, committed, or changed by an edit: int64 both."""
+        """Called after tokens are forced, committed or edited. Both arrays are int64."""
 
     def masked(self, logits: Tensor) -> Tensor:
-        """The logits without the mask token's."""
+        """A copy of the logits that excludes the mask token."""
         logits = logits.clone()
         logits[:, self.mask_token_id] = -torch.inf
         return logits
 
 
 class Sampled(Proposer):
-    """A draw, in the log form of LLaDA's loop (arXiv:2502.09992): the largest of l/T and noise.
+    """Samples tokens as LLaDA's loop does (arXiv:2502.09992): the largest logit / T + Gumbel noise.
 
-    An edit looks for better tokens, and so proposes the best one.
+    An edit looks for better tokens, so it proposes the best one.
     """
 
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
@@ -121,11 +119,11 @@ class Sampled(Proposer):
 
 
 def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """The distributions that are drawn from, float64 ``[M, V]``, from tempered logits counted from
-    the best.
+    """Distributions to sample from, float64 ``[M, V]``. ``behind`` holds logits / T, less each
+    row's best.
 
-    Of the ``top_k`` best tokens (0: all) as few as have a probability of more than ``top_p``
-    together.
+    Keeps the ``top_k`` best tokens (0: all), then the fewest of these whose probability exceeds
+    ``top_p``.
     """
     kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
     found: np.ndarray = kept / kept.sum(-1, keepdims=True)
@@ -133,8 +131,8 @@ def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 
 
 def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """The tokens that ``cut`` keeps, bool ``[M, V]``; higher ``ranked_by`` ``[M, V]`` are better,
-    then lower ids.
+    """Tokens that ``cut`` keeps, bool ``[M, V]``; higher ``ranked_by`` ``[M, V]`` ranks first, then
+    lower ids.
     """
     order = np.argsort(-ranked_by, axis=-1, kind="stable")
     ranked = np.take_along_axis(np.exp(behind), order, -1)
@@ -153,7 +151,7 @@ def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: 
 
 
 def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Scores float64 ``[M]`` of tokens drawn from distributions ``[M, V]``."""
+    """Scores float64 ``[M]`` of tokens sampled from the distributions ``drawn`` ``[M, V]``."""
     if by == "entropy":
         found: np.ndarray = (drawn * np.log(np.where(drawn > 0, drawn, 1))).sum(-1)
     elif by == "margin":
@@ -165,13 +163,14 @@ def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray
 
 
 def make_proposer(mask_token_id: int, policy: Policy) -> Proposer:
-    """The proposer that a policy asks for."""
+    """Create the proposer for a policy."""
     return (Sampled if policy.select == "sample" else Proposer)(mask_token_id, policy)
 
 
 def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
-    """How sure the policy is of the best tokens of a turn's positions, float64 ``[M]``, from their
-    logits fp32 ``[M, V]`` without the mask token's; higher is surer.
+    """Scores float64 ``[M]`` of the best tokens of a turn's positions; higher is surer.
+
+    ``logits`` fp32 ``[M, V]`` exclude the mask token.
     """
     by = scored_by(turn, policy)
     if by == "random":

@@ -1,13 +1,12 @@
-"""The unmasking loop in plain torch: short, slow, and the oracle that the native loop is compared
-with.
+"""The unmasking loop in plain torch: short and slow. The native loop is tested against it.
 
 It follows the papers' algorithms over a ``Policy``: LLaDA (arXiv:2502.09992, algorithms 4 and 5),
 Fast-dLLM (arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream (arXiv:2508.15487:
 timestep schedule, entropy and margin scores), SDAR (arXiv:2510.06303: dynamic), entropy-bounded
 sampling (arXiv:2505.24857).
 
-``turns`` keeps the books of blocks and steps and says what commits, ``proposers`` which token a row
-would take; this runs the passes of one request (``lockstep`` those of many).
+``turns`` schedules passes and decides what commits; ``proposers`` chooses tokens; this module runs
+the passes of one request. ``lockstep`` runs many requests.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True)
 class Reference:
-    """What a run of the loop gives: the whole canvas, and the passes it took."""
+    """Result of the loop: the complete canvas, and the number of passes."""
 
     tokens: list[int]
     nfe: int
 
 
 def outside(past: Past | None, span: Span) -> Past | None:
-    """The cached keys and values of the rows that a pass does not compute; None where there are
-    none.
+    """Cached keys and values of the rows that a pass does not compute; ``None`` if the cache has no
+    such rows.
     """
     if past is None:
         return None
@@ -49,9 +48,7 @@ def outside(past: Past | None, span: Span) -> Past | None:
 
 
 def store(past: Past | None, new: Past, span: Span) -> Past:
-    """What is cached behind a pass whose keys and values are stored; the cache that there was may
-    be written to.
-    """
+    """The cache after a pass that stores its keys and values. May modify ``past`` in place."""
     if past is None:
         return new[0].clone(), new[1].clone()
     if span.kept == "append":
@@ -66,8 +63,10 @@ def store(past: Past | None, new: Past, span: Span) -> Past:
 
 
 class Run:
-    """One request between its passes: who runs it asks for a pass (``advance``), and gives the
-    logits of its ``rows``.
+    """The state of one request between passes.
+
+    The caller repeats: ``advance`` for the next pass, run it, then ``commit`` with the logits of
+    ``rows``.
     """
 
     def __init__(
@@ -78,12 +77,12 @@ class Run:
         steps: int = 0,
         proposer: Proposer | None = None,
     ) -> None:
-        """``steps``: see ``generate``. ``proposer``: None for the policy's own."""
+        """``steps``: see ``generate``. ``proposer``: ``None`` uses the policy's default."""
         self.network, self.policy = network, policy
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
-        # What the last pass proposed for undecided positions, else -1.
+        # The last pass's proposals for undecided positions, -1 elsewhere.
         self.guess = np.full(len(self.tokens), -1)
         self._turns = turns(
             Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold
@@ -97,11 +96,11 @@ class Run:
 
     @property
     def canvas(self) -> Canvas:
-        """What the request has come to."""
+        """A copy of the current canvas."""
         return Canvas(self.tokens.copy(), self.undecided.copy())
 
     def advance(self) -> Span | None:
-        """The rows of the canvas that the next pass computes; None: nothing is left to do."""
+        """Return the canvas rows that the next pass computes, or ``None`` when the request is finished."""
         before = self.undecided.copy()
         turn = next(self._turns, None)
         if turn is None:
@@ -113,13 +112,13 @@ class Run:
 
     @property
     def rows(self) -> Tensor:
-        """The pass's rows that are scored, int64 ``[M]``, counted from its first."""
+        """Rows to score, int64 ``[M]``, relative to the first row of the pass."""
         return torch.from_numpy(
             (self._turn.positions - self.network.shift).clip(min=0) - self._turn.span.first
         )
 
     def commit(self, logits: Tensor) -> None:
-        """Commit what the policy chooses by the raw logits fp32 ``[M, V]`` of ``rows``."""
+        """Commit the tokens that the policy chooses from raw logits fp32 ``[M, V]`` of ``rows``."""
         turn, proposer = self._turn, self.proposer
         self.nfe += 1
         proposals = proposer.propose(turn, self.canvas, logits)
@@ -135,9 +134,7 @@ class Run:
         proposer.note(committed, proposals.tokens[chosen])
 
     def end(self) -> None:
-        """End before all is decided: what is undecided takes what the last pass proposed there, or
-        what completes that.
-        """
+        """Stop early: fill undecided positions from the last proposals, through ``complete``."""
         found = self.proposer.complete(self.canvas, self.guess)
         self.tokens[self.undecided] = np.where(found < 0, self.network.eos_token_ids[0], found)[
             self.undecided
@@ -155,11 +152,18 @@ def generate(
     cache_dtype: str = "float32",
     proposer: Proposer | None = None,
 ) -> Reference:
-    """Fill the mask tokens of ``tokens`` and ``max_new_tokens`` more behind them.
+    """Fill the mask tokens of ``tokens`` and ``max_new_tokens`` further positions.
 
-    ``steps`` plans that many passes for the whole generation, split evenly over its blocks; 0
-    leaves it to the policy. ``on_step`` gets the canvas after each step. ``cache_dtype``: what
-    cached rows are stored in, as the manifest has it. ``proposer``: None for the policy's own.
+    Args:
+        denoiser: The network to run.
+        tokens: Token ids of the prompt, which may include mask tokens.
+        policy: Rules for scoring, committing and caching.
+        max_new_tokens: Positions to generate after ``tokens``.
+        steps: Passes planned for the whole generation, split evenly over its blocks; 0 uses the
+            policy's own number.
+        on_step: Called with the canvas after each step.
+        cache_dtype: Type of stored keys and values, a manifest value.
+        proposer: ``None`` uses the policy's default.
     """
     canvas = start_canvas(tokens, max_new_tokens, denoiser.network.mask_token_id)
     return fill(
@@ -179,8 +183,8 @@ def fill(
     proposer: Proposer | None = None,
     max_steps: int = 0,
 ) -> Reference:
-    """Fill the undecided positions of a canvas; see ``generate``. It ends after ``max_steps``
-    passes; 0: after any number.
+    """Fill the undecided positions of a canvas: see ``generate``. Stops after ``max_steps`` passes;
+    0 means no limit.
     """
     run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~canvas.undecided)
@@ -207,14 +211,14 @@ def fill(
 
 
 class _Passes:
-    """The passes of one canvas, and its cache."""
+    """Runs the passes of one canvas and keeps its cache."""
 
     def __init__(self, denoiser: Denoiser, cache_dtype: str) -> None:
         self.denoiser, self.cache_dtype = denoiser, cache_dtype
         self.cache: list[Past | None] = [None] * len(denoiser.network.layers)
 
     def logits(self, tokens: Tensor, span: Span, rows: Tensor) -> Tensor:
-        """Raw logits fp32 ``[M, V]`` of a pass over a span of a canvas ``[L]``."""
+        """Raw logits fp32 ``[M, V]`` of one pass over a span of the canvas ``tokens`` ``[L]``."""
         device = self.denoiser.embed.weight.device
         past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None
         ids = tokens[span.first : span.last].to(device)

@@ -1,13 +1,13 @@
-"""What a denoiser is, layer by layer: the one description from which everything else follows.
+"""Describes a denoiser as plain data, layer by layer. Needs no torch.
 
-A family's adapter reads a ``NetworkSpec`` from a checkpoint, and a bundle's manifest keeps it
-(``as_dict``, ``from_dict``). From it come the torch modules (``denoiser``), the tensors that a
-checkpoint must hold (``parameters``), the matrices that can be quantised and where their inputs'
-scales fold (``linear_layers``), the cache (``cache_shapes``), and the work and memory of a pass
-(``planning.roofline``, ``tensorrt.estimate``). Sizes count heads, features or tokens. Needs no
-torch.
+A family's adapter reads a ``NetworkSpec`` from a checkpoint, and a bundle's manifest stores it
+(``as_dict``, ``from_dict``). Everything else is derived from it: the torch modules (``denoiser``),
+the tensors that a checkpoint must contain (``parameters``), the matrices that can be quantised and
+the places where their input scales fold (``linear_layers``), the cache (``cache_shapes``), and the
+work and memory of a pass (``planning.roofline``, ``tensorrt.estimate``). Sizes count heads,
+features or tokens.
 
-A description may say more than ``Denoiser`` builds so far: what is missing is refused there by
+A description may use features that ``Denoiser`` does not support yet; ``Denoiser`` rejects them by
 name.
 """
 
@@ -23,29 +23,27 @@ VISIBILITIES = ("full", "block", "causal")
 SCORES = ("softmax", "sigmoid")
 BIASES = (None, "choice", "weights")
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-"""Where a layer may have an RMSNorm: before and behind attention, before and behind the MLP."""
+"""Possible RMSNorms of a layer: before and after attention, before and after the MLP."""
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
-"""Type of a cache, as the manifest has it -> bytes of an element, and of the scale behind a row of
-a head.
-"""
+"""Cache type in the manifest -> bytes per element, and bytes of the scale after each head's row."""
 STACKS = ("gate", "up", "down")
-"""Roles of the three matrices of a gated MLP, and of the stacks of experts that are such."""
+"""Roles of the three matrices of a gated MLP, also for stacks of experts."""
 NEVER_QUANTISED = ("router",)
 """Roles of linear layers that recipes cannot name. Norms, position tables and the embedding are not
 linear layers.
 """
 HEAD = "head"
-"""Module path, and role, of the matrix that turns features into logits."""
+"""Module path and role of the matrix that maps features to logits."""
 EMBEDDING = "embed.weight"
-"""Name of the embedding table ``[V, hidden]``, which a tied head multiplies by as well."""
+"""Name of the embedding table ``[V, hidden]``; a tied head uses it too."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotate-half rotary positions: ``theta``, the share of a head that is turned, and linear
-    position scaling.
+    """Rotate-half rotary positions with base ``theta``.
 
-    The first ``fraction`` of a head's features turns; positions are divided by ``scaling``.
+    Only the first ``fraction`` of a head's features is rotated. Positions are divided by
+    ``scaling``.
     """
 
     theta: float
@@ -55,12 +53,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention. ``rope`` None: no positions. ``qk_norm``: RMSNorm of every query and
-    key head before its turn.
+    """One layer's attention.
 
-    A query sees every key (``full``), those of earlier blocks of ``block_length`` and its own
-    (``block``), or none behind it (``causal``); with ``window`` only keys at most so many tokens
-    away.
+    ``rope`` ``None`` means no positions. ``qk_norm`` applies an RMSNorm to every query and key head
+    before rotation. ``visibility`` says which keys a query sees: all (``full``), those in its own
+    and earlier blocks of ``block_length`` (``block``), or those up to its own position
+    (``causal``). ``window`` limits this to keys at most that many tokens away.
     """
 
     heads: int
@@ -75,30 +73,28 @@ class AttentionSpec:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what does not go together."""
+        """Raises ValueError if fields contradict each other."""
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"{self.heads} heads are no multiple of {self.kv_heads} key and value heads"
+                f"{self.heads} heads is not a multiple of {self.kv_heads} key and value heads"
             )
         if self.visibility not in VISIBILITIES or (self.visibility == "block") != (
             self.block_length is not None
         ):
             raise ValueError(
-                f"visibility {self.visibility} with a block_length of {self.block_length}"
+                f"visibility {self.visibility} does not allow a block_length of {self.block_length}"
             )
         if self.block_length is not None and self.block_length < 1:
-            raise ValueError(f"a block_length of {self.block_length}")
+            raise ValueError(f"block_length is {self.block_length}; it must be at least 1")
 
     @property
     def group(self) -> int:
-        """Queries that share a key."""
+        """Number of queries that share a key."""
         return self.heads // self.kv_heads
 
     @property
     def visible_block(self) -> int | None:
-        """Tokens of the blocks that see themselves and those before them, 1 for causal; None: every
-        query sees every key.
-        """
+        """Block length of block-causal attention, 1 for causal; ``None`` if every query sees every key."""
         return 1 if self.visibility == "causal" else self.block_length
 
 
@@ -112,14 +108,13 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a token's experts are chosen and weighed, in fp32: scores are ``softmax`` or ``sigmoid``
-    of the router's products.
+    """How the router chooses and weighs a token's experts, in fp32.
 
-    ``bias`` None: there is none; ``choice``: it is added to the scores that experts are chosen by,
-    and not to their weights (DeepSeek-V3, arXiv:2412.19437); ``weights``: to both. With ``groups``
-    the experts of the ``active_groups`` best are chosen from, a group being as good as the sum of
-    its two best. Weights of the chosen ones are made to add up to 1 where ``renormalise`` says so,
-    and multiplied by ``scale``.
+    Scores are the ``softmax`` or ``sigmoid`` of the router's products. A ``bias`` of ``choice`` is
+    added to the scores that choose experts but not to their weights (DeepSeek-V3,
+    arXiv:2412.19437); ``weights`` adds it to both; ``None`` means no bias. With ``groups``, experts are
+    chosen from the ``active_groups`` best groups; a group's score is the sum of its two best
+    experts. ``renormalise`` makes the chosen weights add up to 1; ``scale`` multiplies them.
     """
 
     score: str = "softmax"
@@ -130,17 +125,21 @@ class RouterSpec:
     active_groups: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what does not go together."""
+        """Raises ValueError if fields contradict each other."""
         if self.score not in SCORES or self.bias not in BIASES:
-            raise ValueError(f"a router whose score is {self.score} and whose bias {self.bias}")
+            raise ValueError(f"unknown router: score {self.score}, bias {self.bias}")
         if not 1 <= self.active_groups <= self.groups:
-            raise ValueError(f"{self.active_groups} of {self.groups} groups of experts")
+            raise ValueError(
+                f"{self.active_groups} active groups of {self.groups} groups of experts"
+            )
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A mixture of experts: of ``count`` gated MLPs, ``active`` see a token; one of ``shared_size``
-    (0: none) sees them all.
+    """A mixture of experts.
+
+    Each token is routed to ``active`` of ``count`` gated MLPs. A shared MLP of ``shared_size``
+    features (0: none) sees every token.
     """
 
     count: int
@@ -151,23 +150,21 @@ class ExpertsSpec:
     router: RouterSpec = RouterSpec()
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what does not go together."""
+        """Raises ValueError if fields contradict each other."""
         groups, r = self.router.groups, self.router
         if self.count % groups or (groups > 1 and self.count // groups < 2):
             raise ValueError(
-                f"{self.count} experts in {groups} groups, which have two or more each, and as many"
+                f"{self.count} experts cannot form {groups} equal groups of two or more"
             )
         if self.count < 2 or not 1 <= self.active <= self.count // groups * r.active_groups:
             raise ValueError(
-                f"{self.active} active of {self.count} experts, of which {r.active_groups} of {groups} groups count"
+                f"{self.active} active of {self.count} experts, with {r.active_groups} of {groups} groups active"
             )
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer. ``norms``: which of ``NORMS`` it has; ``norm_eps`` is theirs and the
-    q/k norms'.
-    """
+    """One transformer layer. ``norms`` is a subset of ``NORMS``; ``norm_eps`` is for all its norms."""
 
     attention: AttentionSpec
     mlp: MlpSpec | ExpertsSpec
@@ -177,7 +174,9 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """Cosines and sines that layers share: of ``size`` features, half as many angles."""
+    """A table of cosines and sines that layers share, for ``size`` rotated features (``size / 2``
+    angles).
+    """
 
     theta: float
     scaling: float
@@ -186,11 +185,11 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class Fold:
-    """Where the scales of a site's input can go: the last axis of ``parameters``, which are then
-    divided by them.
+    """Where the scales of a site's input can be folded: the last axis of ``parameters``, divided by
+    them.
 
-    ``repeats`` runs of ``run`` inputs read the same run of these elements, as the queries of a
-    group read one value head.
+    In grouped attention, the queries of a group read the same value head. ``repeats`` runs of
+    ``run`` inputs then share these elements.
     """
 
     parameters: tuple[str, ...]
@@ -202,12 +201,12 @@ class Fold:
 class LinearSpec:
     """A matrix multiplication by a weight ``[inputs, outputs]`` at module ``path``.
 
-    ``role`` is its place in the layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``, ``down``,
-    ``router``), or ``head``. Layers with the same ``site`` read the same input; the site is the
-    path of the first of them. ``fold`` says where scales of the input can go; None means nowhere. A
-    mixture has ``count`` experts of the same shape, and each sees ``share`` of the tokens.
-    ``is_tied`` marks a head that multiplies by the transposed embedding table, so that both are one
-    parameter.
+    ``role`` names the matrix within its layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``,
+    ``down``, ``router``), or is ``head``. Layers with the same ``site`` read the same input; the
+    site is the path of the first of them. ``fold`` says where scales of the input can be folded, if
+    anywhere. A mixture has ``count`` experts of the same shape, each used by a ``share`` of the
+    tokens. ``is_tied`` marks a head that multiplies by the transposed embedding table, so both are
+    one parameter.
     """
 
     path: str
@@ -222,20 +221,18 @@ class LinearSpec:
 
     @property
     def weight(self) -> str:
-        """Name of the parameter that holds the weight. A tied head's parameter is stored as
-        ``[outputs, inputs]``.
-        """
+        """Name of the parameter that holds the weight."""
         return EMBEDDING if self.is_tied else f"{self.path}.weight"
 
     @property
     def is_stacked(self) -> bool:
-        """Whether there is a matrix for each expert, of which a token meets a few."""
+        """True if this is a stack of experts' matrices; a token uses only a few of them."""
         return self.count > 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter: ``[inputs, outputs]``, with the experts' axis first; a tied
-        head's is transposed.
+        """Shape of the parameter: ``[inputs, outputs]``, after an expert axis if stacked. A tied
+        head's is ``[outputs, inputs]``.
         """
         if self.is_tied:
             return (self.outputs, self.inputs)
@@ -248,8 +245,9 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """What a denoiser is, as read from its checkpoint. ``norm_eps`` is the final norm's; ``shift``
-    1: row i predicts i + 1.
+    """A denoiser's description, as read from its checkpoint.
+
+    ``norm_eps`` belongs to the final norm. With ``shift`` 1, row i predicts position i + 1.
     """
 
     family: str
@@ -268,14 +266,14 @@ class NetworkSpec:
 
     @property
     def end_token_id(self) -> int | None:
-        """What stands behind a completion and fills its blocks up; None for a denoiser that has no
-        end token.
+        """The token that ends a completion and fills the rest of its blocks; ``None`` if the denoiser
+        has no end token.
         """
         return next(iter(self.eos_token_ids), None)
 
     def difference(self, other: NetworkSpec, but: Sequence[str] = ()) -> str | None:
-        """What is not the same in another network, the first of it, in words; None: nothing but
-        what ``but`` names.
+        """Describe the first field that differs from ``other``; ``None`` if all fields except ``but``
+        are equal.
         """
         names = [field.name for field in fields(self) if field.name not in but]
         return next(
@@ -286,11 +284,11 @@ class NetworkSpec:
             None,
         )
 
-    # ---- What follows: tensors ----
+    # ---- Derived: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter of ``Denoiser``, layer by layer; a tied head is the
-        embedding.
+        """Name -> shape of every parameter of ``Denoiser``, layer by layer. A tied head adds
+        no entry.
         """
         return dict(self._parameters)
 
@@ -316,11 +314,11 @@ class NetworkSpec:
         return shapes
 
     def parameter_count(self) -> int:
-        """Parameters held by the denoiser; a tied head counts once."""
+        """Number of parameters; a tied head counts once."""
         return sum(math.prod(shape) for shape in self._parameters.values())
 
     def active_parameter_count(self) -> int:
-        """Those of them that a token meets: of experts, the ones it is routed to."""
+        """Number of parameters used for one token; of experts, only the routed ones count."""
         idle = (
             round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers()
         )
@@ -328,16 +326,16 @@ class NetworkSpec:
 
     @functools.cached_property
     def vector_elements(self) -> int:
-        """Elements of all parameters that are neither matrices nor the embedding: norms and biases."""
+        """Elements of all norms and biases."""
         matrices = {linear.weight for linear in self.linear_layers()} | {EMBEDDING}
         return sum(
             math.prod(shape) for name, shape in self._parameters.items() if name not in matrices
         )
 
-    # ---- What follows: matrices ----
+    # ---- Derived: matrices ----
 
     def largest_matrix(self) -> int:
-        """Elements of the largest matrix but the head."""
+        """Elements of the largest matrix, not counting the head."""
         return max(
             linear.inputs * linear.outputs
             for linear in self.linear_layers()
@@ -345,7 +343,7 @@ class NetworkSpec:
         )
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:
-        """Every matrix multiplication by a weight, in order of the pass; the head is the last one."""
+        """Every matrix multiplication by a weight, in the order of the pass; the head is last."""
         return self._linear_layers
 
     @functools.cached_property
@@ -355,7 +353,7 @@ class NetworkSpec:
             for i, layer in enumerate(self.layers)
             for linear in self._linear_layers_of(f"blocks.{i}", layer)
         ]
-        # Scales of a tied head's input cannot be folded: the embedding would be scaled as well.
+        # The input scales of a tied head cannot be folded: they would also scale the embedding.
         fold = None if self.tied_head else Fold(("final_norm.weight",))
         found.append(
             LinearSpec(
@@ -415,19 +413,20 @@ class NetworkSpec:
         ]
 
     def mixtures(self) -> list[tuple[LinearSpec, LinearSpec, LinearSpec]]:
-        """Gate, up and down of every mixture of experts."""
+        """Gate, up and down stacks of every mixture of experts."""
         stacks = [layer for layer in self.linear_layers() if layer.is_stacked]
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """The linear layers that a recipe may name, by path, in order of the pass."""
+        """Linear layers that a recipe may name, by path, in the order of the pass."""
         return {
             layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """What one format is chosen for, by path, in order of the pass: a quantisable layer, or a
-        mixture with its stacks.
+        """Groups of layers that share one format, by path, in the order of the pass.
+
+        A group is one quantisable layer, or all stacks of a mixture.
         """
         found: dict[str, tuple[LinearSpec, ...]] = {}
         for path, layer in self.quantisable().items():
@@ -435,12 +434,12 @@ class NetworkSpec:
             found[unit] = (*found.get(unit, ()), layer)
         return found
 
-    # ---- What follows: cache and positions ----
+    # ---- Derived: cache and positions ----
 
     @property
     def visible_block(self) -> int | None:
-        """The least n such that no key sees a later block of n positions, counted from 0, in any
-        layer; None: there is none.
+        """The smallest block length that satisfies every layer: no key sees a later block, counted
+        from position 0. ``None`` if any layer has full attention.
         """
         visible = [layer.attention.visible_block for layer in self.layers]
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))
@@ -450,8 +449,8 @@ class NetworkSpec:
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
 
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
-        """Bytes of one token's keys and values in all layers; ``scale_bytes`` come to each row of a
-        head (``CACHE_ROWS``).
+        """Bytes of one token's keys and values in all layers. ``scale_bytes`` are added per head's
+        row (``CACHE_ROWS``).
         """
         return 2 * sum(
             kv_heads * (head_size * element_bytes + scale_bytes)
@@ -459,7 +458,7 @@ class NetworkSpec:
         )
 
     def rotary_tables(self) -> tuple[RotaryTable, ...]:
-        """The tables that the layers turn by, each once."""
+        """The different rotary tables that layers use."""
         return tuple(
             dict.fromkeys(
                 table
@@ -468,12 +467,10 @@ class NetworkSpec:
             )
         )
 
-    # ---- As plain values ----
+    # ---- Conversion to and from plain values ----
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as the manifest's ``network`` and ``inspect --json`` have them: the fields,
-        and what follows of use.
-        """
+        """The fields and derived values, as in the manifest's ``network`` and ``inspect --json``."""
         values = asdict(self) | {
             "eos_token_ids": list(self.eos_token_ids),
             "layers": [asdict(layer) | {"norms": list(layer.norms)} for layer in self.layers],
@@ -488,9 +485,7 @@ class NetworkSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NetworkSpec:
-        """The description that ``as_dict`` gave; what follows from it is not read. Raises
-        ValueError.
-        """
+        """Read a description that ``as_dict`` wrote; ignores derived values. Raises ValueError."""
         chosen = {field.name: values[field.name] for field in fields(cls)}
         layers = tuple(_layer_from(layer) for layer in chosen["layers"])
         return cls(**chosen | {"layers": layers, "eos_token_ids": tuple(chosen["eos_token_ids"])})
@@ -510,7 +505,7 @@ def _layer_from(values: Mapping[str, Any]) -> LayerSpec:
 
 
 def _difference(name: str, mine: Any, theirs: Any) -> str | None:
-    """The first difference of two values, the parts of a layer one by one, in words."""
+    """Describe the first difference between two values; compares layers part by part."""
     if mine == theirs:
         return None
     if name == "layers" and len(mine) != len(theirs):
@@ -530,12 +525,12 @@ def _difference(name: str, mine: Any, theirs: Any) -> str | None:
 
 
 def has_router_bias(layer: LayerSpec) -> bool:
-    """Whether a layer's router has a bias."""
+    """True if a layer's router has a bias."""
     return isinstance(layer.mlp, ExpertsSpec) and layer.mlp.router.bias is not None
 
 
 def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
-    """What a layer turns its heads by; None without positions."""
+    """The rotary table of an attention layer; ``None`` if it has no positions."""
     if attention.rope is None:
         return None
     size = round(attention.head_size * attention.rope.fraction)

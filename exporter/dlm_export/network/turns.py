@@ -1,11 +1,10 @@
-"""The books of the unmasking loop: passes, steps, and which of the scored positions commit. In
-numpy, without a denoiser.
+"""Schedules the unmasking loop: its passes, its steps, and which scored positions commit.
 
-``turns`` keeps the books for whoever runs the passes: the reference loop (``reference``), or a
-judge who has seen the canvases.
+Uses numpy only and needs no denoiser. The reference loop uses ``turns``, and so does code that
+replays canvases of a finished run.
 
-Rules that the papers leave open: every step commits at least one token; equal scores commit left to
-right. Scores compare with thresholds in float64.
+Rules that the papers leave open: every step commits at least one token, and equal scores commit
+from left to right. Scores are compared with thresholds in float64.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Canvas:
     """A canvas between two passes: token ids int64 ``[L]``, and which positions are undecided, bool
     ``[L]``.
 
-    What stands at an undecided position is what the denoiser sees there, and nothing more.
+    The denoiser also sees the tokens at undecided positions; they have no other meaning.
     """
 
     tokens: np.ndarray
@@ -33,22 +32,20 @@ class Canvas:
 
 
 def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int) -> Canvas:
-    """A request's canvas before its first pass: undecided are the mask tokens among the given ones,
-    and all new ones.
-    """
+    """A request's canvas before its first pass. Mask tokens and new positions are undecided."""
     canvas = np.array([*tokens, *[mask_token_id] * max_new_tokens], np.int64)
     return Canvas(canvas, canvas == mask_token_id)
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What a loop does with a canvas next: one pass over ``span``, and its commit to the block
-    ``[start, end)``.
+    """The loop's next action: one pass over ``span``, then a commit to the block ``[start, end)``.
 
-    ``passes`` were made before, ``step`` of them for these positions. ``positions`` int64 ``[M]``
-    are scored, ascending, and none in a pass that only fills the cache; ``planned`` is the
-    schedule's count of commits; ``is_forced``: the first position commits whatever its score.
-    ``standing`` int64 ``[M]``: the tokens there, if the turn edits what is decided.
+    ``passes`` counts the request's earlier passes, ``step`` those for these positions.
+    ``positions`` int64 ``[M]``, ascending, are scored; they are empty if the pass only fills the
+    cache. ``planned`` is the number of commits in the schedule. With ``is_forced``, the first
+    position commits whatever its score. If the turn edits decided tokens, ``standing`` int64
+    ``[M]`` holds the current ones.
     """
 
     start: int
@@ -69,13 +66,13 @@ def turns(
     steps: int = 0,
     scaffold: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Turn]:
-    """The passes that fill the undecided positions of a canvas, as ``plan`` has them.
+    """Yield the passes of ``plan`` that fill the undecided positions of a canvas.
 
-    Who takes a turn writes what it committed to ``canvas`` before asking for the next one; where
-    the policy stops by end tokens, and a finished block holds one, they are then written to all
-    that is undecided. ``steps`` plans that many passes for the whole generation, split evenly over
-    its blocks; 0 leaves it to the policy. ``scaffold`` is called with the canvas's ends at first,
-    and with a block's before each of its passes, and writes what is certain there.
+    The caller writes the committed tokens to ``canvas`` before it asks for the next turn. If the
+    policy stops at end tokens and a finished block contains one, all undecided positions become end
+    tokens. ``steps`` plans that many passes for the whole generation, split evenly over its blocks;
+    0 uses the policy's own number. ``scaffold(first, last)`` fills positions with only one possible
+    token. It is called for the whole canvas first, then for a block before each of its passes.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -86,8 +83,8 @@ def turns(
             step = 0
             counts = transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
         before, is_made = stage, False
-        # A pass that opens a block or a sub-block is for that alone, unless the next one's reaches
-        # back no farther than to it.
+        # An opening pass is skipped if its block has nothing left to decide and no later block
+        # needs its rows. With ``refresh``, later openings rely on the rows of earlier ones.
         is_whole_block = (stage.span.first, stage.span.last) == (stage.start, stage.end)
         is_for_block = not policy.refresh if policy.cache in FULL_CACHES else is_whole_block
         own = slice(stage.first, stage.last)
@@ -102,8 +99,8 @@ def turns(
             planned = counts[step] if step < stage.steps else 1
             if policy.commit == "timestep":
                 planned = timestep_count(len(positions), step, stage.steps, policy.timestep_eps)
-            # Later passes over a shifted denoiser lack the row before the block: its first position
-            # commits in the opening one.
+            # With a shifted denoiser, later passes lack the row before the block, so the block's
+            # first position must commit in the opening pass.
             is_opening = not stage.is_repeated and policy.cache in FULL_CACHES
             is_forced = is_opening and looped.shift == 1 and int(positions[0]) == stage.start
             yield Turn(
@@ -125,9 +122,7 @@ def turns(
 def _edits(
     canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int
 ) -> Iterator[Turn]:
-    """The passes over a finished block that may change its tokens, until one changes none
-    (LLaDA2.1).
-    """
+    """Passes over a finished block that may change its tokens, until one changes none (LLaDA2.1)."""
     positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
         standing = canvas.tokens[positions]
@@ -144,9 +139,7 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One pass of a loop: the canvas that it meets, int64 ``[L]``, the rows it computes, and those
-    that are scored ``[R]``.
-    """
+    """One recorded pass: the canvas it saw, int64 ``[L]``, its rows, and its scored rows ``[R]``."""
 
     canvas: np.ndarray
     span: Span
@@ -154,17 +147,17 @@ class Step:
 
 
 Walk = Sequence[Step]
-"""A loop's passes, in their order."""
+"""The passes of one loop run, in order."""
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """How many of ``masked`` positions Dream commits at ``step`` of ``steps``: the schedule's
-    share, all at the last.
+    """Number of the ``masked`` positions that Dream commits at ``step`` of ``steps``; all at the
+    last step.
     """
     if step >= steps - 1:
         return masked
-    # torch.linspace(1, eps, steps + 1) in fp32: from either end by the rounded increment, one
-    # rounding a value.
+    # Matches torch.linspace(1, eps, steps + 1) in fp32: values count from the nearer end in rounded
+    # increments, with one rounding per value.
     end, places = np.float32(eps), np.arange(steps + 1)
     increment = float((end - np.float32(1)) / np.float32(steps))
     from_end = float(end) - increment * (steps - places)
@@ -173,12 +166,12 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
 
 
 Word = TypeVar("Word", int, Any)
-"""32 bits of a random number: an integer, or integers in an array uint64."""
+"""32-bit random words: an integer, or a uint64 array."""
 
 
 def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
     """Philox4x32-10 (Salmon et al., SC 2011): 4 random words from a 64-bit key and a 4-word
-    counter, or many from arrays.
+    counter, elementwise for arrays.
     """
     k0, k1, c = key & 0xFFFFFFFF, key >> 32, counter
     for _ in range(10):
@@ -189,7 +182,7 @@ def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word
 
 
 def unit(high: Word, low: Word) -> Any:
-    """Uniform in (0, 1), without its ends: 52 bits and a half are what a double holds."""
+    """Uniform in the open interval (0, 1): 52 bits plus one half, exact in a double."""
     return (((high << 32 | low) >> 12) + 0.5) * 2.0**-52
 
 
@@ -200,8 +193,8 @@ def random_score(seed: int, step: int, position: int) -> float:
 
 
 def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
-    """Noise of a draw, float64 ``[V]``: -ln(-ln u), each u a pure function of the arguments and its
-    token.
+    """Gumbel noise float64 ``[V]`` for sampling: -ln(-ln u), where u depends only on the arguments
+    and the token.
     """
     pairs = np.arange((vocab_size + 1) // 2, dtype=np.uint64)
     even_high, even_low, odd_high, odd_low = philox(seed, (step, position, pairs, 1))
@@ -211,17 +204,15 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """The scores that look at no prediction, float64 ``[M]``: keyed by the passes made before and
-    the positions.
-    """
+    """Random scores float64 ``[M]``, keyed by the pass count and the position."""
     return np.array(
         [random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()]
     )
 
 
 def scored_by(turn: Turn, policy: Policy) -> str:
-    """What a turn's scores are, as ``policy.score`` has it: the rule may ask for entropies, and an
-    edit for confidences.
+    """The kind of score for a turn: ``policy.score``, but the entropy-bound rule uses entropies and
+    edits use confidences.
     """
     if turn.standing is not None:
         return "confidence"
@@ -229,11 +220,11 @@ def scored_by(turn: Turn, policy: Policy) -> str:
 
 
 def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
-    """Which of the undecided positions to commit: bool ``[M]`` for scores float64 ``[M]`` in order
-    of position.
+    """Choose the undecided positions to commit: bool ``[M]``, from scores float64 ``[M]`` in
+    position order.
 
-    ``count`` is what the schedule plans for this step (static, dynamic, timestep, sequential). At
-    least one is chosen.
+    ``count`` is the schedule's number for this step (static, dynamic, timestep, sequential). At
+    least one position is chosen.
     """
     order = np.argsort(-score, kind="stable")
     ranked = score[order]
@@ -263,7 +254,7 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
 
 
 def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
-    """Which of a turn's positions commit: bool ``[M]``, from predicted tokens int64 and their
+    """Choose which of a turn's positions commit: bool ``[M]``, from predicted tokens int64 and
     scores float64 ``[M]``.
     """
     if turn.standing is not None:
@@ -273,6 +264,6 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return np.zeros(0, bool)
     if turn.is_forced:
         score = score.copy()
-        # The score of a certain prediction.
+        # The score of a fully certain prediction.
         score[0] = 0.0 if scored_by(turn, policy) == "entropy" else 1.0
     return choose(score, policy, turn.planned)

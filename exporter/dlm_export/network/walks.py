@@ -1,8 +1,8 @@
-"""Loops that were run elsewhere, walked through a denoiser a layer at a time.
+"""Recomputes the passes of finished loop runs, one layer of the denoiser at a time.
 
-The canvas that each pass meets is known beforehand, so that a layer can compute all passes before
-the next one is read: each on the rows that the loop computes, with the keys and values that this
-denoiser would have kept from the passes before.
+The canvas of each pass is already known, so a layer can compute all passes before the next layer is
+read. Each pass computes the same rows as in the loop. Its cached keys and values come from this
+denoiser's own earlier passes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from dlm_export.network.layered import BATCH_TOKENS, Layered
 from dlm_export.network.reference import outside, store
 from dlm_export.network.turns import Walk
 
-_Pass = tuple[int, int]  # its walk and its number there
+_Pass = tuple[int, int]  # index of the walk, index of the pass in it
 
 
 class Walked:
-    """The hidden states of every pass of ``walks`` between two layers."""
+    """Hidden states, between two layers, of every pass of ``walks``."""
 
     @torch.no_grad()
     def __init__(
         self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None
     ) -> None:
-        """``cache_dtype``: what keys and values are stored in, as the manifest has it; None: as
-        they are computed.
-        """
+        """``cache_dtype``: the cache's type, a manifest value; ``None`` stores rows unrounded."""
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
         self._ids = [
             [torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks
@@ -41,7 +39,7 @@ class Walked:
 
     @torch.no_grad()
     def through(self, i: int, block: Block) -> None:
-        """Every pass through layer ``i``."""
+        """Run every pass through layer ``i``."""
         caches: list[Past | None] = [None] * len(self.walks)
         for batch in self._batches:
             steps = [self.walks[walk][number] for walk, number in batch]
@@ -68,8 +66,8 @@ class Walked:
 
     @torch.no_grad()
     def features(self) -> list[list[Tensor]]:
-        """Final-norm features ``[R, hidden]`` of each pass's scored rows, on the CPU, behind the
-        last layer.
+        """Final-norm features ``[R, hidden]`` of each pass's scored rows, on the CPU. Call after
+        the last layer.
         """
         norm = self.layered.final_norm()
         return [
@@ -83,7 +81,7 @@ class Walked:
         ]
 
     def _together(self, ready: Sequence[_Pass]) -> Iterator[list[_Pass]]:
-        """Passes of any length in batches of ``BATCH_TOKENS``, a pass at least."""
+        """Group passes into batches of at most ``BATCH_TOKENS``, with at least one pass each."""
         batch: list[_Pass] = []
         tokens = 0
         for walk, number in ready:
@@ -98,13 +96,13 @@ class Walked:
 
 
 def _rounds(walks: Sequence[Walk]) -> Iterator[list[_Pass]]:
-    """All passes, those together that need nothing of each other."""
+    """Yield groups of passes that do not depend on each other."""
     for ready in itertools.zip_longest(*map(_stretches, walks), fillvalue=()):
         yield [(walk, number) for walk, numbers in enumerate(ready) for number in numbers]
 
 
 def _stretches(walk: Walk) -> Iterator[Sequence[int]]:
-    """A walk's passes in order: one that is stored alone, and all up to the next such one together."""
+    """Split a walk, in order: each pass that stores rows alone, runs of other passes together."""
     for is_stored, run in itertools.groupby(
         range(len(walk)), lambda number: walk[number].span.is_stored
     ):

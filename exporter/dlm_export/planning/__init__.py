@@ -1,7 +1,7 @@
-"""The planning room: the shape of a denoiser and a device in, time, memory and cost out, predicted
-or measured.
+"""Predicts or measures the time, memory and cost of a denoiser on a device.
 
-``shapes`` reads sizes from a bundle, a checkpoint or a wish, ``roofline`` says what a pass cannot
-beat, ``plan`` makes tables of it for many devices. ``bench`` measures a bundle on this machine, and
-``measured`` scales predictions by that. Needs no torch and no onnx for a bundle.
+``shapes`` reads sizes from a bundle, a checkpoint or a size such as 8B. ``roofline`` computes the
+least time of a pass, and ``plan`` makes tables for many devices. ``bench`` measures a bundle on
+this machine, and ``measured`` calibrates predictions with the result. Bundles need neither torch
+nor onnx.
 """

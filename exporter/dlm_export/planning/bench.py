@@ -1,10 +1,10 @@
-"""``dlm-export bench``: what passes and a generation of a bundle cost on this machine, and how far
-that is from its limit.
+"""``dlm-export bench``: measures passes and generations of a bundle on this machine, and compares
+passes with the hardware limit.
 
-Everything is measured through the native runtime, in one process: first a generation, after which
-the process's peak memory is read, as a service would have it; then several generations at once;
-then passes of given sizes by themselves; last the machine's own rates (``roofline``), whose arrays
-the peak must not count. Needs the base install; the roofline needs onnx.
+Everything runs in the native runtime, in one process. First comes one generation, after which the
+process's peak memory is read, as a service would have it. Several generations at once follow, and
+passes of given sizes. The machine's own rates (``roofline``) come last, so that their arrays
+do not count in the peak. Needs the base install; the roofline needs onnx.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
 
-CANVAS = 256  # tokens of the canvas whose passes are measured unless others are asked for
-BLOCKS = (4, 8, 32)  # and of the passes over the rest of it
-TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)  # of those that a cost is fitted to
-WARM_UP = 3  # passes of a size before any counts: an engine captures a graph at its third one
-GENERATION_SHARE = 5  # a generation is many passes: one round of it for five of a pass
+CANVAS = 256  # tokens of the measured canvas, by default
+BLOCKS = (4, 8, 32)  # tokens of passes over the rest of that canvas
+TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)  # passes for fitting a cost
+WARM_UP = 3  # uncounted passes of a size: engines capture a graph at the third one
+GENERATION_SHARE = 5  # a generation has many passes, so it runs once per five rounds
 
 
 @dataclass(frozen=True)
 class PassSize:
-    """``tokens`` of a pass, over ``cached`` ones, that scores ``rows`` of them."""
+    """A pass of ``tokens`` tokens with ``cached`` cached ones, which scores ``rows`` rows."""
 
     tokens: int
     cached: int
@@ -52,8 +52,8 @@ class PassSize:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure; None is what fits the bundle: passes of 4, 8 and 32 tokens over the rest of
-    a canvas of 256, and of all 256, 128 given and 128 new tokens.
+    """What to measure. ``None`` chooses defaults: passes of 4, 8 and 32 tokens over the rest of a
+    canvas of 256, and of all 256; 128 prompt and 128 new tokens.
     """
 
     opening: Opening = field(default_factory=Opening)
@@ -61,19 +61,19 @@ class BenchOptions:
     prompt_tokens: int | None = None
     new_tokens: int | None = None
     preset: str | None = None
-    # Fields of the preset to change; any but ``stop``.
+    # Fields of the preset to change, except ``stop``.
     policy: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 15
-    # How many requests share passes; 1 is always measured, to compare with.
+    # Numbers of requests that share passes; 1 is always measured for comparison.
     batches: tuple[int, ...] = (1,)
-    cost: bool = False  # fit what passes cost; without ``passes``, to some of sizes that tell
-    data: Path | None = None  # prompts as in calibration data; each is a request of its own
+    cost: bool = False  # fit a cost of passes; by default, measures sizes suitable for that
+    data: Path | None = None  # prompts, as in calibration data; each is one request
     samples: int = 64  # most prompts of ``data``
-    peer_token_ms: float | None = None  # what an autoregressive model takes for a token here
+    peer_token_ms: float | None = None  # time per token of an autoregressive model here
 
 
 def parse_passes(text: str) -> tuple[PassSize, ...]:
-    """Sizes such as ``32,224,32;256,0,256``. Raises RequestError that says how they are written."""
+    """Parse sizes such as ``32,224,32;256,0,256``. Raises RequestError that explains the syntax."""
     sizes = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         if not re.fullmatch(r"\d{1,7}\s*,\s*\d{1,7}\s*,\s*\d{1,7}", part):
@@ -89,7 +89,7 @@ def parse_passes(text: str) -> tuple[PassSize, ...]:
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """Numbers of requests such as ``1,4,8``. Raises RequestError that says how they are written."""
+    """Parse numbers of requests such as ``1,4,8``. Raises RequestError that explains the syntax."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts):
         raise RequestError(
@@ -99,23 +99,30 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 
 def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the bundle in the folder ``path``; returns what ``bench --json`` prints, sizes in
-    bytes.
+    """Measure a bundle; returns the content of ``bench --json``, with sizes in bytes.
 
-    Milliseconds of a pass are the engine's, its median and quartiles; ``limit_ms`` is the
-    roofline's, ``ratio`` the distance. A generation is the one of median length; its ``parts`` are
-    seconds and add up to ``seconds``. ``batches`` are generations of several requests at once, all
-    of one length; ``speedup`` is in tokens/s, over one at a time. ``cost`` is a ``PassCost`` with
-    the errors of its fit, or None. ``requests`` are the prompts of ``data``, sent one at a time;
-    each ends at its end token, and a latency is that of the whole request. None without ``data``.
-    ``peer`` is what ``compare_with_peer`` returns, and a pass has ``break_even_tokens``, the tokens
-    that the peer makes in its time; None without ``peer_token_ms``.
-    Raises CalibrationError for ``data`` that cannot be read, what ``dlm_runtime.open`` raises, and
-    RequestError for passes and lengths that the bundle does not take.
+    A pass has the engine's median time and quartiles in ms, ``limit_ms`` of the roofline, and their
+    ``ratio``. ``generation`` is the run of median duration; its ``parts`` are seconds that add up
+    to ``seconds``. ``batches`` are generations of several requests at once with equal lengths;
+    ``speedup`` compares tokens/s with one request. ``cost`` is a ``PassCost`` with the errors of
+    its fit, or ``None``. ``requests`` are the prompts of ``data``, one at a time, each until its end
+    token, with the latency of the whole request; ``None`` without ``data``. ``peer`` is the result of
+    ``compare_with_peer``, and each pass has ``break_even_tokens``, the tokens that the peer makes
+    in that time; ``None`` without ``peer_token_ms``.
+
+    Args:
+        path: The bundle's folder.
+        options: What to measure.
+        progress: Receives the stages.
+
+    Raises:
+        CalibrationError: ``data`` cannot be read.
+        RequestError: The bundle does not allow a pass or length. Errors of ``dlm_runtime.open`` are
+            passed on.
     """
     progress = progress or Silent()
     if "stop" in options.policy:
-        raise RequestError("bench computes every token that it counts: leave stop as it is")
+        raise RequestError("bench computes every token that it counts: do not change stop")
     rounds = max(3, options.rounds // GENERATION_SHARE)
     batches = sorted({1, *options.batches})
     with options.opening.open(path) as bundle:
@@ -126,7 +133,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             _telling_passes(bundle) if options.cost else _fitting_passes(bundle)
         )
         made = list(product(sizes, batches))
-        for size, batch in made:  # what cannot be is refused before the long part
+        for size, batch in made:  # rejects impossible sizes before the long part
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
         if options.cost:
             check_telling([{"batch": batch} | asdict(size) for size, batch in made])
@@ -192,9 +199,7 @@ def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
 
 
 def _telling_passes(bundle: Bundle) -> tuple[PassSize, ...]:
-    """Passes of different tokens, over none and over all that a long canvas has besides, that score
-    one row and all.
-    """
+    """Passes of different sizes, without and with cached tokens, that score one row or all rows."""
     canvas = min(TELLING_CANVAS, bundle.max_canvas_length)
     sizes = []
     for tokens in sorted({min(size, canvas) for size in TELLING_TOKENS}):
@@ -212,7 +217,7 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _seconds(results: Sequence[Generation]) -> float:
-    """That requests took together: what they share is divided among them."""
+    """Total seconds of requests that ran together; shared time is divided among them."""
     return sum(result.timings["total"] for result in results)
 
 
@@ -221,8 +226,8 @@ class _Generation:
     prompt_tokens: int
     new_tokens: int
     preset: str
-    changes: Mapping[str, Any]  # of the preset's policy
-    results: Sequence[Generation]  # of the round of median length, one of each request
+    changes: Mapping[str, Any]  # changed fields of the preset
+    results: Sequence[Generation]  # the round of median duration, one result per request
 
     @property
     def seconds(self) -> float:
@@ -246,7 +251,7 @@ class _Generation:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Of a generation of one request."""
+        """Plain values for a generation of one request."""
         (result,) = self.results
         timings = result.timings
         parts = {
@@ -270,7 +275,7 @@ class _Generation:
 def _generate(
     bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress
 ) -> _Generation:
-    """Rounds of ``batch`` requests."""
+    """Run rounds of ``batch`` requests, and return the median one."""
     request = _request(bundle, options, preset, batch)
     results = []
     for _ in range(rounds):
@@ -280,9 +285,7 @@ def _generate(
 
 
 def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> dict[str, Any]:
-    """Made-up tokens of ``batch`` generations, in which no end token ends anything: all of
-    ``max_new_tokens`` are computed.
-    """
+    """Arguments for ``batch`` generations of made-up tokens that compute all ``max_new_tokens``."""
     half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
     given = half if options.prompt_tokens is None else options.prompt_tokens
     new = half if options.new_tokens is None else options.new_tokens
@@ -304,8 +307,8 @@ def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> 
 
 
 def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
-    """Token ids of the prompts in a file of calibration data, whose completions may be missing.
-    Raises CalibrationError, RequestError.
+    """Read token ids of the prompts in a calibration file; completions may be missing. Raises
+    CalibrationError, RequestError.
     """
     samples = read_samples(
         data,
@@ -319,7 +322,7 @@ def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
         sample.tokens[: sample.prompt_length].tolist() for sample in samples if sample.prompt_length
     ]
     if not prompts:
-        raise RequestError(f"{data}: holds no prompt: give lines with prompt, or with messages")
+        raise RequestError(f"{data}: contains no prompt: give lines with prompt, or with messages")
     return prompts
 
 
@@ -330,9 +333,7 @@ def _time_requests(
     prompts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Send each prompt as one request, after a first request that is not counted. Returns latencies
-    in ms, and rates.
-    """
+    """Send each prompt as one request, after an uncounted one. Returns latencies in ms, and rates."""
     new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
     progress.start("requests", 1 + len(prompts))
     results = []
@@ -377,12 +378,12 @@ def _median(
 def side_by_side(
     paths: Sequence[Path], options: BenchOptions, progress: Progress | None = None
 ) -> list[dict[str, Any]]:
-    """Generations of several bundles of one denoiser, which take turns, so that a busy moment meets
+    """Measure generations of several bundles of one denoiser in turns, so that other load affects
     all of them.
 
-    Returns for each what ``bench`` says of its generation, with ``ms_per_pass`` and its quartiles.
-    All are open at once. The first bundle's default preset counts for all unless ``options`` name
-    one. Raises what ``bench`` raises.
+    All bundles are open at once. The first bundle's default preset is used for all, unless
+    ``options`` names one. Returns for each what ``bench`` returns for a generation, with
+    ``ms_per_pass`` and its quartiles. Raises the errors of ``bench``.
     """
     progress = progress or Silent()
     with contextlib.ExitStack() as stack:
@@ -413,8 +414,8 @@ def side_by_side(
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
-    """The process's peak so far against what it has to hold; the ratio is for the CPU, as a GPU
-    holds both itself.
+    """The process's peak memory compared with the data it must hold; the ratio is for CPUs only,
+    because a GPU holds both itself.
     """
     graph = manifest["loop"]["graph"]["file"]
     weights = sum(
@@ -432,21 +433,21 @@ def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) 
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident set of this process so far, mapped files included."""
+    """The process's largest resident set so far, including memory-mapped files."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.is_file() else []:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    # Second choice: it starts from the resident set of the process that started this one.
+    # Less exact: it may include the resident set of the parent process.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, str | None]:
-    """The machine's rates, or why there are none."""
+    """The machine's rates, or the reason why they are missing."""
     if not is_on_cpu:
         return (
             None,
-            "no roofline: it is measured on the CPU, and the engine runs on a GPU (`dlm-export targets` has its figures)",
+            "no roofline: it is measured on the CPU, but the engine runs on a GPU (`dlm-export targets` has its figures)",
         )
     try:
         return roofline.measure(threads), None
@@ -455,17 +456,17 @@ def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, st
             raise
         return (
             None,
-            f"no roofline: {err.name} is not installed; the export extra has it: pip install 'dlm-export[export]'",
+            f"no roofline: {err.name} is not installed; install the export extra: pip install 'dlm-export[export]'",
         )
 
 
 def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.Work:
-    """The work of a pass on a CPU, which computes in full precision what it has no arithmetic for."""
+    """The work of a pass on a CPU; formats that a CPU only simulates count as full precision."""
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
     cache_dtype, network = manifest["loop"]["graph"]["cache_dtype"], network_of(manifest)
-    # On a CPU all that is not quantised is fp32, whatever its cache; a graph for GPUs has the
-    # cache's own type.
+    # On a CPU unquantised parts are in fp32, whatever the cache type; in graphs for GPUs they have
+    # the cache's type.
     is_for_cpu = manifest["targets"] == ["cpu"]
     element_bytes = (
         PRECISIONS.get(manifest["precision"]["name"], 4)

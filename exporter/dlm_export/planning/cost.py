@@ -1,9 +1,8 @@
-"""What passes cost on a machine by what they compute, fitted to passes that ``bench`` measured: a
-scheduler admits by it.
+"""Fits a linear cost model of passes to the measurements of ``bench``, for the scheduler's
+admission.
 
-Four figures are not a model of a machine: they are the plane of least relative error through what
-was measured, none of them negative, and how far the measured passes are from it is told beside
-them.
+The four figures do not describe a machine. They minimise the relative error over the measured
+passes, with none below zero; the remaining errors are reported with them.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from dlm_runtime import PassCost, RequestError
 
 
 def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """What passes of ``bench`` compute, fp64 ``[N, 4]``: themselves, tokens, scored rows, pairs of
-    a token and what it sees.
+    """Regressors of ``bench`` passes, fp64 ``[N, 4]``: 1, tokens, scored rows, and pairs of a token
+    and a visible token.
     """
     sizes = [[one[name] for name in ("batch", "tokens", "cached", "rows")] for one in passes]
     batch, tokens, cached, rows = np.array(sizes, np.float64).T
@@ -32,22 +31,22 @@ def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 
 def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RequestError for passes that do not tell the four figures apart, whatever they take."""
+    """Raises RequestError if the passes cannot determine the four figures."""
     computed = loads(passes)
     if np.linalg.matrix_rank(computed / computed.max(0)) < len(fields(PassCost)):
         raise RequestError(
-            "cost: these passes do not tell apart what a pass, a token, a scored row and a cached token take: measure some "
-            "that differ in one of these alone, or leave --passes out"
+            "cost: these passes cannot separate the costs of a pass, a token, a scored row and a cached token: measure some "
+            "that differ in only one of these, or omit --passes"
         )
 
 
 def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]]:
-    """The cost of least relative error, and of each pass what it predicts of it, less 1.
-    Milliseconds are under ``ms``.
+    """The cost with the least relative error, and each pass's predicted time (from ``ms``) relative
+    to the measured one, minus 1.
     """
     wanted = loads(passes) / np.array([one["ms"] for one in passes])[:, None]
     best, least = np.zeros(len(fields(PassCost))), np.inf
-    # Of all choices of figures above zero the one that fits best without any below: there are few.
+    # Try every subset of figures to be positive, and keep the best fit without negative ones.
     for count in range(1, len(best) + 1):
         for chosen in map(list, combinations(range(len(best)), count)):
             found = np.linalg.lstsq(wanted[:, chosen], np.ones(len(passes)), rcond=None)[0]
@@ -59,7 +58,7 @@ def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]
 
 
 def cost_of(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``fit_cost`` as ``bench --json`` prints it."""
+    """``fit_cost`` as plain values for ``bench --json``."""
     cost, errors = fit_cost(passes)
     distances = [abs(error) for error in errors]
     return asdict(cost) | {

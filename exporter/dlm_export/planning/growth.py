@@ -1,4 +1,4 @@
-"""How a token's time and cost grow with canvas, batch and size of the denoiser."""
+"""How a token's time and cost grow with canvas, batch, and size of the denoiser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
 
 @dataclass(frozen=True)
 class Point:
-    """A precision, and what it makes of a token."""
+    """The time and cost of a token in a precision."""
 
     precision: str
     ms_per_token: float
@@ -27,8 +27,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Growth:
-    """What a token takes along one axis: canvas, batch or size. ``lines``: target -> a point a
-    value, None: none known fits.
+    """A token's time and cost along one axis: canvas, batch or size. ``lines``: target -> one point
+    per value, ``None`` if no known precision fits.
     """
 
     axis: str
@@ -44,12 +44,12 @@ def growth_of(
     names: Sequence[str] | None,
     measured: Measured | None,
 ) -> list[Growth]:
-    """How a token's time and cost grow with canvas and batch of ``shape``, and with the size of a
-    LLaDA.
+    """Compute how a token's time and cost grow with canvas and batch of ``shape``, and with the
+    size of a LLaDA.
 
-    At the first block length and the first of ``tokens_per_pass``; each point at the fastest
-    precision that fits, or that is calibrated where any is: a limit would always win against a
-    measurement.
+    Uses the first block length and the first of ``tokens_per_pass``. Each point has the fastest
+    precision that fits; if any is calibrated, only calibrated ones count, because a theoretical
+    limit would always beat a measurement.
     """
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
     longest = shape.max_canvas_length or GROWTH_CANVASES[-1]

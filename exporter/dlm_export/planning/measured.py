@@ -1,6 +1,4 @@
-"""What ``dlm-export bench`` measured on this machine, and how far a pass is from its limit by that:
-a plan's calibration.
-"""
+"""Reads results of ``dlm-export bench`` on this machine, and calibrates a plan with them."""
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ _Kind = TypeVar("_Kind", int, float, str, "list[Any]", "dict[str, Any]")
 
 
 class MeasuredError(DlmError):
-    """A file is not what ``dlm-export bench --json`` prints."""
+    """The file is not output of ``dlm-export bench --json``."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """A pass as ``dlm-export bench`` timed it, and the limit of its roofline."""
+    """A pass timed by ``dlm-export bench``, and its limit from the roofline."""
 
     made: PassSize
     ms: float
@@ -40,11 +38,11 @@ class MeasuredPass:
 
 
 def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float:
-    """How many times its limit a pass takes: that of the same pass where it was measured, else a
-    mean of all of them.
+    """Measured time divided by the limit: of the same pass if it was measured, otherwise
+    interpolated.
 
-    Logarithms of the ratios are weighted by the inverse square of the distance (Shepard 1968) of T,
-    S + T and R + 1, as logarithms: never outside what was measured.
+    Logarithms of the ratios are averaged, weighted by the inverse squared distance (Shepard 1968)
+    between logarithms of T, S + T and R + 1. The result never leaves the measured range.
     """
 
     def place(made: PassSize) -> tuple[float, ...]:
@@ -64,9 +62,7 @@ def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float
 
 @dataclass(frozen=True)
 class MeasuredGeneration:
-    """A whole request as ``dlm-export bench`` timed it. ``changes``: fields of the preset that were
-    set otherwise.
-    """
+    """A whole request timed by ``dlm-export bench``. ``changes``: changed fields of the preset."""
 
     preset: str
     changes: dict[str, Any]
@@ -78,8 +74,8 @@ class MeasuredGeneration:
 
 @dataclass(frozen=True)
 class Measured:
-    """What ``dlm-export bench`` says of this machine and one bundle on it: name of its precision,
-    parameters.
+    """Results of ``dlm-export bench`` for this machine and one bundle; ``parameters`` is the
+    denoiser's count.
     """
 
     file: str
@@ -91,8 +87,8 @@ class Measured:
     generation: MeasuredGeneration
 
     def leave_one_out(self) -> list[float]:
-        """The relative error of each pass's time, predicted from the others; empty for a single
-        pass.
+        """The relative error of each pass's time predicted from the other passes; empty for a
+        single pass.
         """
         return [
             interpolated_ratio([other for other in self.passes if other is not each], each.made)
@@ -104,8 +100,8 @@ class Measured:
 
 
 def read_measured(path: Path) -> Measured:
-    """What ``dlm-export bench --json`` printed into a file. Raises MeasuredError that names what is
-    missing.
+    """Read output of ``dlm-export bench --json`` from a file. Raises MeasuredError that names what
+    is missing.
     """
     value = read_object(
         path, _MOST_BYTES, MeasuredError, " Write it with `dlm-export bench BUNDLE --json`."
@@ -124,7 +120,7 @@ def read_measured(path: Path) -> Measured:
             isinstance(found, (int, float)) and not 0 <= found < math.inf
         ):
             raise MeasuredError(
-                f"{path}: {'.'.join(map(str, keys))} is not there or no {kind.__name__}. "
+                f"{path}: {'.'.join(map(str, keys))} is missing or not a valid {kind.__name__}. "
                 "Write the file with `dlm-export bench BUNDLE --json`, with onnx installed."
             )
         return found
@@ -143,10 +139,10 @@ def read_measured(path: Path) -> Measured:
             MeasuredPass(made, positive("passes", i, "ms"), positive("passes", i, "limit_ms"))
         )
         if made.tokens < 1:
-            raise MeasuredError(f"{path}: passes.{i} is of no tokens")
+            raise MeasuredError(f"{path}: passes.{i} has no tokens")
     if not passes:
         raise MeasuredError(
-            f"{path}: holds no pass: measure one, such as `dlm-export bench BUNDLE --passes 32,224,32 --json`"
+            f"{path}: contains no pass: measure one, such as `dlm-export bench BUNDLE --passes 32,224,32 --json`"
         )
     return Measured(
         str(path),

@@ -1,9 +1,9 @@
-"""Whether diffusion pays on a device: a bundle's passes beside the token time of an autoregressive
-model.
+"""Compares a bundle's passes with the token time of an autoregressive model, to decide whether
+diffusion pays.
 
-An autoregressive model makes one token in each pass. A denoiser's pass takes longer and commits
-several, so it is faster if it commits more tokens a pass than its pass takes token times. Time for
-reading the prompt is part of the denoiser's passes and not of the peer's token time.
+An autoregressive model makes one token per pass. A denoiser's pass takes longer and commits several
+tokens, so it is faster if it commits more tokens per pass than its pass takes token times. The
+denoiser's passes include reading the prompt; the peer's token time does not.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 def compare_with_peer(
     token_ms: float, generation: Mapping[str, Any], requests: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Compare with a model that takes ``token_ms`` for a token.
+    """Compare with a model that takes ``token_ms`` per token.
 
-    ``generation`` and ``requests`` are those of ``bench``. The time of a pass is that of the
-    requests, or of the generation without them. Made-up tokens do not show how many a pass commits,
-    so without requests ``tokens_per_pass`` and ``speedup`` are None.
+    ``generation`` and ``requests`` come from ``bench``. The time of a pass is that of the requests,
+    or of the generation without them. Made-up tokens do not show how many tokens a pass commits, so
+    without requests ``tokens_per_pass`` and ``speedup`` are ``None``.
     """
     measured = generation if requests is None else requests
     break_even = measured["ms_per_pass"] / token_ms
@@ -35,7 +35,7 @@ def compare_with_peer(
 
 
 def verdict(peer: Mapping[str, Any]) -> str:
-    """What ``compare_with_peer`` found, as a sentence."""
+    """The result of ``compare_with_peer`` as a sentence."""
     condition = (
         f"faster than an autoregressive model of {peer['token_ms']:.4g} ms a token from "
         f"{peer['break_even_tokens_per_pass']:.2f} tokens a pass on"

@@ -1,5 +1,5 @@
-"""A plan: every denoiser on every target in every precision, before anything is built. Needs no
-torch for a bundle.
+"""Predicts every denoiser on every target in every precision, before anything is built. Bundles
+need no torch.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ALL = "all"
 
 
 class PlanError(DlmError):
-    """A plan was asked for that cannot be made as asked."""
+    """The requested plan cannot be made."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``left_out``: target -> precision -> why it is not there. ``growth`` is of the first
-    denoiser.
+    """A complete plan.
 
-    ``cache_bytes_per_token``: denoiser -> type of a cache on a CPU -> bytes of one token's keys and
+    ``left_out``: target -> precision -> reason. ``growth`` belongs to the first denoiser.
+    ``cache_bytes_per_token``: denoiser -> cache type on a CPU -> bytes of one token's keys and
     values.
     """
 
@@ -50,18 +50,17 @@ class Plan:
     calibration: Mapping[str, Any] | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: what ``--json`` prints."""
+        """Plain values for ``--json``."""
         return asdict(self) | {"predictions": [each.as_dict() for each in self.predictions]}
 
 
 def calibrate(
     measured: Measured, shapes: Sequence[Shape], predictions: Sequence[Prediction]
 ) -> dict[str, Any]:
-    """What was measured and how well it predicts, as plain values.
+    """The measurements and how well they predict, as plain values.
 
-    ``leave_one_out_errors``: each pass predicted from the ratios of the others; ``generation``: the
-    tokens a second of the measured request against what its NFE and the ratios predict, if one of
-    ``shapes`` is the denoiser that was measured.
+    ``leave_one_out_errors``: errors of each pass predicted from the others. ``generation``:
+    measured and predicted tokens/s of the request, if one of ``shapes`` is the measured denoiser.
     """
     ratios = [each.ratio for each in measured.passes]
     asked = measured.generation
@@ -84,8 +83,8 @@ def calibrate(
 
 
 def _predict_generation(measured: Measured, shape: Shape) -> float | None:
-    """Tokens a second of the measured request; None where ``shape`` is another denoiser, or has not
-    its loop or precision.
+    """Predicted tokens/s of the measured request, or ``None`` if ``shape`` is another denoiser or lacks
+    its preset or precision.
     """
     asked = measured.generation
     preset = None if asked.changes else shape.presets.get(asked.preset)
@@ -124,15 +123,15 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         )
         for made, count in passes.items()
     ]
-    # The blocks share the passes unevenly: what a pass takes on average holds for as many as were
-    # made.
+    # Blocks share the passes unevenly, so the average pass time is multiplied by the real number of
+    # passes.
     mean_ms = math.fsum(count * (ms or 0.0) for ms, count in times) / passes.total()
     return 1e3 * asked.new_tokens / (mean_ms * asked.nfe)
 
 
 def find_targets(text: str) -> list[Target]:
-    """Targets by names with commas, cpu beside GPUs; ``all`` is the whole table. Raises
-    TargetError, PlanError.
+    """Find targets by comma-separated names, including cpu; ``all`` means all. Raises TargetError,
+    PlanError.
     """
     names = [part.strip() for part in text.split(",") if part.strip()]
     if not names:
@@ -141,7 +140,7 @@ def find_targets(text: str) -> list[Target]:
     found = known if names == [ALL] else [find(name) for name in dict.fromkeys(names)]
     if any_gpu := [target.name for target in found if target not in known and target.sm is None]:
         raise PlanError(
-            f"target {any_gpu[0]} is any GPU, of which nothing is known: name the device"
+            f"target {any_gpu[0]} means any GPU, whose figures are unknown: name the device"
         )
     return found
 
@@ -153,17 +152,17 @@ def make_plan(
     names: Sequence[str] | None = None,
     measured: Measured | None = None,
 ) -> Plan:
-    """Predict every denoiser on every target, in all of ``names`` (precisions; None: all that it
-    runs) and block lengths.
+    """Predict every denoiser on every target, in all block lengths and all precisions of ``names``
+    (``None``: all).
 
-    Raises PlanError for a canvas longer than a denoiser's, and for a precision that no target runs;
-    RecipeError.
+    Raises PlanError for a canvas longer than a denoiser's, and for a precision that no target
+    supports; RecipeError.
     """
     for shape in shapes:
         if shape.max_canvas_length is not None and request.canvas > shape.max_canvas_length:
             raise PlanError(
                 f"{request.prompt_tokens} + {request.new_tokens} tokens are more than the {shape.max_canvas_length} of "
-                f"{shape.name}: ask for fewer, or pass --max-canvas-length where the checkpoint takes more"
+                f"{shape.name}: ask for fewer, or pass --max-canvas-length if the checkpoint allows more"
             )
         visible = shape.network.visible_block
         uneven = next(
@@ -171,7 +170,7 @@ def make_plan(
         )
         if uneven is not None:
             raise PlanError(
-                f"blocks of {uneven} tokens do not suit {shape.name}, which sees blocks of {visible}: ask for a multiple"
+                f"blocks of {uneven} tokens do not suit {shape.name}, whose attention has blocks of {visible}: use a multiple"
             )
     predictions: list[Prediction] = []
     left_out: dict[str, dict[str, str]] = {}
@@ -185,7 +184,9 @@ def make_plan(
             ]
     for name in names or ():
         if all(name in reasons for reasons in left_out.values()):
-            recipe_for(targets[:1], name)  # raises, with the choices, but for what a CPU simulates
+            recipe_for(
+                targets[:1], name
+            )  # raises with the choices, except for simulated precisions
             raise PlanError(
                 f"precision {name} on {targets[0].name}: {left_out[targets[0].name][name]}; choose another"
             )

@@ -1,4 +1,4 @@
-"""The plot of a plan: what a token takes as canvas, batch or size grow."""
+"""Plots a plan: a token's time or cost over canvas, batch and size."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ PLOT_SUFFIXES = (".png", ".svg")
 
 
 def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
-    """Write what a token takes along each axis of a plan (``plan.Growth`` as plain values) to a PNG
-    or SVG of its own.
+    """Plot ``plan.Growth`` (plain values), one panel per axis, to a PNG or SVG.
 
-    ``quantity`` is the field of the points to draw, one line a target; points that are None are
-    left out, and so are targets without another.
+    ``quantity`` is the field of the points to draw, one line per target. Missing points are
+    skipped, and so are targets without points.
     """
     import matplotlib.style
     from matplotlib import colormaps
     from matplotlib.figure import Figure as Canvas
 
-    # No page colours these: placeholders become greys.
+    # The plot has no style sheet, so placeholders become greys.
     greys = {INK: "#222222", MUTED: "#666666", RULE: "#dddddd"}
     style = {
         key: greys.get(value, value) if isinstance(value, str) else value
@@ -69,25 +68,22 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
 
 
 def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Where to ``save_plot`` what is to become ``path``: see ``outputs.claimed``.
-
-    Raises PlanError for a name that says no kind of picture.
-    """
+    """Claim ``path`` for ``save_plot`` (``outputs.claimed``). Raises PlanError for a wrong suffix."""
     if path.suffix not in PLOT_SUFFIXES:
-        raise PlanError(f"--plot {path}: end its name in {' or '.join(PLOT_SUFFIXES)}")
+        raise PlanError(f"--plot {path}: the name must end in {' or '.join(PLOT_SUFFIXES)}")
     return outputs.claimed_file(path, force=force)
 
 
 def save_plot(path: Path, plan: Plan) -> None:
-    """Draw the growth, to a path of ``claimed_plot``: cost of a million tokens if every target has
-    a price, else milliseconds a token.
+    """Plot the growth to a path from ``claimed_plot``: cost per million tokens if every target has
+    a price, else ms per token.
 
-    Raises PlanError if there is nothing to draw, OSError.
+    Raises PlanError without data, and OSError.
     """
     growth = [asdict(each) for each in plan.growth if each.values]
     if not any(any(points) for each in growth for points in each["lines"].values()):
         raise PlanError(
-            f"--plot {path.name}: no target here has known times, so there is nothing to draw: leave it out"
+            f"--plot {path.name}: no target here has known times, so there is nothing to draw: omit it"
         )
     is_priced = all(target in plan.request.prices for target in growth[0]["lines"])
     quantity, what = (

@@ -1,10 +1,10 @@
-"""What one denoiser would cost on one target: milliseconds a pass, tokens a second, memory, money.
+"""Predicts one denoiser on one target: ms per pass, tokens/s, memory and cost.
 
-Every time is the roofline's limit (Williams, Waterman and Patterson, CACM 52(4), 2009): the larger
-of bytes over bandwidth and of multiply-adds over the rate of their number format, for the work that
-``roofline`` counts and the figures of ``targets``. No target comes closer than that. A figure that
-no source gives is missing, not guessed. For the cpu, the figures and the distance from the limit
-come from what ``dlm-export bench`` measured.
+Every time is the roofline's limit (Williams, Waterman and Patterson, CACM 52(4), 2009). It is the
+larger of bytes divided by bandwidth and multiply-adds divided by the rate of their number format,
+for the work that ``roofline`` counts and the figures of ``targets``. Real times are longer. Figures
+without a source are left out, not guessed. For the cpu, the figures and the distance from the limit
+come from ``dlm-export bench``.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def generation_passes(
     has_cache: bool = True,
     visible_block: int | None = None,
 ) -> Counter[PassSize]:
-    """The passes that a generation takes which commits ``tokens_per_pass`` (at least 1) in each;
-    NFE is their total.
+    """The passes of a generation that commits ``tokens_per_pass`` (at least 1) per pass; their
+    total is the NFE.
 
-    With the dual cache each block begins with a full pass, which commits too, and goes on with
-    passes over the block alone, every other position cached; without it every pass is full. Only
-    what is still masked in the block is scored. Of a block-causal network (``visible_block``) it is
-    the cache of finished blocks: one pass stores the prompt's, passes over a block read what is
-    before it, and one more stores the block, unless it is the last.
+    With the dual cache, each block starts with a full pass, which also commits; further passes
+    compute the block only, with all other positions cached. Without a cache, every pass is full.
+    Only masked positions of the block are scored. For a block-causal network (``visible_block``),
+    one pass stores the prompt's finished blocks, passes over a block read the earlier ones, and one
+    more pass stores the block, except the last.
     """
     canvas = prompt_tokens + new_tokens
     origin = (
@@ -77,7 +77,7 @@ def generation_passes(
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a denoiser. ``prices``: target -> price an hour, in whatever currency."""
+    """The planned request. ``prices``: target -> price per hour, in any currency."""
 
     prompt_tokens: int = 128
     new_tokens: int = 128
@@ -93,10 +93,10 @@ class Request:
 
 @dataclass(frozen=True)
 class PassTime:
-    """The least milliseconds of a pass by its bytes and by its arithmetic, None where a figure of
-    the target is missing.
+    """The least time of a pass, in ms, by bytes and by arithmetic; ``None`` if the target lacks a
+    figure.
 
-    ``ratio``: how many times its limit it takes, 1 where nothing was measured.
+    ``ratio``: actual time divided by the limit; 1 without measurements.
     """
 
     made: PassSize
@@ -129,8 +129,8 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Speed:
-    """A generation that commits ``tokens_per_pass``. ``cost_per_million_tokens`` None: no price was
-    given.
+    """A generation that commits ``tokens_per_pass``. ``cost_per_million_tokens`` is ``None`` without a
+    price.
     """
 
     tokens_per_pass: float
@@ -144,10 +144,9 @@ class Speed:
 class Prediction:
     """One denoiser on one target in one precision and block length.
 
-    ``file_bytes``: of the bundle's weights on disk.
-    ``fits`` None: the target's memory is unknown. ``missing``: the figures without which times are
-    unknown. ``speeds`` are there where times are known and the memory, as far as known, suffices.
-    ``block_pass`` scores its whole block.
+    ``file_bytes``: weights on disk. ``fits`` is ``None`` if the target's memory is unknown.
+    ``missing``: figures without which times are unknown. ``speeds`` exist if times are known and
+    the memory, as far as known, suffices. ``block_pass`` scores its whole block.
     """
 
     denoiser: str
@@ -169,16 +168,16 @@ class Prediction:
         return asdict(self) | passes
 
 
-# arithmetic -> key of a GPU's rates
+# arithmetic -> key in a GPU's rates
 NUMBERS = {FULL: "fp16", **{name: name for name in NUMBER_FORMATS}}
 
 
 def rates_of(target: Target, measured: Measured | None = None) -> Rates:
-    """What the target does a second; NaN bandwidth and absent rates where nothing says.
+    """The target's rates per second; NaN bandwidth and missing rates if unknown.
 
-    A GPU multiplies by its tensor cores: full precision, attention included, at the rate of fp16,
-    which NVIDIA prints for bf16 as well. A multiply-add is two of a vendor's operations. The cpu
-    has the figures that were measured.
+    On GPUs, tensor cores do all multiplications. Full precision, including attention, has the rate
+    of fp16, which NVIDIA also gives for bf16. A multiply-add is two of a vendor's operations. The
+    cpu uses measured rates.
     """
     if target.sm is None:
         return Rates(math.nan, {}) if measured is None else measured.rates
@@ -212,12 +211,12 @@ def _kinds(shape: Shape, precision: Precision) -> tuple[MatrixKind, ...]:
 
 
 def _table_bytes(shape: Shape, precision: Precision) -> int:
-    """Of an element of the embedding table where it is not quantised."""
+    """Bytes per element of an unquantised embedding table."""
     return min(precision.element_bytes, shape.table_bytes)
 
 
 def stored_bytes(shape: Shape, precision: Precision) -> int:
-    """Bytes of the weights, a table that is also the head's weight once."""
+    """Bytes of the weights; a tied table counts once."""
     return weights_bytes(
         shape.network,
         _kinds(shape, precision),
@@ -242,9 +241,7 @@ def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Wor
 
 
 def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> PassTime:
-    """The limit of ``work`` by bytes alone and by arithmetic alone, at ``rates`` as ``rates_of``
-    gives them.
-    """
+    """The limits of ``work`` by bytes and by arithmetic, with rates from ``rates_of``."""
     kinds = work.by_arithmetic()
     free = dict.fromkeys(kinds, math.inf)
     bytes_ms = (
@@ -261,11 +258,11 @@ def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> P
 def memory_bytes(
     shape: Shape, precision: Precision, target: Target, canvas: int, block_length: int, batch: int
 ) -> int:
-    """What a process holds, or a GPU: weights, and for each row of the batch its cache and passes;
-    formula of ``engines``.
+    """Memory of the process or GPU: weights, and cache and passes per batch row (formula of
+    ``estimate``).
 
-    A GPU's context and kernels come on top. Where elements have four bytes, cache and activations
-    are twice what an engine has.
+    On a GPU, the context and kernels are added. With 4-byte elements, cache and activations are
+    twice an engine's.
     """
     weights = stored_bytes(shape, precision)
     found = estimate(shape.network, weights, Limits(canvas, block_length))
@@ -283,8 +280,8 @@ def predict(
     block_length: int,
     measured: Measured | None = None,
 ) -> Prediction:
-    """One denoiser on one target. ``measured`` counts on the cpu alone: its rates always, its
-    ratios for its precision.
+    """Predict one denoiser on one target. ``measured`` applies to the cpu only: its rates always,
+    its ratios for its precision.
     """
     measured = measured if target.sm is None else None
     rates = rates_of(target, measured)
@@ -324,7 +321,7 @@ def predict(
         ms = math.fsum(count * (time_of(made).ms or 0.0) for made, count in passes.items())
         per_token = ms / (request.batch * request.new_tokens)
         price = request.prices.get(target.name)
-        # Milliseconds a token are 1e6 / 1e3 / 3600 hours a million tokens.
+        # Milliseconds per token are 1e6 / 1e3 / 3600 hours per million tokens.
         cost = None if price is None else price * per_token / 3.6
         speeds.append(Speed(per_pass, passes.total(), per_token, 1e3 / per_token, cost))
     return Prediction(

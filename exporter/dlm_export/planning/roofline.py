@@ -1,13 +1,13 @@
-"""The work of one pass, counted, and the least time in which a machine can do it (the roofline of
-doi:10.1145/1498765.1498785).
+"""Counts the work of one pass, and computes the least time in which a machine can do it (the
+roofline model, doi:10.1145/1498765.1498785).
 
-Counted is what no implementation of the pass can leave out: every weight read once, every cached
-row read once and every new one written once, every multiply-add of a matrix product. Activations
-count as free, as they may stay in a processor's cache; so do norms, rotations, softmax and the
-choice of the best tokens. ``limit_s`` is therefore never reached, only approached.
+The count includes only work that no implementation can avoid: reading every weight once, reading
+every cached row and writing every new one once, and the multiply-adds of matrix products.
+Activations are free, because they may stay in a processor's cache; norms, rotations, softmax and
+the choice of tokens are free too. Real times therefore always exceed ``limit_s``.
 
-The rates of a CPU are measured by ONNX Runtime itself (``measure``): its own products are the
-fastest that a bundle can get there, and its threads are those that the engine has.
+A CPU's rates are measured with ONNX Runtime (``measure``), because its own products are the fastest
+that a bundle can reach and it uses the engine's threads.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
 from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
-FULL = "full"  # arithmetic in the denoiser's own precision: fp32, fp16 or bf16
+FULL = "full"  # arithmetic in the denoiser's precision: fp32, fp16 or bf16
 
 
 @dataclass(frozen=True)
 class Work:
-    """One pass, counted.
+    """The work of one pass.
 
-    ``macs`` are multiply-adds by kind, ``part.arithmetic``: part is ``layers``, ``attention`` or
-    ``head``, arithmetic what the operands are in: ``full``, ``int8``, ``fp8`` or ``nvfp4``.
+    ``macs`` are multiply-adds by ``part.arithmetic``. The part is ``layers``, ``attention`` or
+    ``head``; the arithmetic is the operands' format: ``full``, ``int8``, ``fp8`` or ``nvfp4``.
     ``cache_bytes``: S rows read and T rows written.
     """
 
@@ -40,7 +40,7 @@ class Work:
     macs: Mapping[str, int]
 
     def by_arithmetic(self) -> dict[str, int]:
-        """Multiply-adds by arithmetic, whatever part of the pass they belong to."""
+        """Multiply-adds by arithmetic, summed over the parts of the pass."""
         out: Counter[str] = Counter()
         for kind, count in self.macs.items():
             out[kind.rpartition(".")[2]] += count
@@ -49,8 +49,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do a second: bytes read from memory, multiply-adds by arithmetic (half of
-    a vendor's operations).
+    """A machine's rates per second: bytes read from memory, and multiply-adds by arithmetic (half
+    of a vendor's operations).
     """
 
     read_bytes: float
@@ -69,14 +69,22 @@ def work_of(
     table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
-    """The work of a pass of ``tokens`` over ``cached`` ones that scores ``rows``, each in ``batch``
-    rows of canvas.
+    """The work of a pass of ``tokens`` tokens with ``cached`` cached ones that scores ``rows``, for
+    ``batch`` canvases.
 
-    ``layers`` names a key of ``FORMATS`` by module path, all others are in full precision.
-    ``element_bytes`` is an element of full-precision weights: 4, or 2 for fp16 and bf16; of the
-    embedding table too, unless ``table_bytes`` is given, and of the cache, unless ``cache_dtype`` is.
-    Scales count as fp32. Of experts, those are read
-    that tokens spread evenly over all of them reach, on average.
+    Scales count as fp32. Experts count as far as tokens spread evenly over them reach them on
+    average.
+
+    Args:
+        network: The denoiser's description.
+        layers: Module path -> key of ``FORMATS``; others are in full precision.
+        tokens: Tokens of the pass, per canvas.
+        cached: Cached tokens, per canvas.
+        rows: Scored rows, per canvas.
+        batch: Number of canvases.
+        element_bytes: Bytes of an unquantised element, 4 or 2; also of table and cache by default.
+        table_bytes: Bytes of an element of the embedding table.
+        cache_dtype: Type of the cache, a manifest value.
     """
     kinds = kinds_of(network, layers, element_bytes, table_bytes)
     return count_work(
@@ -93,7 +101,7 @@ def work_of(
 
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
-    """Bytes of one token's keys and values by what ``--cache-dtype`` may be."""
+    """Cache type of ``--cache-dtype`` -> bytes of one token's keys and values."""
     return {
         name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
         for name in ("fp32", "fp16", "int8")
@@ -102,8 +110,8 @@ def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MatrixKind:
-    """``number`` matrices that cost the same: ``experts`` of each, which see ``share`` of the rows,
-    ``expert_bytes`` each.
+    """``number`` matrices of equal cost, with ``experts`` experts each; an expert has
+    ``expert_bytes`` and sees ``share`` of the rows.
     """
 
     number: int
@@ -121,8 +129,8 @@ def kinds_of(
     element_bytes: int,
     table_bytes: int | None = None,
 ) -> tuple[MatrixKind, ...]:
-    """The matrices of a network in the formats that ``layers`` names, those that cost the same
-    together. A tied head in full precision has elements of ``table_bytes``.
+    """A network's matrices in the formats of ``layers``, grouped by cost. An unquantised tied head
+    has elements of ``table_bytes``.
     """
     table_bytes = table_bytes or element_bytes
     found: Counter[tuple[str, str, int, float, int, int]] = Counter()
@@ -154,7 +162,7 @@ def count_work(
     table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
-    """``work_of`` with the matrices sorted already."""
+    """``work_of`` for matrices that are already grouped."""
     rows_looked_up = batch * tokens * _table_bytes(network, kinds, table_bytes or element_bytes)
     weight_bytes = element_bytes * network.vector_elements + rows_looked_up // network.vocab_size
     macs: Counter[str] = Counter()
@@ -167,8 +175,8 @@ def count_work(
         macs[f"{kind.part}.{kind.arithmetic}"] += (
             kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
         )
-    # Queries with keys, then weights with values; every token sees the cached ones and those of the
-    # pass.
+    # Queries times keys, then weights times values; every token sees the cached tokens and those of
+    # the pass.
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
     row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
@@ -196,8 +204,8 @@ def weights_bytes(
     element_bytes: int,
     table_bytes: int | None = None,
 ) -> int:
-    """Bytes of all weights, embedding and scales included; ``kinds`` are the network's matrices by
-    ``kinds_of``. A table that is also the head counts once, in the head's format.
+    """Bytes of all weights, with embedding and scales; ``kinds`` come from ``kinds_of``. A tied
+    table counts once, in the head's format.
     """
     matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
     table = _table_bytes(network, kinds, table_bytes or element_bytes)
@@ -205,18 +213,17 @@ def weights_bytes(
 
 
 def file_bytes(network: NetworkSpec, weights: int, element_bytes: int) -> int:
-    """Bytes of a bundle's data file, but for padding: weights, rotary tables, the mask token's bias."""
+    """Bytes of a bundle's data file without padding: weights, rotary tables, mask token bias."""
     rotary = network.max_canvas_length * sum(table.size for table in network.rotary_tables())
     return weights + element_bytes * rotary + 4 * network.vocab_size
 
 
 def limit_s(work: Work, rates: Rates) -> float:
-    """The least seconds for ``work``: the larger of all bytes at the rate of reads, and all
-    multiply-adds at their rates.
+    """The least seconds for ``work``: the larger of the time to read all bytes and the time of all
+    multiply-adds.
 
-    Reads may hide behind arithmetic and the other way round, so the larger counts; multiply-adds of
-    different arithmetic take turns on the same units, so their times add up. KeyError for an
-    arithmetic without a rate.
+    Reading and arithmetic can overlap, so the larger counts. Different arithmetic shares the same
+    units, so these times add up. Raises KeyError for an arithmetic without a rate.
     """
     reading = (work.weight_bytes + work.cache_bytes) / rates.read_bytes
     multiplying = sum(
@@ -227,9 +234,9 @@ def limit_s(work: Work, rates: Rates) -> float:
     return max(reading, multiplying)
 
 
-# ---- The machine at hand ----
+# ---- This machine ----
 
-_READ_BYTES = 256 << 20  # at least, for the rate of reads
+_READ_BYTES = 256 << 20  # smallest array for the rate of reads
 # Products of [rows, 2048] by [2048, 2048]: large enough for full speed, small enough for a cache.
 _ROWS, _SQUARE = 512, 2048
 _FEW_ROWS = 32  # a block pass
@@ -237,9 +244,7 @@ _FEW_ROWS = 32  # a block pass
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of this machine, a second; multiply-adds of int8 at 512 rows and at 32, of
-    fp32 at 512.
-    """
+    """This machine's rates per second; int8 multiply-adds with 512 and 32 rows, fp32 with 512."""
 
     read_bytes_per_s: float
     int8_macs_per_s: float
@@ -247,24 +252,24 @@ class Machine:
     fp32_macs_per_s: float
 
     def rates(self) -> Rates:
-        """For ``limit_s``: the faster of the int8 rates, and fp32 for what is in full precision,
-        fp16 included.
+        """Rates for ``limit_s``: the faster of the int8 rates, and fp32 for full precision,
+        including fp16.
 
-        ONNX Runtime's CPU kernels widen fp16 to fp32 where the processor does not multiply it.
+        ONNX Runtime's CPU kernels convert fp16 to fp32 if the processor cannot multiply it.
         """
         int8 = max(self.int8_macs_per_s, self.int8_macs_per_s_32_rows)
         return Rates(self.read_bytes_per_s, {"int8": int8, FULL: self.fp32_macs_per_s})
 
 
 def measure(threads: int, rounds: int = 9) -> Machine:
-    """Measure this machine with ONNX Runtime at ``threads`` (0: all cores), medians of ``rounds``
-    interleaved runs.
+    """Measure this machine with ONNX Runtime on ``threads`` threads (0: all cores); medians of
+    ``rounds`` interleaved runs.
 
-    Reads: ReduceSum over the rows of an array of four times the last-level cache, 256 MiB at least:
-    the operator reads every byte once, keeps up with memory, and runs on the engine's kind of
-    threads, which a loop in numpy would not. Products have a constant right side, as weights are,
-    which the library lays out once; int8 is MatMulInteger of uint8 by int8. Raises
-    ModuleNotFoundError without onnx.
+    The rate of reads comes from ReduceSum over the rows of an array of four times the last-level
+    cache, at least 256 MiB. This operator reads every byte once, is limited by memory, and uses the
+    engine's threads, unlike a numpy loop. Products have a constant right operand, like weights,
+    which the library packs once. INT8 is MatMulInteger of uint8 by int8. Raises ModuleNotFoundError
+    without onnx.
     """
     import numpy as np
     import onnxruntime
@@ -288,7 +293,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4
-        # The probes take turns, as sessions would.
+        # Sessions take turns, so idle ones must not spin.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -318,8 +323,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
     seconds: dict[str, list[float]] = {name: [] for name in probes}
     for number in range(rounds + 1):
         for name, (run, _) in probes.items():
-            # a first one at its turn: the probe before has pushed this one's operands out of the
-            # cache
+            # The first run is not timed: the previous probe has evicted this one's operands from
+            # the cache.
             run()
             began = time.perf_counter()
             run()
@@ -330,8 +335,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
 
 
 def _read_bytes() -> int:
-    """Size of the array for the rate of reads: four times the last-level caches, as far as a
-    quarter of free memory goes.
+    """Size of the array for the rate of reads: four times the last-level caches, but at most a
+    quarter of free memory.
     """
     from dlm_export.memory import available_memory_bytes
 
@@ -341,7 +346,7 @@ def _read_bytes() -> int:
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """All caches of the highest level that Linux knows of, added up; 0 where it does not say."""
+    """Total size of all caches of the highest level that Linux reports; 0 if unknown."""
     found: dict[tuple[int, str], int] = {}  # each is listed by all the cores that share it
     for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""What a plan is made for: the sizes of a denoiser, and the precisions in which a target runs it."""
+"""Inputs of a plan: a denoiser's sizes, and the precisions in which a target runs it."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
 
 
 class ShapeError(DlmError):
-    """A size of a denoiser that nothing can be planned for."""
+    """A denoiser of this size cannot be planned."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A denoiser to plan for; ``max_canvas_length`` None has no longest canvas.
+    """A denoiser to plan for; ``max_canvas_length`` ``None`` means no limit.
 
-    ``layers`` of a bundle: module path -> format, by ``precision``'s name; None for checkpoints and
-    bundles in full precision. ``presets``: name -> fields of ``Policy``. ``table_bytes``: of an
-    element of the embedding table as it was released, which fp32 graphs keep.
+    ``layers``: module path -> format of a quantised bundle named ``precision``; ``None`` for
+    checkpoints and unquantised bundles. ``presets``: name -> fields of ``Policy``. ``table_bytes``:
+    bytes per element of the released embedding table, which fp32 graphs keep.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Shape:
 
 
 def scaled_shape(size: str) -> Shape:
-    """LLaDA-8B's shape at another ``size`` (8B, 0.5B, 134M), to the nearest that the formula gives.
+    """LLaDA-8B's shape scaled to another ``size`` (8B, 0.5B, 134M), as near as the formula allows.
 
-    n heads of 128 make d = 128 n; n layers, MLP 3 d, and the vocabulary of 126464 stays: n = 32 is
-    LLaDA-8B itself. That is 13 n d**2 parameters of layers and 2 * 126464 d of embedding and head.
-    Raises ShapeError.
+    With n layers and n heads of 128, d = 128 n, and the MLP has 3 d features; the vocabulary stays
+    at 126464. LLaDA-8B has n = 32. Parameters: 13 n d**2 in layers, 2 * 126464 d in embedding and
+    head. Raises ShapeError.
     """
     unit = {"M": 1e6, "B": 1e9}.get(size[-1:].upper())
     try:
@@ -106,8 +106,8 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
 
 
 def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, int]]) -> Shape:
-    """The denoiser of a bundle, or of a checkpoint by ``read_checkpoint``, which needs torch and
-    gives the network and ``Shape.table_bytes``. Raises DlmError.
+    """The denoiser of a bundle, or of a checkpoint read by ``read_checkpoint``, which needs torch
+    and returns the network and ``Shape.table_bytes``. Raises DlmError.
     """
     if not (path / "manifest.json").is_file():
         network, table_bytes = read_checkpoint(path)
@@ -134,8 +134,8 @@ def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, 
 
 @dataclass(frozen=True)
 class Precision:
-    """``layers`` (module path, format) that are quantised, and bytes of an element of all else, the
-    cache included.
+    """Quantised ``layers`` as (module path, format), and bytes per element of everything else,
+    including the cache.
 
     ``same_as``: other precisions with the same figures.
     """
@@ -147,7 +147,7 @@ class Precision:
 
 
 def _held_table(name: str, target: Target) -> str:
-    """The format that a tied head's table is held in, if this one is asked for; HIGH on a GPU."""
+    """The format that a tied head's table gets if this one is requested; HIGH on a GPU."""
     if target.sm is not None:
         return HIGH
     return next((each for each in (name, *FORMATS[name].next) if FORMATS[each].suits_table), HIGH)
@@ -156,8 +156,8 @@ def _held_table(name: str, target: Target) -> str:
 def precisions_of(
     shape: Shape, target: Target, names: Sequence[str] | None = None
 ) -> tuple[list[Precision], dict[str, str]]:
-    """What of ``names`` (None: everything, a quantised bundle's own formats too) the target runs;
-    the rest with the reason.
+    """The precisions of ``names`` (``None``: all, including a quantised bundle's own) that the target
+    supports, and the reasons against the others.
     """
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}

@@ -1,6 +1,4 @@
-"""``--tune``: what layers take on this processor, format by format, so that ``--precision auto``
-may choose by time.
-"""
+"""``--tune``: measures layers in each format here, so ``--precision auto`` can use times."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-# Of weights that take turns, so that each is read from memory, as in a pass.
+# Bytes of weights that take turns, so that each is read from memory, as in a pass.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
@@ -37,10 +35,10 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tuning:
-    """What layers take on ``processor`` in a pass that has ``rows`` rows.
+    """The times of layers on ``processor`` in a pass of ``rows`` rows.
 
-    ``seconds``: shape ``(inputs, outputs)`` -> format -> one product; ``shapes``: how many products
-    of each a pass has.
+    ``seconds``: shape ``(inputs, outputs)`` -> format -> time of one product. ``shapes``: products
+    of each shape per pass.
     """
 
     rows: int
@@ -49,14 +47,12 @@ class Tuning:
     seconds: Mapping[Shape, Mapping[str, float]]
 
     def cost(self, layer: LinearSpec, format: str) -> float:
-        """Seconds of one layer of a pass; of a stack of experts, those of the ones that the pass
-        reaches.
-        """
+        """Seconds of one layer per pass; for a stack of experts, of those that the pass reaches."""
         return _reached(layer, self.rows) * self.seconds[layer.inputs, layer.outputs][format]
 
     def totals(self) -> dict[str, float]:
-        """Format -> seconds of all layers of a pass in it; a layer that it does not suit counts in
-        full precision.
+        """Format -> seconds of all layers per pass; layers that do not fit the format count in full
+        precision.
         """
         names = dict.fromkeys(name for each in self.seconds.values() for name in each)
         return {
@@ -68,7 +64,7 @@ class Tuning:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """What the manifest keeps: milliseconds by shape and format, and of all layers."""
+        """Milliseconds by shape and format, and totals, for the manifest."""
         milliseconds = {
             f"{inputs}x{outputs}": {name: seconds * 1e3 for name, seconds in found.items()}
             for (inputs, outputs), found in self.seconds.items()
@@ -83,12 +79,12 @@ class Tuning:
 
 
 def _reached(layer: LinearSpec, rows: int) -> float:
-    """Of a layer's matrices, those that so many rows meet on average, if they spread evenly."""
+    """Matrices of a layer that ``rows`` rows reach on average, if they spread evenly."""
     return layer.count * (1 - (1 - layer.share) ** rows)
 
 
 def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
-    """The shapes of layers, and how many products of each a pass of so many rows has."""
+    """The layers' shapes, and the number of products of each in a pass of ``rows`` rows."""
     found: Counter[Shape] = Counter()
     for layer in layers:
         found[layer.inputs, layer.outputs] += round(_reached(layer, rows))
@@ -103,18 +99,18 @@ def measure(
     *,
     table: ir.DataType = ir.DataType.FLOAT,
 ) -> Tuning:
-    """Time a product of ``rows`` rows in every format and shape of ``layers``, in full precision
-    too, by turns. ``table``: what a tied head's table is stored in, in full precision.
+    """Time a product of ``rows`` rows for each shape of ``layers`` in every format and in full
+    precision, in turns.
 
-    ``on_done`` is called for every shape. All cores, ONNX Runtime set up as the runtime does,
-    kernels as ``$DLM_KERNELS`` says. Raises RequestError for a format that the project has no
-    kernels for.
+    Uses all cores, ONNX Runtime's settings of the runtime, and the kernels of ``$DLM_KERNELS``.
+    ``table``: type of a tied head's unquantised table. ``on_done`` is called for every shape.
+    Raises RequestError for a format without kernels.
     """
     formats, layers = list(formats), list(layers)
     for name in formats:
         if not FORMATS[name].is_dynamic:
             raise RequestError(
-                f"--tune times formats with kernels of their own, which {name} has not: take others, or leave it"
+                f"--tune times formats that have kernels, and {name} has none: choose other formats, or omit --tune"
             )
     found, shapes = {}, shapes_of(layers, rows)
     one_of = {(layer.inputs, layer.outputs): layer for layer in layers}
@@ -129,7 +125,7 @@ def measure(
 def _time(
     shape: Shape, formats: list[str], rows: int, count: int, table: ir.DataType | None
 ) -> dict[str, float]:
-    """Format -> median seconds of one product. ``table``: of a tied head, else None."""
+    """Format -> median seconds of one product. ``table``: type of a tied head's table, else ``None``."""
     x = np.random.default_rng(0).standard_normal((rows, shape[0]), np.float32)
     runs = {}
     for name in formats:
@@ -150,7 +146,7 @@ def _time(
 def _session(
     shape: Shape, format: str, copies: int, table: ir.DataType | None = None
 ) -> onnxruntime.InferenceSession:
-    """A graph of so many products of one input, each with a weight of its own."""
+    """A graph with ``copies`` products of one input, each with its own weight."""
     chosen, (inputs, outputs) = FORMATS[format], shape
     rng = np.random.default_rng(1)
     x = ir.Value(name="x", shape=ir.Shape(["rows", inputs]), type=ir.TensorType(ir.DataType.FLOAT))
@@ -188,7 +184,7 @@ def _session(
 def _weight(
     rng: np.random.Generator, format: str, shape: Shape, table: ir.DataType | None
 ) -> list[tuple[str, np.ndarray]]:
-    """A random weight as a graph holds it: a matrix, a table of rows, or panels and scales."""
+    """A random weight as stored in a graph: a matrix, a table of rows, or panels and scales."""
     (inputs, outputs), group_size = shape, FORMATS[format].group_size
     if format == HIGH and table is not None:
         rows = rng.standard_normal((outputs, inputs), np.float32)

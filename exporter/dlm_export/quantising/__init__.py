@@ -1,8 +1,7 @@
-"""The quantising room: an open source, a recipe and samples in; ranges, folded scales and solved
-weights out.
+"""Finds the numbers of a quantised graph: ranges, folded scales and solved weights.
 
-``samples`` chooses the text and makes the denoiser's states of it, ``calibrate`` runs them and
-finds the ``numbers``, with ``folding``, ``gptq`` and, for the experts of mixtures, ``experts``;
-``modelopt`` lets NVIDIA's library find them instead. What a graph makes of the numbers is
-``graph.quantise``, what they cost is for ``judging``.
+``samples`` loads text and creates calibration states from it. ``calibrate`` runs the states and
+computes the ``numbers``, with ``folding``, ``gptq`` and, for mixtures, ``experts``. ``modelopt``
+can find ranges and scales with NVIDIA's library instead. ``graph.quantise`` applies the numbers;
+``judging`` measures what they cost.
 """

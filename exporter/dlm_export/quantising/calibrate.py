@@ -1,10 +1,11 @@
-"""From a recipe and states to the numbers of a quantised graph: ranges, foldings, solved weights.
+"""Computes the numbers of a quantised graph from a recipe and states: ranges, folded scales,
+weights.
 
-All states go through the denoiser a layer at a time (``network.layered``), with an observer at the
-input of each quantised matrix. Smoothing and AWQ fold scales into norms and neighbouring matrices
-of the layer first; then the folded layer, which computes the same function, is observed, and its
-matrices are solved before the next layer is read. Which matrices share an input and where its scale
-can go is said by the network's ``LinearSpec``.
+All states pass through the denoiser layer by layer (``network.layered``), with an observer on the
+input of each quantised matrix. In each layer, smoothing and AWQ first fold scales into norms and
+neighbouring matrices. The folded layer computes the same function; it is observed, and its matrices
+are solved before the next layer is read. The network's ``LinearSpec`` says which matrices share an
+input and where its scales can be folded.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from dlm_export.quantising.solved import Solved
 from dlm_export.workplace import Workplace
 
 LARGE = 500_000_000
-"""Parameters from which calibration computes in bf16 where the device can: ranges need no more.
-Judging takes fp32.
+"""Denoisers with more parameters are calibrated in bf16 where that is fast: it is exact enough for
+ranges. Judging uses fp32.
 """
 
 
 def computing_dtype(network: NetworkSpec, device: torch.device) -> torch.dtype:
-    """The element type that calibration computes in."""
+    """The type that calibration computes in."""
     return (
         torch.bfloat16
         if network.parameter_count() > LARGE and has_bf16_kernels(device)
@@ -69,12 +70,24 @@ def calibrate(
     fewest_tokens: int = FEWEST_TOKENS,
     is_dense: bool = False,
 ) -> Quantisation:
-    """Find a recipe's numbers. ``states`` may be empty where ``recipe.needs_states`` says so.
+    """Find a recipe's numbers.
 
-    ``calibrator`` ``modelopt`` takes ranges and folded scales from NVIDIA's package, which holds
-    the whole denoiser; the rest stays ours, experts too. ``fewest_tokens``: those that an expert
-    has to meet for its weights to be solved. ``is_dense``: see ``Quantisation``. ``on_done`` is
-    called ``units(...)`` times. Raises CalibrationError, ModeloptError, MemoryLimitError.
+    Args:
+        parameters: The source's parameters.
+        network: Its description.
+        recipe: What to find.
+        formats: Layer -> format.
+        states: Calibration states; may be empty unless ``recipe.needs_states``.
+        on_done: Called ``units(...)`` times.
+        calibrator: ``own``, or ``modelopt`` to take ranges and folded scales from NVIDIA's package,
+            which loads the whole denoiser. Experts always use our own.
+        scale_dtype: Type of scales in the graph.
+        workplace: Memory and device to use.
+        fewest_tokens: Calibration tokens that an expert needs for its weights to be solved.
+        is_dense: See ``Quantisation``.
+
+    Raises:
+        CalibrationError, ModeloptError, MemoryLimitError: The numbers cannot be found.
     """
     workplace = workplace or Workplace()
     done = Quantisation(
@@ -128,7 +141,7 @@ def units(
     states: int,
     calibrator: str = "own",
 ) -> int:
-    """How often ``calibrate`` calls ``on_done``."""
+    """Number of times that ``calibrate`` calls ``on_done``."""
     if not recipe.needs_states(formats):
         return 0
     theirs = 0
@@ -151,7 +164,7 @@ def _sweep(
     *,
     is_folding: bool,
 ) -> None:
-    """Fold, observe and solve, layer by layer; what follows the last one is the head's."""
+    """Fold, observe and solve, layer by layer; the head comes after the last layer."""
     c, recipe = done.parameters.network, done.recipe
     layered = families.layered(
         done.parameters, c, computing_dtype(c, workplace.device), workplace.device
@@ -159,7 +172,7 @@ def _sweep(
     canvases = [state.canvas for state in states]
     has_experts = any(readers[0].is_stacked for readers in sites.values())
     memory = workplace.activation_bytes
-    if memory is not None and has_experts:  # what enters a mixture lies beside what is carried
+    if memory is not None and has_experts:  # a mixture's inputs are stored beside the states
         memory //= 2
     carried = Carried(layered, canvases, memory_bytes=memory, folder=workplace.folder)
     seen = _Seen(states, c.mask_token_id, layered.device)
@@ -183,7 +196,7 @@ def _sweep(
         *,
         keep: bool,
     ) -> Entered | None:
-        """Layer ``i``, or the head behind the last one, with those who look on; what entered its
+        """Run layer ``i``, or the head after the last layer, with hooks. Returns the inputs of its
         quantised experts.
         """
         entered = None
@@ -198,7 +211,7 @@ def _sweep(
                     )
                     entered.watch(observers[of])
                     continue
-                turn = keep and of in done.rotated  # scales are found in front of the rotation
+                turn = keep and of in done.rotated  # scales are found before the rotation
                 look = functools.partial(seen.look, observers[of], grams.get(of), turn)
                 modules[of].register_forward_pre_hook(
                     lambda _, inputs, look=look: look(inputs[0], carried.now.numbers)
@@ -260,15 +273,13 @@ def _sweep(
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
-    """Whether a site's Gram matrix has a use: experts have their own."""
+    """True if a site's Gram matrix is needed; experts have their own."""
     return any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
 
 
 @torch.no_grad()
 def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
-    """Round each expert's weights by the tokens that it met, if these are enough, one expert after
-    the other.
-    """
+    """Solve each expert's weights with the tokens routed to it, if there are enough."""
     gate, up, down = (f"{path}.{role}" for role in STACKS)
     few, device = done.reached[path].few, entered.device
     for expert in range(entered.module.count):
@@ -283,22 +294,22 @@ def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
 
 
 def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
-    """Whether a layer is a head with a byte a weight: the largest matrix, which solvers hold in
-    fp32 several times, is rounded to nearest, for eight bits leave them little to win.
+    """True if a layer is an INT8 head.
+
+    It is rounded to nearest: solvers would hold this largest matrix in fp32 several times, and gain
+    little with eight bits.
     """
     return layer.role == "head" and FORMATS[done.formats[layer.path]].weights == "int8"
 
 
 class _Seen:
-    """Inputs of layers as observers take them: a canvas's vectors with what is masked of them."""
+    """Passes layer inputs to observers, together with which positions are masked."""
 
     def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
         self.states = states
         self.is_masked = [state.canvas == mask_token_id for state in states]
         self.predicted = [np.flatnonzero(is_masked) for is_masked in self.is_masked]
-        """Positions that the head reads: those with a mask token, or all if there are none in any
-        state, as in clean text.
-        """
+        """Positions that the head reads: masked ones, or all if no state has any."""
         if not any(map(len, self.predicted)):
             self.predicted = [np.arange(len(is_masked)) for is_masked in self.is_masked]
         self.device = device
@@ -312,8 +323,9 @@ class _Seen:
         numbers: Sequence[int],
         rows: np.ndarray | slice = slice(None),
     ) -> None:
-        """Show ``x`` ``[B, L, K]`` of the canvases ``numbers`` to a site's observer, of a canvas
-        its ``rows``; ``turn``: what the layer sees is rotated.
+        """Pass ``x`` ``[B, L, K]`` of the canvases ``numbers`` to a site's observer.
+
+        ``rows`` selects rows of each canvas. ``turn``: the layer's input is rotated.
         """
         wide = x.float().cpu().numpy()
         if turn:
@@ -333,7 +345,7 @@ class _Seen:
 
 
 def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:
-    """The layers that a recipe quantises, in order of the pass."""
+    """The layers that a recipe quantises, in the order of the pass."""
     return [
         layer for path, layer in network.quantisable().items() if formats.get(path, HIGH) != HIGH
     ]
@@ -346,8 +358,8 @@ def take_stored(
     formats: Mapping[str, str],
     scale_dtype: ScaleType = FP32,
 ) -> Quantisation:
-    """A pre-quantised checkpoint's own codes, scales and ranges. Raises CalibrationError for a
-    range that is not there.
+    """Use a pre-quantised checkpoint's own codes, scales and ranges. Raises CalibrationError if a
+    range is missing.
     """
     assert isinstance(parameters, families.Weights)
     done = Quantisation(recipe, dict(formats), Folded(parameters, network), scale_dtype=scale_dtype)
@@ -367,8 +379,7 @@ def take_stored(
 
 
 def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
-    # NVFP4's groups take their own range from each pass: its tensor scale only has to hold the
-    # largest of them.
+    # NVFP4 groups have dynamic ranges; the tensor scale only has to cover the largest of them.
     if chosen.activations == "nvfp4":
         return observer.amax("max", levels="fp8")
     return observer.amax(
@@ -391,12 +402,18 @@ def batch(state: State) -> tuple[Tensor, Tensor]:
 def simulate(
     modules: Mapping[str, nn.Module], done: Quantisation, layers: Iterable[str] | None = None
 ) -> Callable[[], None]:
-    """Make a folded torch denoiser compute with quantised values, in place; returns what undoes it.
+    """Make a folded torch denoiser compute with quantised values, in place.
 
-    ``modules``: it or parts of it, by their paths in the whole one. ``layers`` limits it to some
-    layers; None takes all of them, and the embedding table if that is quantised. Weights and inputs
-    are quantised and dequantised, products are fp32: what the graph computes, but for the order of
-    sums.
+    Weights and inputs are quantised and dequantised; products are in fp32. The results equal the
+    graph's, except for the order of sums.
+
+    Args:
+        modules: Modules of the denoiser, by their paths in it.
+        done: The quantised numbers.
+        layers: Layers to change; ``None`` changes all, and the embedding table if it is quantised.
+
+    Returns:
+        A function that undoes the change.
     """
     undo: list[Callable[[], object]] = []
     for layer, name in done.formats.items():
@@ -431,9 +448,7 @@ def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
 
 
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
-    """A quantised layer's input as the layer multiplies it: turned where it is, quantised and
-    dequantised.
-    """
+    """A quantised layer's input as multiplied: rotated if needed, quantised, dequantised."""
     chosen = FORMATS[done.formats[layer]]
     if layer in done.rotated:
         x = solvers.rotate(x)

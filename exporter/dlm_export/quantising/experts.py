@@ -1,11 +1,9 @@
-"""Experts in calibration: how many tokens reach each, and what their weights are folded and solved
-by.
+"""Calibration of experts: counts the tokens that reach each expert, and collects its inputs.
 
-Memory is bounded by taking experts in turn. What enters a mixture is kept once for all tokens, in
-memory or in a mapped file as the canvases' states are; an expert's own tokens are gathered of it,
-and there is one expert's Gram matrix at a time, of however many. An expert that too few tokens
-reach is rounded to nearest. Ranges of activations are a stack's, so that an expert that no token
-reaches has one.
+Experts are processed one after the other to limit memory. A mixture's inputs are stored once for
+all tokens, in memory or in a memory-mapped file. An expert's own inputs are gathered from them, and
+only one expert's Gram matrix exists at a time. Experts that too few tokens reach are rounded to
+nearest. Activation ranges belong to a stack, so experts that no token reaches have one too.
 """
 
 from __future__ import annotations
@@ -27,18 +25,19 @@ from dlm_export.network.layered import BATCH_TOKENS, Batch, Carried, room_for
 from dlm_export.quantising import gptq
 from dlm_export.quantising.gptq import Gram
 
-_NAMED = 6  # experts that a sentence names
+_NAMED = 6  # most experts that a sentence names
 
 
 def member(layer: str, expert: int) -> str:
-    """What one expert's matrix of a stack is called."""
+    """The name of one expert's matrix in a stack."""
     return f"{layer}.{expert}"
 
 
 class Entered:
-    """What entered a layer's mixture in one sweep: ``x`` ``[tokens, hidden]`` in the order of the
-    sweep, where it went ``[tokens, k]`` and with what weight, and how much a token counts in a Gram
-    matrix.
+    """The inputs of a layer's mixture in one sweep.
+
+    ``x`` ``[tokens, hidden]`` in sweep order, the chosen experts ``[tokens, k]``, their weights,
+    and each token's weight in a Gram matrix.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Entered:
         memory_bytes: int | None,
         folder: Path | None,
     ) -> None:
-        """``x`` beyond ``memory_bytes`` lies in a file of ``folder``. Raises MemoryLimitError."""
+        """``x`` beyond ``memory_bytes`` goes to a file in ``folder``. Raises MemoryLimitError."""
         self.module, self._carried, self._states = module, carried, states
         self.device = carried.layered.device
         shape = (carried.states.shape[0], module.down.outputs)
@@ -61,25 +60,23 @@ class Entered:
         self.counts_for = torch.where(torch.cat(is_masked), 1.0, gptq.COMMITTED_WEIGHT)
 
     def watch(self, hidden: Observer) -> None:
-        """Keep what goes in while the layer runs, and show an observer what goes down; for as long
-        as the layer is there.
-        """
+        """Register hooks that store the mixture's inputs, and observe inputs of ``down``."""
         self.module.register_forward_pre_hook(self._keep)
         self.module.down.register_forward_pre_hook(self._collect)
         self.module.register_forward_hook(lambda *_: self._show(hidden))
 
     def rows(self, expert: int) -> tuple[Tensor, Tensor]:
-        """An expert's tokens ``[n]``, in order, and their weights ``[n, 1]``."""
+        """An expert's tokens ``[n]``, in order, and their routing weights ``[n, 1]``."""
         rows, places = (self.chosen == expert).nonzero(as_tuple=True)
         return rows, self.weights[rows, places, None]
 
     @property
     def tokens(self) -> np.ndarray:
-        """How many tokens each expert met, int64 ``[E]``."""
+        """Number of tokens that reached each expert, int64 ``[E]``."""
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """``x`` of some tokens, a few at a time on the layer's device, and how much they count."""
+        """Yield ``x`` of some tokens in batches on the layer's device, with their Gram weights."""
         for some in torch.split(rows, BATCH_TOKENS):
             yield self.x[some].to(self.device), self.counts_for[some].to(self.device)
 
@@ -109,8 +106,8 @@ class Entered:
 def hidden_of(
     entered: Entered, expert: int, rows: Tensor, share: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What an expert's tokens have become where they go down ``[n, size]``, a few at a time, and
-    how much they count.
+    """Yield an expert's features before the down projection, ``[n, size]``, in batches, with their
+    Gram weights.
     """
     for (x, counts), mine in zip(
         entered.inputs(rows), torch.split(share, BATCH_TOKENS), strict=True
@@ -120,7 +117,7 @@ def hidden_of(
 
 @torch.no_grad()
 def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
-    """Some of an expert's vectors, evenly chosen, fp32 ``[at most most, K]``."""
+    """A sample of an expert's input vectors, evenly spaced, fp32 ``[at most most, K]``."""
     x = torch.cat([piece.float().cpu() for piece, _ in pieces])
     chosen = np.unique(np.linspace(0, len(x) - 1, min(most, len(x))).astype(int))
     rows: np.ndarray = x.numpy()[chosen]
@@ -131,7 +128,7 @@ def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
 def factor_of(
     pieces: Iterator[tuple[Tensor, Tensor]], channels: int, device: torch.device
 ) -> Tensor:
-    """GPTQ's factor of an expert's inputs (``gptq.inverse_factor``)."""
+    """GPTQ's factor for an expert's inputs (``gptq.inverse_factor``)."""
     gram = Gram(channels, device)
     for x, counts in pieces:
         gram.add(x.float(), counts)
@@ -141,13 +138,13 @@ def factor_of(
     return factor
 
 
-# ---- What a user should know ----
+# ---- Reports to the user ----
 
 
 @dataclass(frozen=True)
 class Reached:
-    """How many calibration tokens each expert of a mixture met. ``fewest``: below it, its weights
-    are rounded to nearest.
+    """Number of calibration tokens per expert of a mixture; below ``fewest``, weights are rounded
+    to nearest.
     """
 
     layer: str
@@ -160,17 +157,17 @@ class Reached:
 
     @property
     def few(self) -> list[int]:
-        """Those that fewer tokens reached than asked, the unreached among them."""
+        """Experts that fewer than ``fewest`` tokens reached, including unreached ones."""
         return [expert for expert, count in enumerate(self.tokens) if count < self.fewest]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as accuracy.json has them."""
+        """Plain values for accuracy.json."""
         plain = asdict(self) | {"tokens": list(self.tokens)}
         return plain | {"never": self.never, "few": self.few}
 
 
 def doubts(reached: Mapping[str, Reached]) -> list[str]:
-    """Sentences on experts that calibration did not reach, or hardly."""
+    """Warnings about experts that no or few calibration tokens reached."""
     total = sum(len(each.tokens) for each in reached.values())
     never = [member(each.layer, expert) for each in reached.values() for expert in each.never]
     few = [
@@ -182,13 +179,13 @@ def doubts(reached: Mapping[str, Reached]) -> list[str]:
     found = []
     if never:
         found.append(
-            f"{len(never)} of {total} experts met no calibration token ({_some(never)}): they have the ranges of their stack, "
-            "and weights rounded to nearest. Give more text, or more kinds of it (--calib, --calib-samples)"
+            f"{len(never)} of {total} experts received no calibration token ({_some(never)}): they use the ranges of their "
+            "stack, and weights rounded to nearest. Give more text, or more kinds of it (--calib, --calib-samples)"
         )
     if few:
         fewest = max(each.fewest for each in reached.values())
         found.append(
-            f"{len(few)} of {total} experts met fewer than {fewest} calibration tokens ({_some(few)}; "
+            f"{len(few)} of {total} experts received fewer than {fewest} calibration tokens ({_some(few)}; "
             "--calib-min-tokens-per-expert): their weights are rounded to nearest"
         )
     return found

@@ -1,6 +1,4 @@
-"""SmoothQuant's and AWQ's scales, found on what a layer's inputs were and folded into what stands
-in front of them.
-"""
+"""Finds SmoothQuant's and AWQ's scales, and folds them into the preceding operators."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-AWQ_EXPERTS = 8  # of a mixture, whose weights are tried with scales that all of them share
+AWQ_EXPERTS = 8  # experts of a mixture on which shared scales are tried
 
 
 def fold(
@@ -27,9 +25,7 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """SmoothQuant's or AWQ's scales at every site with something in front that takes them, folded
-    into ``done.parameters``.
-    """
+    """Find scales at every site that can fold them, and fold them into ``done.parameters``."""
     found = {}
     for of, observer in observers.items():
         readers = sites[of]
@@ -76,9 +72,7 @@ def _expert_matrix(done: Quantisation, layer: LinearSpec, expert: int) -> np.nda
 def _met(
     done: Quantisation, observer: Observer, readers: Sequence[LinearSpec], entered: Entered | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Inputs, and the matrices behind a site that are tried on them; of experts, those that most
-    tokens reach, on their own.
-    """
+    """Inputs and matrices of a site to try scales on; for experts, those that most tokens reach."""
     plain = [done.parameters.read(layer.weight, FP32) for layer in readers if not layer.is_stacked]
     inputs, stacks = [observer.rows] * len(plain), [layer for layer in readers if layer.is_stacked]
     if not stacks:
@@ -96,11 +90,10 @@ def _met(
 def _scales_by_expert(
     done: Quantisation, observer: Observer, down: LinearSpec, entered: Entered, fewest_tokens: int
 ) -> np.ndarray:
-    """What each expert's features are divided by before they go down, fp32 ``[E, K]``: found on the
-    tokens that it met.
+    """The divisors of each expert's features before the down projection, fp32 ``[E, K]``.
 
-    Where these are too few, SmoothQuant takes the ranges of the stack, and AWQ leaves the features
-    as they are.
+    They are found from the tokens that reached the expert. With too few tokens, SmoothQuant uses
+    the ranges of the stack, and AWQ uses 1.
     """
     scales = np.ones((down.count, down.inputs), np.float32)
     alpha, tokens = done.recipe.smoothing, entered.tokens

@@ -1,8 +1,7 @@
-"""GPTQ (arXiv:2210.17323): weights rounded row by row, the rows behind a row making up for its
-error.
+"""GPTQ (arXiv:2210.17323): rounds weights row by row; later rows compensate for a row's error.
 
-What grows with the cube of a layer's inputs is done in torch, on a GPU where there is one; codes
-are found in numpy, by the functions that say what a format is.
+Work that grows with the cube of a layer's inputs runs in torch, on a GPU if available. Codes are
+computed in numpy by the functions that define the formats.
 """
 
 from __future__ import annotations
@@ -28,31 +27,30 @@ from dlm_calibration.formats import (
 )
 
 COMMITTED_WEIGHT = 0.5
-"""Weight of a committed position in a Gram matrix; a masked one counts 1, because only its
-prediction is read.
+"""Weight of a committed position in a Gram matrix. A masked one counts 1, because only predictions
+of masked positions are used.
 """
-_BATCH = 128  # rows whose errors reach the rows behind them in one product
-_STEP = 16  # rows of a group, or of a batch, whose errors reach one another one at a time
+_BATCH = 128  # rows whose errors are applied to later rows in one product
+_STEP = 16  # rows of a group or batch whose errors are applied one at a time
 _STRIP = 1024  # columns of a Gram matrix that are summed at a time
-_SMALLEST_SQUARE = 1e-20  # mean square of a vector, so that one of zeros adds nothing
+_SMALLEST_SQUARE = 1e-20  # lower bound of a vector's mean square, so zero vectors add nothing
 EXACT = 4096
-"""Inputs up to which the factor is found in float64; beyond, in fp32, as GPTQ's authors have it."""
+"""The factor is computed in float64 up to this many inputs; above, in fp32, as in the paper."""
 
 
 class Gram:
-    """The weighted sum of ``x^T x`` over a layer's input vectors: fp32 ``[K, K]``, the upper
-    triangle of it.
+    """The weighted sum of ``x^T x`` over a layer's input vectors: fp32 ``[K, K]``, upper triangle
+    only.
 
-    Vectors count by their direction, whatever their length: a few tokens of trained denoisers have
-    vectors a thousand times as long as the others', and would have all rounding serve them (figures
-    in BENCHMARKS.md).
+    Vectors are normalised. In trained denoisers a few tokens have vectors a thousand times as long
+    as others, and would otherwise dominate the rounding (figures in BENCHMARKS.md).
     """
 
     def __init__(self, channels: int, device: torch.device) -> None:
         self.matrix = torch.zeros(channels, channels, device=device)
 
     def add(self, x: Tensor, weight: Tensor) -> None:
-        """Take in ``x`` fp32 ``[P, K]``, each vector, brought to a mean square of 1, counting
+        """Add ``x`` fp32 ``[P, K]``; each vector is scaled to a mean square of 1 and weighted by
         ``weight`` ``[P]``.
         """
         weighted = x * (weight / x.square().mean(1).clamp_min(_SMALLEST_SQUARE))[:, None]
@@ -62,36 +60,42 @@ class Gram:
 
 
 def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
-    """fp32 upper triangular ``U`` ``[K, K]`` with ``U^T U`` the inverse of a damped Gram matrix.
+    """fp32 upper triangular ``U`` ``[K, K]``, where ``U^T U`` is the inverse of a damped Gram
+    matrix.
 
-    ``gram`` fp32 ``[K, K]``: its upper triangle is read. ``damping`` is the share of its mean
-    diagonal that is added to the diagonal. An input channel that was always zero corrects nothing.
-    Raises QuantisationError for values that are not finite, and a matrix that is not positive
-    semi-definite. Memory: two matrices like it, in float64 up to ``EXACT`` inputs.
+    Input channels that were always zero correct nothing. Uses memory for two such matrices, in
+    float64 up to ``EXACT`` inputs.
+
+    Args:
+        gram: fp32 ``[K, K]``; only the upper triangle is read.
+        damping: Share of the mean diagonal to add to the diagonal; default 0.01.
+
+    Raises:
+        QuantisationError: Values are not finite, or the matrix is not positive semi-definite.
     """
     if not damping > 0:
         raise QuantisationError(f"a GPTQ damping of {damping} is not positive: 0.01 is usual.")
     size = len(gram)
     diagonal = gram.diagonal().double()
-    # NaN and infinity anywhere reach the sum.
+    # NaN and infinity in any element reach the sum.
     if not gram.sum(dtype=torch.float64).isfinite() or bool((diagonal < 0).any()):
         raise QuantisationError(
-            "the gram matrix has values that are not finite, or a negative diagonal: calibrate again."
+            "the Gram matrix has values that are not finite, or a negative diagonal: calibrate again."
         )
     is_dead = diagonal == 0
-    # A dead channel's row and column are zero too, or the matrix is no Gram matrix.
+    # A dead channel's row and column are zero too, otherwise this is not a Gram matrix.
     added = damping * diagonal[~is_dead].mean() if not bool(is_dead.all()) else torch.zeros(())
-    # With R R^T the damped matrix and R upper triangular, U is the inverse of R. R is the Cholesky
-    # factor of the matrix with rows and columns reversed, reversed again: one factorisation, where
-    # inverting first would need two and lose digits. Of the reversed matrix it is the lower
-    # triangle that was summed.
+    # If R R^T is the damped matrix and R is upper triangular, then U is the inverse of R. R is the
+    # Cholesky factor of the matrix with rows and columns reversed, reversed again. This needs one
+    # factorisation; inverting first would need two and lose digits. The summed triangle is the
+    # lower one of the reversed matrix.
     lower = gram.to(torch.float64 if size <= EXACT else torch.float32).flip(0, 1)
     lower.diagonal().copy_((torch.where(is_dead, 1.0, diagonal) + added).flip(0))
     info = torch.empty((), dtype=torch.int32, device=gram.device)
     lower, info = torch.linalg.cholesky_ex(lower)
     if int(info):
         raise QuantisationError(
-            f"the gram matrix is not positive definite with damping {damping}: use more inputs, or raise it."
+            f"the Gram matrix is not positive definite with damping {damping}: use more inputs, or raise the damping."
         )
     _invert_lower(lower)
     factor: Tensor = lower.float().flip(0, 1)
@@ -99,7 +103,7 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
 
 
 def _invert_lower(lower: Tensor) -> None:
-    """Invert a lower triangular matrix in place: halves by recursion, the corner by two products."""
+    """Invert a lower triangular matrix in place: recursively in halves, the corner by two products."""
     size = len(lower)
     if size <= 256:
         identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
@@ -122,15 +126,23 @@ def gptq(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least for the inputs behind ``factor``
-    (``inverse_factor``).
+    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least for the inputs that ``factor`` came
+    from.
 
-    int4 (groups of ``group_size`` rows, 128 unless given) and nvfp4 (of 16): a group is scaled when
-    it begins, from the weights as corrected so far; int8 and fp8: one scale a column. ``amax``
-    replaces the ranges found of a column, or of nvfp4's tensor. ``is_signed``: int4's scales may be
-    negative. Layers that share an input share a
-    factor. Raises QuantisationError for unknown formats, shapes that do not match, and weights that
-    are not finite. Time: K^2 N multiply-adds.
+    int4 and nvfp4 (groups of 16) compute a group's scale when the group begins, from the corrected
+    weights. int8 and fp8 have one scale per column. Takes K^2 N multiply-adds.
+
+    Args:
+        w: The weight.
+        factor: ``inverse_factor`` of the layer's Gram matrix; layers with the same input share it.
+        format: Number format; default int4.
+        group_size: Rows per group of int4; default 128.
+        amax: Range to use instead of the column's, or of the tensor's for nvfp4.
+        scale_dtype: Type of scales in the graph.
+        is_signed: Allow negative scales in int4.
+
+    Raises:
+        QuantisationError: The format is unknown, shapes do not match, or weights are not finite.
     """
     ranges, group_size = weight_ranges(w, format, group_size)
     if amax is not None:
@@ -138,17 +150,17 @@ def gptq(
     rows, columns = w.shape
     if factor.shape != (rows, rows):
         raise QuantisationError(
-            f"a gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
+            f"a Gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
         )
     is_grouped, size = group_size is not None, group_size or rows
-    # One row of scales a group: those of groups are set when they begin.
+    # One row of scales per group; group scales are set when the group begins.
     scales, global_scale = scales_of(ranges, format, scale_dtype), None
     if format == "nvfp4":
         global_scale = np.float32(scales_of(ranges.max(), format, scale_dtype))
         scales = nvfp4_group_scales(ranges, global_scale)
     codes = np.empty((rows, columns), CODE_TYPES[format])
-    left = torch.tensor(np.asarray(w, np.float32), device=factor.device)  # corrected as we go
-    # A group's scale has to see every correction before it, so a batch ends where a group does.
+    left = torch.tensor(np.asarray(w, np.float32), device=factor.device)  # corrected in place
+    # A group's scale depends on all earlier corrections, so a batch ends where a group ends.
     batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
         stop = min(start + batch, rows)
@@ -164,7 +176,7 @@ def gptq(
                 if is_grouped and (start + i) % size == 0:
                     largest = group_amax(now[i : i + size], size)[0]
                     if global_scale is None:
-                        # The weight of each row's remaining error.
+                        # The weight of each row's error.
                         counts = local.diagonal()[i : i + size, None] ** -2.0
                         scales[group] = int4_scales(
                             now[None, i : i + size],

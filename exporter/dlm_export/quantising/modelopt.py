@@ -1,14 +1,13 @@
-"""NVIDIA's modelopt as a second finder of ranges and scales, on the torch denoiser over our
-calibration states.
+"""Finds ranges and scales with NVIDIA's modelopt, as an alternative to our own calibration.
 
 modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in
-place. Here it works on a copy of the denoiser that has them, and only what it finds is taken over:
-the range of each layer's input, and the scales of SmoothQuant (arXiv:2211.10438) and AWQ
-(arXiv:2306.00978). Rounding and writing stay ours.
+place. Here it works on a copy of the denoiser with such modules. Only its results are used: the
+range of each layer's input, and the scales of SmoothQuant (arXiv:2211.10438) and AWQ
+(arXiv:2306.00978). Our code does the rounding and writing.
 
-It is an extra: its ``[onnx]`` extra pins other versions of onnx and onnxruntime than ours, so only
-the plain package is asked for, and only ``modelopt.torch`` is imported. All but AWQ on NVFP4
-weights runs without CUDA.
+modelopt is optional. Its ``[onnx]`` extra requires other versions of onnx and onnxruntime than
+ours, so only the plain package is used, and only ``modelopt.torch`` is imported. Everything except
+AWQ on NVFP4 weights runs without CUDA.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from dlm_export.network.linear import Linear
 from dlm_runtime.errors import DlmError
 
 PACKAGE = "nvidia-modelopt"
-OLDEST = (0, 47)  # the oldest that was tried; quantiser settings became a list shortly before
+OLDEST = (0, 47)  # the oldest version tested; quantiser settings became a list shortly before
 INSTALL = "pip install 'dlm-export[modelopt]'"
 
-# modelopt's names for number formats; those of activations have one static scale a tensor.
+# modelopt's names for number formats; those of activations have one static scale per tensor.
 _ACTIVATIONS: dict[str, dict[str, Any]] = {
     "int8": {"num_bits": 8, "axis": None},
     "fp8": {"num_bits": (4, 3), "axis": None},
@@ -52,22 +51,20 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
     "nvfp4": _ACTIVATIONS["nvfp4"],
 }
 AWQ_SWEEPS = 2
-"""How often AWQ runs every state; ranges and SmoothQuant run them once."""
+"""Number of times that AWQ runs every state; ranges and SmoothQuant run them once."""
 
 
 class ModeloptError(DlmError):
-    """modelopt is not there, too old, or does not do what was asked on this machine."""
+    """modelopt is missing, too old, or cannot do the requested work on this machine."""
 
 
 def version() -> str | None:
-    """The installed modelopt's version, or None."""
+    """The installed modelopt's version, or ``None``."""
     return _version(PACKAGE)
 
 
 def require() -> Any:
-    """modelopt's torch quantisation module, ``mtq``. Raises ModeloptError: what is missing or in
-    the way, with versions.
-    """
+    """Import ``modelopt.torch.quantization``. Raises ModeloptError with versions."""
     found = version()
     if found is None:
         raise ModeloptError(
@@ -75,7 +72,7 @@ def require() -> Any:
         )
     if _numbers(found) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise ModeloptError(f"{PACKAGE} {found} is too old, {oldest} or later is needed: {INSTALL}")
+        raise ModeloptError(f"{PACKAGE} {found} is too old; {oldest} or later is needed: {INSTALL}")
     try:
         with _quiet():
             return importlib.import_module("modelopt.torch.quantization")
@@ -83,13 +80,13 @@ def require() -> Any:
         raise ModeloptError(
             f"{PACKAGE} {found} needs {err.name}, which is not installed: {INSTALL}"
         ) from err
-    except Exception as err:  # whatever an import of a package for other versions ends in
+    except Exception as err:  # importing a package built for other versions may raise anything
         beside = ", ".join(
             f"{name} {_version(name) or 'missing'}" for name in ("torch", "onnx", "onnxruntime")
         )
         raise ModeloptError(
-            f"{PACKAGE} {found} cannot be imported beside {beside} ({type(err).__name__}: {err}). Install it without its "
-            f"[onnx] extra ({INSTALL}), or leave --calibrator modelopt out."
+            f"{PACKAGE} {found} cannot be imported with {beside} ({type(err).__name__}: {err}). Install it without its "
+            f"[onnx] extra ({INSTALL}), or omit --calibrator modelopt."
         ) from err
 
 
@@ -101,13 +98,21 @@ def amaxes(
     rotated: Mapping[str, int] | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The range of the input of every layer whose activations have a static scale, by modelopt's
-    max calibration.
+    """The input ranges of all layers with static activation scales, from modelopt's max
+    calibration.
 
-    ``formats``: layer -> key of ``recipes.FORMATS``. ``rotated``: layers whose input a Hadamard
-    matrix of that size turns before it is quantised. The denoiser stays as it is. ``on_state`` is
-    called once a state. Raises ModeloptError, and CalibrationError for layers without an
-    observation or with a range that is not finite.
+    The denoiser is not modified.
+
+    Args:
+        denoiser: The denoiser to run.
+        states: Calibration states.
+        formats: Layer -> key of ``recipes.FORMATS``.
+        rotated: Layer -> size of the Hadamard matrix that rotates its input before quantisation.
+        on_state: Called once per state.
+
+    Raises:
+        ModeloptError: Modelopt cannot be used.
+        CalibrationError: A layer has no observation, or its range is not finite.
     """
     mtq = require()
     layers = [layer for layer, name in formats.items() if FORMATS[name].is_static]
@@ -129,7 +134,7 @@ def amaxes(
     modules: dict[str, Any] = dict(calibrated.named_modules())
     ranges = {layer: modules[_path(layer, turned)].input_quantizer.amax for layer in layers}
     _check_observed(ranges)
-    # An input that was always zero has a range all the same, as with our own observers.
+    # Inputs that were always zero get a range too, as with our own observers.
     return {layer: max(float(amax), SMALLEST_AMAX) for layer, amax in ranges.items()}
 
 
@@ -142,13 +147,20 @@ def scales(
     alpha: float | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
-    """What to divide the inputs of ``groups`` by and multiply the rows of their weights with, fp32
-    ``[K]`` a group.
+    """The divisors of the inputs of ``groups``, fp32 ``[K]`` per group; rows of their weights are
+    multiplied by them.
 
-    SmoothQuant's scales where ``alpha`` is given, otherwise AWQ's search for the weights' formats.
-    ``groups``: name -> layers that read the same input; their scales are averaged as modelopt does
-    when it exports. ``on_state`` is called once a state by SmoothQuant, ``AWQ_SWEEPS`` times by
-    AWQ. Raises as ``amaxes`` does.
+    Args:
+        denoiser: The denoiser to run.
+        states: Calibration states.
+        formats: Layer -> key of ``recipes.FORMATS``.
+        groups: Name -> layers with the same input; their scales are averaged, as in modelopt's
+            export.
+        alpha: SmoothQuant's strength; ``None`` uses AWQ's search for the weights' formats.
+        on_state: Called once per state by SmoothQuant, ``AWQ_SWEEPS`` times by AWQ.
+
+    Raises:
+        ModeloptError, CalibrationError: See ``amaxes``.
     """
     mtq = require()
     layers = [layer for members in groups.values() for layer in members]
@@ -157,7 +169,7 @@ def scales(
         chosen = FORMATS[formats[layer]]
         assert chosen.weights is not None
         if alpha is not None:
-            # Ranges alone decide these scales, so the formats make no difference; modelopt computes
+            # These scales depend on ranges only, so the format does not matter; modelopt computes
             # them for INT8 only.
             settings.append(
                 {"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]}
@@ -174,7 +186,7 @@ def scales(
     if alpha is None and any(FORMATS[formats[layer]].weights == "nvfp4" for layer in layers):
         if not torch.cuda.is_available():
             raise ModeloptError(
-                "modelopt runs AWQ on NVFP4 weights with CUDA only, which is not there. Use another solver or calibrator."
+                "modelopt runs AWQ on NVFP4 weights with CUDA only, and there is no CUDA. Use another solver or calibrator."
             )
         calibrated = calibrated.to("cuda")
     method = {"method": "awq_lite"} if alpha is None else {"method": "smoothquant", "alpha": alpha}
@@ -216,7 +228,7 @@ def _calibrate(
             ]
             is_masked = ids[0] == mask_token_id
             if has_head and is_masked.any():
-                denoiser.project(features[0, is_masked])  # committed rows are never projected
+                denoiser.project(features[0, is_masked])  # committed rows never reach the head
             on_state()
 
     config = {
@@ -235,9 +247,7 @@ def _calibrate(
 def _with_torch_linears(
     denoiser: Denoiser, layers: Sequence[str], rotated: Mapping[str, int], *, own_weights: bool
 ) -> Denoiser:
-    """A denoiser that computes the same with ``nn.Linear`` at ``layers``; it shares all weights
-    that it need not own.
-    """
+    """A copy of the denoiser with ``nn.Linear``; shares weights unless ``own_weights``."""
     shared: dict[int, Any] = {}
     for tensor in (*denoiser.parameters(), *denoiser.buffers()):
         shared[id(tensor)] = tensor
@@ -246,7 +256,8 @@ def _with_torch_linears(
         parent, name = layer.rsplit(".", 1) if "." in layer else ("", layer)
         ours = copied.get_submodule(layer)
         assert isinstance(ours, Linear), layer
-        # modelopt scales weights in place: SmoothQuant and AWQ must not reach the denoiser's own.
+        # modelopt scales weights in place: SmoothQuant and AWQ must not change the original
+        # denoiser.
         weight = ours.weight.detach().T.clone() if own_weights else ours.weight.detach().T
         if layer in rotated:
             weight = torch.from_numpy(solvers.rotate_rows(weight.T.float().numpy())).T
@@ -260,7 +271,7 @@ def _with_torch_linears(
 
 
 def _torch_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """``nn.Linear`` around tensors as they are."""
+    """``nn.Linear`` that uses the given tensors without copying."""
     outputs, inputs = weight.shape
     with torch.device("meta"):
         linear = nn.Linear(inputs, outputs, bias=bias is not None)
@@ -285,7 +296,7 @@ class _Rotation(nn.Module):
 
 
 def _path(layer: str, rotated: Mapping[str, int]) -> str:
-    """Where a layer's ``nn.Linear`` is in the copy: behind its rotation, if it has one."""
+    """The path of a layer's ``nn.Linear`` in the copy: after its rotation, if it has one."""
     return f"{layer}.1" if layer in rotated else layer
 
 
@@ -293,7 +304,7 @@ def _check_observed(found: Mapping[str, Tensor | None]) -> None:
     unseen = [layer for layer, value in found.items() if value is None]
     if unseen:
         raise CalibrationError(
-            f"modelopt observed nothing at {', '.join(unseen)}: no calibration state ran it. Give states with mask tokens."
+            f"modelopt did not observe {', '.join(unseen)}: no calibration state ran it. Give states with mask tokens."
         )
     broken = [
         layer
@@ -308,8 +319,8 @@ def _check_observed(found: Mapping[str, Tensor | None]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """modelopt prints what it does to stdout, where results go; its warnings are about models that
-    ours is not.
+    """Redirect modelopt's output from stdout, which is reserved for results, and silence warnings
+    that do not apply.
     """
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,6 +1,4 @@
-"""The numbers of a quantised graph: parameters with scales folded in, ranges, and codes as they are
-asked for.
-"""
+"""The numbers of a quantised graph: parameters with folded scales, ranges, and codes on demand."""
 
 from __future__ import annotations
 
@@ -31,11 +29,11 @@ from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Reached, member
 from dlm_export.quantising.solved import Solved
 
-_HEAD_COLUMNS = 1 << 14  # of a head that are solved at a time
+_HEAD_COLUMNS = 1 << 14  # columns of a head that are solved at a time
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """Site -> the layers that read that input, in order of the pass."""
+    """Site -> the layers that read that input, in the order of the pass."""
     sites: dict[str, list[LinearSpec]] = {}
     for layer in layers:
         sites.setdefault(layer.site, []).append(layer)
@@ -44,10 +42,10 @@ def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
 
 @dataclass
 class Folded:
-    """A source's parameters with scales folded in: rows are inputs, columns outputs (of a norm or
-    bias: its elements).
+    """A source's parameters with scales folded in.
 
-    Those of experts may differ by expert: ``[E, K]``.
+    ``rows`` scale inputs, ``columns`` scale outputs (or the elements of a norm or bias). Scales of
+    experts may differ per expert: ``[E, K]``.
     """
 
     source: Parameters
@@ -88,14 +86,14 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide the input at a site by ``scales`` ``[K]``, or each expert's ``[E, K]``, and
+        """Divide the input of a site by ``scales`` (``[K]``, or ``[E, K]`` per expert), and
         multiply the rows of all matrices that read it.
         """
         readers = self._readers[of]
         fold = readers[0].fold
         assert fold is not None, of
         shared = scales
-        if scales.ndim == 1:  # runs of inputs that read the same elements get one scale
+        if scales.ndim == 1:  # runs of inputs that read the same elements share one scale
             runs = scales.reshape(-1, fold.repeats, fold.run).max(1)
             shared, scales = runs.reshape(-1), np.repeat(runs, fold.repeats, 0).reshape(-1)
         for name in fold.parameters:
@@ -109,13 +107,13 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """A matrix with its axes exchanged; both have to be indexed."""
+    """The transposed matrix; both axes must be indexed."""
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
 
 def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
-    """Scales of the part ``at`` of an array with ``ndim`` axes, of which they lie along one, and
-    along experts if by expert.
+    """The scales for part ``at`` of an array with ``ndim`` axes, along ``axis`` and per expert if
+    ``[E, K]``.
     """
     place = ndim + axis
     found: np.ndarray = scales[at[: scales.ndim - 1] + at[place : place + 1]]
@@ -124,9 +122,7 @@ def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
 
 @dataclass
 class Quantisation:
-    """Everything that a quantised graph needs beside the trace; ``weight`` and ``embedding`` give
-    its codes.
-    """
+    """Everything that a quantised graph needs; ``weight`` and ``embedding`` return codes."""
 
     recipe: Recipe
     formats: dict[str, str]
@@ -136,20 +132,18 @@ class Quantisation:
     observers: Observers | None = None
     stored: families.Weights | None = None
     scale_dtype: ScaleType = FP32
-    """What the graph holds scales in, but those of formats that always have them in fp16."""
+    """Type of scales in the graph; some formats always use fp16."""
     solved: Solved = field(default_factory=Solved)
     is_dense: bool = False
-    """Whether all experts are computed, as one matrix a stack: those that go down have a scale a
-    column together.
+    """True if all experts are computed, with each stack as one matrix; then the down stack's
+    experts share a scale per column.
     """
     reached: dict[str, Reached] = field(default_factory=dict)
-    """Mixture of experts -> the calibration tokens that its experts met, where any of them are
-    quantised.
-    """
+    """Quantised mixture of experts -> the calibration tokens that its experts received."""
     _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
-        """A layer's full-precision weight ``[K, N]``, fp32, foldings and rotation applied."""
+        """A layer's unquantised weight ``[K, N]``, fp32, with foldings and rotation applied."""
         spec = self.parameters.network.quantisable()[layer]
         w = self.parameters.read(spec.weight, FP32)
         if spec.is_tied:
@@ -157,17 +151,15 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """A layer's full-precision weight ``[K, N]``, fp32, read where it is indexed; foldings
-        applied, rotation not.
+        """A layer's unquantised weight ``[K, N]``, fp32, read on demand; with foldings but without
+        rotation.
         """
         spec = self.parameters.network.quantisable()[layer]
         parameter = self._later(spec.weight)
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """The quantised weight of one of a layer's experts: solved during calibration, or rounded
-        to nearest now.
-        """
+        """One expert's quantised weight: solved during calibration, or rounded to nearest now."""
         name = member(layer, expert)
         if name in self.solved:
             return self.solved[name]
@@ -183,8 +175,8 @@ class Quantisation:
         )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """The range that the experts of a stack have in common: of NVFP4, whose tensor has one
-        scale, and in one matrix a column's.
+        """The range that a stack's experts share: the tensor's for NVFP4, or the columns' if joined
+        in one matrix.
         """
         chosen = FORMATS[self.formats[layer]]
         is_column = self.is_dense and layer.endswith(".down") and chosen.weights in ("int8", "fp8")
@@ -201,18 +193,18 @@ class Quantisation:
         """All experts of a stack as one matrix (``graph.experts.spread``)."""
         each = [self.expert(layer.path, i) for i in range(layer.count)]
         (first, *_), is_down = each, layer.role == "down"
-        along = 0 if is_down != (first.format == "nvfp4") else 1  # NVFP4 lies the other way round
+        along = 0 if is_down != (first.format == "nvfp4") else 1  # NVFP4 codes are transposed
         codes = np.concatenate([weight.codes for weight in each], along)
         scales = first.scales
-        if not is_down or first.group_size is not None:  # otherwise they share a scale a column
+        if not is_down or first.group_size is not None:  # otherwise they share a scale per column
             scales = np.concatenate(
                 [weight.scales for weight in each], 0 if first.group_size is None else along
             )
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """A layer's quantised weight: solved during calibration, or rounded to nearest now; a
-        stack's as one matrix.
+        """A layer's quantised weight: solved during calibration, or rounded to nearest now; a stack
+        becomes one matrix.
         """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
@@ -231,7 +223,7 @@ class Quantisation:
     def rounded(
         self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None
     ) -> QuantisedWeight:
-        """A matrix rounded to nearest in a layer format; ``amax``: see ``quantise_weight``."""
+        """Round a matrix to nearest in a layer format; ``amax``: see ``quantise_weight``."""
         assert chosen.weights is not None
         return quantise_weight(
             w,
@@ -246,8 +238,8 @@ class Quantisation:
         return FP16 if chosen.is_int4_in_panels else self.scale_dtype
 
     def solve(self, layer: str, factor: Tensor, expert: int | None = None) -> None:
-        """Round a layer's weight, or one expert's, by GPTQ; ``factor`` is of its input
-        (``gptq.inverse_factor``).
+        """Round a layer's or an expert's weight with GPTQ; ``factor`` is ``gptq.inverse_factor`` of
+        its input.
         """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
@@ -258,7 +250,7 @@ class Quantisation:
             "is_signed": chosen.is_int4_in_panels,
         }
         if layer == HEAD and chosen.weights != "nvfp4":
-            # Columns do not depend on each other, and all of them in fp32 would be gigabytes.
+            # Columns are independent, and all of them in fp32 would take gigabytes.
             stored = self._stored(layer)
             pieces = [
                 gptq.gptq(np.ascontiguousarray(stored[:, at], FP32), factor, **options)
@@ -281,23 +273,23 @@ class Quantisation:
         )
 
     def embedding(self) -> QuantisedWeight:
-        """The embedding table's codes ``[V, hidden]``, one scale a row: as the transposed matrix's
-        columns.
+        """The embedding table's codes ``[V, hidden]`` with one scale per row, as columns of its
+        transpose.
         """
         assert self.recipe.embedding is not None
         return quantise_weight(_transposed(self._later(EMBEDDING)), self.recipe.embedding)
 
     @property
     def has_tied_table(self) -> bool:
-        """Whether the head is quantised and the embedding table is its weight, so that both share
-        codes and scales.
+        """True if the embedding table is also the weight of a quantised head, so both share codes
+        and scales.
         """
         head = self.parameters.network.quantisable()[HEAD]
         return head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
 
     def embedding_rows(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """What the quantised graph looks up: fp32 ``[N, hidden]`` for ``ids`` ``[N]``, of which
-        ``table`` ``[N, hidden]`` holds the full-precision rows.
+        """Rows that the quantised graph looks up, fp32 ``[N, hidden]``, for ``ids`` ``[N]``;
+        ``table`` ``[N, hidden]`` has the unquantised rows.
         """
         if self.has_tied_table and HEAD in self.solved:
             return np.ascontiguousarray(self.solved[HEAD].columns(ids).dequantise().T)
@@ -315,5 +307,5 @@ class Quantisation:
         return later(self.parameters, self.parameters.network, parameter)
 
     def summary(self) -> dict[str, Any]:
-        """What the manifest says: recipe, format of every layer."""
+        """Recipe and format of every layer, for the manifest."""
         return {"recipe": self.recipe.as_dict(), "layers": self.formats}

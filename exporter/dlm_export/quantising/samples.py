@@ -1,6 +1,4 @@
-"""Which text a denoiser is calibrated on and judged by, and the states that calibration makes of
-it.
-"""
+"""Chooses the text for calibration and judging, and creates calibration states from it."""
 
 from __future__ import annotations
 
@@ -31,26 +29,26 @@ if TYPE_CHECKING:
     from dlm_export.network.layered import Layered
     from dlm_export.sources import Source
 
-CALIBRATION_FILE = "calibration.jsonl"  # beside a checkpoint: used where no other data is named
+CALIBRATION_FILE = "calibration.jsonl"  # beside a checkpoint: the default data
 MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
-"""Shares of independently masked, trajectory and clean states: CALIBRATION.md's default, and what
-other tools do.
-"""
-JUDGED_EVERY = 4  # of one file's samples, every fourth is kept for judging and never calibrated on
+"""Shares of masked, trajectory and clean states: our default, and the method of other tools."""
+JUDGED_EVERY = 4  # every fourth sample of a file is used for judging, not calibration
 FEWEST_TOKENS = 32
-"""Calibration tokens from which an expert's weights are solved by them, unless told otherwise.
+"""Default number of calibration tokens that an expert needs for its weights to be solved.
 
-On inputs drawn alike GPTQ loses less than rounding from 8 on, a third less from 32; tokens of a few
-texts are alike too often.
+On independent inputs, GPTQ beats rounding from 8 tokens on, and loses a third less from 32 on.
+Tokens of a few texts are often too similar.
 """
-RANDOM_LENGTH = 64  # tokens of a random sample, half of it prompt
-TRAJECTORY_PASSES = 16  # a block at most: a denoiser that is sure of nothing would take one a token
+RANDOM_LENGTH = 64  # tokens of a random sample; half of them are the prompt
+TRAJECTORY_PASSES = 16  # limit per block, because an unsure denoiser would take one pass per token
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """``data``: JSONL or text file. ``samples`` prompts times ``states_per_sample`` canvases;
-    ``source`` of ``MIXES``.
+    """Calibration data and its use.
+
+    ``data``: JSONL or text file. Up to ``samples`` prompts give ``states_per_sample`` canvases
+    each. ``source`` is a key of ``MIXES``.
     """
 
     data: Path | None = None
@@ -63,10 +61,10 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Data:
-    """Samples to calibrate on and other samples to judge by, with where they came from.
+    """Samples for calibration and for judging, and their origin.
 
-    ``is_made_up``: nobody gave any, and they say little of what the denoiser will be asked.
-    ``is_shared``: too few to keep some apart, so that both lists are the same.
+    ``is_made_up``: the user gave no data, so results say little about the real task. ``is_shared``:
+    there are too few samples to split, so both lists are the same.
     """
 
     name: str
@@ -76,25 +74,26 @@ class Data:
     is_shared: bool
 
     def doubts(self, *, option: str, has_ranges: bool = False, is_judged: bool = True) -> list[str]:
-        """What a user should know of figures that rest on this data. ``option`` would name better
-        data.
+        """Warnings about figures that depend on this data; ``option`` is the command-line option
+        for better data.
 
-        ``has_ranges``: static activation ranges were found on it; ``is_judged``: a loss was.
+        ``has_ranges``: static activation ranges were found on it. ``is_judged``: a loss was
+        measured on it.
         """
         found = []
         if self.is_made_up and has_ranges:
             found.append(
                 f"no {option}: activation ranges come from made-up samples ({self.name}), and values beyond them are clipped. "
-                f"Give {option} text of the kind that the denoiser will be asked"
+                f"Give {option} text of the kind that the denoiser will be used for"
             )
         if self.is_made_up and is_judged:
             found.append(
-                f"no {option}: judged by made-up samples ({self.name}). The loss on text of your own is not known; give "
-                f"{option} some, best with answers"
+                f"no {option}: judged on made-up samples ({self.name}). The loss on your own text is not known; give "
+                f"{option} some, preferably with answers"
             )
         if self.is_shared and is_judged:
             found.append(
-                f"{self.name}: {len(self.judging)} samples are too few to keep some apart: judged by what was calibrated on"
+                f"{self.name}: {len(self.judging)} samples are too few to split: judged on the calibration samples"
             )
         return found
 
@@ -109,16 +108,16 @@ class Data:
 def threshold_preset(
     network: NetworkSpec, presets: Mapping[str, Policy], name: str | None
 ) -> tuple[str, Policy]:
-    """The named preset, or the parallel loop published for such a network, without draws.
+    """The named preset, or the published parallel loop for such a network, without sampling.
 
     Raises RequestError that lists the choices.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
-    # The preset of Fast-dLLM v2 takes only some block lengths.
+    # The preset of Fast-dLLM v2 supports only some block lengths.
     if name is None and network.visible_block is not None:
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
     if chosen not in presets:
-        raise RequestError(f"no preset {chosen!r}: one of {', '.join(presets)}")
+        raise RequestError(f"no preset {chosen!r}: choose one of {', '.join(presets)}")
     return chosen, presets[chosen].greedy()
 
 
@@ -130,11 +129,11 @@ def load_data(
     *,
     is_calibrating: bool = True,
 ) -> Data:
-    """Read the data named in ``options``; else the checkpoint's own; else a built-in set; else
+    """Load the data named in ``options``, else the checkpoint's own, else built-in samples, else
     random ids.
 
-    Where nothing is calibrated, all samples of named data are judged by. Raises CalibrationError
-    and RequestError for files that cannot be used.
+    Without calibration, all samples of named data are used for judging. Raises CalibrationError and
+    RequestError for unusable files.
     """
     c = network
     own = folder / CALIBRATION_FILE
@@ -177,13 +176,14 @@ def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]
 def trajectories(
     layered: Layered, policy: Policy, memory_bytes: int | None, on_done: Callable[[], None]
 ) -> Trajectories:
-    """Samples' canvases under a policy: before the first pass and after each one, their responses
+    """Canvases of samples under a policy, before the first pass and after each one, with responses
     masked.
 
-    A block takes ``TRAJECTORY_PASSES`` at most. ``memory_bytes``: see ``lockstep.courses``.
-    ``on_done`` is called a sample, as soon as that share of all masked positions is decided.
+    A block takes at most ``TRAJECTORY_PASSES``. ``memory_bytes``: see ``lockstep.courses``.
+    ``on_done`` is called once per sample, when a proportional share of all masked positions is
+    decided.
     """
-    # Imported here, because reading data and judging bundles need no torch.
+    # Imported here because reading data and judging bundles must work without torch.
     from dlm_export.network import lockstep
 
     c = layered.network
@@ -224,9 +224,7 @@ def calibration_states(
     on_sample: Callable[[], None],
     memory_bytes: int | None = None,
 ) -> Iterator[State]:
-    """The states of ``data.calibration``; see ``trajectories``, which are run if they are asked
-    for.
-    """
+    """States of ``data.calibration``; runs ``trajectories`` if the mix includes them."""
     _, policy = threshold_preset(source.network, source.presets, options.preset)
     runs = (
         trajectories(layered, policy, memory_bytes, on_sample) if MIXES[options.source][1] else None
@@ -235,9 +233,7 @@ def calibration_states(
 
 
 def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:
-    """States of ``data.calibration`` that need no denoiser: masked ones take the places of those of
-    trajectories.
-    """
+    """States of ``data.calibration`` that need no denoiser: masked ones replace trajectories."""
     return _states(source, data, options, None)
 
 

@@ -1,4 +1,4 @@
-"""Weights that a solver has rounded, kept until the graph is written: in memory, or in a file each."""
+"""Stores solved weights until the graph is written, in memory or in one file each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from dlm_runtime.precision import NUMBER_FORMATS
 
 
 class Solved:
-    """Layer -> its rounded weight. With a ``folder`` each is a file there, written whole or not at
-    all, with its SHA-256.
-    """
+    """Layer -> its rounded weight; with a ``folder``, in atomically written, hashed files."""
 
     def __init__(self, folder: Path | None = None) -> None:
         if folder is not None:
@@ -71,7 +69,7 @@ class Solved:
                 described.pop("sha256") != _digest(described, codes=codes, scales=scales)
                 or described["layer"] != layer
             ):
-                raise ValueError("its content has another SHA-256, or is another layer's")
+                raise ValueError("its SHA-256 is wrong, or it belongs to another layer")
             format, shape = described["format"], tuple(map(int, described["shape"].split()))
             if NUMBER_FORMATS[format].bits == 4:
                 codes = unpack_nibbles(codes)[: shape[0] * shape[1]]
@@ -91,11 +89,11 @@ class Solved:
             )
         except (SafetensorError, OSError, KeyError, ValueError) as err:
             raise CalibrationError(
-                f"{path}: not a weight that a build has solved ({err}). Remove it, and build again."
+                f"{path}: not a solved weight written by a build ({err}). Remove it, and build again."
             ) from err
 
     def __iter__(self) -> Iterator[str]:
-        """The layers that are there."""
+        """The layers stored so far."""
         yield from self._held
         if self._folder is not None:
             yield from (path.stem for path in sorted(self._folder.glob("*.safetensors")))

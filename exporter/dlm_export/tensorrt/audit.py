@@ -1,9 +1,9 @@
-"""What an engine holds a layer in, against what the recipe asked for: nothing falls back unsaid.
+"""Compares the format of each layer in an engine with the recipe, so no fallback goes unnoticed.
 
-Layers are matrix multiplications, found by the module path that the device graph's nodes carry in
-their names. Without a GPU the parsed, strongly typed network is read: both operands are followed
-back to what dequantises them. On a device the engine inspector's own account comes on top. A table
-maps module paths to formats as recipes call them.
+Layers are matrix multiplications, identified by the module path in the names of the device graph's
+nodes. Without a GPU, the parsed, strongly typed network is read: both operands are traced back to
+their dequantisation. On a device, the engine inspector's report is checked too. A table maps module
+paths to formats as named in recipes.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.precision import NUMBER_FORMATS
 
-MATMUL = "MatMul"  # nodes of a device graph are called <module path>/<operator>
+MATMUL = "MatMul"  # nodes of a device graph are named <module path>/<operator>
 FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
-# By what TensorRT calls them, also in the inspector's "Format/Datatype", such as "Row major linear
-# FP8 format".
+# TensorRT's names, also used in the inspector's "Format/Datatype", such as "Row major linear FP8
+# format".
 NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
-# An engine holds the weights as the data file does, page padding apart, and besides them kernels
-# and constants.
+# An engine contains the weights of the data file without page padding, plus kernels and constants.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 
 class AuditError(DlmError):
-    """The engine would hold layers in another format than was asked for."""
+    """The engine would use other formats than requested."""
 
     exit_code = ExitCode.MISSED
 
 
 def differs(asked: str, held: str) -> bool:
-    """Whether a layer is not held as asked; ``high`` is any full precision."""
+    """True if a layer's format is not the requested one; ``high`` matches any full precision."""
     return held not in FULL.values() if asked == HIGH else held != asked
 
 
 def fallbacks(table: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """What is held otherwise, for the manifest."""
+    """Layers with another format than requested, for the manifest."""
     return {
         layer: {"asked": name, "held": table[layer]}
         for layer, name in asked.items()
@@ -50,9 +49,7 @@ def fallbacks(table: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, d
 def check(
     table: Mapping[str, str], asked: Mapping[str, str], target: str, *, allow_fallback: bool
 ) -> None:
-    """Raises AuditError that names every layer that is missing or held otherwise, unless fallbacks
-    are allowed.
-    """
+    """Raises AuditError that names layers that are missing or, unless allowed, have another format."""
     missing = [layer for layer in asked if layer not in table]
     if missing:
         names = f"{', '.join(missing[:8])}{_more(missing)}"
@@ -61,8 +58,8 @@ def check(
     wrong = [f"{layer} is {each['held']}, {each['asked']} was asked for" for layer, each in found]
     if wrong and not allow_fallback:
         raise AuditError(
-            f"the engine for {target} was not written, {len(wrong)} of {len(asked)} layers are not as asked: "
-            f"{'; '.join(wrong[:8])}{_more(wrong)}. --allow-fallback takes it as it is."
+            f"the engine for {target} was not written: {len(wrong)} of {len(asked)} layers do not have the requested format: "
+            f"{'; '.join(wrong[:8])}{_more(wrong)}. --allow-fallback accepts it."
         )
 
 
@@ -71,15 +68,15 @@ def _more(names: list[str]) -> str:
 
 
 def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fallback: bool) -> None:
-    """Raises AuditError if an engine's size does not go with its weights': widened again, or left
-    out.
+    """Raises AuditError if an engine's size does not match its weights, which were then widened or
+    left out.
     """
     low, high = int(SIZE_LEAST * weights_bytes), int(SIZE_MOST * weights_bytes) + SIZE_KERNELS_BYTES
-    padding = 4096 * 2048  # of a data file, pages: more than any denoiser's tensors waste
+    padding = 4096 * 2048  # of a data file, bytes: more than any denoiser's tensors need
     if not low - padding <= engine_bytes <= high and not allow_fallback:
         raise AuditError(
-            f"the engine for {target} was not written: it has {engine_bytes:,} bytes, and the weights that it should hold have "
-            f"{weights_bytes:,}. Layers were widened or left out. --allow-fallback takes it as it is."
+            f"the engine for {target} was not written: it has {engine_bytes:,} bytes, but its weights have "
+            f"{weights_bytes:,}. Layers were widened or left out. --allow-fallback accepts it."
         )
 
 
@@ -87,7 +84,7 @@ def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fall
 
 
 class _Network:
-    """Layers of an INetworkDefinition, and which of them makes a tensor."""
+    """Layers of an INetworkDefinition, and the layer that produces each tensor."""
 
     def __init__(self, network: Any) -> None:
         self.layers = [network.get_layer(i) for i in range(network.num_layers)]
@@ -99,8 +96,8 @@ class _Network:
         }
 
     def source(self, tensor: Any) -> Any:
-        """The layer that makes a tensor's values, seen through those that only move them; None for
-        a network input.
+        """The layer that computes a tensor, skipping layers that only move values; ``None`` for a
+        network input.
         """
         layer = self.producers.get(tensor.name)
         while layer is not None and _kind(layer) in ("SHUFFLE", "IDENTITY"):
@@ -127,7 +124,7 @@ def network_table(network: Any) -> dict[str, str]:
         made = parsed.source(layer.get_input(1))
         # Leave out products of two activations.
         if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):
-            # The last product of a path counts: a rotation of the input comes before it.
+            # The last product of a path counts: a rotation of the input may come before it.
             table[path] = _format(parsed, layer)
     return table
 
@@ -140,8 +137,7 @@ def _format(parsed: _Network, matmul: Any) -> str:
         return FULL.get(dtype, dtype.lower())
     for name, known in FORMATS.items():
         is_group = known.weights != "int4" or known.group_size == group_size
-        # Ranges of each pass do not exist in TensorRT: static is what its quantised activations
-        # are.
+        # TensorRT has no dynamic per-row ranges, so its quantised activations are static.
         if (
             (known.weights, known.activations) == (weights, activations)
             and is_group
@@ -152,8 +148,8 @@ def _format(parsed: _Network, matmul: Any) -> str:
 
 
 def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str | None, int | None]:
-    """The number format that an operand is dequantised from, and its group size along the inputs;
-    None in full precision.
+    """The number format of a dequantised operand, and its group size along the inputs; ``None`` in full
+    precision.
     """
     dequantise = parsed.source(tensor)
     if dequantise is None or _kind(dequantise) != "DEQUANTIZE":
@@ -178,12 +174,12 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
 
 
 def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, str]:
-    """The table that an engine's layers bear out, from IEngineInspector's JSON (detailed profiling
+    """The formats that an engine's layers confirm, from IEngineInspector's JSON (detailed
     verbosity).
 
-    A layer keeps its format of ``expected`` if an engine layer that contains its node reads a
-    tensor of its number format; otherwise the widest type that this layer reads is named. Raises
-    AuditError where the JSON has no layers.
+    A layer keeps its ``expected`` format if an engine layer that contains its node reads a tensor
+    of that format. Otherwise the widest type that this engine layer reads is returned. Raises
+    AuditError if the JSON has no layers.
     """
     try:
         layers = json.loads(information).get("Layers")
@@ -193,7 +189,7 @@ def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, 
         ) from err
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise AuditError(
-            "the engine inspector tells no layers: this TensorRT does not keep them in the engine"
+            "the engine inspector reports no layers: this TensorRT does not keep them in the engine"
         )
     seen: dict[str, set[str]] = {}
     for layer in layers:

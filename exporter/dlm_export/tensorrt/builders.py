@@ -1,7 +1,7 @@
-"""Which TensorRT builds for a device, here and now.
+"""Finds the TensorRT that can build engines for a device on this machine.
 
-TensorRT-RTX builds ahead of time, without a GPU, for the compute capabilities that it is told;
-TensorRT builds on the device and for it alone.
+TensorRT-RTX builds ahead of time, without a GPU, for given compute capabilities. TensorRT builds on
+the device and for that device only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOption
 
 @dataclass(frozen=True)
 class Builder:
-    """A TensorRT that can build for a target here and now. ``sms``: compute capabilities, tens and
-    ones.
-    """
+    """A TensorRT that can build for a target here. ``sms``: compute capabilities as two digits."""
 
     kind: str
     module: ModuleType
@@ -30,35 +28,35 @@ class Builder:
 
 
 def deferred_command(folder: Path, target: Target) -> str:
-    """What finishes the engine on the device."""
+    """The command that builds the engine on the device."""
     return f"dlm-export engine {folder} --target {target.name}"
 
 
 def find_builder(target: Target, options: EngineOptions) -> Builder | None:
-    """The TensorRT that builds for ``target`` here; None if that has to happen on the device.
+    """The TensorRT that builds for ``target`` here, or ``None`` if this must happen on the device.
 
-    Raises BuilderError if TensorRT-RTX, which could, is not installed, or if the GPU of this
-    machine is another one; EngineError if an option is nothing that the builder takes.
+    Raises BuilderError if TensorRT-RTX could build but is not installed, or if this machine has
+    another GPU. Raises EngineError for an option that the builder does not support.
     """
     wanted = options.builder
     assert target.sm is not None, target.name
     kinds = [known.name for known in (RTX, TENSORRT) if known.kind in target.engine_kinds]
     if wanted is not None and wanted not in kinds:
         raise EngineError(
-            f"{wanted} does not build for {target.name} (SM {sm_text(target.sm)}): {' or '.join(kinds)} does"
+            f"{wanted} does not build for {target.name} (SM {sm_text(target.sm)}): use {' or '.join(kinds)}"
         )
     if RTX.name in kinds and wanted != TENSORRT.name:
         module = _rtx_module()
         if module is not None:
             if options.timing_cache is not None:
-                # Since TensorRT-RTX 1.2 its timing caches hold nothing, and asking for one fails
-                # where there is no GPU.
-                raise EngineError("TensorRT-RTX keeps no timings: leave --timing-cache out")
+                # Since TensorRT-RTX 1.2 its timing caches are empty, and creating one fails without
+                # a GPU.
+                raise EngineError("TensorRT-RTX keeps no timings: omit --timing-cache")
             return Builder(RTX.name, module, (target.sm,))
         if wanted == RTX.name or importlib.util.find_spec("tensorrt") is None:
             raise BuilderError(
                 f"building for {target.name} here needs TensorRT-RTX, which is not installed: "
-                "pip install 'dlm-export[rtx]'. Or build it on the device (`dlm-export build --no-engine` leaves it out)."
+                "pip install 'dlm-export[rtx]'. Or build it on the device (`dlm-export build --no-engine` skips it here)."
             )
     found = device_sm()
     if found in reported_sms(target.sm) and importlib.util.find_spec("tensorrt") is None:
@@ -71,7 +69,7 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
     if found not in reported_sms(target.sm):
         raise BuilderError(
             f"TensorRT builds for the GPU that it runs on: this one is SM {sm_text(found)}, {target.name} is SM "
-            f"{sm_text(target.sm)}. Run `dlm-export engine` there (`dlm-export build --no-engine` leaves it out here)."
+            f"{sm_text(target.sm)}. Run `dlm-export engine` there (`dlm-export build --no-engine` skips it here)."
         )
     return Builder(TENSORRT.name, importlib.import_module("tensorrt"), (found,))
 

@@ -1,7 +1,7 @@
-"""Engines of a bundle that stands: one more, or one less, under its lock and by renames.
+"""Adds an engine to an existing bundle, or removes one, under the bundle's lock and by renames.
 
-A kill at any moment leaves a bundle that opens: no manifest ever lists an engine that is not there
-or is another.
+If the process is killed at any moment, the bundle can still be opened: its manifest never lists a
+missing or different engine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,21 @@ def add_engine(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Built:
-    """Build an engine into an existing bundle. ``manifest`` is the bundle's, checked by the
-    runtime.
+    """Build an engine into an existing bundle.
 
-    The engine and then the manifest are renamed into place; until then the bundle is as it was. An
-    engine that is replaced goes from the manifest first. Raises EngineError, AuditError,
-    TargetError, OutputError.
+    The engine, then the manifest, are renamed into place; until then the bundle is unchanged. An
+    engine that is replaced is removed from the manifest first.
+
+    Args:
+        folder: The bundle.
+        manifest: Its manifest, checked by the runtime.
+        target: The device.
+        options: How to build.
+        force: Replace an existing engine.
+        progress: Receives the build's stages.
+
+    Raises:
+        EngineError, AuditError, TargetError, OutputError: The engine cannot be built or written.
     """
     entries = manifest["loop"].get("engines", {})
     if target.name in entries and not force:
@@ -55,13 +64,13 @@ def add_engine(
     if builder is None:
         if target.needs_plain_graph and manifest["opset"] > PLAIN_OPSET:
             raise EngineError(
-                f"{folder}: holds a graph of opset {manifest['opset']}, which JetPack 6's TensorRT 10.3 cannot parse. "
-                f"Build a bundle with --target {target.name}; JetPack 7.2 takes this one, on the device: "
+                f"{folder}: its graph has opset {manifest['opset']}, which JetPack 6's TensorRT 10.3 cannot parse. "
+                f"Build a bundle with --target {target.name}; JetPack 7.2 supports this one, on the device: "
                 f"`{deferred_command(folder, target)}`."
             )
         raise BuilderError(
             f"an engine for {target.name} (SM {sm_text(target.sm or 0)}) is built on the device: copy the bundle there and run "
-            f"`{deferred_command(folder, target)}`. There, TensorRT {target.tensorrt} is needed."
+            f"`{deferred_command(folder, target)}`. TensorRT {target.tensorrt} is needed there."
         )
     name = engine_file(target)
     with _changing(folder / name, manifest):
@@ -81,7 +90,7 @@ def add_engine(
 
 
 def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int:
-    """Take an engine out of a bundle; returns the bytes that its file had. Raises EngineError,
+    """Remove an engine from a bundle; returns the size of its file in bytes. Raises EngineError,
     OutputError.
     """
     entries = manifest["loop"].get("engines", {})
@@ -102,15 +111,15 @@ def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int
 
 @contextmanager
 def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
-    """``changing`` for a bundle's engine ``path``, whose folder is there meanwhile."""
+    """``changing`` for a bundle's engine ``path``; creates its folder."""
     folder = path.parent.parent
     with changing(folder, manifest, path.relative_to(folder).as_posix()):
         if path.parent.is_symlink():
             raise OutputError(
-                f"{path.parent}: a symbolic link, which may lead out of the bundle: nothing is written there"
+                f"{path.parent}: is a symbolic link, which may lead out of the bundle: not written"
             )
         path.parent.mkdir(exist_ok=True)
-        for left in path.parent.glob("*.engine.new"):  # by a kill: who makes one holds the lock
+        for left in path.parent.glob("*.engine.new"):  # left by a killed process; we hold the lock
             left.unlink()
         try:
             yield
@@ -120,7 +129,7 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_precision(target: Target, precision: Mapping[str, Any]) -> None:
-    """TargetError if a bundle's precision is nothing that ``target`` runs."""
+    """Raises TargetError if ``target`` does not support the bundle's precision."""
     if "layers" in precision:
         target.check_layers(precision["layers"])
     else:

@@ -1,10 +1,9 @@
-"""An engine from a bundle's device graph: one code path over the Builder API of TensorRT 10, 11 and
+"""Builds an engine from a bundle's device graph, with the Builder API of TensorRT 10, 11 and
 TensorRT-RTX.
 
-Either parses ``device.onnx`` from its file, so weights are mapped, not copied through a second
-model in memory. Networks are strongly typed: the graph's types are the engine's. Everything that
-the builder logs as an error goes into the exception, and warnings that mean a part of the graph was
-ignored are errors.
+All versions parse ``device.onnx`` from its file, so weights are memory-mapped and not copied.
+Networks are strongly typed: the engine has the graph's types. Errors that the builder logs become
+part of the exception, and warnings that a part of the graph was ignored count as errors.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from dlm_export.tensorrt.estimate import (
 )
 from dlm_runtime.files import read_bytes
 
-# Warnings that mean the engine would not compute the graph; all others are shown.
+# Warnings that the engine would not compute the whole graph; others are shown.
 TIMINGS_LIMIT_BYTES = 1 << 30
 FATAL_WARNINGS = (
     "unused input",
@@ -51,8 +50,8 @@ FATAL_WARNINGS = (
 
 @dataclass(frozen=True)
 class Built:
-    """What a build gave: the manifest's entries of the engine (``loop.engines``, ``audits``),
-    seconds, warnings for people.
+    """Result of a build: the engine's entries for the manifest (``loop.engines``, ``audits``), time
+    in seconds, and warnings.
     """
 
     target: str
@@ -66,9 +65,7 @@ class Built:
 
 
 def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
-    """The manifest with an engine in it, in place of the target's old one; ``files`` stays as it
-    is.
-    """
+    """A copy of the manifest with an engine, replacing the target's old one; keeps ``files``."""
     loop, audits = manifest["loop"], manifest.get("audits", {})
     engines = loop.get("engines", {}) | {built.target: built.entry}
     return {
@@ -79,7 +76,7 @@ def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
 
 
 def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
-    """The manifest without a target's engine; ``files`` stays as it is."""
+    """A copy of the manifest without a target's engine; ``files`` is unchanged."""
 
     def others(entries: Mapping[str, Any]) -> dict[str, Any]:
         return {name: entry for name, entry in entries.items() if name != target}
@@ -93,7 +90,7 @@ def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
 
 
 def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
-    """EngineError if there is nothing to build for ``target`` from."""
+    """Raises EngineError if the bundle has no graph for ``target``."""
     if target.sm is None:
         raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
     if "device_file" not in manifest["loop"]["graph"]:
@@ -113,12 +110,22 @@ def build_engine(
     output: Path,
     progress: Progress | None = None,
 ) -> Built:
-    """Write the engine of a bundle's device graph to ``output``; the manifest is the caller's to
-    change.
+    """Write the engine of a bundle's device graph to ``output``; the caller changes the manifest.
 
-    ``files`` has size and SHA-256 of the bundle's files by name. Raises EngineError, BuilderError,
-    audit.AuditError, OSError; ``output`` is then the caller's to remove. Signals that end a process
-    cancel the builder first.
+    Signals that end a process cancel the builder first.
+
+    Args:
+        folder: The bundle.
+        manifest: Its manifest.
+        files: Name -> size and SHA-256 of the bundle's files.
+        target: The device.
+        builder: The TensorRT to use.
+        options: How to build.
+        output: The file to write; the caller removes it after an error.
+        progress: Receives the builder's phases.
+
+    Raises:
+        EngineError, BuilderError, audit.AuditError, OSError: The engine cannot be built or written.
     """
     progress = progress or Silent()
     check_device_graph(folder, manifest, target)
@@ -197,10 +204,9 @@ def build_engine(
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
-    """Build the engine into a file; False: the logger has the reason.
+    """Build the engine into a file. If False, the logger has the reason.
 
-    A builder that writes in pieces never holds the whole engine beside the weights; older ones
-    cannot.
+    Newer builders write in pieces, so the whole engine is never in memory beside the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)
@@ -218,7 +224,7 @@ def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Pa
             def write(self, data: bytes) -> int:
                 try:
                     return file.write(data)
-                except OSError as err:  # it must not cross the builder's frames
+                except OSError as err:  # an exception must not cross the builder's frames
                     failures.append(err)
                     return 0
 
@@ -229,14 +235,12 @@ def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Pa
 
 
 def engine_file(target: Target) -> str:
-    """Where a target's engine lies in a bundle."""
+    """Path of a target's engine in a bundle."""
     return f"engines/{target.name}.engine"
 
 
 def seal(entry: Mapping[str, Any]) -> str:
-    """SHA-256 of an entry without its seal, as canonical JSON: what tells an edited entry from the
-    one that was written.
-    """
+    """SHA-256 of an entry without its seal, as canonical JSON; detects edited entries."""
     bare = {key: value for key, value in entry.items() if key != "seal"}
     return hashlib.sha256(
         json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
@@ -245,14 +249,12 @@ def seal(entry: Mapping[str, Any]) -> str:
 
 def _network_flags(trt: Any) -> int:
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    return 0 if flag is None else 1 << int(flag)  # TensorRT 11 knows no other networks
+    return 0 if flag is None else 1 << int(flag)  # TensorRT 11 always uses this
 
 
 @functools.cache
 def _logger(base: Any) -> Any:
-    """The ILogger that keeps errors and warnings: one a process, as TensorRT ignores all but the
-    first while it lives.
-    """
+    """The ILogger that keeps errors and warnings; TensorRT allows one per process."""
     levels = base.Severity
 
     class Logger(base):  # type: ignore[misc]
@@ -279,14 +281,12 @@ def _logger(base: Any) -> Any:
 
 
 def _raise_logged(logger: Any, what: str, succeeded: Any) -> None:
-    """BuilderError with everything that the logger kept; errors count even where the call claims
-    success.
-    """
+    """Raises BuilderError with all logged errors, even if the call reports success."""
     if succeeded and not logger.errors:
         return
-    reasons = "; ".join(dict.fromkeys(logger.errors)) or "it gave no reason"
+    reasons = "; ".join(dict.fromkeys(logger.errors)) or "no reason was given"
     if "OutOfMemory" in reasons:
-        reasons += ". Without a GPU the builder has little room for constants: a shorter --canvas, or build on the device"
+        reasons += ". Without a GPU the builder has little room for constants: use a shorter --canvas, or build on the device"
     raise BuilderError(f"{what}: {reasons[:4000]}")
 
 
@@ -325,15 +325,13 @@ def _make_config(
             for port in ("past_key", "past_value"):
                 profile.set_shape(layer[port], *shapes)
         if config.add_optimization_profile(profile) < 0:
-            raise BuilderError(f"TensorRT {trt.__version__} refuses the profile {ranges}")
+            raise BuilderError(f"TensorRT {trt.__version__} rejects the profile {ranges}")
     return config
 
 
 @contextmanager
 def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Iterator[None]:
-    """Show the builder's phases as progress, and let signals that end a process stop it between two
-    steps.
-    """
+    """Show the builder's phases as progress, and let ending signals stop it between steps."""
     stopped: list[int] = []
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -357,8 +355,8 @@ def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Itera
 
     monitor = Monitor()
     config.progress_monitor = monitor
-    # An exception must not cross the builder's frames: the handler only remembers, and the monitor
-    # says no. Whose signals they are gets the first one afterwards.
+    # An exception must not cross the builder's frames, so the handler records the signal and the
+    # monitor cancels. The original handler gets the first signal afterwards.
     with handled_by(lambda got, _: stopped.append(got)):
         try:
             yield

@@ -1,6 +1,4 @@
-"""What an engine takes: the passes it is built for, and memory by formula, refused with the figure
-that would fit.
-"""
+"""Computes what an engine needs: its largest passes, and memory by formula."""
 
 from __future__ import annotations
 
@@ -13,29 +11,27 @@ from dlm_export.targets import Target
 from dlm_runtime.errors import DlmError, ExitCode
 
 WORKSPACE_BYTES = 1 << 30
-HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5  # of a build, over the weights: see BENCHMARKS.md
-# For CUDA's context, kernels, and the builder's scratch memory on a device.
+HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5  # of a build, times the weights: see BENCHMARKS.md
+# CUDA's context, kernels, and the builder's scratch memory on a device.
 DEVICE_OVERHEAD_BYTES = 768 << 20
 
 
 class EngineError(DlmError):
-    """An engine cannot be built as asked; nothing was written."""
+    """An engine cannot be built as requested; nothing was written."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class BuilderError(EngineError):
-    """This machine cannot build it: TensorRT is missing, refused the graph or failed on it; memory
-    or the GPU is not there.
-    """
+    """This machine cannot build it: TensorRT is missing or failed, or memory or the GPU is missing."""
 
     exit_code = ExitCode.COULD_NOT
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is built. ``canvas``, ``block``: most tokens of a canvas and of a cached pass;
-    None takes the bundle's.
+    """How an engine is built. ``canvas``, ``block``: longest canvas and longest cached pass in
+    tokens; ``None`` uses the bundle's.
     """
 
     canvas: int | None = None
@@ -48,8 +44,8 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest passes that an engine takes: canvas without cache; block, also the most scored
-    rows, with one.
+    """The largest passes of an engine: ``canvas`` tokens without a cache, ``block`` tokens and
+    scored rows with one.
     """
 
     canvas: int
@@ -74,8 +70,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that an engine takes, by formula. ``device``: weights, cache, passes and the context;
-    ``host``: while building.
+    """Bytes that an engine needs, by formula. ``device``: weights, cache, passes and context;
+    ``host``: during the build.
     """
 
     weights: int
@@ -86,10 +82,8 @@ class Estimate:
 
 
 def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits:
-    """The passes that a loop of ``block_length`` makes on canvases of ``longest`` tokens, within
-    what was asked.
-
-    Raises EngineError.
+    """Limits for a loop with ``block_length`` on canvases of ``longest`` tokens, reduced as
+    requested. Raises EngineError.
     """
     canvas = options.canvas or longest
     if canvas > longest:
@@ -101,11 +95,12 @@ def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits
 
 
 def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estimate:
-    """Memory by formula, in bytes.
+    """Estimate memory by formula, in bytes.
 
-    cache = 2 (past, present) * canvas * keys and values of all layers at 2 bytes an element. Passes
-    hold the activations of the widest layer (residual, norm, q, k, v, attention, the two halves of
-    the MLP and their product), and fp32 logits, probabilities and sorted rows of the scored ones.
+    cache = 2 (past, present) * canvas * keys and values of all layers at 2 bytes per element.
+    Passes need the activations of the widest layer (residual, norm, q, k, v, attention, the two
+    halves of the MLP and their product), and fp32 logits, probabilities and sorted rows of the
+    scored rows.
     """
     canvas, rows = limits.canvas, limits.block
     cache = 2 * canvas * network.cache_bytes(2)
@@ -118,7 +113,7 @@ def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estima
 
 
 def _inner_width(layer: LayerSpec) -> int:
-    """Features that a token has inside a layer, beside the residual and its norm."""
+    """Features per token inside a layer, beside the residual and its norm."""
     a, mlp = layer.attention, layer.mlp
     inside = mlp.size if isinstance(mlp, MlpSpec) else mlp.active * mlp.size + mlp.shared_size
     return 2 * (a.heads + a.kv_heads) * a.head_size + 3 * inside
@@ -127,8 +122,8 @@ def _inner_width(layer: LayerSpec) -> int:
 def check_memory(
     network: NetworkSpec, target: Target, weights_bytes: int, limits: Limits, *, on_host: bool
 ) -> Estimate:
-    """The estimate. Raises EngineError, with figures and what would fit, if the target is too small
-    for it; ``on_host``: or this machine for building.
+    """Estimate the memory. Raises EngineError with figures if the target is too small, or
+    BuilderError with ``on_host`` if this machine cannot build it.
     """
     found = estimate(network, weights_bytes, limits)
     if target.memory_bytes is not None and found.device > target.memory_bytes:
@@ -140,14 +135,14 @@ def check_memory(
     available = available_memory_bytes()
     if on_host and available is not None and found.host > available:
         raise BuilderError(
-            f"building for {target.name} takes about {_gb(found.host)} of host memory, and {_gb(available)} are available. "
-            "Run `dlm-export engine` on a larger machine (`dlm-export build --no-engine` leaves it out here)."
+            f"building for {target.name} needs about {_gb(found.host)} of host memory, and {_gb(available)} are available. "
+            "Run `dlm-export engine` on a larger machine (`dlm-export build --no-engine` skips it here)."
         )
     return found
 
 
 def _what_fits(network: NetworkSpec, memory: int, weights_bytes: int, limits: Limits) -> str:
-    low, high = 0, limits.canvas  # the longest canvas that fits lies in [low, high)
+    low, high = 0, limits.canvas  # the longest canvas that fits is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
         if (

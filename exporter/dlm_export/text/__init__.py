@@ -1,8 +1,8 @@
-"""The text room: a tokenizer and a chat template in, one file of data that the native library reads
-out, proved equal.
+"""Compiles a tokenizer and a chat template into one data file for the native library, and proves it
+equal.
 
-``splits`` makes automata of split patterns, ``composition`` tables of Unicode's canonical
-composition, ``vocabulary`` what a tokenizer.json says beside them, ``chat`` the segments of a chat
-template. ``proof`` compares what the native library makes of them with what the tokenizers library
-and Jinja make, and ``compiled`` leaves out what is not equal, with the reason.
+``splits`` converts split patterns to automata, ``composition`` has tables of Unicode's canonical
+composition, ``vocabulary`` reads the rest of a tokenizer.json, and ``chat`` finds the segments of a
+chat template. ``proof`` compares the native library's results with those of the tokenizers library
+and Jinja. ``compiled`` leaves out what is not equal, and records the reason.
 """

@@ -1,9 +1,9 @@
-"""A chat template as segments: what it puts before, between and behind messages, by their roles.
+"""A chat template as segments: the text before, between and after messages, by their roles.
 
-A template is a program. What is compiled is those that put each message's content in one place, as
-it is or without the white space around it, and choose what stands between two messages by their
-roles and by whether the second is the last. All conversations of up to four messages are rendered
-to find that out; whatever depends on more is left out, and refused later.
+A template is a program. Only certain templates are compiled. They must put each message's content
+in one place, unchanged or stripped. The text between two messages may depend only on their roles
+and on whether the second is the last. To find the segments, all conversations of up to four
+messages are rendered. Conversations that depend on more are left out, and rejected later.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dlm_export.text.refusal import NotCompiled
 
 ROLES = ("system", "user", "assistant", "tool")
 LEADING = "leading system"
-"""A system message that stands first, which templates treat in another way than others."""
+"""A system message in first place, which templates often treat differently."""
 REFUSED, AS_IS, STRIPPED = 0, 1, 2
-MOST_MESSAGES = 4  # of conversations that are tried
-MOST_LITERALS = 200  # texts that a template names; each is tried in all contexts
+MOST_MESSAGES = 4  # length of the conversations that are tried
+MOST_LITERALS = 200  # texts named in a template; each is tried in all contexts
 _EXAMPLES_PER_CONTEXT = 3
 _CONTENTS = (
     *(
@@ -53,19 +53,20 @@ _METHODS = (
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Sequence[Message]]], Sequence[str | None]]
-"""What the template makes of conversations; None for those that it refuses."""
+"""Renders conversations with the template; ``None`` for those that it rejects."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """What is known of a template; as it is made, nothing. A context is ``2 * role``, plus 1 for
-    the last message.
+    """The segments of a template; empty by default. A context is ``2 * role``, plus 1 for the last
+    message.
 
-    ``gaps`` ``[R + 1, 2 R]``, flat: what stands before a message, by the role before it (0: none)
-    and its context; ``ends`` ``[R]``: what stands behind the last one, with the start of the
-    answer. None: no such conversation. ``transforms``: ``[2 R]``; ``literals``: what a content of a
-    context may not hold; ``empties``: contexts whose content may not be empty. A role's name may
-    stand twice: the first time it is that of a chat's first message, the second of all others.
+    ``gaps`` ``[R + 1, 2 R]``, flat: the text before a message, by the previous role (0: none) and
+    its context. ``ends`` ``[R]``: the text after the last message, including the start of the
+    answer. ``None`` means that no such conversation is supported. ``transforms``: ``[2 R]``.
+    ``literals``: texts that a context's content must not contain. ``empties``: contexts whose
+    content must not be empty. A role may appear twice: first for a chat's first message, then for
+    all others.
     """
 
     roles: tuple[str, ...] = ()
@@ -80,7 +81,7 @@ class Chat:
 
 @dataclass(eq=False)
 class _Segments:
-    """Gaps and ends as they are found, by name."""
+    """Gaps and ends found so far, by role names."""
 
     gaps: dict[tuple[str | None, str, bool], str | None]
     ends: dict[str, str | None]
@@ -98,7 +99,7 @@ class _Segments:
 
 
 def read_chat(template: str, render: Render) -> Chat:
-    """The segments of a template. Raises NotCompiled where not even one message of a user has some."""
+    """Find the segments of a template. Raises NotCompiled if not even one user message has any."""
     orders = [
         _led(order)
         for count in range(1, MOST_MESSAGES + 1)
@@ -151,7 +152,7 @@ def _led(order: Sequence[str]) -> tuple[str, ...]:
 
 
 def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _Segments:
-    """What stands between markers, wherever it is always the same."""
+    """Collect the texts between markers that are the same in all conversations."""
     found = _Segments({}, {})
     for order, text in zip(orders, texts, strict=True):
         pieces = None if text is None else _between(text, _markers(order))
@@ -167,7 +168,7 @@ def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _
 
 
 def _between(text: str, markers: Sequence[str]) -> list[str] | None:
-    """The text around markers that stand in it once and in order; None where they do not."""
+    """The texts around markers that each appear once and in order, else ``None``."""
     pieces = []
     for marker in markers:
         if text.count(marker) != 1:
@@ -210,7 +211,7 @@ def _holds(
     transform: int,
     contents: Sequence[str],
 ) -> bool:
-    """Whether the segments give what the template does, with each content at each example's place."""
+    """True if the segments render like the template, for each content at each example's position."""
     chats, expected = [], []
     for (order, at), content in itertools.product(examples, contents):
         said = _markers(order)
@@ -222,13 +223,13 @@ def _holds(
 
 
 def _literals(template: str) -> tuple[list[str], list[str]]:
-    """The texts that a template looks for, and all others that it names."""
+    """The texts that a template tests for, and all other texts in it."""
     from jinja2 import Environment, TemplateError, nodes
 
     try:
         tree = Environment().parse(template)
     except (TemplateError, RecursionError) as err:
-        raise NotCompiled(f"its chat template is none that Jinja reads: {err}") from err
+        raise NotCompiled(f"its chat template is not valid Jinja: {err}") from err
 
     def texts(places: Sequence[nodes.Node | None]) -> Iterator[str]:
         constants = (

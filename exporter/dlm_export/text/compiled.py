@@ -1,5 +1,5 @@
-"""A checkpoint's tokenizer and chat template as one compiled file, proved equal, or the reason why
-there is none.
+"""Compiles a checkpoint's tokenizer and chat template into one file that is proved equal, or gives
+the reason why not.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _REASON_LIMIT = 400  # characters
 
 @dataclass(frozen=True)
 class Compiled:
-    """``data``: the file, None where there is none. ``entry``: what the manifest says of it."""
+    """``data``: the file, or ``None``. ``entry``: its record for the manifest."""
 
     data: bytes | None
     entry: dict[str, str]
 
 
 def compile_text(tokenizer: Tokenizer, template: str | None) -> Compiled:
-    """The compiled file of a tokenizer and the chat template that it runs (None: it has none)."""
+    """Compile a tokenizer and its chat template (``None``: it has no template)."""
     try:
         tables = _tables(json.loads(tokenizer.as_json()), tokenizer)
     except (NotCompiled, BundleError, RequestError) as err:
@@ -65,11 +65,9 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
 
 
 def _with_wholes(tables: TextTables) -> TextTables:
-    """The tables with those tokens marked that a piece of their own text comes to: the usual word
-    is then found at once.
-    """
+    """Mark tokens whose text encodes to just that token, so that common words are found fast."""
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
-    # As ordinary text, the text of an added token is encoded to other tokens.
+    # As ordinary text, an added token's text is encoded to other tokens.
     added = {each.token for each in tables.added}
     for token, text in enumerate(tables.tokens):
         if (

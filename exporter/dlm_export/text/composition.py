@@ -1,4 +1,4 @@
-"""Unicode's canonical composition (NFC) as tables, of the version that the tokenizers library has."""
+"""Tables of Unicode's canonical composition (NFC), in the version of the tokenizers library."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 CODE_POINTS = 0x110000
-LAST_PLANE = 0x30000  # from here on nothing composes
+LAST_PLANE = 0x30000  # no characters from here on compose
 STARTS = 255
-"""The class of a character that starts something, and may change by what it stands next to."""
+"""Class of a starter that may change together with its neighbour."""
 
 
 @dataclass(frozen=True, eq=False)
 class Composition:
-    """``classes`` uint8 ``[0x110000]``: 0 for what stays as it is, STARTS, or a combining class.
-    ``decompositions``: by code point, whole; ``pairs``: two code points, and what they become.
-    Hangul syllables follow a rule, and are in neither.
+    """Tables of canonical composition.
+
+    ``classes`` uint8 ``[0x110000]``: 0 for characters that never change, STARTS, or a combining
+    class. ``decompositions``: full, by code point. ``pairs``: two code points -> their composition.
+    Hangul syllables follow a rule and are in neither.
     """
 
     classes: np.ndarray
@@ -28,9 +30,7 @@ class Composition:
 
 @functools.cache
 def composition() -> Composition:
-    """The tables: Python's, less what the library does not know yet. Proved beside the library like
-    all else.
-    """
+    """Python's tables without characters that the library does not know. ``proof`` checks them."""
     from tokenizers import normalizers
 
     composed, decomposed = normalizers.NFC().normalize_str, normalizers.NFD().normalize_str
@@ -40,7 +40,7 @@ def composition() -> Composition:
     for point in range(0x80, LAST_PLANE):
         letter = chr(point)
         order, mapping = unicodedata.combining(letter), unicodedata.decomposition(letter)
-        # A mark that the library knows goes before U+0345, whose class is above all others.
+        # The library reorders a mark it knows before U+0345, which has the highest class.
         if order and (order >= 240 or decomposed("\u0345" + letter)[0] != "\u0345"):
             classes[point] = order
         if not mapping or mapping.startswith("<"):

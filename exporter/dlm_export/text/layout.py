@@ -1,4 +1,4 @@
-"""The compiled text file: a header of sizes, arrays of int32 and bytes, as
+"""Writes the compiled text file: a header of sizes, then arrays of int32 and bytes, as
 runtime/native/src/text/text_file.cc reads them.
 """
 
@@ -16,8 +16,8 @@ from dlm_export.text.splits import Splits
 
 MAGIC = b"DLMTEXT\x01"
 SPECIAL, WHOLE, BYTE = 1, 2, 4
-"""Of a token: decoded to nothing; a piece of its text is it; one byte of a character that the
-vocabulary lacks.
+"""Token flags: decodes to nothing; its text encodes to just this token; one byte of a character
+missing from the vocabulary.
 """
 STRIPS_LEFT, STRIPS_RIGHT = 1, 2
 SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
@@ -25,9 +25,7 @@ SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Added:
-    """A text that is a token wherever it stands. ``is_raw``: in text as it is given, not in what
-    normalising makes of it.
-    """
+    """A text that is always one token. ``is_raw``: found before normalisation, not after."""
 
     text: bytes
     token: int
@@ -37,9 +35,11 @@ class Added:
 
 @dataclass(frozen=True, eq=False)
 class TextTables:
-    """What the file holds. ``tokens`` is the text of each token, ``token_flags`` uint8 ``[V]``;
-    ``byte_ids`` int32 ``[256]``, -1 for bytes that are left out; ``chars`` the tokens of
-    characters, by code point; ``merges`` int32 ``[M, 3]``.
+    """The content of the file.
+
+    ``tokens`` has the text of each token, ``token_flags`` uint8 ``[V]`` their flags. ``byte_ids``
+    int32 ``[256]`` has -1 for missing bytes; ``chars`` has the tokens of characters by code point;
+    ``merges`` is int32 ``[M, 3]``.
     """
 
     tokens: Sequence[bytes]
@@ -57,7 +57,7 @@ class TextTables:
 
 
 def as_bytes(tables: TextTables) -> bytes:
-    """The file."""
+    """Serialise the tables."""
     added = sorted(tables.added, key=lambda each: (not each.is_raw, each.text))
     chars = sorted(tables.chars.items())
     composition, splits, chat = tables.composition, tables.splits, tables.chat
@@ -143,13 +143,13 @@ def as_bytes(tables: TextTables) -> bytes:
 
 
 def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
-    """Where each part starts behind the others, and where the last one ends."""
+    """Start offsets of concatenated parts, and the end of the last one."""
     return np.cumsum([0, *map(len, parts)])
 
 
 def _pages(values: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """A value a code point as pages of 256, each once: which page, int32 ``[4352]``, and the pages,
-    uint8 ``[P * 256]``.
+    """Compress one value per code point to distinct pages of 256: page numbers int32 ``[4352]``,
+    and pages uint8 ``[P * 256]``.
     """
     if values is None:
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)

@@ -1,6 +1,4 @@
-"""A compiled text file as the native library reads it: what is proved, measured and tested beside
-Python's own.
-"""
+"""A compiled text file in the native library, for proofs, measurements and tests against Python."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ _PROMPT, _SPECIAL = 1, 2  # flags of dlm_text_encode
 
 
 class CompiledText:
-    """Made of a file's bytes. Raises BundleError for a damaged one, RequestError for what it
-    refuses.
-    """
+    """Created from a file's bytes. Raises BundleError if damaged, RequestError for bad input."""
 
     def __init__(self, data: bytes) -> None:
         self._library, self._handle = _native.library(), C.c_void_p()
@@ -35,8 +31,8 @@ class CompiledText:
     def encode(
         self, text: str | bytes, is_prompt: bool = False, special_tokens: bool = False
     ) -> list[int]:
-        """Token ids. ``is_prompt`` adds what the tokenizer puts around a prompt; ``special_tokens``
-        is that of ``Options``.
+        """Token ids. ``is_prompt`` adds the tokenizer's tokens around a prompt; ``special_tokens``:
+        see ``Options``.
         """
         data = text.encode() if isinstance(text, str) else text
         flags = (_PROMPT if is_prompt else 0) | (_SPECIAL if special_tokens else 0)
@@ -51,7 +47,7 @@ class CompiledText:
         )
 
     def _ids(self, function: Any, *given: Any) -> list[int]:
-        """The ids that a function writes, which also gives their number."""
+        """Call a function that writes ids and their number; returns the ids."""
         count = C.c_size_t()
         while True:
             out = self._ids_out.ctypes.data_as(_native.i32p)
@@ -72,7 +68,7 @@ class CompiledText:
         )
 
     def _filled(self, function: Any, *given: Any) -> str:
-        """What a function writes that tells the size of its text."""
+        """Call a function that writes text and its size; returns the text."""
         size = C.c_size_t()
         while True:
             out = self._text.ctypes.data_as(C.c_char_p)

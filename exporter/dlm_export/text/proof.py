@@ -1,6 +1,4 @@
-"""Whether a compiled text file is equal to the libraries it stands for: token ids, decoded text,
-and chats, one by one.
-"""
+"""Checks that a compiled text file gives the same ids, text and chats as Python's libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from dlm_runtime.errors import RequestError
 from dlm_runtime.text.tokenizer import Tokenizer
 
 LINES, ROWS, CHATS = 1500, 300, 200
-_AT_ONCE = 250  # what the tokenizer's process is asked at once
+_AT_ONCE = 250  # items per request to the tokenizer's process
 
 
 def prove_tokens(
@@ -26,8 +24,8 @@ def prove_tokens(
     added: Sequence[str],
     lines: int = LINES,
 ) -> None:
-    """Raises NotCompiled at the first text that is encoded, or row of ids that is decoded, in
-    another way.
+    """Raises NotCompiled for the first text that is encoded differently, or row of ids that is
+    decoded differently.
     """
     for special_tokens in (True, False):
         for texts in _parts(samples.lines(lines, vocabulary, added)):
@@ -61,10 +59,10 @@ def prove_chats(
     special: Sequence[str] = (),
     chats: int = CHATS,
 ) -> int:
-    """How many conversations were rendered, and not refused; ``special``: texts of special tokens,
-    which messages then spell.
+    """The number of conversations that were rendered and not rejected; messages may contain the
+    texts ``special``.
 
-    Raises NotCompiled at the first whose text or token ids are not those of Python.
+    Raises NotCompiled for the first whose text or token ids differ from Python's.
     """
     rendered = 0
     literals = sorted({*special, *(text for _, text in chat.literals)})
@@ -89,7 +87,7 @@ def prove_chats(
 def _chat_ids(
     tokenizer: Tokenizer, messages: list[dict[str, str]], otherwise: list[int]
 ) -> list[int]:
-    """Token ids of a conversation; ``otherwise`` for one that Python refuses."""
+    """Token ids of a conversation; ``otherwise`` if Python rejects it."""
     try:
         return tokenizer.encode_chat(messages)
     except RequestError:
@@ -97,7 +95,7 @@ def _chat_ids(
 
 
 def _encoded(compiled: CompiledText, text: str, special_tokens: bool) -> list[int] | None:
-    """Token ids, None for a text that is refused."""
+    """Token ids, or ``None`` for a rejected text."""
     try:
         return compiled.encode(text, special_tokens=special_tokens)
     except RequestError:

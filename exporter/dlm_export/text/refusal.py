@@ -1,7 +1,7 @@
-"""What keeps a tokenizer or a template from being compiled."""
+"""The error for a tokenizer or template that cannot be compiled."""
 
 from __future__ import annotations
 
 
 class NotCompiled(Exception):
-    """The reason, as it stands in the manifest and in the C library's messages."""
+    """The reason, as shown in the manifest and in the C library's messages."""

@@ -1,6 +1,6 @@
 # ruff: noqa: RUF001
-"""Text that tells tokenizers apart: many scripts, white space, code, marks in any order, and
-letters of a vocabulary.
+"""Text for comparing tokenizers: many scripts, white space, code, marks in any order, and a
+vocabulary's letters.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SPACES = (
     "",
     "",
 )
-# Where scripts begin, and how many characters of each are drawn from.
+# The first code point of each script, and the number of characters to draw from.
 _SCRIPTS = (
     *(
         (0x20, 95),
@@ -110,14 +110,14 @@ _SCRIPTS = (
         (0xE0100, 0xF0),
     ),
 )
-_MARKS = (0x300, 0x70)  # combining ones, which stand behind letters
+_MARKS = (0x300, 0x70)  # combining marks, which follow letters
 
 
 def lines(
     count: int, vocabulary: Sequence[str] = (), added: Sequence[str] = (), seed: int = 0
 ) -> Iterator[str]:
-    """``count`` texts: known ones first, then drawn ones. ``vocabulary``, ``added``: texts of
-    tokens that are put into them.
+    """``count`` texts: fixed ones first, then random ones, which may contain texts of
+    ``vocabulary`` and ``added``.
     """
     yield from _LINES[:count]
     source = random.Random(seed)
@@ -141,7 +141,7 @@ def lines(
 
 
 def rows(count: int, vocab_size: int, seed: int = 0) -> Iterator[list[int]]:
-    """``count`` rows of token ids, whatever they stand for; some are of few ids, which repeat."""
+    """``count`` rows of random token ids; some use few different ids, so they repeat."""
     source = random.Random(seed)
     for number in range(count):
         few = min(vocab_size, (vocab_size, 400, 40)[number % 3])
@@ -152,9 +152,7 @@ def rows(count: int, vocab_size: int, seed: int = 0) -> Iterator[list[int]]:
 def chats(
     count: int, roles: Sequence[str], literals: Sequence[str], seed: int = 0
 ) -> Iterator[list[dict[str, str]]]:
-    """``count`` conversations of up to six messages; ``literals``: what a template names, which
-    contents may hold.
-    """
+    """``count`` random conversations of up to six messages, which may contain ``literals``."""
     source = random.Random(seed)
     contents = [*lines(60, added=[*literals], seed=seed), "", " ", "\n", *literals]
     usual = [role for role in ("user", "assistant") if role in roles]
@@ -162,7 +160,7 @@ def chats(
         length = source.randrange(1, 7)
         if number % 2 or not usual:
             order = source.choices(roles, k=length)
-        else:  # as chats go
+        else:  # alternating roles, as in real chats
             order = ["system"] * ("system" in roles and source.random() < 0.5) + [
                 usual[at % len(usual)] for at in range(length)
             ]

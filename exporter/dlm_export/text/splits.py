@@ -1,14 +1,13 @@
-"""Split patterns as automata over classes of characters.
+"""Compiles split patterns to automata over character classes.
 
-A tokenizer cuts text where a regular expression matches, by the rules of backtracking: the first
-match from the left, and of the ways to match there the one that is tried first. An automaton does
-the same if its states are lists of the places in the expression, in the order in which backtracking
-would try them (as in R. Cox, "Regular Expression Matching in the Wild", 2010): a place behind one
-where the expression ends is never tried. That a match may depend on the character behind it, as in
-``\\s+(?!\\S)``, is no matter, since a state learns that its text has matched with the next
-character.
+A tokenizer cuts text at the matches of a regular expression with backtracking semantics: the
+leftmost match, and among the ways to match there the first one tried. An automaton gives the same
+result if each state is a list of places in the expression, in the order in which backtracking would
+try them (R. Cox, "Regular Expression Matching in the Wild", 2010). Places after one that ends the
+expression are never tried. A match may depend on the next character, as in ``\\s+(?!\\S)``: a state
+learns of its match when it reads the next character.
 
-What characters ``\\s`` or ``\\p{L}`` stand for is asked of the tokenizers library itself.
+The tokenizers library itself is asked which characters ``\\s`` or ``\\p{L}`` match.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "e": "\x1b", "a
 _PROPERTY = re.compile(r"\\[pP]\{\^?[A-Za-z_ ]{1,32}\}|\\[sSdDwW]")
 _HEX = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,6})\}")
 _REPEAT = re.compile(r"\{(\d{0,3})(,?)(\d{0,3})\}")
-# Letters that fold to one of ASCII's without being its other case.
+# Letters that fold to an ASCII letter but are not its other case.
 _FOLDED = {"s": "\N{LATIN SMALL LETTER LONG S}", "k": "\N{KELVIN SIGN}"}
 
 
 @dataclass(frozen=True)
 class Split:
-    """A pattern's source, or the kind of a pre-tokenizer that has none: "Digits"."""
+    """A pattern's source, or the name of a pre-tokenizer without one: "Digits"."""
 
     pattern: str
     is_literal: bool = False
@@ -43,9 +42,11 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """``classes`` uint8 ``[0x110000]``: of each code point. A table int32 ``[states, classes + 1]``
-    a split: its last column is for the end of the text. An entry is twice the state behind plus 1
-    (0: none), plus 1 where a match ends before.
+    """Compiled patterns.
+
+    ``classes`` uint8 ``[0x110000]``: class of each code point. Each split has a table int32
+    ``[states, classes + 1]``; its last column is for the end of the text. An entry is twice (next
+    state + 1), or 0 if there is none, plus 1 if a match ends before this character.
     """
 
     classes: np.ndarray
@@ -53,11 +54,10 @@ class Splits:
     tables: list[np.ndarray]
 
 
-# What an expression is made of: places that take a character, that choose, that look ahead, and the
-# end.
+# Parts of an expression: places that consume a character, choose, look ahead, or end.
 @dataclass(frozen=True)
 class _Take:
-    characters: int  # the number of a set
+    characters: int  # index of a set
     to: int
 
 
@@ -78,12 +78,12 @@ class _End:
 
 
 _Place = _Take | _Choose | _Look | _End
-_Make = Callable[[int], int]  # makes the places of a part, in front of a place; returns the first
+_Make = Callable[[int], int]  # creates a part's places before a given place; returns the first
 
 
 @dataclass(eq=False)
 class _Sets:
-    """Sets of characters, each once."""
+    """Distinct sets of characters."""
 
     numbers: dict[bytes, int] = field(default_factory=dict)
     members: list[np.ndarray] = field(default_factory=list)
@@ -101,7 +101,7 @@ class _Sets:
 
 
 def compile_splits(splits: Sequence[Split]) -> Splits:
-    """Raises NotCompiled for a pattern that is none of those, or too large."""
+    """Compile patterns. Raises NotCompiled for an unsupported or too large one."""
     sets = _Sets()
     programs = [_Parser(split, sets).program() for split in splits]
     classes, signatures = _classes(sets.members)
@@ -113,13 +113,13 @@ def compile_splits(splits: Sequence[Split]) -> Splits:
 
 
 def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Which characters are alike in all sets: the class of each code point, and the sets of each
-    class as bits.
+    """Group characters that no set distinguishes: the class of each code point, and the sets of
+    each class as bits.
     """
     signature = np.zeros(CODE_POINTS, np.uint64)
     for number, members in enumerate(sets):
         signature |= members.astype(np.uint64) << np.uint64(number)
-    starts = np.append(0, np.nonzero(np.diff(signature))[0] + 1)  # of runs, of which there are few
+    starts = np.append(0, np.nonzero(np.diff(signature))[0] + 1)  # starts of runs; there are few
     found, numbers = np.unique(signature[starts], return_inverse=True)
     if len(found) > MOST_CLASSES:
         raise NotCompiled(
@@ -152,7 +152,7 @@ def _determinised(places: Sequence[_Place], first: int, signatures: Sequence[int
 def _step(
     places: Sequence[_Place], state: tuple[int, ...], signature: int | None
 ) -> tuple[bool, tuple[int, ...]]:
-    """Whether a match ends before a character, and where it leads."""
+    """Say if a match ends before a character, and give the next state."""
     behind: dict[int, None] = {}
     seen: set[int] = set()
     waiting = [*reversed(state)]
@@ -177,7 +177,7 @@ def _step(
 
 
 class _Parser:
-    """Reads Oniguruma's syntax, as far as it goes, into places."""
+    """Parses the supported part of Oniguruma's syntax into places."""
 
     def __init__(self, split: Split, sets: _Sets) -> None:
         self._split, self._sets = split, sets
@@ -244,8 +244,8 @@ class _Parser:
         def make(to: int) -> int:
             if most == 1:  # x?
                 return self._new(_Choose((part(to), to)))
-            # The tokenizers library ends a repeat at the first iteration that takes no character,
-            # and other engines go on, so such a repeat cuts text in more than one way.
+            # The tokenizers library ends a repeat at the first iteration that consumes nothing;
+            # other engines continue. Such a repeat would be ambiguous.
             again = self._new(_Choose(()))
             first = part(again)
             if self._is_empty(first, again):
@@ -264,7 +264,7 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """Whether one place leads to another without a character."""
+        """True if one place can reach another without consuming a character."""
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()
@@ -331,7 +331,7 @@ class _Parser:
         return lambda to: self._new(_Look(number, is_negative, to))
 
     def _set(self) -> np.ndarray:
-        """One character of the expression, or what stands for one."""
+        """One character, class or escape of the expression, as a set."""
         if self._take("["):
             return self._class()
         if self._take("."):
@@ -374,7 +374,7 @@ class _Parser:
         return ~members if is_negative else members
 
     def _letter(self) -> str | np.ndarray:
-        """A character, or the set that an escape stands for."""
+        """A character, or the set of an escape."""
         if self._text[self._at] != "\\":
             self._at += 1
             return self._text[self._at - 1]
@@ -405,15 +405,13 @@ def _only(letters: str) -> np.ndarray:
 
 @functools.cache
 def _members(escape: str) -> np.ndarray:
-    """The characters of an escape such as ``\\p{L}``. Raises NotCompiled where the library knows
-    none of that name.
-    """
+    """The characters of an escape such as ``\\p{L}``. Raises NotCompiled if it is unknown."""
     from tokenizers import Regex, pre_tokenizers
 
     try:
         split = pre_tokenizers.Split(Regex(escape), behavior="removed")
-    except Exception as err:  # the library has no class of its own for it
-        raise NotCompiled(f"its split pattern names {escape}, which is none: {err}") from err
+    except Exception as err:  # the library has no specific exception for it
+        raise NotCompiled(f"its split pattern names {escape}, which is unknown: {err}") from err
     members = np.ones(CODE_POINTS, bool)
     for start, text in _planes():
         for _, (first, last) in split.pre_tokenize_str(text):
@@ -423,7 +421,7 @@ def _members(escape: str) -> np.ndarray:
 
 @functools.cache
 def _digits() -> np.ndarray:
-    """What the pre-tokenizer Digits takes for one."""
+    """The characters that the pre-tokenizer Digits treats as digits."""
     from tokenizers import pre_tokenizers
 
     members = np.zeros(CODE_POINTS, bool)
@@ -436,8 +434,8 @@ def _digits() -> np.ndarray:
 
 
 def _filled(members: np.ndarray) -> np.ndarray:
-    """Without halves of characters, and with all of the planes that were asked about by their first
-    character.
+    """Exclude surrogates, and extend the result of each probed plane's first character to the whole
+    plane.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:
@@ -445,14 +443,13 @@ def _filled(members: np.ndarray) -> np.ndarray:
     return members
 
 
-# Planes without characters, and those for private use: what holds for one of their code points
-# holds for all.
+# Planes without characters, and private-use planes: all their code points behave alike.
 _ALIKE = (*range(4, 14), 15, 16)
 
 
 @functools.cache
 def _planes() -> list[tuple[int, str]]:
-    """Characters to ask about, in parts, each with its first code point."""
+    """Characters to test, in parts, each with its first code point."""
     whole = [(plane << 16, plane + 1 << 16) for plane in (1, 2, 3, 14)]
     bounds = [
         (0, 0xD800),

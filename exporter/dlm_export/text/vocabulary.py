@@ -1,9 +1,8 @@
-"""What a tokenizer.json says, as tables: byte pair encoding over bytes (GPT-2's), or over
-characters with bytes beside them.
+"""Reads a tokenizer.json as tables: BPE over bytes (GPT-2's), or over characters with byte
+fallback.
 
-Everything else is refused by name. Where spaces are letters of the vocabulary (U+2581,
-SentencePiece's), the tables have spaces in their place: the letter and the space become the same in
-the original too.
+Everything else is rejected by name. If the vocabulary writes spaces as U+2581 (SentencePiece), the
+tables use spaces instead; the original treats both the same.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from dlm_runtime.constraints.vocabulary import BYTES
 
 _LETTER = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# The split of the pre-tokenizer ByteLevel, from GPT-2's published code.
+# The split pattern of the pre-tokenizer ByteLevel, from GPT-2's published code.
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 Part = Mapping[str, Any]
 
 
 def read_tables(found: Part, spelled: Sequence[str | None]) -> TextTables:
-    """The tables of a tokenizer.json, without a chat; ``spelled`` is how the library spells each
-    id. Raises NotCompiled.
+    """The tables of a tokenizer.json, without a chat; ``spelled`` has the library's spelling of
+    each id. Raises NotCompiled.
     """
     model = found["model"]
     if model["type"] != "BPE":
-        raise NotCompiled(f"its model is {model['type']}; BPE alone is compiled")
+        raise NotCompiled(f"its model is {model['type']}; only BPE is compiled")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise NotCompiled(f"its model has {name} {model[name]!r}")
@@ -76,19 +75,19 @@ def _of_bytes(
     kinds = [part["type"] for part in _parts(found["normalizer"], "normalizers")]
     if kinds not in ([], ["NFC"]):
         raise NotCompiled(
-            f"it normalises by {', '.join(kinds)}; of byte-level tokenizers NFC alone is compiled"
+            f"it normalises by {', '.join(kinds)}; for byte-level tokenizers only NFC is compiled"
         )
     if [part["type"] for part in _parts(found["decoder"], "decoders")] != ["ByteLevel"]:
-        raise NotCompiled("it splits text into bytes and does not decode by ByteLevel alone")
+        raise NotCompiled("it splits text into bytes but does not decode by ByteLevel alone")
     splits = [split for part in splitters for split in _splits(part)]
     if splitters[-1]["type"] != "ByteLevel":
-        raise NotCompiled(f"its pre-tokenizer {splitters[-1]['type']} comes behind ByteLevel")
+        raise NotCompiled(f"its pre-tokenizer {splitters[-1]['type']} comes after ByteLevel")
     byte_ids = np.full(256, -1, np.int32)
     for letter, byte in BYTES.items():
         byte_ids[byte] = vocab.get(letter, -1)
     if (byte_ids < 0).any() and model.get("unk_token"):
         raise NotCompiled(
-            f"its vocabulary lacks the byte {int(np.argmin(byte_ids))}, for which it has {model['unk_token']!r}"
+            f"its vocabulary lacks the byte {int(np.argmin(byte_ids))} and uses {model['unk_token']!r} for it"
         )
     tokens = [b""] * len(token_flags)
     for token, name in names.items():
@@ -126,9 +125,9 @@ def _of_characters(
         flags |= STARTS_WITH_SPACE
     elif normalisers != [to_letter]:
         raise NotCompiled(
-            f"it normalises by {_named(normalisers)}; without ByteLevel, U+2581 for spaces is compiled alone"
+            f"it normalises by {_named(normalisers)}; without ByteLevel, only U+2581 for spaces is compiled"
         )
-    # By then there are no spaces: that splits nothing.
+    # The text has no spaces here, so this splits nothing.
     if any(
         part
         != {
@@ -182,7 +181,7 @@ def _of_characters(
 
 
 def _parts(part: Part | None, members: str) -> list[Part]:
-    """A normaliser, pre-tokenizer or decoder as a list: nothing, itself, or a sequence's members."""
+    """Flatten a normaliser, pre-tokenizer or decoder: empty, itself, or a sequence's members."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -215,9 +214,7 @@ def _is_spelled(name: str) -> bool:
 
 
 def _bytes_of(name: str) -> bytes:
-    """What ByteLevel decodes a token to: bytes for its letters or, where one is none of a byte's,
-    its own text.
-    """
+    """The bytes that ByteLevel decodes a token to; its own text if a letter encodes no byte."""
     return bytes(BYTES[letter] for letter in name) if _is_spelled(name) else name.encode()
 
 
@@ -240,7 +237,7 @@ def _composed(text: str) -> str:
 def _added(token: Part, normalise: Any) -> Added:
     if token["single_word"]:
         raise NotCompiled(
-            f"its added token {token['content']!r} is one only as a word by itself (single_word)"
+            f"its added token {token['content']!r} is matched only as a whole word (single_word)"
         )
     is_raw = not token["normalized"]
     text = token["content"] if is_raw else normalise(token["content"])
@@ -249,16 +246,16 @@ def _added(token: Part, normalise: Any) -> Added:
 
 
 def _around(processor: Part | None) -> dict[str, Any]:
-    """What is put before and behind a prompt."""
+    """The tokens before and after a prompt."""
     around: dict[str, Any] = {"prefix": [], "suffix": []}
     for part in _parts(processor, "processors"):
         if part["type"] == "ByteLevel":
-            continue  # it moves offsets, no tokens
+            continue  # it changes offsets, not tokens
         if part["type"] != "TemplateProcessing" or any(around.values()):
             raise NotCompiled(f"it puts tokens around text by {part['type']}")
         sequences = [piece for piece in part["single"] if "Sequence" in piece]
         if len(sequences) != 1:
-            raise NotCompiled("its post-processor does not put the text in once")
+            raise NotCompiled("its post-processor does not insert the text exactly once")
         side = "prefix"
         for piece in part["single"]:
             if "Sequence" in piece:

@@ -1,3 +1,1 @@
-"""Accuracy: what a quantised bundle loses against its source, measured until the stated budgets are
-decided.
-"""
+"""Accuracy: measures what a quantised bundle loses, until all accuracy budgets are decided."""

@@ -1,11 +1,11 @@
-"""What a judgement rests on, gathered sample by sample, so that judging may stop when enough is
-known.
+"""Collects evidence for a judgement, sample by sample, so that judging can stop early.
 
-The frontier's canvases are those of one side's loop. Of the reference's: both sides run freely on
-every sample, which takes the reference's own passes. Of the candidate's: its loop runs, and the
-reference is asked about the canvases that it met. A reference that has to be shown them (``Seer``)
-sees everything that a round needs together, and follows the candidate's runs: those at which it
-commits the same at every pass are its own, by induction.
+The frontier uses the canvases of one side's loop. With the reference's, both sides run freely on
+every sample, which costs the reference all its passes. With the candidate's, the candidate's loop
+runs, and the reference predicts on the canvases of that run. A reference that must be given its
+canvases in advance (``Seer``) receives all canvases of a round at once, and follows the candidate's
+runs. If it commits the same at every pass of a run, then by induction its own run would be the
+same.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
 from dlm_runtime import Policy
 
-DECIDING_SAMPLES = 8  # fewer leave a bootstrap interval that is narrower than what it should cover
+DECIDING_SAMPLES = 8  # with fewer, a bootstrap interval is too narrow
 
 Side = Literal["reference", "candidate"]
 
 
 class Evidence:
-    """A candidate and its reference, compared on the first samples of ``pool``; ``add`` takes the
-    next ones.
+    """Compares a candidate with its reference on the first samples of ``pool``; ``add`` takes more.
 
-    ``states_of``: whose loop meets the frontier's canvases. ``free`` is the reference as a side
-    that runs its loop, None where only a ``Seer`` is at hand or wanted.
+    ``states_of`` is the side whose loop provides the frontier's canvases. ``free`` is the reference
+    as a side that can run its loop, or ``None`` if only a ``Seer`` is available or wanted.
     """
 
     def __init__(
@@ -52,14 +51,14 @@ class Evidence:
         free: Predictor | None = None,
         free_runs: int | None = None,
     ) -> None:
-        """``decode`` turns generated token ids, without the end token, into text (None: there is no
-        tokenizer).
+        """Check the sides and samples. Raises JudgeError.
 
-        ``noise_floor`` is the reference in its own storage format, judged by the same masks. At
-        most ``free_runs`` runs (None: all) are made by ``free``. Raises JudgeError.
+        ``decode`` turns generated ids, without the end token, into text (``None`` without a tokenizer).
+        ``noise_floor`` is the reference in its own storage format, judged with the same masks.
+        ``free`` makes at most ``free_runs`` runs (``None``: no limit).
         """
         if not pool:
-            raise JudgeError("no samples to judge by: give held-out data")
+            raise JudgeError("no samples to judge with: give held-out data")
         if max_new_tokens < 1:
             raise JudgeError("judging needs at least one new token")
         self._others = [candidate, *([noise_floor] if noise_floor is not None else [])]
@@ -68,7 +67,7 @@ class Evidence:
         for number, sample in enumerate(pool):
             if (sample.tokens == reference.mask_token_id).any():
                 raise JudgeError(
-                    f"sample {number + 1}: its text holds the mask token ({reference.mask_token_id}): leave it out"
+                    f"sample {number + 1}: its text contains the mask token ({reference.mask_token_id}): leave it out"
                 )
         self.pool, self.seed, self._policy, self._decode = list(pool), seed, policy, decode
         self._reference, self._candidate, self._floor = reference, candidate, noise_floor
@@ -80,12 +79,12 @@ class Evidence:
         self._run_samples: list[Sample] = []
         self._prompts: list[str | None] = []
         self._runs: tuple[list[Run | None], list[Run]] = ([], [])
-        self._nfe: list[float] = []  # the reference's passes, as counted or as estimated
-        self._equal: list[bool] = []  # by induction, of the runs that were followed
+        self._nfe: list[float] = []  # the reference's passes, counted or estimated
+        self._equal: list[bool] = []  # for followed runs: whether the reference's run is the same
         self.judged = self._freely = 0
 
     def add(self, count: int, on_done: Callable[[], None] = lambda: None) -> None:
-        """Judge by the next ``count`` samples. ``on_done`` is called once a sample and once a run.
+        """Judge the next ``count`` samples. ``on_done`` is called once per sample and once per run.
         Raises JudgeError.
         """
         taken = list(enumerate(self.pool))[self.judged : self.judged + count]
@@ -113,8 +112,8 @@ class Evidence:
                 for number, sample in taken
             ]
         else:
-            # A checkpoint that commits one token a pass must not cost more passes here than for its
-            # masked positions.
+            # If the checkpoint commits one token per pass, its runs must not cost more passes than
+            # the masked canvases do.
             least = max(1, (self._free_runs or 0) - self._freely)
             passes = len(canvases)
             runs = meet_within(
@@ -143,7 +142,7 @@ class Evidence:
             on_done()
 
     def _add_run(self, walk: int, run: Met) -> None:
-        """``walk``: its place among those that the reference was shown."""
+        """Add a run; ``walk`` is its index among those that the reference followed."""
         reference, policy, sample = self._reference, self._policy, self.pool[run.number]
         for state in run.deciding:
             theirs = predict_commitment(reference, state, policy, reference.scores)
@@ -184,7 +183,7 @@ class Evidence:
         self._nfe.append(nfe)
 
     def judgement(self) -> Judgement:
-        """What the samples so far show."""
+        """The judgement from the samples so far."""
         ours, *rest = [Masked.join(parts) for parts in self._masked]
         count, seed = self.judged, self.seed
         floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
@@ -226,7 +225,7 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """Whether all budgets' 95% intervals are clear of their limits; False without budgets."""
+        """True if each budget's 95% interval excludes its limit; False without budgets."""
         if self.judged < DECIDING_SAMPLES:
             return False
         ours = Masked.join(self._masked[0])
@@ -253,7 +252,7 @@ class Evidence:
 
 
 def _text_bytes(samples: Sequence[Sample], decode: Decode) -> int:
-    """Bytes of what was scored, in UTF-8; 0 if some of it has no text."""
+    """UTF-8 bytes of the scored text; 0 if some of it cannot be decoded."""
     texts = [
         decode(sample.tokens.tolist()) if sample.answer is None else sample.answer
         for sample in samples

@@ -1,4 +1,4 @@
-"""accuracy.json and report.html of a judgement: read from a bundle, or written elsewhere."""
+"""Reads accuracy.json from a bundle, and writes accuracy.json and report.html of a judgement."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_object
 from dlm_runtime.manifest import MANIFEST_FILE
 
-_MOST_BYTES = 12 << 20  # of accuracy.json: four hundred times the demo's
+_MOST_BYTES = 12 << 20  # limit of accuracy.json: four hundred times the demo's
 
 
 def recorded(bundle: Path) -> dict[str, Any]:
-    """accuracy.json of a bundle, empty where it has none. Raises BundleError."""
+    """accuracy.json of a bundle, or an empty dict. Raises BundleError."""
     path = bundle / ACCURACY_FILE
     return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
 
 
 @contextmanager
 def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
-    """Where to ``write_files`` what is to become accuracy.json and report.html of ``folder``: see
+    """Claim accuracy.json and report.html in ``folder`` for ``write_files``: see
     ``outputs.claimed``.
 
-    Raises TakenError for a bundle's folder, whose own files these are; ReportError without
-    matplotlib.
+    Raises TakenError if the folder is a bundle, which has such files itself, and ReportError
+    without matplotlib.
     """
     if (folder / MANIFEST_FILE).exists():
         raise TakenError(
-            f"{folder} is a bundle, and its files stay as they were built. Choose another folder for the report."
+            f"{folder} is a bundle, whose files must not change. Choose another folder for the report."
         )
     require_matplotlib()
     with (
@@ -51,7 +51,7 @@ def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
 
 
 def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
-    """Write accuracy.json and report.html of a judgement, with what the build recorded."""
+    """Write accuracy.json and report.html of a judgement, including the build's records."""
     manifest = read_manifest(bundle, check_hashes=False)
     accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}
     paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")

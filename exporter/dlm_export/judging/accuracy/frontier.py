@@ -1,6 +1,4 @@
-"""The canvases that a loop met: what each denoiser would commit there, and what follows for runs
-that nobody made.
-"""
+"""The canvases of a run, what each denoiser would commit there, and estimates from that."""
 
 from __future__ import annotations
 
@@ -31,10 +29,9 @@ Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class FrontierState:
-    """A canvas that a loop met before one of its passes, int64 ``[L]``, and what it does with it.
+    """A canvas before one of a loop's passes, int64 ``[L]``, and the loop's turn there.
 
-    ``mask_ratio`` is the undecided share of the positions from the first one on that the request
-    wants filled.
+    ``mask_ratio`` is the undecided share of the positions from the first requested one on.
     """
 
     canvas: np.ndarray
@@ -45,7 +42,7 @@ class FrontierState:
 def frontier_states(
     canvases: Sequence[Canvas], policy: Policy, looped: Looped
 ) -> Iterator[FrontierState]:
-    """What the loop decides at each of the canvases that its passes saw, in their order."""
+    """The loop's turn at each canvas that its passes saw, in order."""
     if not canvases:
         return
     met = Canvas(canvases[0].tokens.copy(), canvases[0].undecided.copy())
@@ -59,11 +56,10 @@ def frontier_states(
 def predict_commitment(
     predictor: Scorer, state: FrontierState, policy: Policy, scores: Scores
 ) -> Commitment:
-    """What a denoiser would commit here, from a full pass: what a cache would have kept from
-    earlier passes is left out.
+    """Predict a denoiser's commit here, from a full pass without a cache.
 
-    ``scores`` of one side's loop serve both, so that thresholds compare with values that were
-    computed the same way.
+    ``scores`` is one side's function, used for both sides, so thresholds compare values computed
+    the same way.
     """
     logits = finite_logits(predictor, state.canvas, state.turn.positions)
     guess = logits.argmax(-1)
@@ -74,9 +70,7 @@ def predict_commitment(
 
 @dataclass(frozen=True, eq=False)
 class Met:
-    """A run that a side made: its prompt, the canvas that each pass met and the finished one, and
-    what its loop did there.
-    """
+    """One side's run: prompt, canvas of each pass, finished canvas, and the loop's turns."""
 
     number: int
     prompt: list[int]
@@ -96,16 +90,16 @@ class Met:
 
     @property
     def views(self) -> list[View]:
-        """What predictions at its frontier need."""
+        """Canvases and positions to predict at its frontier."""
         return [(state.canvas, state.turn.positions) for state in self.deciding]
 
     @property
     def deciding(self) -> list[FrontierState]:
-        """The canvases of the passes that predict something; others fill a cache."""
+        """The canvases of passes that predict something; other passes only fill a cache."""
         return [state for state in self.states if len(state.turn.positions)]
 
     def walk(self, shift: int) -> Walk:
-        """Its passes, for a ``Seer`` to take again."""
+        """Its passes, for a ``Seer`` to repeat."""
         return [
             Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift))
             for state in self.states
@@ -120,7 +114,7 @@ def meet(
     max_new_tokens: int,
     limit: int,
 ) -> Met:
-    """Run a side's loop from a sample's prompt. Raises JudgeError if that fills the canvas."""
+    """Run a side's loop on a sample's prompt. Raises JudgeError if the prompt fills the canvas."""
     prompt, room = asked_of(sample, number, max_new_tokens, limit)
     canvases = predictor.states(prompt, room, policy)
     return Met(
@@ -138,8 +132,8 @@ def meet_within(
     passes: int,
     least: int = 1,
 ) -> list[Met]:
-    """Runs of the first samples (with their numbers), as many as ``passes`` in all allow, ``least``
-    of them whatever they take.
+    """Run the first samples until the next run would exceed ``passes`` in total; makes at least
+    ``least`` runs.
     """
     runs: list[Met] = []
     for number, sample in samples:
@@ -151,11 +145,11 @@ def meet_within(
 
 @dataclass(frozen=True)
 class Followed:
-    """A run of one side as another sees it, pass by pass.
+    """One side's run as another side sees it, pass by pass.
 
-    ``is_equal``: it would have committed the same at every pass, and so, by induction, have written
-    the same in as many passes. ``nfe``: the passes that it would have taken; where the runs part an
-    estimate, of the candidate's commits at its own rate.
+    ``is_equal``: the other side would have committed the same at every pass, so by induction its
+    own run is the same. ``nfe``: the passes it would have needed; after a difference, an estimate
+    from its own commit rate.
     """
 
     is_equal: bool
@@ -163,7 +157,7 @@ class Followed:
 
 
 def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
-    """What a side, shown a run, would have committed at each pass, with caches of its own."""
+    """Predict a side's commits at each pass of a run, with its own cached rows."""
     is_equal, nfe = True, 0.0
     for step, (state, before, after) in enumerate(
         zip(run.states, run.canvases, run.canvases[1:], strict=False)

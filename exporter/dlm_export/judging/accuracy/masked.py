@@ -1,4 +1,4 @@
-"""Compares what two denoisers predict for the same randomly masked positions of held-out text."""
+"""Compares the predictions of two denoisers at randomly masked positions of held-out text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dlm_export.judging.sides.side import JudgeError, Scorer, View, finite_logit
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """Comparison of masked positions: per row its sample, its mask ratio's index, and its share of
-    the likelihood bound.
+    """Compared rows, each with its sample, the index of its mask ratio, and its weight in the
+    likelihood bound.
     """
 
     rows: metrics.Rows
@@ -35,10 +35,10 @@ class Masked:
 
 @dataclass(frozen=True, eq=False)
 class MaskedCanvas:
-    """A sample at one of ``MASK_RATIOS``: what a denoiser sees, the positions that are scored and
-    their true tokens.
+    """A sample masked at one of ``MASK_RATIOS``: the canvas, the scored positions and their true
+    tokens.
 
-    ``weight``: a row's share of the likelihood bound.
+    ``weight`` is a row's weight in the likelihood bound.
     """
 
     sample: int
@@ -54,10 +54,10 @@ class MaskedCanvas:
 
 
 def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tuple[int, int]:
-    """First position that is masked, and the end of those that are scored: behind the first end
-    token of a completion.
+    """First maskable position, and the end of the scored ones: after a completion's first end
+    token.
 
-    A shifted denoiser has no row that predicts position 0, so that it is never masked.
+    A shifted denoiser has no row for position 0, so that position is never masked.
     """
     start = max(sample.prompt_length, shift)
     if sample.answer is None:
@@ -68,16 +68,15 @@ def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tup
 def masked_canvases(
     sample: Sample, number: int, side: Scorer, *, block_length: int, limit: int, seed: int
 ) -> Iterator[MaskedCanvas]:
-    """A sample once at each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens; ratios
-    that mask nothing are left out.
+    """Mask a sample once at each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
 
-    Completions are padded with the end token, where there is one, to whole blocks, as denoisers are
-    trained and decoded; what lies behind their first end token is masked with the rest and not
-    scored. Masks depend on the sample's ``number`` and the seed alone. Raises JudgeError.
+    Completions are padded with end tokens to whole blocks, as in training and decoding. Positions
+    after the first end token are masked too, but not scored. Ratios that mask nothing are skipped.
+    Masks depend only on the sample's ``number`` and the seed. Raises JudgeError.
     """
     start, end = scored_span(sample, side.shift, side.eos_token_ids)
     if start >= end:
-        raise JudgeError(f"sample {number + 1}: nothing behind its prompt to predict: leave it out")
+        raise JudgeError(f"sample {number + 1}: nothing to predict after its prompt: leave it out")
     canvas = pad_to_blocks(sample, next(iter(side.eos_token_ids), None), block_length, limit)
     rng = np.random.default_rng([seed, number])
     for index, mask_ratio in enumerate(MASK_RATIOS):
@@ -95,7 +94,7 @@ def compare_masked(
     canvases: Sequence[MaskedCanvas],
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Masked]:
-    """Compare ``others`` with the reference; ``on_done`` is called once a sample of each."""
+    """Compare ``others`` with the reference; ``on_done`` is called once per sample."""
     found: list[list[metrics.Rows]] = [[] for _ in others]
     for number, seen in enumerate(canvases):
         theirs = finite_logits(reference, *seen.view)

@@ -1,11 +1,10 @@
-"""What rounding keys and values in a cache costs by itself: a source in torch beside the same
-source over a rounded cache.
+"""Measures the cost of rounding keys and values in a cache: torch with and without a rounded cache.
 
-A full pass reads no cache, so that a bundle's masked loss does not see it. Here a canvas's full
-pass fills a cache, and its masked positions are predicted block by block, in passes that take all
-other rows from it (``dual``) or those before the block (``prefix``, and ``block`` of a block-causal
-network). Both sides meet equal canvases: what differs is rounding. That a bundle's rows are
-torch's, parity proves.
+A full pass reads no cache, so a bundle's masked loss does not include this cost. Here a full pass
+over a canvas fills a cache. Its masked positions are then predicted block by block, in passes that
+read all other rows from the cache (``dual``) or the rows before the block (``prefix``, and
+``block`` for block-causal networks). Both sides see equal canvases, so they differ only by
+rounding. Parity checks that a bundle rounds its rows as torch does.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from dlm_runtime import Bundle, Policy
 
 
 class CachedPredictor(SweptPredictor):
-    """A ``Seer`` in torch whose predictions come of passes over a cache of the canvas itself."""
+    """A torch ``Seer`` that predicts with a cache filled from the same canvas."""
 
     def __init__(self, layered: Layered, cache_dtype: str, policy: Policy) -> None:
         """``policy`` says which rows are cached (``cache``) and how long blocks are."""
@@ -43,10 +42,10 @@ class CachedPredictor(SweptPredictor):
         self._policy = policy
         self._passes: dict[
             tuple[bytes, bytes], tuple[int, int]
-        ] = {}  # a view's walk, and its steps
+        ] = {}  # view -> its walk and the number of steps
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """See ``Seer``; it takes no loops."""
+        """See ``Seer``; does not accept ``walks``."""
         assert not walks
         wanted = {
             view_key(canvas, rows): (canvas, rows)
@@ -60,12 +59,12 @@ class CachedPredictor(SweptPredictor):
         super().see([], made)
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """See ``Scorer``; only what was shown."""
+        """See ``Scorer``; only for views given to ``see``."""
         walk, steps = self._passes[view_key(canvas, rows)]
         return np.concatenate([self.walked(walk, step) for step in range(1, steps)])
 
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
-        """A pass that fills the cache, and one for every block with ``rows`` ``[R]``."""
+        """A pass that fills the cache, then one per block with some of ``rows`` ``[R]``."""
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
         origin = int(rows[0]) if self.visible_block is None else 0
         numbers = (rows - origin) // size
@@ -78,7 +77,7 @@ class CachedPredictor(SweptPredictor):
 
 
 def caches_of(network: NetworkSpec) -> Sequence[str]:
-    """The caches that are judged: those that the network's loop takes."""
+    """Cache modes to judge, of those that the network's loop supports."""
     return FULL_CACHES if network.visible_block is None else ("block",)
 
 
@@ -92,11 +91,10 @@ def judge_cache(
     on_done: Callable[[], None],
     workplace: Workplace,
 ) -> dict[str, Any]:
-    """What a cache of this type costs, as accuracy.json has it; the frontier's canvases are those
-    that ``bundle`` meets.
+    """The cost of a cache of this type, for accuracy.json; frontier canvases come from ``bundle``.
 
-    By ``caches_of``: ``masked`` as ``overall`` of a judgement, and ``frontier``. ``on_done`` is
-    called once a sample and cache. Raises DlmError.
+    Returns, per mode of ``caches_of``, ``masked`` (like ``overall`` of a judgement) and
+    ``frontier``. ``on_done`` is called once per sample and mode. Raises DlmError.
     """
     network, found = source.network, {}
     reference = shown_source(source, "fp32", torch.float32, workplace)

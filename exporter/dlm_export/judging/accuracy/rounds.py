@@ -1,4 +1,4 @@
-"""The efforts of judging, and when the default one has seen enough."""
+"""How thoroughly to judge, and when the default effort stops."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 from dlm_export.judging.accuracy.evidence import Evidence
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 
-MOST_JUDGED = 32  # samples, unless more are asked for
-LEAST_SECONDS = 4.0  # that judging may take, however quick the rest of a build is
-PILOT_SAMPLES = 4  # judged before it is known what a sample costs
-LARGE_PILOT = 1  # of a denoiser whose passes take seconds
+MOST_JUDGED = 32  # samples, unless the user asks for more
+LEAST_SECONDS = 4.0  # minimum time limit, however short the rest of a build is
+PILOT_SAMPLES = 4  # judged first, to find what a sample costs
+LARGE_PILOT = 1  # for denoisers whose passes take seconds
 
 EffortName = Literal["default", "full", "none"]
 
@@ -22,10 +22,11 @@ EffortName = Literal["default", "full", "none"]
 class Effort:
     """How thoroughly to judge.
 
-    ``default``: on the canvases that the candidate meets, on as many samples as take about
-    ``seconds``, until every budget is decided, 32 at most. ``full``: both loops run freely on every
-    sample, whatever it takes. ``none``: not at all. ``judged`` asks for exactly that many samples;
-    ``free_runs`` lets the reference run freely on as many of the default effort's prompts.
+    ``default`` judges on the canvases of the candidate's loop, with as many samples as fit
+    ``seconds`` (at most 32), until every budget is decided. ``full`` lets both loops run freely on
+    every sample, without a time limit. ``none`` does not judge. ``judged`` asks for exactly that
+    many samples. With ``free_runs``, the reference also runs freely on that many prompts of the
+    default effort.
     """
 
     name: EffortName = "default"
@@ -35,20 +36,20 @@ class Effort:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is known beforehand which samples are judged."""
+        """True if the number of samples is fixed in advance."""
         return self.judged is not None or self.name == "full"
 
     @property
     def most(self) -> int:
-        """Samples that are judged at most."""
+        """Maximum number of samples."""
         return self.judged or MOST_JUDGED
 
     def lasting(self, seconds: float) -> Effort:
-        """This effort, with ``seconds`` to be worth; never less than ``LEAST_SECONDS``."""
+        """This effort with a time limit of ``seconds``, but at least ``LEAST_SECONDS``."""
         return replace(self, seconds=max(LEAST_SECONDS, seconds))
 
     def beside(self, seconds: float) -> Effort:
-        """This effort in a build whose other stages took ``seconds``: worth half of them."""
+        """This effort for a build whose other stages took ``seconds``: half of that time."""
         return self.lasting(seconds / 2)
 
 
@@ -59,13 +60,13 @@ def judge_in_rounds(
     pilot: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """Judge as an effort says: the default one by a ``pilot`` of samples, then by as many as fit
-    the time.
+    """Judge with an effort: the default one starts with ``pilot`` samples, then takes as many as
+    fit its time.
 
-    With a budget to decide, rounds double, and the first that decides every one ends it. Why it
-    stopped is in ``Judgement.effort``: ``asked`` (as many as were asked for are judged), ``all``
-    (there are no more), ``most`` (no more are judged unless asked for), ``decided`` or ``time``.
-    Raises JudgeError.
+    With a budget to decide, the number of samples doubles each round, and judging ends with the
+    first round that decides all budgets. ``Judgement.effort`` records why it stopped: ``asked``
+    (the requested number is reached), ``all`` (no samples are left), ``most`` (the default maximum
+    is reached), ``decided`` or ``time``. Raises JudgeError.
     """
     began = time.perf_counter()
     most = min(effort.most, len(evidence.pool))

@@ -1,6 +1,6 @@
-"""Judging: a bundle against its source in torch, or one bundle against another.
+"""Judges a bundle against its source in torch, or one bundle against another.
 
-Comparing two bundles needs no torch, so whatever needs torch is imported where it is used.
+Comparing two bundles needs no torch, so torch is imported only where it is used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from dlm_export.workplace import Workplace
 
 
-VERIFY_SECONDS = 60.0  # that the default effort may take where there is no build to measure it by
+VERIFY_SECONDS = 60.0  # time limit of the default effort outside of a build
 
 
 @dataclass(frozen=True)
 class JudgingOptions:
-    """How a finished bundle is judged: data, thoroughness, budgets, and what runs it."""
+    """How to judge a finished bundle: data, effort, budgets, and how to open it."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
@@ -60,11 +60,11 @@ def judge_source(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Judgement:
-    """A bundle against its source in torch fp32, with bf16 as the noise floor where the denoiser is
-    small.
+    """Judge a bundle against its source in torch fp32; for small denoisers, bf16 is the noise
+    floor.
 
-    The source is held whole only where it runs freely; otherwise it is read a layer at a time, in a
-    ``workplace`` (None: the CPU, and all of its memory).
+    The source is loaded whole only if it runs freely. Otherwise it is read one layer at a time
+    within ``workplace`` (``None``: the CPU and all its memory).
     """
     import torch
 
@@ -134,7 +134,7 @@ def judge_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge a finished bundle against its source on the judging part of the data. Raises DlmError."""
+    """Judge a finished bundle against its source on the held-out part of the data. Raises DlmError."""
     with options.opening.open(folder) as bundle:
         samples = _samples(source.network, source.path, bundle, options, progress, warn)
         _, policy = threshold_preset(source.network, source.presets, options.data.preset)
@@ -150,7 +150,7 @@ def compare_bundles(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge one bundle by another. Raises DlmError; JudgeError if their tokens differ."""
+    """Judge one bundle against another. Raises DlmError; JudgeError if they are not comparable."""
     with (
         options.opening.open(reference) as first,
         options.opening.open(candidate) as second,
@@ -177,7 +177,7 @@ def _samples(
     progress: Progress,
     warn: Callable[[str], None],
 ) -> list[Sample]:
-    """The samples to judge by; doubts about them are warned of, and the stage begins."""
+    """Load the samples to judge with, pass on warnings about them, and start the progress stage."""
     data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
     for doubt in data.doubts(option="--data"):
         warn(doubt)
@@ -193,17 +193,17 @@ def _check_one_source(
     second: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> None:
-    """JudgeError for bundles of two networks; a warning for one built under two configurations."""
+    """Raises JudgeError for different networks; warns if the configurations differ."""
     found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
     if found is not None:
         raise JudgeError(
-            f"{candidate} is another denoiser than {reference}: {found}. Compare bundles of one checkpoint."
+            f"{candidate} is a different denoiser from {reference}: {found}. Compare bundles of one checkpoint."
         )
     configs = [manifest.get("source", {}).get("config_sha256") for manifest in (first, second)]
     if None not in configs and configs[0] != configs[1]:
         warn(
-            f"{candidate} was built from another config.json than {reference} (SHA-256 {configs[1]}, not {configs[0]}): what "
-            "differs may be two checkpoints, not two precisions"
+            f"{candidate} and {reference} were built from different config.json files (SHA-256 {configs[1]} and {configs[0]}): "
+            "the differences may come from the checkpoints, not from precision"
         )
 
 
@@ -212,9 +212,7 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 
 def _known_layers(folder: Path) -> dict[str, Any]:
-    """The sensitivity sweep that the bundle's build recorded, if it did: ``layers`` and
-    ``layers_method`` of a judgement.
-    """
+    """The sensitivity sweep of the bundle's build, if any: ``layers`` and ``layers_method``."""
     judgement = recorded(folder).get("judgement")
     layers: Any = []
     method: Any = None
@@ -234,11 +232,11 @@ def _known_layers(folder: Path) -> dict[str, Any]:
         or method not in (None, "fisher", "exact")
     ):
         raise BundleError(
-            f"{folder / ACCURACY_FILE}: judgement.layers is not what a build writes. Build the bundle again."
+            f"{folder / ACCURACY_FILE}: judgement.layers has an unexpected form. Build the bundle again."
         )
     return {"layers": layers, "layers_method": method}
 
 
 def judge_units(samples: Sequence[Sample]) -> int:
-    """How often ``judge_source`` calls ``on_done``, at most."""
+    """Maximum number of times that ``judge_source`` calls ``on_done``."""
     return 2 * len(samples)

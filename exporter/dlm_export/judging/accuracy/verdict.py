@@ -1,10 +1,9 @@
-"""A candidate denoiser judged against its reference: what it predicts, what it would commit, what
-it writes.
+"""The judgement of a candidate denoiser: its predictions, its commits and its finished texts.
 
-Three views, from near to far. Masked positions of held-out text, with the same random masks for
-both (``masked``). The frontier: on every canvas that a loop met, what each of the two would commit
-under the policy. Runs: both loops from the same prompts, canvases and passes compared. ``evidence``
-gathers them; here is what comes of it. Intervals are paired bootstraps over samples.
+It has three parts. Masked positions: both sides predict the same randomly masked held-out text
+(``masked``). Frontier: what each side would commit under the policy, on every canvas of a loop's
+run. Runs: both loops start from the same prompts, and their canvases and passes are compared.
+``evidence`` collects the data. Intervals are paired bootstraps over samples.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from dlm_calibration.states import Sample
 from dlm_export.judging.sides.side import JudgeError
 from dlm_runtime.errors import DlmError, ExitCode
 
-WORST_LAYERS = 3  # named when a budget is missed
+WORST_LAYERS = 3  # number of layers named when a budget is missed
 
 
 class AccuracyError(DlmError):
-    """A stated accuracy budget is exceeded."""
+    """An accuracy budget is exceeded."""
 
     exit_code = ExitCode.MISSED
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """Limits that a candidate has to keep, None where not asked.
+    """Limits that a candidate must meet; ``None`` means no limit.
 
-    ``max_ce_increase`` is relative (0.01: one per cent) and over all mask ratios, ``min_top1`` and
-    ``min_task`` are shares, ``min_task`` of the candidate's own right answers.
+    ``max_ce_increase`` is relative (0.01 is one per cent), over all mask ratios. ``min_top1`` and
+    ``min_task`` are shares; ``min_task`` is the share of the candidate's answers that are right.
     """
 
     max_ce_increase: float | None = None
@@ -43,22 +42,22 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raise JudgeError for a limit that this data cannot judge, before an evaluation."""
+        """Raises JudgeError, before anything runs, for a limit that this data cannot judge."""
         if self.min_task is not None and all(sample.answer is None for sample in samples):
             raise JudgeError(
-                "a lowest task score is asked for, but the data carries no answers: give prompts with completions"
+                "a lowest task score is asked for, but the data has no answers: give prompts with completions"
             )
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a candidate costs against its reference, in the sections of accuracy.json.
+    """What a candidate loses against its reference, in the sections of accuracy.json.
 
-    ``effort`` says how much was run, and whose canvases the frontier's are: see ``evidence`` and
-    ``rounds``. ``layers`` (``{"layer", "format", "kl", "frontier_kl"}`` each, found by
-    ``layers_method``: ``fisher`` or ``exact``) and ``threshold`` (``Refit.as_dict``) come from
-    elsewhere: see ``dataclasses.replace``. ``speed`` (``BundlePredictor.speed``) is of one run on
-    one machine, so that it stands in the report and not in accuracy.json.
+    ``effort`` records how much was run, and whose canvases the frontier uses: see ``evidence`` and
+    ``rounds``. Other modules add ``layers`` (entries ``{"layer", "format", "kl", "frontier_kl"}``,
+    measured by ``layers_method``: ``fisher`` or ``exact``) and ``threshold`` (``Refit.as_dict``)
+    with ``dataclasses.replace``. ``speed`` (``BundlePredictor.speed``) belongs to one run on one
+    machine, so it appears in the report but not in accuracy.json.
     """
 
     reference: str
@@ -78,11 +77,11 @@ class Judgement:
     speed: dict[str, Any] | None = None
 
     def with_budgets(self, budgets: Budgets) -> Judgement:
-        """This judgement measured by some limits. Raises JudgeError if the data cannot tell."""
+        """Add the results for these limits. Raises JudgeError if the data cannot judge one."""
         task = self.free_running["task"]
         if budgets.min_task is not None and task is None:
             raise JudgeError(
-                "a lowest task score is asked for, but the data carries no answers: give prompts with completions"
+                "a lowest task score is asked for, but the data has no answers: give prompts with completions"
             )
         values = {
             "max_ce_increase": self.overall["ce_increase"],
@@ -94,8 +93,8 @@ class Judgement:
         for name, value in values.items():
             limit = getattr(budgets, name)
             if limit is not None:
-                # No value: the reference loses nothing and the candidate something, an increase
-                # beyond any limit.
+                # No value: the reference's loss is zero and the candidate's is not, so any limit is
+                # exceeded.
                 passed = value is not None and (
                     value <= limit if name.startswith("max") else value >= limit
                 )
@@ -104,17 +103,17 @@ class Judgement:
 
     @property
     def passed(self) -> bool:
-        """Whether every stated limit is kept."""
+        """True if every limit is met."""
         return all(row["passed"] for row in self.budgets)
 
     @property
     def misses(self) -> list[str]:
-        """A sentence for every broken limit, and where the loss is: worst bucket and layers."""
+        """One sentence per missed limit, then the worst mask ratio and layers."""
         words = {
-            "max_ce_increase": "masked cross-entropy rises by {value:.2%}, at most {limit:.2%} is allowed",
-            "min_top1": "top-1 agreement is {value:.2%}, at least {limit:.2%} is asked for",
-            "max_nfe_ratio": "NFE ratio is {value:.4f}, at most {limit:.4f} is allowed",
-            "min_task": "task score is {value:.2%}, at least {limit:.2%} is asked for",
+            "max_ce_increase": "masked cross-entropy rises by {value:.2%}, the limit is {limit:.2%}",
+            "min_top1": "top-1 agreement is {value:.2%}, the minimum is {limit:.2%}",
+            "max_nfe_ratio": "NFE ratio is {value:.4f}, the limit is {limit:.4f}",
+            "min_task": "task score is {value:.2%}, the minimum is {limit:.2%}",
         }
         missed = [row for row in self.budgets if not row["passed"]]
         found = [
@@ -125,7 +124,7 @@ class Judgement:
         ]
         told = [row for row in self.buckets if metrics.is_told_from_zero(row)]
         if missed and told:
-            # In nats: where few positions are masked there is next to no loss, and its relative
+            # In nats: where few positions are masked the loss is close to zero, and its relative
             # change is noise.
             worst = max(told, key=lambda row: row["candidate_ce"] - row["reference_ce"])
             rise = worst["candidate_ce"] - worst["reference_ce"]
@@ -144,7 +143,7 @@ class Judgement:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as accuracy.json and ``--json`` show them."""
+        """Plain values for accuracy.json and ``--json``."""
         return {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name != "speed"
         } | {
@@ -154,7 +153,7 @@ class Judgement:
 
 
 def check_budgets(judgement: Judgement, where: str) -> None:
-    """Raises AccuracyError with the budgets missed, the worst bucket and the worst layers."""
+    """Raises AccuracyError that names missed budgets, the worst mask ratio and the worst layers."""
     if judgement.passed:
         return
     raise AccuracyError(f"{where}: {'; '.join(judgement.misses)}")

@@ -1,4 +1,4 @@
-"""A bundle compared with a golden file. Needs neither torch nor the checkpoint."""
+"""Compares a bundle with a golden file. Needs neither torch nor the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def check(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare a bundle in full precision with the golden file that was read from ``path``.
+    """Compare an unquantised bundle with the golden file that was read from ``path``.
 
-    Raises GoldenError if they are of two checkpoints, or if the bundle is quantised.
+    Raises GoldenError if they belong to different checkpoints, or if the bundle is quantised.
     """
     progress = progress or Silent()
     manifest = read_manifest(folder)
     precision = manifest["precision"]["name"]
     if precision not in PRECISIONS:
         raise GoldenError(
-            f"{folder}: is quantised ({precision}): its logits differ from the released code's by what that costs. "
-            "Verify the bundle in full precision with the golden file, and compare this one with that bundle."
+            f"{folder}: is quantised ({precision}), so its logits differ from the released code's by the quantisation error. "
+            "Verify the unquantised bundle with the golden file, then compare this one with that bundle."
         )
     _check_same(folder, manifest, path, golden)
     progress.start("check parity", len({canvas.mask_ratio for canvas in golden.canvases}))
@@ -46,17 +46,15 @@ def _check_same(folder: Path, manifest: Mapping[str, Any], path: Path, golden: G
     name, theirs = golden.provenance.checkpoint, golden.provenance.config_sha256
     found = None
     if loop["vocab_size"] != golden.vocab_size:
-        found = (
-            f"its vocabulary has {golden.vocab_size} tokens, that of {folder} {loop['vocab_size']}"
-        )
+        found = f"its vocabulary has {golden.vocab_size} tokens, that of {folder} has {loop['vocab_size']}"
     elif config is not None and config != theirs:
-        found = f"its config.json has the SHA-256 {theirs}, that of {folder} {config}"
+        found = f"its config.json has SHA-256 {theirs}, that of {folder} has {config}"
     if found is not None:
         raise GoldenError(
-            f"{path}: captured from another checkpoint ({name}): {found}. Capture the one that was built."
+            f"{path}: captured from another checkpoint ({name}): {found}. Capture the checkpoint that was built."
         )
     if golden.max_length > loop["max_canvas_length"]:
         raise GoldenError(
-            f"{path}: has canvases of {golden.max_length} tokens, {folder} takes {loop['max_canvas_length']}: build it "
+            f"{path}: has canvases of {golden.max_length} tokens, {folder} allows {loop['max_canvas_length']}: build it "
             "without --max-canvas-length"
         )

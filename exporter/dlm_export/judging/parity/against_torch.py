@@ -1,8 +1,7 @@
-"""Parity of a bundle with our denoiser in torch: logits a mask-ratio bucket, whole canvases token
-by token.
+"""Compares a bundle with our torch denoiser: logits per mask ratio, and complete canvases.
 
-What torch says is computed first and kept small (sampled rows, finished canvases), so that the
-torch denoiser can go before the bundle's engine comes: the peak is one model, not two.
+Torch runs first and keeps only sampled rows and finished canvases. Its denoiser is freed before the
+bundle is opened, so peak memory is one model, not two.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Policy
 from dlm_runtime.errors import RequestError
 
-PROMPT_COUNT, NEW_TOKENS = 2, 16  # of the check at the end of a build
+PROMPT_COUNT, NEW_TOKENS = 2, 16  # for the check at the end of a build
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Expected:
-    """What torch computed: logits of every canvas's rows, and for each case its finished canvas."""
+    """Torch's results: logits of each canvas's rows, and the finished canvas of each case."""
 
     canvases: list[Canvas]
     logits: list[np.ndarray]
@@ -71,12 +70,22 @@ def check_parity(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare a bundle with its source in torch; random prompts where none are given.
-    ``precision``: of ``TOLERANCES``.
+    """Compare a bundle with its source in torch.
 
-    ``cache_dtype`` is the manifest's: torch's cached rows are rounded as the bundle's. Torch is done
-    before the bundle is opened, so that only one of them holds weights. ``progress`` advances
-    ``parity_units`` times. Raises DlmError.
+    Args:
+        folder: The bundle.
+        source: The checkpoint it was built from.
+        presets: Name -> policy to run.
+        precision: A key of ``TOLERANCES``.
+        cache_dtype: The manifest's value; torch rounds cached rows the same way.
+        prompts: Token ids; ``None`` uses random prompts.
+        max_new_tokens: Tokens to generate after each prompt.
+        seed: Seed of random prompts and canvases.
+        opening: How to open the bundle.
+        progress: Advanced ``parity_units`` times.
+
+    Raises:
+        DlmError: The bundle or its source cannot be run.
     """
     network, progress = source.network, progress or Silent()
     if prompts is None:
@@ -86,7 +95,7 @@ def check_parity(
     room = network.max_canvas_length - longest
     if max_new_tokens > room:
         raise RequestError(
-            f"a prompt of {longest} tokens leaves room for {room} on the canvas of {network.max_canvas_length}, "
+            f"a prompt of {longest} tokens leaves room for {room} tokens on a canvas of {network.max_canvas_length}, "
             f"not for {max_new_tokens}"
         )
     denoiser = families.load(source.parameters, network)
@@ -105,12 +114,11 @@ def by_layers(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Parity:
-    """Decide by layers where whole passes of a bundle in full precision differ and its network has
-    experts.
+    """Check layer by layer, for unquantised bundles with experts whose whole passes differ.
 
-    Two experts may suit a token equally well. A token that the two sides send to different experts
-    ends elsewhere, and neither side is wrong. The result keeps what passes gave (``parity``), to be
-    shown. See ``check_layers``.
+    Two experts may suit a token equally well. If the two sides choose different ones, their results
+    differ although neither is wrong. The result keeps the whole-pass figures of ``parity`` for
+    display. See ``check_layers``.
     """
     network, graph = source.network, manifest["loop"]["graph"]
     traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
@@ -136,7 +144,7 @@ def by_layers(
 def parity_units(
     presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT
 ) -> int:
-    """How often ``check_parity`` advances its progress."""
+    """Number of times that ``check_parity`` advances its progress."""
     return 2 * (
         len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network.visible_block))
     )
@@ -148,10 +156,10 @@ def make_cases(
     max_new_tokens: int,
     visible_block: int | None = None,
 ) -> list[Case]:
-    """Every preset, and fast-dllm's loop with each cache, over every prompt; blocks of half the
+    """Run every preset, and fast-dllm's loop with each cache, on every prompt; two blocks per
     generation.
 
-    Of a block-causal network every preset with its cache and without, in blocks as they are.
+    For a block-causal network: every preset with and without its cache, and its own block length.
     """
     policies = dict(bundle_presets)
     if visible_block is not None:
@@ -186,10 +194,10 @@ def expect(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Expected:
-    """Run torch: logits of every prompt, followed by random ids, at every mask ratio; the reference
-    loop on every case.
+    """Run torch: logits of every prompt plus random ids at each mask ratio, and the loop on each
+    case.
 
-    ``on_done`` is called once a mask ratio, and once a case.
+    ``on_done`` is called once per mask ratio and once per case.
     """
     expected = Expected(make_canvases(denoiser.network, prompts, seed), [], cases, [])
     for number, canvas in enumerate(expected.canvases, start=1):
@@ -251,5 +259,5 @@ def _first_difference(
         if theirs != ours:
             return f"{case.name}: position {position} is {ours}, the reference has {theirs}"
     return (
-        None if nfe == wanted.nfe else f"{case.name}: {nfe} passes, the reference took {wanted.nfe}"
+        None if nfe == wanted.nfe else f"{case.name}: {nfe} passes, the reference made {wanted.nfe}"
     )

@@ -1,15 +1,15 @@
-"""Parity of a quantised graph, layer by layer from equal inputs, with one part of it in memory.
+"""Checks a quantised graph layer by layer with equal inputs, holding one part of it in memory.
 
-A value near a rounding boundary takes one code here and the next one there, and every later layer
-carries that on: two right computations of a whole pass may end far apart. So the graph runs part by
-part, a part handing its values on by name to the next, and shows what goes into every quantised
-layer and what comes out. Torch runs beside it, a block at a time. At each layer its own input is
-compared, which proves what lies between two layers; it goes on with the graph's input, and its
-output is compared, which proves the layer; and it goes on with the graph's output. By induction the
-whole graph is proven, and no difference is carried on.
+A value near a rounding boundary may get either of two codes, and all later layers amplify the
+difference. Whole passes of two correct implementations may therefore differ a lot. So the graph
+runs part by part and returns the input and output of every quantised layer, while torch runs
+alongside, one block at a time. For each layer, first the inputs are compared, which checks the
+operators since the previous layer. Torch then continues with the graph's input, and the outputs are
+compared, which checks the layer. Torch then continues with the graph's output. By induction this
+checks the whole graph, and no difference accumulates.
 
-Beside that torch carries the same canvases on by itself: how far the logits of two whole passes end
-apart is shown, and held to nothing.
+Torch also computes the same canvases independently. The difference of the final logits is reported,
+but has no limit.
 """
 
 from __future__ import annotations
@@ -51,19 +51,18 @@ from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-# How far an input may be from a boundary for either code to be right: a few roundings of fp32, in
-# which codes are found.
+# Inputs this close to a boundary (relative) may get either code: a few fp32 rounding errors.
 _BOUNDARY = 2.0**-20
 _STEEPEST_SILU = 1.1
 
 
 def units(network: NetworkSpec) -> int:
-    """How often ``check_layers`` calls ``on_done``."""
+    """Number of times that ``check_layers`` calls ``on_done``."""
     return len(network.layers) + 2
 
 
 def largest_bytes(network: NetworkSpec) -> int:
-    """The most that ``check_layers`` holds: the largest part in fp32, twice when quantising."""
+    """Peak bytes of ``check_layers``: the largest part in fp32, twice because of quantisation."""
     sizes: dict[str, int] = defaultdict(int)
     for name, shape in network.parameters().items():
         sizes[".".join(name.split(".")[:2])] += math.prod(shape)
@@ -84,14 +83,22 @@ def check_layers(
     seed: int = 0,
     workplace: Workplace | None = None,
 ) -> Parity:
-    """Compare the graph of the bundle in ``folder`` with torch on random canvases, one a mask
-    ratio.
+    """Compare a bundle's graph with torch on random canvases, one per mask ratio.
 
-    ``done``: the numbers it was made of; ``base``: its full precision; ``taps``: where layers stand
-    in the graph; ``cache_dtype`` and ``is_simulated`` are the manifest's. ``on_done`` is called
-    ``units`` times, once a part.
+    Args:
+        folder: The bundle.
+        network: The denoiser's description.
+        done: The quantised numbers that the graph was made from.
+        base: The precision of unquantised parts.
+        taps: Values of the layers in the graph.
+        cache_dtype: The manifest's value.
+        is_simulated: The manifest's value.
+        on_done: Called ``units`` times, once per part.
+        seed: Seed of the random canvases.
+        workplace: Memory and device to use.
 
-    Raises DlmError.
+    Raises:
+        DlmError: The graph cannot be run.
     """
     canvases = make_canvases(network, random_prompts(network, 1, seed), seed)
     parts = cut(ir.load(folder / GRAPH_FILE))
@@ -122,12 +129,12 @@ def check_layers(
 
 
 class _Beside:
-    """Torch beside a graph, part by part: ``equal`` goes on with the graph's values, ``alone`` with
-    its own.
+    """Runs torch alongside a graph: ``equal`` continues with the graph's values, ``alone`` with its
+    own.
 
-    ``rows`` are found as parts go by, one a quantised layer and one for the logits where the head
-    is none; ``found`` and ``expected`` are the logits ``[R, V]`` of the graph's whole pass and of
-    torch's, once the last part has run.
+    ``rows`` collects one result per quantised layer, and one for the logits if the head is not
+    quantised. ``found`` and ``expected`` are the logits ``[R, V]`` of the graph's and of torch's
+    independent pass, available after the last part.
     """
 
     def __init__(
@@ -151,9 +158,8 @@ class _Beside:
         self._now: dict[str, np.ndarray] = {}
 
     def run(self, part: Part, shown: Sequence[Values]) -> None:
-        """Torch's side of a part. ``shown``: what the graph showed of it, a batch of canvases each."""
-        # A value that crosses is shown by the part that makes it and again by the one that reads
-        # it.
+        """Run torch's side of a part; ``shown`` holds the graph's values, one mapping per batch."""
+        # A value that crosses a cut is shown twice: by the part that makes it and by its reader.
         values = [
             {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
         ]
@@ -173,7 +179,7 @@ class _Beside:
             if not isinstance(module, RoutedMLPs):
                 continue
             module.is_dense = f"{path}.gate" in self.taps
-            if not module.is_dense:  # a node of the graph has all three stacks
+            if not module.is_dense:  # one graph node has all three stacks
                 layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
             router = modules[f"{path.removesuffix('.experts')}.router"]
             assert isinstance(router, Router)
@@ -183,7 +189,7 @@ class _Beside:
             module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
-                # Before the quantisation that ``simulate`` put there.
+                # Runs before the quantisation hook of ``simulate``.
                 modules[layer].register_forward_pre_hook(
                     functools.partial(self._before, layer, shown), prepend=True
                 )
@@ -215,7 +221,7 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Compare who goes where by score: of two equally good experts either may be chosen."""
+        """Compare routing by score, because either of two equally good experts may be chosen."""
         values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
         x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
@@ -247,7 +253,7 @@ class _Beside:
         return torch.from_numpy(theirs).to(output.device)
 
     def _format_of(self, layer: str) -> str:
-        """The format of a layer, or of the experts of a mixture."""
+        """The format of a layer or of a mixture's experts."""
         return self.done.formats.get(layer, self.done.formats.get(f"{layer}.gate", HIGH))
 
     def _shown_now(self, shown: Sequence[Values]) -> Values:
@@ -315,7 +321,7 @@ def read_rounded(
     dtype: torch.dtype | None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """``Layered.read`` with the rows of a quantised embedding table as the graph looks them up."""
+    """``Layered.read``, but with a quantised embedding table's rows as the graph dequantises them."""
     if name != EMBEDDING:
         return read(name, dtype, rows)
     table = read(name, torch.float32, rows).numpy()
@@ -327,10 +333,10 @@ def read_rounded(
 def _project(
     done: Quantisation, x: np.ndarray, others: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A quantised head's results ``[R, V]`` for ``x`` ``[R, hidden]``, their slack, and its results
-    for ``others``.
+    """Outputs ``[R, V]`` of a quantised head for ``x`` ``[R, hidden]``, their slack, and its
+    outputs for ``others``.
 
-    Its matrix is dequantised a few columns at a time.
+    The matrix is dequantised a few columns at a time.
     """
     stored = done.weight("head")
     seen, others_seen = (calibrate.as_seen(done, "head", each) for each in (x, others))
@@ -348,7 +354,7 @@ def _project(
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
-    """The worst difference beyond ``slack``, over the range of values; infinite for NaN."""
+    """Worst difference beyond ``slack``, divided by the range of values; infinite for NaN."""
     worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
     return (
         worst / max(float(theirs.max() - theirs.min()), 1e-30)
@@ -358,7 +364,7 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
 
 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """How much outputs may differ where inputs lie between two codes and may take either."""
+    """How much outputs may differ because inputs on a boundary may get either code."""
     apart = _apart(done, layer, x)
     return (
         np.zeros((*x.shape[:-1], weight.shape[1]), np.float32)
@@ -370,7 +376,7 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
 def _experts_slack(
     done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """``_slack`` of a mixture's result ``[.., hidden]``, through both of its quantised inputs."""
+    """``_slack`` of a mixture's output ``[.., hidden]``, from both of its quantised inputs."""
     gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
     room = torch.zeros_like(tokens)
     slots, shares = chosen.flatten(0, -2), weights.flatten(0, -2)
@@ -382,7 +388,7 @@ def _experts_slack(
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        # Sums in another order differ by this share of the largest value.
+        # Sums in a different order differ by this share of the largest value.
         moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (
@@ -405,10 +411,10 @@ def _experts_slack(
 
 
 def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
-    """How far the codes are apart that each input may take; None where none has a choice.
+    """Distance between the two codes that each input may get; ``None`` if every code is certain.
 
-    Inputs are moved by a few roundings, all of them and all but the largest of a row, whose range
-    they would move as well.
+    Inputs are moved by a few rounding errors in two ways: all of them, and all except the largest
+    of a row, which would also move the row's range.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:
@@ -426,6 +432,6 @@ def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     apart = np.zeros_like(x)
     for step in (inner, np.full_like(x, _BOUNDARY)):
         apart = np.maximum(apart, np.abs(rounded(x * (1 + step)) - rounded(x * (1 - step))))
-    # Moving a range moves every code with it by as little: what counts is a whole code's step.
+    # Moving a range moves every code slightly; only a whole code's step counts.
     apart[apart <= 4 * _BOUNDARY * np.abs(x)] = 0
     return apart if apart.any() else None

@@ -1,4 +1,4 @@
-"""The canvases that parity is measured on: prompts, random ids after them, and masks."""
+"""Canvases for parity checks: prompts followed by random ids, partly masked."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ if TYPE_CHECKING:
 
 
 PROMPT_LENGTH = 12  # tokens of a random prompt
-TAIL_LENGTH = 48  # random tokens behind a prompt
+TAIL_LENGTH = 48  # random tokens after a prompt
 PROMPTS_LIMIT_BYTES = 16 << 20
-ROWS_PER_CANVAS = 16  # logits rows compared a canvas; 126,464 fp32 logits a row are 0.5 MB
+ROWS_PER_CANVAS = 16  # rows compared per canvas; a row of 126,464 fp32 logits takes 0.5 MB
 
 
 @dataclass(frozen=True, eq=False)
 class Canvas:
-    """A canvas to compare on: ids int64 ``[L]``, masked at ``mask_ratio``, and which of its rows
-    ``[R]`` are looked at.
-    """
+    """A canvas to compare: ids int64 ``[L]``, its mask ratio, and the rows ``[R]`` to compare."""
 
     mask_ratio: float
     tokens: np.ndarray
@@ -36,9 +34,7 @@ class Canvas:
 
 
 def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int]]:
-    """Seeded prompts of random ids without special ones, at most ``PROMPT_LENGTH`` and half a
-    canvas long.
-    """
+    """Random prompts without special tokens, of at most ``PROMPT_LENGTH`` tokens and half a canvas."""
     c, rng = network, np.random.default_rng(seed)
     length = max(1, min(PROMPT_LENGTH, c.max_canvas_length // 2))
     return [
@@ -48,26 +44,26 @@ def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[list[int]]:
-    """The first ``count`` lines of a text file as ids, without empty lines. Raises RequestError.
+    """Read the first ``count`` non-empty lines of a text file as ids. Raises RequestError.
 
-    A special token that a line spells is that token, as in the released code.
+    Special tokens in the text are encoded as such, as in the released code.
     """
     if tokenizer is None:
-        raise RequestError(f"{path}: there is no tokenizer for text; leave --prompts out")
+        raise RequestError(f"{path}: there is no tokenizer for text; omit --prompts")
     lines = [
         line
         for line in read_text(path, PROMPTS_LIMIT_BYTES, RequestError).splitlines()
         if line.strip()
     ]
     if not lines:
-        raise RequestError(f"{path}: holds no prompt")
+        raise RequestError(f"{path}: contains no prompt")
     return [tokenizer.encode(line, True) for line in lines[:count]]
 
 
 def make_canvases(
     network: NetworkSpec, prompts: Sequence[Sequence[int]], seed: int
 ) -> list[Canvas]:
-    """Every prompt, followed by random ids, at each of ``MASK_RATIOS``; a prompt's own ids stay."""
+    """Every prompt plus random ids, at each of ``MASK_RATIOS``; the prompt itself is not masked."""
     c, rng = network, np.random.default_rng(seed)
     canvases = []
     for ratio in MASK_RATIOS:

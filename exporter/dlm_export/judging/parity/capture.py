@@ -1,9 +1,7 @@
-"""Logits from outside: the checkpoint's own class, or transformers' class of the same layers, on
-parity's canvases.
+"""Records logits of the checkpoint's own class, or of a transformers class, on parity's canvases.
 
-The only file that imports transformers. It runs in whatever environment the released code asks for:
-of this project it needs the checkpoint's folder, its family's name for things, and neither onnx nor
-a bundle.
+Only this module imports transformers. It runs in the environment that the released code requires.
+It needs the checkpoint's folder and our family for it, but neither onnx nor a bundle.
 """
 
 from __future__ import annotations
@@ -39,13 +37,12 @@ from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
-# Dream's code asks for 4.46.2; LLaDA's runs on 4.57.1 and no later one.
+# Dream's code needs 4.46.2; LLaDA's runs up to 4.57.1.
 PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
-# Of a checkpoint's auto_map, where no entry is the architecture's own: those whose classes end in
-# logits come first.
+# Entries of auto_map to try if none is the architecture's own; classes with logits come first.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
-# Of config.json, what names another class than the trunk's or says how weights are stored.
+# Entries of config.json that name other classes or say how weights are stored.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",
@@ -55,29 +52,28 @@ _NOT_THE_TRUNKS = (
     "dtype",
 )
 _LISTED = 4  # tensor names shown
-CODE_LIMIT_BYTES = 4 << 20  # of one file of Python
+CODE_LIMIT_BYTES = 4 << 20  # limit for one Python file
 
 
 class CaptureError(DlmError):
-    """The released code is not there, not trusted, or not to be run from where it is."""
+    """The released code is missing, not trusted, or cannot be run from its location."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class ReleasedCodeError(CaptureError):
-    """The released code does not run here or proves nothing; another version may."""
+    """The released code does not run here or gives unusable results; another version may work."""
 
     exit_code = ExitCode.COULD_NOT
 
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """What to run and on what: ``prompts`` is a text file, None makes random ids; ``count`` prompts
-    at each mask ratio.
+    """Options of a capture.
 
-    ``trust_remote_code`` lets the checkpoint's own Python files run; ``trunk`` takes transformers'
-    class of the same layers instead, with those positions visible that the network's attention
-    sees.
+    ``trust_remote_code`` allows running the checkpoint's own Python files. ``trunk`` uses the
+    transformers class with the same layers instead, with our attention mask. ``prompts`` is a text
+    file; ``None`` uses random ids. ``count`` is the number of prompts per mask ratio.
     """
 
     trust_remote_code: bool = False
@@ -89,7 +85,7 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which class is run: ``name`` from transformers, or from the first of ``files``."""
+    """The class to run: ``name`` from transformers, or from the first of ``files``."""
 
     kind: str
     name: str
@@ -102,8 +98,18 @@ def capture(
     overrides: Overrides | None = None,
     progress: Progress | None = None,
 ) -> Golden:
-    """Run a checkpoint's released code in fp32 on the CPU. Raises CheckpointError, CaptureError,
-    RequestError.
+    """Run a checkpoint's released code in fp32 on the CPU and return its logits.
+
+    Args:
+        path: The checkpoint's folder.
+        options: What to run.
+        overrides: Values that config.json lacks.
+        progress: Receives two stages.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        CaptureError: The released code is missing, not trusted or does not run.
+        RequestError: The prompts cannot be used.
     """
     progress = progress or Silent()
     checkpoint = Checkpoint(path)
@@ -111,15 +117,15 @@ def capture(
     network = families.read_network(checkpoint, overrides or Overrides())
     if checkpoint.quantisation is not None:
         raise CaptureError(
-            f"{path}: is quantised ({checkpoint.quantisation}); capture the checkpoint that it was made from"
+            f"{path}: is quantised ({checkpoint.quantisation}); capture the checkpoint it was made from"
         )
     needed = 4 * network.parameter_count()
-    instead = "Run it on a larger machine: the file that it writes is small."
+    instead = "Run it on a larger machine; the file it writes is small."
     check_host_memory(needed, "capture holds the denoiser in fp32", instead)
     choice = choose(checkpoint, family, options)
     canvases = make_canvases(network, _prompts(checkpoint, network, options), options.seed)
     progress.start("load released code", 1)
-    # Standard output is for results, and the released code is not ours to keep quiet.
+    # Standard output is reserved for results, and released code may print to it.
     with contextlib.redirect_stdout(sys.stderr):
         released = _Released(checkpoint, choice, network)
         progress.start("capture logits", len(canvases))
@@ -132,11 +138,11 @@ def capture(
     provenance = Provenance(
         kind=choice.kind,
         class_name=type(released.model).__name__,
-        # transformers puts a checkpoint's files into a package of its own, named by their hash.
+        # transformers loads a checkpoint's files as a package named by their hash.
         module=type(released.model).__module__
         if choice.kind != golden.RELEASED
         else choice.files[0],
-        attention=_sight(network) if choice.kind == golden.TRUNK else "as the class has it",
+        attention=_sight(network) if choice.kind == golden.TRUNK else "chosen by the class",
         code={name: sha256(path / name) for name in choice.files},
         checkpoint=_printable(path.resolve().name),
         config_sha256=sha256(checkpoint.config.path),
@@ -153,17 +159,17 @@ def capture(
 
 
 def _sight(network: NetworkSpec) -> str:
-    """What is visible, in words."""
+    """Describe which positions are visible."""
     block = network.visible_block
     return (
         "every position visible"
         if block is None
-        else f"blocks of {block} visible to themselves and those behind them"
+        else f"blocks of {block}, each visible to itself and later ones"
     )
 
 
 def _printable(name: str) -> str:
-    """A file's name as a golden file may carry it."""
+    """A file's name made printable for a golden file."""
     kept = "".join(letter if letter.isprintable() else "?" for letter in name)
     return kept[: golden.TEXT_LIMIT] or "?"
 
@@ -189,25 +195,25 @@ def _versions() -> dict[str, str]:
 
 
 def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> Choice:
-    """The checkpoint's own class, else transformers', else the trunk's. Raises CaptureError."""
+    """Choose the checkpoint's own class, else transformers', else the trunk's. Raises CaptureError."""
     config = checkpoint.config
     architecture = config.get("architectures")[0]
     if options.trunk:
         if family.trunk is None:
             raise CaptureError(
-                f"{checkpoint.path}: no class of transformers has the layers of {family.name} under these names"
+                f"{checkpoint.path}: transformers has no class with the layers of {family.name} under these names"
             )
         return Choice(golden.TRUNK, family.trunk)
     own = _own_code(checkpoint, architecture)
     if own is not None:
         if not options.trust_remote_code:
             instead = (
-                f", or pass --trunk for transformers' {family.trunk}"
+                f", or pass --trunk to use transformers' {family.trunk}"
                 if family.trunk is not None
                 else ""
             )
             raise CaptureError(
-                f"{checkpoint.path}: its released code would be executed: {', '.join(own.files)}. Read it, and pass "
+                f"{checkpoint.path}: this would execute its released code: {', '.join(own.files)}. Read it, then pass "
                 f"--trust-remote-code to run it{instead}."
             )
         return own
@@ -234,8 +240,8 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
     for entry in entries.values():
         if not isinstance(entry, str) or not re.fullmatch(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", entry):
             raise CaptureError(
-                f"{checkpoint.config.path}: auto_map names {reprlib.repr(entry)}; only a class of a file in the checkpoint's "
-                "folder is run, as module.Class: download the code into the folder"
+                f"{checkpoint.config.path}: auto_map names {reprlib.repr(entry)}; only classes in files of the checkpoint's "
+                "folder can be run, as module.Class: download the code into the folder"
             )
     found = [entry for entry in entries.values() if entry.split(".")[1] == architecture] or list(
         entries.values()
@@ -245,19 +251,19 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """The files of a folder's module and of all that it imports there, in order."""
+    """A module's file and all files of the folder that it imports, in order."""
     names = [f"{module}.py"]
-    for name in names:  # grows
+    for name in names:  # names grows during the loop
         path = folder / name
         try:
             tree = ast.parse(
                 read_text(
-                    path, CODE_LIMIT_BYTES, CaptureError, " It is named by auto_map or its code."
+                    path, CODE_LIMIT_BYTES, CaptureError, " auto_map or its code refers to it."
                 )
             )
         except (ValueError, SyntaxError, RecursionError, MemoryError) as err:
             raise CaptureError(
-                f"{path}: named by auto_map or its code, and not readable as Python ({err})"
+                f"{path}: auto_map or its code refers to it, but it is not valid Python ({err})"
             ) from err
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -277,12 +283,12 @@ def _version() -> tuple[int, ...]:
 
 
 def _transformers() -> Any:
-    """The package. Raises ReleasedCodeError where it is missing or too old."""
+    """Import the package. Raises ReleasedCodeError if it is missing or too old."""
     try:
         if _version() < OLDEST:
             oldest = ".".join(map(str, OLDEST))
             raise ReleasedCodeError(
-                f"{PACKAGE} {metadata.version(PACKAGE)} is too old, {oldest} or later is needed: {INSTALL}"
+                f"{PACKAGE} {metadata.version(PACKAGE)} is too old; {oldest} or later is needed: {INSTALL}"
             )
         return importlib.import_module(PACKAGE)
     except ModuleNotFoundError as err:
@@ -295,7 +301,7 @@ class _Released:
     """The class of ``choice`` with the checkpoint's weights, in fp32 and evaluation mode."""
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
-        """Raises ReleasedCodeError for whatever the class does instead of loading."""
+        """Load the class. Raises ReleasedCodeError if that fails in any way."""
         self.checkpoint, self.choice = checkpoint, choice
         self.vocab_size, self.visible_block = network.vocab_size, network.visible_block
         transformers = _transformers()
@@ -308,8 +314,8 @@ class _Released:
         }
         try:
             if choice.kind == golden.RELEASED:
-                # Not by an Auto class: these remember a class for a config's, of whatever
-                # checkpoint came first.
+                # Auto classes are not used: they cache classes by config, whichever checkpoint came
+                # first.
                 entry = f"{choice.files[0].removesuffix('.py')}.{choice.name}"
                 factory = transformers.dynamic_module_utils.get_class_from_dynamic_module(
                     entry, str(checkpoint.path)
@@ -323,10 +329,10 @@ class _Released:
                 }
                 settings["config"] = factory.config_class.from_dict(kept)
                 settings["attn_implementation"] = (
-                    "eager"  # adds the mask as it is, in every version
+                    "eager"  # adds the given mask unchanged, in every version
                 )
             self.model, loading = factory.from_pretrained(str(checkpoint.path), **settings)
-        except Exception as err:  # it is somebody else's program
+        except Exception as err:  # third-party code may raise anything
             raise self._failure("does not load", err) from err
         self._check_weights(loading)
         self.model.eval()
@@ -335,7 +341,7 @@ class _Released:
     def _failure(self, what: str, err: Exception) -> ReleasedCodeError:
         written = self.checkpoint.config.get("transformers_version")
         hint = (
-            f" Its config.json is of {PACKAGE} {written[:20]}: try that version."
+            f" Its config.json was written by {PACKAGE} {written[:20]}: try that version."
             if isinstance(written, str)
             else ""
         )
@@ -346,11 +352,11 @@ class _Released:
         )
 
     def _check_weights(self, loading: dict[str, Any]) -> None:
-        """A class that was left with random weights, or left some unread, proves nothing."""
+        """Reject a class that kept random weights or ignored some of the checkpoint's."""
         kinds = {
             "missing_keys": "expects",
             "unexpected_keys": "does not know",
-            "mismatched_keys": "has another size for",
+            "mismatched_keys": "expects another size for",
         }
         for kind, said in kinds.items():
             names = sorted(
@@ -361,8 +367,8 @@ class _Released:
             if names:
                 more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
                 raise ReleasedCodeError(
-                    f"{self.checkpoint.path}: {self.choice.name} {said} {', '.join(names[:_LISTED])}{more}: it is not the "
-                    "class of these weights"
+                    f"{self.checkpoint.path}: {self.choice.name} {said} {', '.join(names[:_LISTED])}{more}: it does not match "
+                    "these weights"
                 )
 
     @torch.no_grad()
@@ -371,7 +377,7 @@ class _Released:
         length = len(tokens)
         arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
         if self.choice.kind == golden.TRUNK:
-            # Additive: the class by itself would hide all that comes later.
+            # Additive mask: by default the class would hide all later positions.
             blocks = torch.arange(length) // (self.visible_block or length)
             is_hidden = blocks > blocks.unsqueeze(1)
             arguments["attention_mask"] = torch.zeros(1, 1, length, length).masked_fill(
@@ -383,40 +389,40 @@ class _Released:
             raise self._failure("does not run", err) from err
         if tuple(out.shape) != (1, length, self.vocab_size):
             raise ReleasedCodeError(
-                f"{self.checkpoint.path}: {self.choice.name} gives logits {list(out.shape)}, expected "
+                f"{self.checkpoint.path}: {self.choice.name} returns logits {list(out.shape)}, expected "
                 f"{[1, length, self.vocab_size]}"
             )
         logits: np.ndarray = out[0].float().numpy()
         if not np.isfinite(logits).all():
             raise ReleasedCodeError(
-                f"{self.checkpoint.path}: {self.choice.name} gives NaN or infinite logits"
+                f"{self.checkpoint.path}: {self.choice.name} returns NaN or infinite logits"
             )
         return logits
 
     def check_visibility(self, tokens: np.ndarray) -> None:
-        """Raises ReleasedCodeError if the first position of a canvas ``[L]`` does not see what it
-        should, or sees more.
+        """Raises ReleasedCodeError if the first position of a canvas ``[L]`` sees too little or too
+        much.
 
-        Tried with the last position that a trunk must see, with the second of a class that has
-        rules of its own, and with the first one behind its block.
+        Changes one token at a time: the last position that a trunk must see, or the second position
+        for other classes; then the first position after its block.
         """
-        seen = min(self.visible_block or len(tokens), len(tokens))  # of its own block
+        seen = min(self.visible_block or len(tokens), len(tokens))  # length of its block
         place = seen - 1 if self.choice.kind == golden.TRUNK else min(1, seen - 1)
         which = f"{self.checkpoint.path}: {self.choice.name}"
         version = f"{PACKAGE} {metadata.version(PACKAGE)}"
         if not self._is_seen(tokens, place):
             raise ReleasedCodeError(
-                f"{which} attends causally with {version}: position 0 does not see position {place}. A denoiser sees what "
-                "comes later; try another version."
+                f"{which} attends causally with {version}: position 0 does not see position {place}, but a denoiser must see "
+                "later positions; try another version."
             )
         if seen < len(tokens) and self._is_seen(tokens, seen):
             raise ReleasedCodeError(
-                f"{which} is to be called with a mask by {version}: position 0 sees position {seen}, behind its block. Pass "
-                "--trunk, which has the mask."
+                f"{which} needs an attention mask with {version}: position 0 sees position {seen}, after its block. Pass "
+                "--trunk, which supplies the mask."
             )
 
     def _is_seen(self, tokens: np.ndarray, place: int) -> bool:
-        """Whether another token at a place changes the logits of position 0."""
+        """True if changing the token at a position changes the logits of position 0."""
         changed = tokens.copy()
         changed[place] = (changed[place] + 1) % self.vocab_size
         return not np.array_equal(self.logits(tokens)[0], self.logits(changed)[0])

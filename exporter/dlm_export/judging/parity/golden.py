@@ -1,20 +1,20 @@
-"""Golden files: logits that code from outside computed on parity's canvases, and what computed
-them, in one .npz.
+"""Golden files: logits that other code computed on parity's canvases, with their provenance, as
+.npz.
 
-``capture`` records them in the environment of the checkpoint's own code; ``check`` compares a
-bundle with them anywhere: it needs neither torch nor the checkpoint. A golden file is data from
-another machine: it is read without pickle, from entries that are stored uncompressed, so that
-nothing is larger in memory than on disk.
+``capture`` records them in the environment of the released code; ``check`` compares a bundle with
+them anywhere, without torch or the checkpoint. Golden files may come from untrusted machines, so
+they are read without pickle, and their entries must be uncompressed: no array can exceed the file's
+size.
 
-=================  ====================  ====================================================
-``provenance``     uint8 ``[bytes]``     ``Provenance`` as JSON in UTF-8, with ``FORMAT``
-``mask_ratios``    float64 ``[N]``       of each canvas
-``tokens``         int64 ``[sum of L]``  the canvases' ids, one canvas behind the other
-``lengths``        int64 ``[N]``         ids of each canvas
-``rows``           int64 ``[sum of R]``  rows of each canvas that were kept, ascending
-``row_counts``     int64 ``[N]``         how many of each
-``logits``         fp32 ``[sum of R, V]``  raw, as the class gives them
-=================  ====================  ====================================================
+=================  ======================  ====================================================
+``provenance``     uint8 ``[bytes]``       ``Provenance`` as JSON in UTF-8, with ``FORMAT``
+``mask_ratios``    float64 ``[N]``         the mask ratio of each canvas
+``tokens``         int64 ``[sum of L]``    the ids of all canvases, concatenated
+``lengths``        int64 ``[N]``           number of ids of each canvas
+``rows``           int64 ``[sum of R]``    rows of each canvas that were kept, ascending
+``row_counts``     int64 ``[N]``           number of rows of each canvas
+``logits``         fp32 ``[sum of R, V]``  raw, as returned by the class
+=================  ======================  ====================================================
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 SUFFIX = ".npz"
 FORMAT = {"name": "dlm-export golden logits", "version": 1}
-LIMIT_BYTES = 32 << 30  # of a file: 4,000 rows a gigabyte at 65,536 tokens of vocabulary
+LIMIT_BYTES = 32 << 30  # file size; 1 GB holds 4,000 rows with a vocabulary of 65,536 tokens
 PROVENANCE_LIMIT_BYTES = 1 << 20
 TEXT_LIMIT = 300  # characters of one text in the provenance
 RELEASED, OWN, TRUNK = "released code", "transformers class", "transformers trunk"
@@ -50,24 +50,24 @@ _ARRAYS = {
     "row_counts": (np.int64, 1),
     "logits": (np.float32, 2),
 }
-"""Name -> element type and dimensions."""
+"""Name -> element type and number of dimensions."""
 
 
 class GoldenError(DlmError):
-    """A golden file is missing, damaged, of another version, or of another bundle."""
+    """A golden file is missing, damaged, of another version, or for another bundle."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What computed the logits.
+    """The origin of the logits.
 
-    ``kind`` is one of ``KINDS``: the code that came with the checkpoint, transformers' class of
-    that architecture, or transformers' class of the same layers, with a mask of ours. ``module`` is
-    where the class lies; ``code`` maps the checkpoint's files that ran to their SHA-256,
-    ``weights`` those that were read. ``attention`` says in words who decided what is visible.
-    ``checkpoint`` is the folder's name, ``prompts`` "random" or the text file's name.
+    ``kind`` is one of ``KINDS``: the checkpoint's own code, the transformers class of that
+    architecture, or the transformers class with the same layers and our mask. ``module`` contains
+    the class. ``code`` maps the checkpoint's files that ran to their SHA-256, and ``weights`` those
+    that were read. ``attention`` describes which positions are visible. ``checkpoint`` is the
+    folder's name; ``prompts`` is "random" or the text file's name.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class Provenance:
 
     @property
     def reference(self) -> str:
-        """What a bundle is compared with, in words."""
+        """Describe what a bundle is compared with."""
         what = {
             RELEASED: f"the released code's logits ({self.class_name} of {self.module}",
             OWN: f"the logits of transformers' own class ({self.class_name}",
@@ -100,7 +100,7 @@ class Provenance:
 
 @dataclass(frozen=True, eq=False)
 class Golden:
-    """Logits fp32 ``[R, V]`` of every canvas's rows, and where they come from."""
+    """Logits fp32 ``[R, V]`` of every canvas's rows, and their provenance."""
 
     provenance: Provenance
     canvases: list[Canvas]
@@ -124,14 +124,14 @@ class Golden:
 
 
 def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Where to ``save`` what becomes ``path``. GoldenError for a name without ``SUFFIX``."""
+    """Claim ``path`` for a file that ``save`` writes. Raises GoldenError without ``SUFFIX``."""
     if path.suffix != SUFFIX:
-        raise GoldenError(f"{path}: end its name in {SUFFIX}")
+        raise GoldenError(f"{path}: the name must end in {SUFFIX}")
     return outputs.claimed_file(path, force=force)
 
 
 def save(path: Path, golden: Golden) -> None:
-    """Write a golden file, to a path of ``claimed``. Raises OSError."""
+    """Write a golden file to a path from ``claimed``. Raises OSError."""
     provenance = json.dumps(
         {"format": FORMAT, **golden.provenance.as_dict()}, indent=1, ensure_ascii=False
     )
@@ -152,7 +152,7 @@ def save(path: Path, golden: Golden) -> None:
 
 
 def load(path: Path) -> Golden:
-    """Read a golden file, whatever it holds. Raises GoldenError."""
+    """Read and check a golden file. Raises GoldenError."""
     try:
         if not path.is_file():
             raise GoldenError(f"{path}: no such file. `dlm-export capture` writes one.")
@@ -166,7 +166,7 @@ def load(path: Path) -> Golden:
         raise
     except (
         Exception
-    ) as err:  # a dozen kinds: zipfile's, and of numpy's header those of Python's tokenizer
+    ) as err:  # a dozen kinds: from zipfile, and from Python's tokenizer for numpy headers
         reason = " ".join(str(err).split())[:TEXT_LIMIT]
         raise GoldenError(
             f"{path}: not a golden file, or a damaged one ({reason}). Capture it again."
@@ -175,13 +175,13 @@ def load(path: Path) -> Golden:
 
 
 def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.ndarray:
-    """One array whose size is checked before it is allocated. Raises ValueError, KeyError."""
+    """Read one array; checks its size before allocating. Raises ValueError, KeyError."""
     kind, dimensions = _ARRAYS[name]
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
     if info.file_size > archive_bytes:
-        raise ValueError(f"{name} says that it is larger than the file")
+        raise ValueError(f"{name} claims to be larger than the file")
     with archive.open(info) as file:
         shape, is_fortran, dtype = _read_header(file)
         wanted = math.prod(shape) * np.dtype(kind).itemsize
@@ -191,9 +191,9 @@ def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.n
             )
         if info.file_size - file.tell() != wanted:
             raise ValueError(
-                f"{name} says {list(shape)}, but has {info.file_size - file.tell()} bytes"
+                f"{name} claims shape {list(shape)}, but has {info.file_size - file.tell()} bytes"
             )
-        # zipfile compares the entry's checksum as its last byte is read.
+        # zipfile verifies the entry's checksum when its last byte is read.
         return np.frombuffer(file.read(), kind).reshape(shape)
 
 
@@ -206,7 +206,7 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _provenance(text: bytes) -> Provenance:
-    """Raises ValueError, and GoldenError for another version."""
+    """Read the provenance. Raises ValueError, or GoldenError for another version."""
     if len(text) > PROVENANCE_LIMIT_BYTES:
         raise ValueError(f"provenance has {len(text)} bytes")
     values = json.loads(text.decode())
@@ -215,8 +215,8 @@ def _provenance(text: bytes) -> Provenance:
         raise ValueError("its provenance is not that of a golden file")
     if found != FORMAT:
         raise GoldenError(
-            f"golden file of version {str(found.get('version'))[:20]}; this dlm-export reads {FORMAT['version']}: capture it "
-            "again"
+            f"golden file of version {str(found.get('version'))[:20]}; this dlm-export reads version {FORMAT['version']}: "
+            "capture it again"
         )
     names = {field.name: field.type for field in fields(Provenance)}
     if values.keys() != names.keys():
@@ -225,14 +225,14 @@ def _provenance(text: bytes) -> Provenance:
         value = values[name]
         is_right = {"str": _is_text, "int": _is_count, "Mapping[str, str]": _is_texts}[str(kind)]
         if not is_right(value):
-            raise ValueError(f"provenance: {name} is not what it should be")
+            raise ValueError(f"provenance: {name} has a wrong type or value")
     if values["kind"] not in KINDS:
-        raise ValueError(f"provenance: kind {values['kind']!r} is none of {', '.join(KINDS)}")
+        raise ValueError(f"provenance: kind {values['kind']!r} is not one of {', '.join(KINDS)}")
     return Provenance(**values)
 
 
 def _is_text(value: Any) -> bool:
-    """Text that is fit to print: it goes to a terminal."""
+    """True if a value is text that is safe to print in a terminal."""
     return isinstance(value, str) and 0 < len(value) <= TEXT_LIMIT and value.isprintable()
 
 
@@ -247,7 +247,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.ndarray]]:
-    """Raises ValueError unless the arrays fit together, the ids exist and logits are finite."""
+    """Split the arrays by canvas. Raises ValueError for sizes, ids, rows or logits that are wrong."""
     ratios, lengths, counts, logits = (
         arrays[name] for name in ("mask_ratios", "lengths", "row_counts", "logits")
     )
@@ -262,9 +262,9 @@ def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.n
         ("rows", counts, len(arrays["rows"])),
     ):
         if sizes.min() < 1 or sizes.max() > total or int(sizes.sum()) != total:
-            raise ValueError(f"{name} has {total} entries, which its canvases do not share out")
+            raise ValueError(f"{name} has {total} entries, which do not match its canvases")
     if len(logits) != len(arrays["rows"]) or logits.shape[1] < 2:
-        raise ValueError(f"logits {list(logits.shape)} of {len(arrays['rows'])} rows")
+        raise ValueError(f"logits {list(logits.shape)} for {len(arrays['rows'])} rows")
     if arrays["tokens"].min() < 0 or arrays["tokens"].max() >= logits.shape[1]:
         raise ValueError(f"a token is outside the vocabulary of {logits.shape[1]}")
     if not np.isfinite(logits).all():

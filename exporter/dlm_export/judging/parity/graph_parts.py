@@ -1,7 +1,7 @@
-"""A bundle's graph run part by part in ONNX Runtime, by the kernels that the native runtime takes:
-one part's weights are held.
+"""Runs a bundle's graph part by part in ONNX Runtime, with the native runtime's kernels.
 
-Values cross from part to part by name and as they are, so that the run is the whole graph's.
+Only one part's weights are in memory. Values pass from part to part unchanged, so the result equals
+a run of the whole graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Values = Mapping[str, np.ndarray]
 """Values of a graph by name."""
 
 
-# Of a port's elements, for arrays of types that numpy lacks.
+# Element type -> numpy type of the same size, for types that numpy lacks.
 _BITS: dict[ir.DataType, type[np.generic]] = {
     ir.DataType.FLOAT: np.float32,
     ir.DataType.FLOAT16: np.uint16,
@@ -38,7 +38,7 @@ _BITS: dict[ir.DataType, type[np.generic]] = {
 def full_pass(
     network: NetworkSpec, cache_dtype: str, ids: np.ndarray, rows: np.ndarray
 ) -> dict[str, onnxruntime.OrtValue]:
-    """What a graph reads in a pass over whole canvases ``[B, L]`` that scores ``rows`` ``[B, R]``."""
+    """Inputs of a graph for a pass over whole canvases ``[B, L]`` that scores ``rows`` ``[B, R]``."""
     from onnxruntime import OrtValue
 
     integers = {
@@ -68,10 +68,10 @@ def run_parts(
     *,
     is_simulated: bool,
 ) -> Iterator[tuple[Part, list[Values]]]:
-    """Run every pass through each part before the next part is opened; gives a part and, a pass,
-    its outputs in ``wanted``.
+    """Run all passes through each part in turn; yields the part and, per pass, its ``wanted``
+    outputs.
 
-    ``folder`` has the graph's data file, ``is_simulated`` is the manifest's. Raises PartError.
+    ``folder`` has the graph's data file; ``is_simulated`` is the manifest's. Raises PartError.
     """
     held = [dict(given) for given in passes]
     for number, part in enumerate(parts):
@@ -101,11 +101,10 @@ def open_graph(
     is_simulated: bool = False,
     is_packed: bool = True,
 ) -> onnxruntime.InferenceSession:
-    """A session over a graph, or a part of one, as the native runtime sets it up; its weights are
-    in ``folder``, if in any.
+    """Open a graph, or a part of one, with the native runtime's settings.
 
-    ``is_packed``: matrices in full precision are copied into an order of ONNX Runtime's own, for
-    many passes.
+    ``folder`` has its weights, if it has any. ``is_packed`` copies unquantised matrices into ONNX
+    Runtime's own layout, which speeds up many passes.
     """
     import onnxruntime
 

@@ -1,9 +1,9 @@
-"""Tolerances of parity, what a comparison found, and the verdict.
+"""Tolerances and results of parity checks.
 
-There are two kinds of parity. ``against_torch`` compares a bundle with our own denoiser in torch, at
-the end of every build; it cannot find a checkpoint that we misread, because both sides misread it.
-``against_golden`` compares with logits of the released code, which can. Nothing here imports torch,
-so a board without torch can check golden files too.
+Parity is checked in two ways. ``against_torch`` compares a bundle with our own torch denoiser at
+the end of every build. It cannot detect a checkpoint that we misread, because both sides misread
+it. ``against_golden`` compares with logits of the released code, which can detect that. This module
+does not import torch, so boards without torch can check golden files too.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from dlm_runtime import Bundle
 from dlm_runtime.errors import DlmError, ExitCode
 
 OUR_DENOISER = "our torch denoiser"
-ROUTER = "fp32"  # what a row of parts says that a router is held in, whatever the full precision is
-LOGITS = "logits"  # what a row of parts calls the network's end
+ROUTER = "fp32"  # format shown for routers, which always compute in fp32
+LOGITS = "logits"  # name of the row for the final logits
 
 
 class ParityError(DlmError):
-    """The bundle does not compute what its reference computes."""
+    """The bundle's results differ from its reference's by more than the tolerance."""
 
     exit_code = ExitCode.MISSED
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """``relative``: worst logit difference over the logits' range. ``agreement``: share of canvases
-    equal in every token.
+    """``relative``: worst logit difference divided by the logits' range. ``agreement``: share of
+    identical canvases.
     """
 
     relative: float
     agreement: float
 
 
-# fp32: sums of a few thousand terms in another order. fp16: 11-bit significands through every
-# layer; ties may flip tokens. bf16: 8-bit significands, eight times as coarse as fp16's; torch's
-# side stays fp32.
+# fp32: sums of a few thousand terms in a different order. fp16: 11-bit significands in every layer;
+# ties may flip tokens. bf16: 8-bit significands, eight times coarser than fp16. Torch computes in
+# fp32.
 TOLERANCES = {
     "fp32": Tolerance(2e-4, 1.0),
     "fp16": Tolerance(2e-2, 0.8),
     "bf16": Tolerance(1.6e-1, 0.5),
 }
-# A key or value between two codes of the cache may be stored as either: ties may flip tokens.
+# A key or value between two codes of the cache may be stored as either, so ties may flip tokens.
 ROUNDED_CACHE_AGREEMENT = 0.8
-# One layer, or what lies between two, by the full precision around quantised layers.
+# For one layer, or the operators between two, by the precision around quantised layers.
 PART_TOLERANCES = {
     "fp32": Tolerance(2e-5, 0.0),
     "fp16": Tolerance(5e-3, 0.0),
@@ -58,7 +58,7 @@ PART_TOLERANCES = {
 
 
 def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
-    """What whole passes and canvases are held to in a full precision, over a cache of this type."""
+    """Tolerance of whole passes and canvases, for a precision and a type of cache."""
     found = TOLERANCES[precision]
     return (
         found
@@ -69,7 +69,7 @@ def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
 
 @dataclass(frozen=True)
 class GraphRow:
-    """Parity of one mask-ratio bucket. ``argmax_ties``: rows whose best two are closer than the
+    """Parity at one mask ratio. ``argmax_ties``: rows whose best two logits are closer than the
     worst difference.
     """
 
@@ -96,13 +96,13 @@ class LoopRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Parity of one quantised layer from equal inputs, over all canvases: worst differences over
-    the range of values.
+    """Parity of one quantised layer with equal inputs: worst differences divided by the range of
+    values.
 
-    ``input_relative`` is of what lies between the layers before and this one. ``output_relative``
-    leaves out what an input on the boundary between two codes may move; None where a fused operator
-    keeps the output to itself, so that the next row's input has it. The row ``LOGITS`` is what
-    follows the last layer.
+    ``input_relative`` covers the operators since the previous layer. ``output_relative`` does not
+    count differences that an input on a boundary between two codes may cause. It is ``None`` if a fused
+    operator hides the output; the next row's input then covers it. The row ``LOGITS`` covers
+    everything after the last layer.
     """
 
     layer: str
@@ -117,12 +117,11 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Parity:
-    """The verdict, with what it rests on; ``reference`` says in words what the bundle was compared
-    with.
+    """The result of a parity check; ``reference`` describes what the bundle was compared with.
 
-    Of a quantised bundle ``layers`` are held to the tolerance, and ``graph`` shows a whole pass of
-    each side alone, which is judged instead: codes that flip carry on from layer to layer. Of any
-    other there are no ``layers``, and ``graph`` and ``loop`` are held to it.
+    For a quantised bundle, ``layers`` must meet the tolerance. ``graph`` then shows independent
+    whole passes, for information only, because flipped codes affect all later layers. For other
+    bundles, ``layers`` is empty, and ``graph`` and ``loop`` must meet the tolerance.
     """
 
     precision: str
@@ -134,7 +133,7 @@ class Parity:
 
     @property
     def misses(self) -> list[str]:
-        """One sentence for everything outside the tolerance; empty when parity holds."""
+        """One sentence per missed tolerance; empty if parity holds."""
         if self.layers:
             return [miss for row in self.layers for miss in self._missed(row)]
         found = []
@@ -168,35 +167,35 @@ class Parity:
             if row.worst <= limit:
                 return []
             return [
-                f"{row.layer} chooses experts that are worse than those that torch chooses of the same tokens, or weighs them "
-                f"otherwise: by {row.worst:.2e} of the largest, more than {limit:.1e}"
+                f"{row.layer} chooses worse experts than torch for the same tokens, or weighs them differently: "
+                f"by {row.worst:.2e} of the largest, more than {limit:.1e}"
             ]
         where = (
             "the logits, after the last layer,"
             if row.layer == LOGITS
-            else f"what goes into {row.layer}"
+            else f"the input of {row.layer}"
         )
         found = []
         if not row.input_relative <= limit:
             found.append(
-                f"{where} differs from torch's by {row.input_relative:.2e} of its range, more than {limit:.1e}, though the "
+                f"{where} differs from torch's by {row.input_relative:.2e} of its range, more than {limit:.1e}, although the "
                 "layers before it gave both sides the same"
             )
         if row.output_relative is not None and not row.output_relative <= limit:
             found.append(
-                f"{row.layer} ({row.format}) gives another result than torch's from the same input: apart by "
+                f"{row.layer} ({row.format}) gives a different result from torch for the same input: the difference is "
                 f"{row.output_relative:.2e} of its range, more than {limit:.1e} beyond one code's step"
             )
         return found
 
     @property
     def summary(self) -> str:
-        """The first misses and how many more there are."""
+        """The first two misses, and how many more there are."""
         more = len(self.misses) - 2
         return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as accuracy.json and ``--json`` show them."""
+        """Plain values for accuracy.json and ``--json``."""
         return asdict(self) | {"passed": not self.misses, "misses": self.misses}
 
 
@@ -206,10 +205,10 @@ def compare_logits(
     expected: Sequence[np.ndarray],
     on_done: Callable[[], None],
 ) -> list[GraphRow]:
-    """Run the bundle on canvases and compare with their rows' logits fp32 ``[R, V]``: one row a
+    """Run the bundle on canvases and compare its rows with logits fp32 ``[R, V]``: one result per
     mask ratio.
 
-    ``on_done`` is called once a mask ratio.
+    ``on_done`` is called once per mask ratio.
     """
     found: list[np.ndarray] = []
     for number, canvas in enumerate(canvases, start=1):
@@ -222,7 +221,7 @@ def compare_logits(
 def graph_rows(
     canvases: Sequence[Canvas], found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
 ) -> list[GraphRow]:
-    """Compare two sides' logits fp32 ``[R, V]`` of every canvas: one row a mask ratio."""
+    """Compare two sides' logits fp32 ``[R, V]`` of every canvas: one result per mask ratio."""
     by_ratio: dict[float, list[int]] = {}
     for number, canvas in enumerate(canvases):
         by_ratio.setdefault(canvas.mask_ratio, []).append(number)
@@ -254,6 +253,6 @@ def _graph_row(ratio: float, ours: np.ndarray, theirs: np.ndarray) -> GraphRow:
 
 
 def require_parity(parity: Parity, where: str) -> None:
-    """Raises ParityError with what is outside the tolerance."""
+    """Raises ParityError that names what misses the tolerance."""
     if parity.misses:
         raise ParityError(f"{where}: {parity.summary}")

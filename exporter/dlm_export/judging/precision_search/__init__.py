@@ -1,3 +1,3 @@
-"""``--precision auto``: what each layer loses in each number format, and the search for the
-smallest or fastest assignment that keeps the budget.
+"""``--precision auto``: measures what each layer loses in each number format, then searches for the
+smallest or fastest assignment within the accuracy budget.
 """

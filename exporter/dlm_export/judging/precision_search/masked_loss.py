@@ -1,4 +1,4 @@
-"""The loss that the search measures: masked cross-entropy of one candidate after another."""
+"""The loss that the search measures: the increase of masked cross-entropy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MaskedLoss:
     def __init__(
         self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
     ) -> None:
-        """A reference that has to be shown the canvases is shown them once."""
+        """If the reference must be given its canvases in advance, this does so once."""
         limit = reference.max_canvas_length
         self._canvases = [
             seen
@@ -34,7 +34,7 @@ class MaskedLoss:
             side.see([seen.view for seen in self._canvases])
 
     def of(self, candidate: Scorer) -> float:
-        """A candidate's; infinite where the reference loses nothing."""
+        """The relative increase of a candidate; infinite if the reference's loss is 0."""
         self._show(candidate)
         (found,) = compare_masked(self._reference, [candidate], self._canvases)
         increase = summarise(found.rows, found.sample, self._samples, self._seed)["ce_increase"]

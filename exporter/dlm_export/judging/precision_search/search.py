@@ -1,11 +1,10 @@
-"""``--precision auto``: the smallest assignment of formats to layers that keeps the loss within a
-budget, or the fastest.
+"""``--precision auto``: finds the smallest or the fastest formats that keep the loss within a
+budget.
 
-``judging.sensitivity`` says what every layer alone costs at the frontier in every format;
-``trade_off`` orders the moves from full precision to the cheapest assignment, in bytes or in time
-as it was measured here; the loss is then measured, with common random masks, where a bisection of
-that path asks for it. Everything runs in torch on simulated values, so the target need not be at
-hand.
+``sensitivity`` measures what each layer alone costs at the frontier in each format. ``trade_off``
+orders the moves from full precision to the cheapest assignment, by bytes or by time measured on
+this machine. A bisection of that path then measures the actual loss, with the same random masks
+each time. Everything runs in torch on simulated values, so the target device is not needed.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ if TYPE_CHECKING:
     from dlm_export.planning.tuning import Tuning
 
 DEFAULT_BUDGET = 0.01  # relative increase of masked cross-entropy
-SOLVER = "gptq"  # what the search measures is what is written
-PROBES = 8  # measurements of a bisection: enough for 2**7 moves between neighbours
+SOLVER = "gptq"  # the search measures the same numbers that the build writes
+PROBES = 8  # measurements in a bisection: enough for 2**7 moves
 
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """``formats`` to choose among besides full precision; None takes the target's. ``tune``: by
-    time as measured here.
+    """``formats`` to choose from besides full precision; ``None`` uses the target's. ``tune``: minimise
+    measured time instead of bytes.
     """
 
     formats: tuple[str, ...] | None = None
@@ -61,8 +60,10 @@ class AutoOptions:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One assignment of the trade-off curve; ``ce_increase`` is relative, None where it was not
-    measured. ``seconds``: what the layers of a pass take, None where formats were not timed.
+    """One assignment of the trade-off curve.
+
+    ``ce_increase`` is relative, ``None`` if not measured. ``seconds`` is the time of a pass's layers,
+    ``None`` if formats were not timed.
     """
 
     weight_bytes: int
@@ -78,34 +79,36 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Found:
-    """The recipe, and the curve that it was chosen from."""
+    """The recipe, and the curve it was chosen from."""
 
     recipe: Recipe
     curve: list[CurvePoint]
 
 
 def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
-    """The formats to try. Raises RecipeError for unknown ones or what a target refuses."""
+    """The formats to try. Raises RecipeError for unknown or unsupported ones."""
     shared = [name for name in targets[0].auto if all(name in target.formats for target in targets)]
     for target in targets:
         for name in options.formats or ():
             if name not in target.formats:
                 raise RecipeError(
-                    f"--auto-formats: {name!r} is not one that target {target.name} takes: {', '.join(target.formats)}"
+                    f"--auto-formats: {name!r} is not supported by target {target.name}; choose {', '.join(target.formats)}"
                 )
     return options.formats or tuple(shared)
 
 
 def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
-    """What ``search`` chooses a format for, by path: experts as one, and the table of a tied head. A
-    head with a weight of its own keeps full precision.
+    """Units that ``search`` chooses a format for, by path.
+
+    Experts of a layer count as one. A tied head's table is included; an untied head keeps full
+    precision.
     """
     units = network.units()
     return {path: layers for path, layers in units.items() if path != HEAD or network.tied_head}
 
 
 def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
-    """How often ``search`` calls ``on_done``, at most."""
+    """Maximum number of times that ``search`` calls ``on_done``."""
     layers = len(formats) * len(searched(network))
     return (
         len(formats) * (len(network.layers) + 1)
@@ -115,7 +118,7 @@ def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
 
 
 def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
-    """Bytes of a layer; a tied table in full precision has elements of ``table_bytes``."""
+    """Bytes of a layer; ``table_bytes`` is the element size of an unquantised tied table."""
     if layer.is_tied and format == HIGH:
         return table_bytes * layer.inputs * layer.outputs
     return layer.count * FORMATS[format].weight_bytes(layer.inputs, layer.outputs)
@@ -129,7 +132,7 @@ def _by_layer(
 
 
 class _RoundedHead(Head):
-    """A tied head in the format of its table: features are rounded as the format's activations."""
+    """A tied head in its table's format; features are rounded like the format's activations."""
 
     def __init__(self, head: Head, done: Quantisation) -> None:
         super().__init__(head.weight, head.device)
@@ -151,7 +154,7 @@ class _Assigned(Layered):
         formats: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """``ready``: format -> its numbers for all layers; ``formats``: layer -> its format."""
+        """``ready``: format -> quantised numbers of all layers; ``formats``: layer -> format."""
         super().__init__(
             functools.partial(weights.tensor, source.parameters), source.network, device=device
         )
@@ -193,13 +196,27 @@ def search(
     workplace: Workplace | None = None,
     fewest_tokens: int = FEWEST_TOKENS,
 ) -> Found:
-    """Find the smallest assignment whose masked cross-entropy rises by at most ``budget``
-    (relative) on ``samples``.
+    """Find the smallest assignment whose masked cross-entropy rises by at most ``budget``.
 
-    ``tuning``: the fastest by that instead. A layer whose shape does not suit a format goes without
-    it; ``on_gpu``: fewer do. ``exact``: what a layer loses is measured, not estimated.
-    ``fewest_tokens``: see ``calibrate``. Deterministic for the same arguments. Raises AccuracyError
-    if not even the first move keeps the budget.
+    Deterministic for the same arguments.
+
+    Args:
+        source: The checkpoint to quantise.
+        states: Calibration states.
+        samples: Samples to measure the loss on.
+        formats: Formats to choose from; layers skip formats that do not fit their shape.
+        policy: Policy whose blocks the masked canvases use.
+        budget: Largest relative increase; ``None`` uses ``DEFAULT_BUDGET``.
+        seed: Seed of the random masks.
+        on_done: Called at most ``units`` times.
+        exact: Measure each layer's loss instead of estimating it.
+        on_gpu: Apply the stricter shape rules of GPUs.
+        tuning: Measured times; minimises time instead of bytes.
+        workplace: Memory and device to use.
+        fewest_tokens: See ``calibrate``.
+
+    Raises:
+        AccuracyError: Even the first move exceeds the budget.
     """
     budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
     layers = searched(source.network)
@@ -259,7 +276,7 @@ def search(
         return increase
 
     measured: dict[int, float] = {}
-    low, high = 0, len(path) - 1  # low keeps the budget: it is full precision
+    low, high = 0, len(path) - 1  # low meets the budget: it is full precision
     measured[high] = measure(path[high])
     if measured[high] <= budget:
         low = high
@@ -269,8 +286,8 @@ def search(
         low, high = (middle, high) if measured[middle] <= budget else (low, middle)
     if low == 0:
         raise AccuracyError(
-            f"no assignment of {', '.join(formats)} keeps the masked cross-entropy within {budget:.2%}: allow more "
-            "(--max-ce-increase) or other formats (--auto-formats)"
+            f"no assignment of {', '.join(formats)} keeps the masked cross-entropy increase within {budget:.2%}: raise the "
+            "budget (--max-ce-increase) or allow other formats (--auto-formats)"
         )
     curve = [
         CurvePoint(

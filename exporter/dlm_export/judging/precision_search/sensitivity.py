@@ -1,14 +1,14 @@
-"""What single layers lose when they alone are quantised: mean KL on masked positions, and on those
-about to commit.
+"""Measures what each layer loses when only that layer is quantised: mean KL over masked positions,
+and over those about to commit.
 
-All experts of a layer are one of them, for they are held in one format.
+All experts of a layer count as one layer, because they share one format.
 
-The estimate finds all of them in one sweep forward and one back, a layer at a time. To second order
-a layer's KL is half the mean of ``(g . e)**2``: ``e`` is what quantising changes in its output,
-from the unquantised input, and ``g`` a random gradient whose covariance is the Fisher information
-of the predictions, carried back to that output (as in K-FAC, arXiv:1503.05671). A tied head's
-table loses twice, in the head's product and in the rows that are looked up. The exact sweep runs
-the whole denoiser once for every layer.
+The estimate covers all layers with one forward and one backward sweep, one layer at a time. To
+second order a layer's KL is half the mean of ``(g . e)**2``. ``e`` is the change of its output
+caused by quantisation, for the unquantised input. ``g`` is a random gradient whose covariance is
+the Fisher information of the predictions, backpropagated to that output (as in K-FAC,
+arXiv:1503.05671). A tied head's table loses twice: in the head's product and in looked-up rows. The
+exact method runs the whole denoiser once per layer.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 SWEPT_STATES = 16
-LARGE_SWEPT = 2  # of a denoiser whose passes take seconds
-FRONTIER = 0.9  # probability from which a masked position counts as about to commit
+LARGE_SWEPT = 2  # for denoisers whose passes take seconds
+FRONTIER = 0.9  # lowest probability at which a masked position counts as about to commit
 DRAWS = 4
-"""Gradients carried back for each of the frontier and the other masked positions. BENCHMARKS.md has
-what more would bring.
+"""Gradients per sweep for frontier positions, and as many for other masked positions. BENCHMARKS.md
+shows what more would gain.
 """
 Losses = dict[str, tuple[float, float]]
-"""Layer or mixture of experts -> ``(kl, frontier_kl)`` in nats a position, quantised alone."""
+"""Layer or mixture of experts -> ``(kl, frontier_kl)`` in nats per position, quantised alone."""
 _Modules = dict[str, Linear | RoutedMLPs]
 
 
 def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
-    """The states that are run, ``most`` of them: evenly chosen among those with masked positions."""
+    """Choose at most ``most`` states, evenly spaced among those with masked positions."""
     masked = [state for state in states if state.mask_ratio > 0]
     picked = np.linspace(0, len(masked) - 1, min(most, len(masked))).astype(int)
     return [masked[i] for i in dict.fromkeys(picked.tolist())]
 
 
 def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
-    """The rows ``[R]`` whose features predict a canvas's masked positions."""
+    """The rows ``[R]`` that predict a canvas's masked positions."""
     return (
         torch.from_numpy(np.flatnonzero(canvas == network.mask_token_id)) - network.shift
     ).clamp(min=0)
 
 
 def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
-    """Raw logits ``[R, V]`` as log-probabilities of possible tokens, changed in place."""
+    """Log-probabilities of raw logits ``[R, V]`` without the mask token; modifies ``logits``."""
     logits[:, network.mask_token_id] = -torch.inf
     return logits.float().log_softmax(-1)
 
 
 def is_frontier(expected: Tensor) -> Tensor:
-    """Which positions ``[R]`` are about to commit by their log-probabilities; the surest is."""
+    """True for positions ``[R]`` that are about to commit, which includes the surest one."""
     best = expected.exp().max(-1).values
     return (best >= FRONTIER) | (best == best.max())
 
@@ -90,12 +90,12 @@ def estimate(
     memory_bytes: int | None = None,
     folder: Path | None = None,
 ) -> list[Losses]:
-    """For each of ``choices`` the losses of the layers that it quantises. ``layered`` is the folded
-    denoiser, in fp32.
+    """Estimate the losses of all quantised layers, for each of ``choices``.
 
-    Held are a block, its quantised form in each of ``choices``, and the states' activations before
-    every layer (those beyond ``memory_bytes`` in a file of ``folder``). ``on_done`` is called twice
-    a layer. Raises MemoryLimitError.
+    ``layered`` is the folded denoiser in fp32. Memory holds one block, its quantised form in each
+    of ``choices``, and the states' activations before every layer; activations beyond
+    ``memory_bytes`` go to a file in ``folder``. ``on_done`` is called twice per layer. Raises
+    MemoryLimitError.
     """
     c, canvases = layered.network, [state.canvas for state in states]
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)
@@ -117,7 +117,7 @@ def estimate(
         on_done()
     tables = _at_the_table(carried, gradients, choices)
     for losses, looked_up in zip(found, tables, strict=True):
-        if looked_up is not None:  # a tied head's table loses where it is looked up as well
+        if looked_up is not None:  # a tied table also loses in looked-up rows
             at_frontier, elsewhere = (float(looked_up[part].sum()) / 2 for part in _PARTS)
             kl, frontier_kl = losses[HEAD]
             losses[HEAD] = (
@@ -132,13 +132,13 @@ _PARTS = (slice(0, DRAWS), slice(DRAWS, 2 * DRAWS))
 
 
 def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Gradients of logits ``[R, V]``, ``draws`` of them; their outer products add up to the Fisher
-    information on average.
+    """Yield ``draws`` random gradients of logits ``[R, V]`` whose summed outer products have the
+    Fisher information as their mean.
 
-    That of a prediction p is ``diag(p) - p p^T``: the sum over tokens j of ``b_j b_j^T``, where
-    ``b_j = sqrt(p_j) (e_j - p)``. Every token goes to one draw, with a random sign, so that only
-    products of two tokens in one draw are left to chance. Labels drawn from p instead would need
-    hundreds of draws where p is sure.
+    The Fisher information of a prediction p is ``diag(p) - p p^T``: the sum over tokens j of ``b_j
+    b_j^T`` with ``b_j = sqrt(p_j) (e_j - p)``. Each token is assigned to one draw with a random
+    sign, so only products of two tokens in the same draw are random. Sampling labels from p would
+    need hundreds of draws where p is sure.
     """
     signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1
     draw = torch.randint(0, draws, probs.shape, generator=generator)
@@ -154,8 +154,8 @@ def _at_the_head(
     choices: Sequence[Quantisation],
     gradients: Tensor,
 ) -> tuple[list[int], list[Losses]]:
-    """Fills the gradients of what the last layer gives; positions at the frontier and others, and
-    what the heads lose.
+    """Fill the gradients of the last layer's output. Returns the number of frontier and other
+    positions, and the heads' losses.
     """
     layered, c = carried.layered, carried.layered.network
     norm, head, generator = layered.final_norm(), layered.head(), torch.Generator().manual_seed(0)
@@ -196,8 +196,10 @@ def _at_the_head(
 def _through(
     i: int, carried: Carried, entered: Tensor, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[dict[str, Tensor]]:
-    """Carry gradients back through layer ``i``; for each of ``choices`` and its linear layers and
-    experts the sum over canvases of ``(g . e)**2``, ``[draws]``.
+    """Backpropagate gradients through layer ``i``.
+
+    Returns for each of ``choices``, per linear layer and mixture, the sum over canvases of ``(g .
+    e)**2``, ``[draws]``.
     """
     layered, block = carried.layered, carried.layered.block(i)
     modules = named(i, block)
@@ -230,8 +232,8 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # Last: the gradient of a layer that is added to what leaves the block is the one that
-            # came in, not a copy.
+            # Must come last: a layer whose output is added to the block's result shares the
+            # incoming gradient, which this overwrites.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -239,10 +241,10 @@ def _through(
 def _at_the_table(
     carried: Carried, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[Tensor | None]:
-    """For each of ``choices`` that quantises a tied table, the sum over canvases of ``(g . e)**2``,
-    ``[draws]``, of the rows that are looked up.
+    """For each of ``choices`` that quantises a tied table: the sum over canvases of ``(g . e)**2``,
+    ``[draws]``, for looked-up rows.
 
-    ``gradients``: of what enters the first layer.
+    ``gradients`` are those of the first layer's input.
     """
     found: list[Tensor | None] = []
     for done in choices:
@@ -263,13 +265,13 @@ def _at_the_table(
 
 
 def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """What a quantised layer's output is beyond the layer's own, of the same inputs."""
+    """The change of a layer's output caused by quantisation, for the same inputs."""
     found: Tensor = twin(*(each.detach().cpu() for each in inputs)).to(output.device) - output
     return found
 
 
 def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
-    """The layers and mixtures that a recipe quantises, on the CPU as it computes them."""
+    """The quantised layers and mixtures of a recipe, in the form used on a CPU."""
     twins: _Modules = {}
     inside: dict[str, nn.Module] = {}
     for path, module in modules.items():
@@ -295,7 +297,7 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
 
 
 class Sweep:
-    """What single layers lose, by running the whole denoiser with them quantised."""
+    """Measures losses by running the whole denoiser with single layers quantised."""
 
     def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
         self.denoiser, self.states = denoiser, swept(states)
@@ -308,7 +310,7 @@ class Sweep:
         return log_probs(self.denoiser.project(features[0, predicting_rows(state.canvas, c)]), c)
 
     def loss(self, done: Quantisation, layers: Sequence[str]) -> tuple[float, float]:
-        """``(kl, frontier_kl)`` in nats a position with ``layers`` quantised."""
+        """``(kl, frontier_kl)`` in nats per position with ``layers`` quantised."""
         undo = calibrate.simulate(dict(self.denoiser.named_modules()), done, layers)
         all_kl, frontier_kl = [], []
         for state, expected in zip(self.states, self.expected, strict=True):
@@ -319,17 +321,17 @@ class Sweep:
         return float(torch.cat(all_kl).mean()), float(torch.cat(frontier_kl).mean())
 
 
-# --- Either of them ---
+# --- Both methods ---
 
 
 def method(*, exact: bool) -> str:
-    """What accuracy.json calls the way that losses were found."""
+    """The method's name in accuracy.json."""
     return "exact" if exact else "fisher"
 
 
 def units(network: NetworkSpec, layers: int, *, exact: bool) -> int:
-    """How often ``losses`` calls ``on_done``, at most; ``layers``: that all choices quantise, a
-    mixture being one.
+    """Maximum number of times that ``losses`` calls ``on_done``; ``layers`` counts quantised units
+    over all choices.
     """
     return layers if exact else 2 * len(network.layers)
 
@@ -344,14 +346,12 @@ def losses(
     exact: bool,
     workplace: Workplace | None = None,
 ) -> list[Losses]:
-    """For each of ``choices``, all of the same (folded) ``parameters``, what each layer loses that
-    it quantises.
-    """
+    """Losses of the quantised layers in each of ``choices``, which share ``parameters``."""
     place = workplace or Workplace()
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
-        shared = None if most is None else most // 3  # states, what enters every layer, gradients
+        shared = None if most is None else most // 3  # states, inputs of all layers, gradients
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES
         )
@@ -370,7 +370,7 @@ def losses(
 def as_rows(
     found: Losses, network: NetworkSpec, formats: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Losses as accuracy.json and the report have them, in order of the pass."""
+    """Losses as rows of accuracy.json and the report, in the order of the pass."""
     return [
         {
             "layer": unit,

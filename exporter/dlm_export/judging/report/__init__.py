@@ -1,1 +1,1 @@
-"""The HTML pages: report.html of one bundle, and the page that compares several bundles."""
+"""HTML pages: report.html of one bundle, and a page that compares several bundles."""

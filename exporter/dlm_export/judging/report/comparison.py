@@ -1,9 +1,7 @@
-"""One page that compares bundles of one checkpoint: "int8 or int4?", answered by size, loss,
-answers and time.
+"""A page that compares bundles of one checkpoint by size, loss, answers and time.
 
-Losses are those that each build judged and wrote to its accuracy.json, taken together only where
-the same data judged the same denoiser; times are measured by the caller, in one run
-(``bench.side_by_side``). Needs no torch.
+Losses come from each build's accuracy.json; they are compared only if the same data judged the same
+denoiser. Times are measured by the caller in one run (``bench.side_by_side``). Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
 SAME_LOSS = (
-    1e-3  # of the reference's, relative: what one machine's arithmetic and another's may differ by
+    1e-3  # relative difference of the reference's loss that two machines' arithmetic may cause
 )
 
 
 class ComparisonError(DlmError):
-    """Bundles that no page may put side by side."""
+    """These bundles cannot be compared on one page."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A bundle of the comparison. ``judgement`` is its accuracy.json's, None where there is none."""
+    """A bundle in the comparison. ``judgement`` is from accuracy.json, or ``None``."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -47,16 +45,16 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Of all its files."""
+        """Bytes of all its files."""
         return sum(entry["bytes"] for entry in self.manifest["files"].values())
 
     @property
     def is_reference(self) -> bool:
-        """Whether its loss is the reference's own: what is compared with is fp32."""
+        """True if its loss is the reference's, which is in fp32."""
         return self.precision == "fp32"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: a row of the table."""
+        """Plain values: one row of the table."""
         j = self.judgement
         task = j["free_running"]["task"] if j else None
         return {
@@ -77,7 +75,7 @@ class Entry:
 
 
 def read_entries(folders: Sequence[Path]) -> list[Entry]:
-    """Open bundles. Raises BundleError, or ComparisonError that says which two differ in what."""
+    """Open bundles. Raises BundleError, or ComparisonError if two of them do not match."""
     if len(folders) < 2:
         raise ComparisonError(
             "one bundle alone has its own report.html: name two or more of one checkpoint"
@@ -124,9 +122,7 @@ def _read(folder: Path) -> Entry:
 
 
 def _check_figures(entry: Entry) -> None:
-    """Raises KeyError, TypeError, ValueError or AttributeError unless all that the page shows of a
-    judgement is there.
-    """
+    """Raises Key-, Type-, Value- or AttributeError if a judgement lacks a value for the page."""
     j, row = entry.judgement, entry.as_dict()
     assert j is not None
     figures_of = {
@@ -137,9 +133,9 @@ def _check_figures(entry: Entry) -> None:
     for name, value in (figures_of | {"reference_ce": j["overall"]["reference_ce"]}).items():
         pair = value if name.endswith("_interval") and value is not None else [value] * 2
         low, high = (0 if number is None else number for number in pair)
-        math.fsum((low, high))  # numbers, both of them
+        math.fsum((low, high))  # raises unless both are numbers
     if not all(isinstance(j[name], dict) for name in ("data", "policy", "effort")):
-        raise TypeError("data, policy or effort are no objects")
+        raise TypeError("data, policy or effort is not an object")
 
 
 def _config_sha256(entry: Entry) -> str | None:
@@ -163,11 +159,11 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
         ]
         if differing:
             raise ComparisonError(
-                f"{entry.folder}: judged otherwise than {other.folder} ({name}: {', '.join(differing)}). Build both with the "
+                f"{entry.folder}: not judged like {other.folder} ({name}: {', '.join(differing)}). Build both with the "
                 "same --calib, --judge, --judged, --calib-preset and --seed."
             )
     if ours["data"]["samples"] != theirs["data"]["samples"]:
-        return  # the first so many of the same ones: what they cost the reference differs
+        return  # one used fewer of the same samples, so the reference's losses differ
     losses = [judgement["overall"]["reference_ce"] for judgement in (ours, theirs)]
     if not math.isclose(*losses, rel_tol=SAME_LOSS):
         raise ComparisonError(
@@ -179,7 +175,7 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
 def rows_of(
     entries: Sequence[Entry], speeds: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """The table: a row a bundle, ``speed`` being what was measured of it, None where nothing was."""
+    """Rows of the table, one per bundle; ``speed`` is its measured speed, or ``None``."""
     return [
         entry.as_dict() | {"speed": speeds[i] if speeds else None}
         for i, entry in enumerate(entries)
@@ -192,8 +188,10 @@ def write_comparison(
     speeds: Sequence[Mapping[str, Any]] | None = None,
     machine: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the page; ``speeds`` (of ``bench.side_by_side``, one a bundle) were measured on
-    ``machine``. Raises ReportError.
+    """Write the page. ``speeds`` (from ``bench.side_by_side``, one per bundle) were measured on
+    ``machine``.
+
+    Raises ReportError.
     """
 
     def make_context() -> dict[str, Any]:
@@ -230,7 +228,7 @@ def write_comparison(
 def _trade(
     title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]
 ) -> drawing.Figure | None:
-    """None where fewer than two bundles have a loss."""
+    """A figure of loss against a quantity, or ``None`` if fewer than two bundles have a loss."""
     points: list[TradePoint] = []
     for entry, where in zip(entries, at, strict=True):
         row = entry.as_dict()

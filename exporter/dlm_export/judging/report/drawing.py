@@ -1,8 +1,8 @@
-"""matplotlib to inline SVG that takes its colours, font and size from the page.
+"""Converts matplotlib figures to inline SVG with the page's colours, font and text size.
 
-matplotlib draws in placeholder colours, which become the style sheet's variables, so a figure
-follows light and dark mode; text stays text. Every figure is ``WIDTH`` units wide and carries its
-numbers in words, for screen readers.
+matplotlib draws with placeholder colours that become variables of the style sheet, so figures
+follow light and dark mode; text stays text. Every figure is ``WIDTH`` units wide and has its
+numbers in an aria-label for screen readers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dlm_export.judging.report.numbers import finite, printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-# units of every figure: about as many pixels on a telephone, so that text of 9 units stays legible
+# width of every figure: about the pixels of a phone, so text of 9 units stays legible
 WIDTH = 360
-# What matplotlib draws in -> what the page shows.
+# Placeholder colours of matplotlib -> colours of the page.
 INK, MUTED, RULE, REFERENCE, CANDIDATE = "#010101", "#020202", "#030303", "#040404", "#050505"
 _COLOURS = {
     INK: "currentColor",
@@ -35,7 +35,7 @@ _COLOURS = {
 }
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign in a layer's name is a dollar sign
+    "text.parse_math": False,  # a dollar sign in a layer's name is literal
     "font.size": 10.5,
     "text.color": INK,
     "axes.edgecolor": MUTED,
@@ -61,9 +61,7 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawing: inline SVG, its title, how to read it, and its legend as (style sheet class,
-    words).
-    """
+    """One drawing: inline SVG, its title, how to read it, and its legend as (CSS class, words)."""
 
     title: str
     reading: str
@@ -74,15 +72,14 @@ class Figure:
 def draw(
     title: str, description: str, height: float, paint: Callable[[Canvas], None], **words: Any
 ) -> Figure:
-    """``paint`` on a canvas ``WIDTH`` x ``height``, as SVG without identifiers, colours or fonts of
-    its own.
+    """Draw with ``paint`` on a canvas of ``WIDTH`` x ``height``, as SVG without its own ids,
+    colours or fonts.
     """
     import matplotlib.style
     from matplotlib.figure import Figure as Canvas
 
     buffer = io.StringIO()
-    # Marker and clip paths are named by a hash with this salt: two figures on one page must not
-    # share a name.
+    # This salts the hashes that name marker and clip paths, so two figures on a page share no name.
     with matplotlib.style.context(["default", STYLE | {"svg.hashsalt": title}]):
         canvas = Canvas(figsize=(WIDTH / 72, height / 72), layout="constrained")
         paint(canvas)
@@ -100,9 +97,9 @@ def draw(
         body,
         flags=re.DOTALL,
     )
-    # figure_1, axes_1, line2d_1: the same in every figure, and nothing refers to them.
+    # figure_1, axes_1, line2d_1: the same in every figure, and never referenced.
     body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
-    # Written by matplotlib before 3.10.
+    # Output of matplotlib before 3.10.
     body = re.sub(r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body)
     body = re.sub(r"font-family: [^;\"]*(; )?| transform=\"rotate\(-?0 [^\"]*\"", "", body)
     body = re.sub(r"(?<=: )#0\d0\d0\d", lambda match: _COLOURS.get(match[0], match[0]), body)
@@ -112,11 +109,11 @@ def draw(
 
 
 def with_nan(values: Iterable[float | None]) -> np.ndarray:
-    """fp64 with NaN, which matplotlib leaves out, for whatever is missing or not finite."""
+    """fp64 array with NaN, which matplotlib skips, for missing or non-finite values."""
     return np.array([finite(value, math.nan) for value in values], dtype=float)
 
 
 def label_of(layer: str) -> str:
-    """A layer's name in at most 27 characters that every font has."""
+    """A layer's name shortened to 27 characters, in ASCII."""
     layer = "".join(letter if " " <= letter <= "~" else "?" for letter in layer)
     return layer if len(layer) <= 27 else f"{layer[:12]}…{layer[-14:]}"

@@ -1,4 +1,4 @@
-"""The figures of the pages, one function each."""
+"""The figures of the pages, one function per figure."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-LONG_AXIS = 4  # times high's passes from which a plot of effort is logarithmic
+LONG_AXIS = 4  # a plot of effort is logarithmic from this multiple of high's passes
 
 
 def _layer_axis(axes: Axes, layers: Sequence[str]) -> None:
-    """One row a layer, the first on top, names at the left."""
+    """One row per layer, the first at the top, names on the left."""
     axes.set_yticks(range(len(layers)), [label_of(layer) for layer in layers], fontsize=9.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -49,7 +49,7 @@ def sensitivity(row: Mapping[str, Any]) -> float:
 
 
 def draw_loss(judgement: Mapping[str, Any]) -> Figure:
-    """Masked cross-entropy of both by mask ratio, and its increase with the 95% interval."""
+    """Masked cross-entropy of both sides by mask ratio, and its increase with 95% intervals."""
     rows, floor = judgement["buckets"], judgement["noise_floor"]
     ratios = [row["mask_ratio"] for row in rows]
     ours, theirs = (
@@ -62,7 +62,7 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
         top, bottom = canvas.subplots(2, sharex=True, height_ratios=(3, 2))
         top.set_title("Masked cross-entropy, nats a position")
         top.plot(ratios, ours, "o-", color=CANDIDATE)
-        # On top and larger: the two mostly coincide, and a ring around a dot shows both.
+        # Larger and on top: the two mostly coincide, and a ring around a dot shows both.
         top.plot(
             ratios,
             theirs,
@@ -96,8 +96,8 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
 
 
 def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
-    """Largest input per mask-ratio bucket, over the layer's smallest bucket: a row a layer, darker
-    is larger.
+    """Largest input per mask-ratio bucket divided by the layer's smallest bucket: one row per
+    layer, darker is larger.
     """
     ranges = np.array([with_nan(row["by_bucket"]) for row in layers])
     ranges[ranges <= 0] = math.nan
@@ -132,8 +132,8 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
         _layer_axis(axes, [layer["layer"] for layer in layers])
 
     reading = (
-        "Largest absolute input in each tenth of the mask ratio, over the layer's smallest; the number is the drift. "
-        "Clean text, without masks, says little about the right."
+        "Largest absolute input in each tenth of the mask ratio, divided by the layer's smallest; the number is the drift. "
+        "Calibration on clean text, without masks, covers only the left."
     )
     values = ", ".join(f"{row['layer']} {as_number(row['drift'], 3)} times" for row in layers[:5])
     description = f"Range drift of the layers' inputs over the mask ratio, largest first: {values}."
@@ -148,7 +148,7 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
-    """KL that quantising one layer alone costs, at the frontier and on all masked positions."""
+    """KL caused by quantising only that layer, at the frontier and on all masked positions."""
     frontier = with_nan(row["frontier_kl"] for row in layers)
     everywhere = with_nan(row["kl"] for row in layers)
     known = np.concatenate([frontier, everywhere])
@@ -171,7 +171,10 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
         _layer_axis(axes, [f"{row['layer']}" for row in layers])
 
     legend = [("candidate", "at the frontier"), ("reference hollow", "all masked positions")]
-    reading = "Divergence from the reference when this layer alone is quantised; the costliest at the frontier come first."
+    reading = (
+        "Divergence from the reference when only this layer is quantised; "
+        "layers with the largest frontier loss come first."
+    )
     values = ", ".join(f"{row['layer']} {as_number(sensitivity(row), 3)}" for row in layers[:5])
     description = f"KL of each layer quantised alone, largest first: {values}."
     return draw(
@@ -185,10 +188,10 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
-    """Passes a prompt took, both as histograms over the same bins."""
+    """Histograms of passes per prompt for both sides, with the same bins."""
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
-    # Passes that were estimated are no whole numbers.
+    # Estimated passes need not be whole numbers.
     first = math.floor(min(theirs.min(), ours.min()))
     last = math.ceil(max(theirs.max(), ours.max()))
     edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
@@ -213,7 +216,7 @@ def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
     ]
     legend = [("reference", means[0]), ("candidate", means[1])]
     reading = (
-        "How many passes each prompt took at the same policy; the vertical lines are the means."
+        "Number of passes for each prompt with the same policy; the vertical lines are the means."
     )
     description = f"Histogram of passes a prompt: {means[0]}; {means[1]}."
     return draw("Passes a prompt", description, 190, paint, reading=reading, legend=legend)
@@ -226,7 +229,7 @@ def _names(judgement: Mapping[str, Any]) -> tuple[str, str]:
 def _quality_axes(
     canvas: Canvas, kind: str, curve: Sequence[Mapping[str, Any]], line: str, **style: Any
 ) -> Axes:
-    """Quality against passes, with a point for each of ``curve``."""
+    """Plot quality against passes, with a point for each of ``curve``."""
     axes = canvas.subplots()
     name = "task score" if kind == "task" else "agreement with one token a pass"
     axes.set_title(f"Quality: {name}")
@@ -237,7 +240,7 @@ def _quality_axes(
 
 
 def draw_threshold(refit: Mapping[str, Any]) -> Figure:
-    """The candidate's quality against its passes as the threshold moves, with the operating points."""
+    """The candidate's quality against its passes at each threshold, with the operating points."""
     curve = sorted(refit["curve"], key=lambda point: point["threshold"])
 
     def paint(canvas: Canvas) -> None:
@@ -258,7 +261,7 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
             )
         named = refit["refitted"]
         reach = max(abs(point["nfe"] - named["nfe"]) for point in curve)
-        # The curve's ends are named too where their words do not fall on the re-fitted point's.
+        # Label the curve's ends too, if the label does not overlap the re-fitted point's.
         for point in (
             named,
             *(
@@ -278,7 +281,7 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
         ("candidate hollow", "candidate, original"),
         ("candidate diamond", "re-fitted"),
     ]
-    reading = "The candidate at each threshold (numbers); the dotted line is the quality to give back, further left is faster."
+    reading = "The candidate at each threshold (numbers); the dotted line is the reference's quality, further left is faster."
     description = "; ".join(
         f"{name}: threshold {p['threshold']:g}, quality {as_percent(p['quality'])}, {as_number(p['nfe'], 3)} passes"
         for name, p in ((name, refit[name]) for name in ("reference", "original", "refitted"))
@@ -287,12 +290,12 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
 
 
 def draw_effort(effort: Mapping[str, Any]) -> Figure:
-    """Quality against passes of every loop that was tried, and the effort levels among them."""
+    """Quality against passes of all variants, with the effort levels marked."""
     curve, levels = effort["curve"], effort["levels"]
 
     def paint(canvas: Canvas) -> None:
         axes = _quality_axes(canvas, effort["quality"], curve, "o", markerfacecolor="none")
-        # Levels may share a loop: their names then stand together.
+        # Levels may share a loop; their names then share one label.
         names: dict[tuple[float, float], str] = {}
         for name, point in levels.items():
             at = (point["nfe"], point["quality"])
@@ -323,7 +326,7 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
 
 @dataclass(frozen=True)
 class TradePoint:
-    """A bundle's point: its loss as a share of the source's, with its interval if known."""
+    """A bundle's point: its loss increase relative to the source, with its interval if known."""
 
     name: str
     at: float
@@ -333,7 +336,7 @@ class TradePoint:
 
 
 def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figure:
-    """The increase of the loss against ``quantity``, size or time: a point a bundle."""
+    """Loss increase against ``quantity`` (size or time), one point per bundle."""
 
     def paint(canvas: Canvas) -> None:
         axes = canvas.subplots()
@@ -362,7 +365,7 @@ def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figur
         axes.margins(y=0.15)
         axes.set_xlabel(quantity)
 
-    reading = "Down and to the left is better; the lines are 95% intervals, and what they share is not told apart."
+    reading = "Down and to the left is better; the lines are 95% intervals; differences within their overlap may be chance."
     legend = [("candidate", "judged")] + (
         [("reference hollow", "full precision")] if points[0].is_reference else []
     )

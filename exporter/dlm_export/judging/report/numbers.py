@@ -1,6 +1,4 @@
-"""How the pages write numbers and text: significant digits, percentages, intervals, and characters
-that a page must not contain.
-"""
+"""Formats numbers and text for the pages, and replaces characters that a page must not contain."""
 
 from __future__ import annotations
 
@@ -12,12 +10,10 @@ MISSING, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN
 
 
 def printable(text: str) -> str:
-    """``text`` without what a page must not hold: controls become their pictures, or U+FFFD with
-    the other unfit ones.
-    """
+    """Replace control characters with their pictures, and other unsafe characters with U+FFFD."""
     text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
-    # C1 controls, bidirectional overrides (they reorder their surroundings), lone surrogates (UTF-8
-    # has none).
+    # C1 controls, bidirectional overrides (they reorder nearby text), lone surrogates (invalid in
+    # UTF-8).
     return re.sub(r"[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
 
 
@@ -32,8 +28,8 @@ def formatted(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def as_number(value: float | None, digits: int = 4) -> str:
-    """``value`` to ``digits`` significant digits; an exponent only where the plain form would be
-    long. Integers are exact.
+    """Format with ``digits`` significant digits, with an exponent only for very large or small
+    numbers; integers are exact.
     """
 
     def form(number: float) -> str:
@@ -48,7 +44,7 @@ def as_number(value: float | None, digits: int = 4) -> str:
 
 
 def as_percent(value: float | None, decimals: int = 1) -> str:
-    """A share as per cent; rounding never turns a share below 1 into 100%, nor one above 0 into 0%."""
+    """A share as per cent; rounding never gives 100% for a share below 1, or 0% for one above 0."""
 
     def form(share: float) -> str:
         text, least = f"{share:.{decimals}%}", 10.0**-decimals
@@ -62,17 +58,17 @@ def as_percent(value: float | None, decimals: int = 1) -> str:
 
 
 def as_change(value: float | None) -> str:
-    """A relative change as signed per cent."""
+    """A relative change as a signed percentage."""
     return formatted(value, lambda change: f"{change:+.2%}")
 
 
 def as_points(value: float | None) -> str:
-    """A difference of two shares, in signed points."""
+    """A difference of two shares in percentage points, signed."""
     return formatted(value, lambda difference: f"{100 * difference:+.1f}")
 
 
 def as_bytes(count: int) -> str:
-    """``count`` bytes in the largest binary unit that leaves at least 1."""
+    """Format ``count`` bytes in the largest binary unit not above it."""
     power = min(3, max(0, (int(count).bit_length() - 1) // 10))
     return (
         f"{count:,} B"
@@ -93,5 +89,5 @@ FORMS: dict[str, Callable[..., str]] = {
 
 
 def as_interval(pair: Sequence[float | None] | None, form: str) -> str:
-    """Both ends of a 95% interval in one of ``FORMS``."""
+    """Both ends of a 95% interval, formatted with one of ``FORMS``."""
     return " to ".join(FORMS[f"as_{form}"](value) for value in pair) if pair else MISSING

@@ -1,8 +1,8 @@
-"""report.html: what a quantised bundle costs, on one page that needs nothing from outside.
+"""report.html: what a quantised bundle loses, on one self-contained page.
 
-Fills ``report.html.jinja`` with the manifest, accuracy.json and their figures (``figures.py``). The
-page loads nothing and runs nothing, takes the reader's light or dark mode, and comes out byte for
-byte the same from the same results.
+Fills ``report.html.jinja`` with the manifest, accuracy.json and figures (``figures.py``). The page
+loads no resources and runs no scripts, follows light or dark mode, and is byte for byte the same
+for the same results.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from dlm_runtime.errors import DlmError
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
 TEMPLATE = "report.html.jinja"
-FIGURE_LAYERS = 14  # rows of a figure with one row a layer
-# rows of a table with one row a layer; a mixture of experts has thousands, and the page has its
-# limit
+FIGURE_LAYERS = 14  # rows of a figure with one row per layer
+# rows of a table with one row per layer; a mixture of experts has thousands, too many for a page
 TABLE_LAYERS = 400
 MAP_ROWS = 40  # kinds of layer in the map of formats
-SAMPLE_CHARACTERS = 1500  # shown of one generation
+SAMPLE_CHARACTERS = 1500  # characters shown of one generation
 
 
 class ReportError(DlmError):
@@ -38,12 +37,12 @@ class ReportError(DlmError):
 
 
 def require_matplotlib() -> None:
-    """Raise ReportError if the figures cannot be drawn, before an evaluation."""
+    """Raises ReportError, before anything runs, if the figures cannot be drawn."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as err:
         raise ReportError(
-            "report.html needs matplotlib: pip install 'dlm-export[report]', or leave the report out."
+            "report.html needs matplotlib: pip install 'dlm-export[report]', or omit the report."
         ) from err
 
 
@@ -54,18 +53,24 @@ def write_report(
     files: Mapping[str, int],
     speed: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the report of one bundle to ``path``, in place of what is there.
+    """Write the report of one bundle.
 
-    ``accuracy`` holds ``judgement``, ``calibration`` and ``parity``, each of them as accuracy.json
-    has it, missing or None; ``files`` maps the bundle's file names to bytes; ``speed`` is
-    ``Judgement.speed``, None where none was measured. Raises ReportError without matplotlib, if a
-    section lacks a key, or if the file cannot be written.
+    Args:
+        path: The file to write or replace.
+        manifest: The bundle's manifest.
+        accuracy: Accuracy.json; ``judgement``, ``calibration`` and ``parity`` may each be missing
+            or ``None``.
+        files: Name of each of the bundle's files -> its bytes.
+        speed: ``Judgement.speed``, or ``None`` if not measured.
+
+    Raises:
+        ReportError: Matplotlib is missing, a section lacks a key, or the file cannot be written.
     """
     write_page(path, TEMPLATE, lambda: _context(manifest, accuracy, files) | {"speed": speed})
 
 
 def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str, Any]]) -> None:
-    """Write one of this package's pages to ``path``; raises as ``write_report``."""
+    """Write one of this package's pages to ``path``; raises the same errors as ``write_report``."""
     from jinja2 import UndefinedError
 
     require_matplotlib()
@@ -77,7 +82,7 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
         TypeError,
         ValueError,
         UndefinedError,
-    ) as err:  # accuracy.json may be from elsewhere
+    ) as err:  # accuracy.json may come from elsewhere
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
         ) from err
@@ -91,7 +96,7 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
 def _context(
     manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What the template shows, section by section; None where there is nothing."""
+    """Values for the template, section by section; ``None`` for empty sections."""
     judgement, calibration = accuracy.get("judgement"), accuracy.get("calibration")
     precision = manifest["precision"]
     layers = precision.get("layers") or {}
@@ -147,11 +152,11 @@ def _context(
     }
 
 
-EXPERTS_NAMED = 12  # of a mixture, by number
+EXPERTS_NAMED = 12  # most experts of a mixture to list by number
 
 
 def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A line on what tokens the experts of a mixture met in calibration."""
+    """A line about the calibration tokens that each expert of a mixture received."""
     counts = sorted(row["tokens"])
     few = [expert for expert in row["few"] if expert not in row["never"]]
     median = counts[len(counts) // 2]
@@ -188,17 +193,15 @@ def _render(template: str, context: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> object:
-    """What the page writes for ``value``: a dash for None, text without characters that a page must
-    not hold.
-    """
+    """How the page shows ``value``: a dash for ``None``, text without unsafe characters."""
     if value is None:
         return numbers.MISSING
-    # Markup is a subclass of str, and stays as it is.
+    # Markup is a subclass of str and stays unchanged.
     return printable(value) if type(value) is str else value
 
 
 def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested data as (dotted key, value as JSON), in its own order."""
+    """Nested data as (dotted key, value as JSON), in its original order."""
     rows: list[tuple[str, str]] = []
     for key, value in recipe.items():
         if isinstance(value, Mapping) and value:
@@ -209,23 +212,22 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _block_and_role(layer: str) -> tuple[int | None, str]:
-    """``blocks.3.mlp.up`` is (3, ``blocks.*.mlp.up``); a layer outside the blocks has None."""
+    """``blocks.3.mlp.up`` is (3, ``blocks.*.mlp.up``); a layer outside the blocks has ``None``."""
     match = re.fullmatch(r"(.*?\.)?(0|[1-9]\d{0,5})(\..+)?", layer, re.ASCII | re.DOTALL)
     return (int(match[2]), f"{match[1] or ''}*{match[3] or ''}") if match else (None, layer)
 
 
 def grouped(layers: Iterable[str]) -> list[tuple[str, int]]:
-    """Layer names with the block's number replaced by ``*``, and how many each stands for."""
+    """Layer names with the block number replaced by ``*``, and the number of layers of each."""
     return list(Counter(_block_and_role(layer)[1] for layer in layers).items())
 
 
 def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
-    """Which format each layer has: ``formats`` as (format, count), ``blocks`` (count), and
-    ``rows``, one a role.
+    """The format of each layer: ``formats`` as (format, count), ``blocks`` (count), and ``rows``,
+    one per role.
 
-    A row has a cell a block, (block, index of the format), the index None where the block's layer
-    is not quantised; a role outside the blocks has a single cell. ``summary`` counts the row's
-    formats.
+    A row has one cell per block: (block, index of the format), with ``None`` for a layer that is not
+    quantised. A role outside the blocks has a single cell. ``summary`` counts the row's formats.
     """
     formats = Counter(layers.values()).most_common()
     index = {name: i for i, (name, _) in enumerate(formats)}
@@ -245,7 +247,7 @@ def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def clipped(text: str | None) -> str | None:
-    """``text`` as far as the page shows it."""
+    """``text`` shortened for the page."""
     return (
         text
         if text is None or len(text) <= SAMPLE_CHARACTERS
@@ -254,14 +256,14 @@ def clipped(text: str | None) -> str | None:
 
 
 def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
-    """``ours`` in pieces, each with whether ``theirs`` lacks it; None where there is no text."""
+    """``ours`` in pieces, each with whether ``theirs`` lacks it; ``None`` without text."""
     if ours is None:
         return None
     pieces, others = (
         re.findall(r"\s+|\w+|[^\w\s]", clipped(text) or "") for text in (ours, theirs or ours)
     )
-    # Its heuristic for frequent words stays on: without it, a denoiser that repeats itself takes
-    # minutes to compare.
+    # Its heuristic for frequent words stays on; without it, comparing repetitive texts takes
+    # minutes.
     matcher = difflib.SequenceMatcher(None, pieces, others)
     return [
         (tag != "equal", "".join(pieces[i:j])) for tag, i, j, _, _ in matcher.get_opcodes() if i < j

@@ -1,3 +1,4 @@
-"""The two sides of a comparison: a bundle, a denoiser in torch, or one in torch that is read layer
-by layer. All of them have the same methods.
+"""Sides of a comparison: a bundle, a torch denoiser, or a torch denoiser read layer by layer.
+
+All have the same methods.
 """

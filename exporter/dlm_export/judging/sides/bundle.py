@@ -1,7 +1,7 @@
-"""A bundle that the native runtime runs, as one side of a comparison.
+"""A bundle in the native runtime, as one side of a comparison.
 
-It sees one canvas per pass, as on the device: dynamic activation ranges must not depend on other
-canvases in a batch.
+It runs one canvas per pass, as on a device, because dynamic activation ranges must not depend on
+other canvases in a batch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from dlm_runtime import Bundle, Generation, Policy
 
 
 class BundlePredictor:
-    """A bundle under the native loop."""
+    """A bundle that runs the native loop."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        """The bundle must have been opened from a folder: its manifest says how its rows are
-        shifted.
-        """
+        """The bundle must have been opened from a folder: its manifest says how rows are shifted."""
         self.bundle, self.name = bundle, name
         self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])
@@ -60,8 +58,8 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def speed(self) -> dict[str, Any] | None:
-        """What its loops took so far, and on what; None where nothing ran, or where a CPU simulated
-        the formats.
+        """Speed of its loops so far, and the machine; ``None`` if nothing ran or a CPU simulated the
+        formats.
         """
         seconds = sum(done.timings["total"] for done in self._spent)
         passes = sum(done.nfe for done in self._spent)
@@ -87,8 +85,8 @@ class BundlePredictor:
 
 
 def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-    """``reference.scores`` in numpy, for machines without torch: float64 ``[M]`` from logits fp32
-    ``[M, V]``.
+    """Numpy version of ``proposers.scores``, for machines without torch: float64 ``[M]`` from
+    logits fp32 ``[M, V]``.
     """
     by = scored_by(turn, policy)
     if by == "random":

@@ -1,8 +1,7 @@
-"""A denoiser in torch as the side of a comparison that was shown all canvases beforehand: it is
-read a layer at a time.
+"""A torch denoiser that is read layer by layer, as one side of a comparison.
 
-What is held is a layer, the canvases' hidden states and the head as it is stored, whatever the
-denoiser's size.
+It must be given all canvases in advance. Memory holds one layer, the canvases' hidden states and
+the stored head, whatever the size of the denoiser.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dlm_runtime import Policy
 
 
 class SweptPredictor:
-    """A ``Seer`` in torch: every ``see`` is one sweep."""
+    """A torch ``Seer``; each call of ``see`` is one sweep over the layers."""
 
     def __init__(
         self,
@@ -37,8 +36,8 @@ class SweptPredictor:
         folder: Path | None = None,
         cache_dtype: str | None = None,
     ) -> None:
-        """``memory_bytes``, ``folder``: where the canvases' states lie, see ``Carried``;
-        ``cache_dtype``: see ``Walked``.
+        """``memory_bytes``, ``folder``: storage for states, see ``Carried``. ``cache_dtype``: see
+        ``Walked``.
         """
         c = layered.network
         self.layered, self.name = layered, name
@@ -81,7 +80,7 @@ class SweptPredictor:
         self._features |= dict(zip(alone, found, strict=True))
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """See ``Scorer``; only what was shown."""
+        """See ``Scorer``; only for views given to ``see``."""
         return self._logits(self._features[view_key(canvas, rows)])
 
     def walked(self, walk: int, step: int) -> np.ndarray:
@@ -101,12 +100,12 @@ class SweptPredictor:
 def shown_source(
     source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None
 ) -> SweptPredictor:
-    """A source in torch that is shown its canvases, and is read a layer at a time."""
+    """A source in torch that is read layer by layer."""
     place = workplace or Workplace()
     layered = families.layered(source.parameters, source.network, dtype, place.device)
     return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
 
 
 def view_key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:
-    """What a canvas and its rows are found by."""
+    """The lookup key of a canvas and its rows."""
     return np.asarray(canvas, np.int64).tobytes(), np.asarray(rows, np.int64).tobytes()

@@ -1,4 +1,4 @@
-"""Prompts of samples, the room after them, and the text that a side writes there."""
+"""Prompts of samples, the room after them, and decoding of generated text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dlm_runtime.policy import Policy
 
 
 def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
-    """A sample's prompt and how much to write behind it; plain text is cut in the middle."""
+    """A sample's prompt, and how many tokens to generate; plain text is split in the middle."""
     start = sample.prompt_length or max(1, len(sample.tokens) // 2)
     return sample.tokens[:start].tolist(), min(max_new_tokens, max_canvas_length - start)
 
 
 def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tuple[list[int], int]:
-    """``prompt_of`` for the sample of that number. Raises JudgeError if its prompt leaves no room."""
+    """``prompt_of`` a sample. Raises JudgeError if its prompt leaves no room."""
     prompt, room = prompt_of(sample, max_new_tokens, limit)
     if room < 1:
         raise JudgeError(
@@ -28,7 +28,7 @@ def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tu
 
 
 def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) -> int:
-    """Mask tokens for a free run: the most whole blocks for which every prompt leaves room."""
+    """Length of a free run: the most whole blocks for which every prompt leaves room."""
     block_length = policy.block_length or 32
     starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
     longest = max(len(sample.tokens) - start for sample, start in zip(samples, starts, strict=True))
@@ -37,7 +37,9 @@ def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) 
 
 
 def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
-    """Generated ids to text, up to the first end token; None without a tokenizer."""
+    """A function that decodes generated ids up to the first end token; it returns ``None`` without a
+    tokenizer.
+    """
     tokenizer, stops = bundle.tokenizer, bundle.eos_token_ids
 
     def decode(tokens: list[int]) -> str | None:

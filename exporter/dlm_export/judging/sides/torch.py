@@ -1,7 +1,6 @@
-"""A denoiser in torch under the reference loop, as a side of a comparison: what a bundle was built
-from.
+"""A torch denoiser that runs the reference loop, as one side of a comparison.
 
-Apart from ``predictors``, which compares bundles where there is no torch.
+Separate from ``bundle``, which works without torch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dlm_runtime import Policy
 
 
 class TorchPredictor:
-    """A torch denoiser under the reference loop."""
+    """A torch denoiser that runs the reference loop."""
 
     def __init__(self, denoiser: Denoiser, name: str) -> None:
         c = denoiser.network
@@ -30,7 +29,7 @@ class TorchPredictor:
 
     @torch.no_grad()
     def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """See ``Predictor``. Only the rows asked for pass the head, as in a graph with score_rows."""
+        """See ``Scorer``. Only the requested rows pass the head, as in a graph with score_rows."""
         ids = (
             torch.from_numpy(np.asarray(canvas, np.int64))
             .unsqueeze(0)

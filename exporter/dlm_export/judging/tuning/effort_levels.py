@@ -1,13 +1,14 @@
-"""Effort levels: what quality a preset's loop gives for how many passes as it is varied, and which
-of these loops are levels.
+"""Effort levels: variants of a preset's loop that trade quality for passes.
 
-What is varied is how sure a token has to be before it commits, and how many passes a block may
-take. Where finished blocks are stored by passes of their own, loops are tried that store a block in
-the pass which opens the next one (``store=open``): they write the same in fewer passes, some of
-which take two blocks. Passes of every other cache stay of one size. Every loop writes the same
-samples. ``high`` has the best quality that any shows, and stores as the preset does. ``medium`` and
-``low`` take the fewest passes that lose no more of it than ``LOSSES`` says, and ``low`` half of
-``high``'s at most, where anything takes so few; ``instant`` takes the fewest of all.
+A variant changes the threshold at which a token commits, or the number of passes per block. If
+finished blocks are stored in separate passes, variants may also store a block in the pass that
+opens the next one (``store=open``). This gives the same text in fewer passes, some of which cover
+two blocks. Passes of all other caches keep their size.
+
+Every variant generates from the same samples. ``high`` has the best quality of all, and stores
+blocks as the preset does. ``medium`` and ``low`` need the fewest passes within the quality losses
+of ``LOSSES``; ``low`` also needs at most half of ``high``'s passes, if a variant does. ``instant``
+needs the fewest passes of all.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from dlm_export.judging.tuning.threshold import check_policy
 from dlm_runtime import Policy
 
 LEVELS = ("instant", "low", "medium", "high")
-"""Fewest passes first."""
+"""In ascending order of passes."""
 LOSSES = {"medium": 0.02, "low": 0.1}
-"""Of high's quality, as a share."""
+"""Allowed loss as a share of high's quality."""
 THRESHOLDS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.995)
-FEW_STEPS = (1, 2)  # passes in which a block is decided, whatever the scores are
+FEW_STEPS = (1, 2)  # passes per block, whatever the scores are
 CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
-"""One token a pass: what agreement is with, where no answers say what is right."""
+"""One token per pass: the reference for agreement if samples have no answers."""
 
 
 @dataclass(frozen=True)
 class LevelPoint:
-    """One loop: fields in which it differs from the preset, quality in 0..1, mean passes a prompt."""
+    """One variant: the fields it changes, its quality in 0..1, and mean passes per prompt."""
 
     changes: dict[str, Any]
     quality: float
@@ -47,10 +48,10 @@ class LevelPoint:
 
 @dataclass(frozen=True)
 class Levels:
-    """Loops of a preset by effort, and the curve that they were chosen from, fewest passes first.
+    """The effort levels of a preset, and all measured variants, fewest passes first.
 
-    ``quality`` is ``task`` (right answers) or ``agreement`` (tokens equal to those at one token a
-    pass), over ``samples``.
+    ``quality`` is ``task`` (share of right answers) or ``agreement`` (share of tokens equal to
+    those with one token per pass), over ``samples``.
     """
 
     preset: str
@@ -60,11 +61,11 @@ class Levels:
     levels: dict[str, LevelPoint]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as the manifest has them."""
+        """Plain values for the manifest."""
         return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest with these levels, in the place of others."""
+        """A copy of the manifest with these levels instead of any others."""
         own = Policy(**manifest["loop"]["presets"][self.preset])
         loops = {
             name: own.with_fields(point.changes).as_dict() for name, point in self.levels.items()
@@ -74,10 +75,10 @@ class Levels:
 
 
 def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
-    """The loops that are tried, as changes of ``policy``: its own first, the most careful one last.
+    """The variants to try, as changes of ``policy``: unchanged first, the most careful one last.
 
-    ``shift``: the denoiser's. One that predicts the next position decides a block's first one in
-    the pass that stores what is before it, which then has to be a pass of its own.
+    A denoiser with ``shift`` 1 decides a block's first position in the pass that stores the rows
+    before it, so that pass must stay separate.
     """
     opens = policy.cache == "block" and policy.store == "pass" and shift == 0
     saved: dict[str, Any] = {"store": "open"} if opens else {}
@@ -88,7 +89,7 @@ def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
 
 
 def level_units(policy: Policy, shift: int) -> int:
-    """How often ``fit_levels`` calls ``on_done``."""
+    """Number of times that ``fit_levels`` calls ``on_done``."""
     return len(variants(policy, shift)) + 1
 
 
@@ -102,12 +103,13 @@ def fit_levels(
     preset: str,
     on_done: Callable[[], None] = lambda: None,
 ) -> Levels:
-    """Try every one of ``variants`` on the samples, and the best of them as the preset stores; and
-    choose the levels.
+    """Measure all ``variants`` on the samples, then the best one with the preset's way of storing,
+    and choose the levels.
 
-    Quality is the task score if every sample carries an answer and ``decode`` gives text, else the
-    share of tokens equal to the side's own at one token a pass. ``on_done``: see ``level_units``.
-    Raises JudgeError for no samples, RequestError for a policy without threshold.
+    Quality is the task score if every sample has an answer and ``decode`` returns text, otherwise
+    the share of tokens equal to the side's own at one token per pass. ``on_done``: see
+    ``level_units``. Raises JudgeError without samples, and RequestError for a policy without a
+    threshold.
     """
     check_policy(policy)
     if not samples:
@@ -156,8 +158,10 @@ def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:
 
 
 def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:
-    """The point of each level, by the rule above. ``own``: the preset's; of equals ``high`` is no
-    quicker than that is.
+    """Choose the point of each level, by the rules in the module docstring.
+
+    ``own`` is the preset's point; among equal qualities, ``high`` needs at least as many passes as
+    that.
     """
     high = _best(curve, own)
     front = list(_front(curve, high))
@@ -179,8 +183,8 @@ def _best(points: Sequence[LevelPoint], own: LevelPoint) -> LevelPoint:
 
 
 def _front(points: Sequence[LevelPoint], high: LevelPoint) -> Iterator[LevelPoint]:
-    """Those that no other one beats, fewest passes first, each better than those before, and behind
-    them ``high``; none of the others without any quality.
+    """Points that no other one beats, fewest passes first with rising quality, then ``high``; omits
+    points of zero quality.
     """
     best = 0.0
     for point in sorted(points, key=lambda point: (point.nfe, -point.quality)):

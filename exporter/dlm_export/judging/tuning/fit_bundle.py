@@ -1,4 +1,4 @@
-"""Effort levels of a bundle that stands: fitted by its own generations, and written into it."""
+"""Fits effort levels to an existing bundle and writes them into it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dlm_runtime.manifest import MANIFEST_FILE
 
 @dataclass(frozen=True)
 class EffortOptions:
-    """What levels are fitted by: at most ``samples`` of the data; and what runs the bundle."""
+    """Data for the fit, at most ``samples`` of it, and how to open the bundle."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     samples: int = 64
@@ -35,10 +35,9 @@ def fit_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Levels:
-    """Fit the levels of a bundle, and write them into its manifest, and its report where it has
-    one.
+    """Fit the levels of a bundle, and write them into its manifest and its report, if it has one.
 
-    The bundle is as it was until they are known. Raises DlmError.
+    The bundle does not change until the levels are known. Raises DlmError.
     """
     manifest = read_manifest(folder)
     has_report = REPORT_FILE in manifest["files"]
@@ -71,7 +70,7 @@ def fit_bundle(
             with replaced(folder / REPORT_FILE) as new:
                 write_report(new, made, recorded(folder), sizes, side.speed())
                 files = others | {REPORT_FILE: {"bytes": new.stat().st_size, "sha256": sha256(new)}}
-                # If the process is killed between the two moves, the bundle still opens.
+                # If the process dies between the two moves, the bundle can still be opened.
                 write_manifest(folder, manifest, others)
         write_manifest(folder, made, files)
     return levels

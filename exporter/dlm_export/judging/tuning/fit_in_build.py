@@ -1,4 +1,4 @@
-"""Threshold and effort levels of a bundle, fitted while it is built: its source is at hand."""
+"""Fits a bundle's threshold and effort levels during its build, when the source is available."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def fit_threshold(
     seed: int,
     on_done: Callable[[], None],
 ) -> Refit:
-    """Whether the bundle wants another threshold than its source, by generations of both; on samples
-    that are not judged by. See ``refit_threshold``.
+    """Check whether the bundle needs another threshold than its source, by generating with both.
+
+    Use samples that are not used for judging. See ``refit_threshold``.
     """
     policy = source.presets[preset].greedy()
     return refit_threshold(
@@ -47,7 +48,7 @@ def fit_effort(
     threshold: Refit,
     on_done: Callable[[], None],
 ) -> Levels:
-    """Effort levels of the preset that ``threshold`` was fitted for, at its fitted threshold."""
+    """Fit effort levels of the preset that ``threshold`` belongs to, at the fitted threshold."""
     assert threshold.preset is not None
     fitted = {"threshold": threshold.refitted.threshold}
     policy = source.presets[threshold.preset].greedy().with_fields(fitted)

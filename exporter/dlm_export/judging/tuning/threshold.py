@@ -1,9 +1,7 @@
-"""The commit threshold fitted again: quantisation shifts confidence, and a threshold chosen for the
-reference misses it.
+"""Fits the commit threshold again, because quantisation shifts confidence.
 
-A preset's threshold is changed only where samples show that another is better, by paired bootstrap
-intervals; what they cannot show leaves it as it was. Thresholds are tried by generations of both
-sides.
+A preset's threshold changes only if samples show that another one is better, by paired bootstrap
+intervals. Both sides generate with each threshold tried.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-# Quality that may be lost unseen where the reference's is said to be reached: a few dozen samples
+# Largest quality loss that still counts as reaching the reference's quality; a few dozen samples
 # cannot show less.
 MARGIN = 0.05
 
@@ -33,7 +31,7 @@ Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
 
 @dataclass(frozen=True)
 class Point:
-    """One threshold: quality in 0..1, mean passes a prompt."""
+    """One threshold: quality in 0..1, and mean passes per prompt."""
 
     threshold: float
     quality: float
@@ -42,20 +40,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Refit:
-    """The threshold at which a candidate gives its reference's quality back, with the figures that
-    this rests on.
+    """The threshold at which a candidate reaches its reference's quality, with the figures that
+    support it.
 
-    ``quality`` is ``task`` (right answers) or ``agreement`` (tokens equal to the reference's at one
-    token a pass). ``difference`` is the quality at ``refitted`` less the reference's, ``interval``
-    its 95% interval, paired over ``samples``. ``reached``: the interval leaves out a loss of more
-    than ``MARGIN``. ``verdict`` says what became of the preset's threshold:
+    ``quality`` is ``task`` (share of right answers) or ``agreement`` (share of tokens equal to the
+    reference's with one token per pass). ``difference`` is the quality at ``refitted`` minus the
+    reference's, and ``interval`` its 95% interval, paired over ``samples``. ``reached``: the
+    interval excludes a loss of more than ``MARGIN``. ``verdict`` is the outcome for the preset's
+    threshold:
 
     ========= ===========================================================================================================
-    kept      nothing shows that another is better
-    raised    the preset's loses quality, this one loses less
-    lowered   the preset's takes more passes than the reference, this one fewer, at no less quality
+    kept      the samples do not show that another threshold is better
+    raised    the preset's threshold loses quality, and this one loses less
+    lowered   the preset's takes more passes than the reference; this one takes fewer, without losing quality
     lost      the preset's loses quality, and no higher one is better; ``refitted`` is the preset's
-    untold    the reference itself has no quality on these samples, or there is but one: nothing was fitted
+    untold    not fitted: the reference has no quality on these samples, or there is only one sample
     ========= ===========================================================================================================
     """
 
@@ -72,21 +71,21 @@ class Refit:
     interval: tuple[float, float]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as the manifest and accuracy.json have them."""
+        """Plain values for the manifest and accuracy.json."""
         return asdict(self) | {"interval": list(self.interval)}
 
 
 def check_policy(policy: Policy) -> None:
-    """Raise RequestError unless the policy has a threshold."""
+    """Raises RequestError unless the policy has a threshold."""
     if policy.commit not in ("threshold", "dynamic"):
         raise RequestError(
-            f"a policy that commits by {policy.commit!r} has no threshold to fit: take one that commits by 'threshold' or "
+            f"a policy that commits by {policy.commit!r} has no threshold to fit: choose one that commits by 'threshold' or "
             "'dynamic', such as the preset fast-dllm"
         )
 
 
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:
-    """How many generations ``refit_threshold`` makes at most: both sides' own, one token a pass,
+    """Maximum number of generations in ``refit_threshold``: both sides' own, one token per pass,
     and a bisection.
     """
     sides = [sum(t < policy.threshold for t in grid), sum(t > policy.threshold for t in grid)]
@@ -95,7 +94,7 @@ def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """One side at one threshold: quality float64 ``[N]`` and passes ``[N]``, a sample each."""
+    """One side at one threshold: quality float64 ``[N]`` and passes ``[N]``, per sample."""
 
     threshold: float
     quality: np.ndarray
@@ -119,19 +118,20 @@ def refit_threshold(
     seed: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """Find out whether the candidate wants another threshold than the policy's own, and which of
+    """Find out whether the candidate needs another threshold than the policy's, and which of
     ``grid``.
 
-    Quality is the task score if every sample carries an answer and ``decode`` gives text, else the
-    share of tokens equal to the reference's own at one token a pass, on as many samples as take no
-    more passes for that than judging takes for its masked positions. A candidate that is told to be
-    worse than the reference gets the lowest threshold at which it no longer is, if that is told to
-    be better than the policy's. One that is told to take more passes gets the lowest that costs no
-    quality and makes no fewer passes than the reference: those would be quality spent where the
-    samples cannot see it.
+    Quality is the task score if every sample has an answer and ``decode`` returns text. Otherwise
+    it is the share of tokens equal to the reference's own at one token per pass, on only as many
+    samples as need no more passes for that than judging needs for masked positions.
 
-    ``on_done`` is called once a generation: see ``refit_steps``. Raises JudgeError for no samples,
-    RequestError for a policy without threshold.
+    If the candidate is significantly worse than the reference, it gets the lowest threshold at
+    which it no longer is, provided that this is significantly better than the policy's. If it needs
+    significantly more passes, it gets the lowest threshold that loses no quality and needs no fewer
+    passes than the reference. Still fewer passes might lose quality that the samples cannot show.
+
+    ``on_done`` is called once per generation: see ``refit_steps``. Raises JudgeError without
+    samples, and RequestError for a policy without a threshold.
     """
     check_policy(policy)
     if not samples:
@@ -152,8 +152,7 @@ def refit_threshold(
             on_done()
         return found
 
-    # One token a pass without a cache: the best that these predictions give, whatever the
-    # threshold.
+    # One token per pass without a cache: the best result that this denoiser gives at any threshold.
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
     best = [] if is_task else run(reference, slowest)
 
@@ -224,9 +223,7 @@ def refit_threshold(
 
 
 def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> float | None:
-    """The lowest of ascending thresholds for which something holds that holds for all above it;
-    None: not for the highest.
-    """
+    """The lowest of ascending thresholds that satisfies the monotonic ``holds``, or ``None``."""
     low, high = 0, len(thresholds)
     while low < high:
         middle = (low + high) // 2
@@ -235,6 +232,6 @@ def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> floa
 
 
 def _is_above(ours: np.ndarray, theirs: np.ndarray, seed: int) -> bool:
-    """Whether the samples tell that ``ours`` are more passes than ``theirs``, both ``[N]``."""
+    """True if ``ours`` ``[N]`` are significantly more passes than ``theirs`` ``[N]``."""
     interval = metrics.ratio_interval(ours, theirs, seed)
     return interval is not None and interval[0] > 1
