@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dlm_export.building.request import Job, check_job, check_request
 from dlm_export.building.writing import Text, Written, table_dtype, write_graph, write_text
 from dlm_export.bundle import folder as bundle_folder
 from dlm_export.bundle.manifest import make_manifest
+from dlm_export.checkpoints.hub import Hub
 from dlm_export.families.base import Overrides
 from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
 from dlm_export.judging.accuracy.verdict import Judgement
@@ -98,13 +99,14 @@ def build(
     options: BuildOptions | None = None,
     *,
     overrides: Overrides | None = None,
+    hub: Hub | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Build the bundle ``output`` from a checkpoint folder or a full-precision bundle; nothing is
     left of a failed one.
 
     ``options`` None: an fp32 bundle for the CPU. ``overrides``: what the checkpoint does not say,
-    or not right.
+    or not right. ``hub``: where the checkpoint was fetched from, for the manifest.
 
     Raises CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError,
     DeviceError, ResumeError, MemoryLimitError; ParityError when the finished bundle differs from
@@ -113,7 +115,9 @@ def build(
     """
     request, stages = check_request(options or BuildOptions()), Stages(progress)
     stages.progress.start("read source", 1)
-    return _make(check_job(request, open_source(source_path, overrides)), output, stages)
+    return _make(
+        check_job(request, replace(open_source(source_path, overrides), hub=hub)), output, stages
+    )
 
 
 def build_from(
@@ -198,6 +202,7 @@ def _make_manifest(
         chat_template=text.chat_template,
         text=text.compiled,
         config_sha256=source.config_sha256,
+        hub=source.hub,
         json_layout=source.json_layout,
         call_format=source.call_format,
     )

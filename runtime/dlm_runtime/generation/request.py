@@ -45,6 +45,7 @@ class Options:
             part of the constrained text. (A ``constraint`` has its own ``before``.)
         json_layout: White space of JSON that a schema, ``json_object`` or tools ask for: a name of ``LAYOUTS``, or a
             ``Layout``. None: the layout that the bundle was trained on, or compact.
+        max_depth: How deep a recursive schema or a free JSON value may nest, 0 to 64. None: see ``Bundle.constraint``.
         tools: Functions that may be called, each as ``{"type": "function", "function": {"name", "description",
             "parameters"}}`` with a JSON Schema of its parameters, or the ``Tools`` of ``Bundle.tools``. The chat template
             receives them.
@@ -78,6 +79,7 @@ class Options:
     enum: Sequence[str] | None = None
     json_object: bool = False
     json_layout: str | Layout | None = None
+    max_depth: int | None = None
     tools: Sequence[Mapping[str, Any]] | Tools | None = None
     tool_choice: str | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool | None = None
@@ -99,15 +101,18 @@ class Options:
         milliseconds_of("deadline_ms", self.deadline_ms)
         texts_of("stop_strings", self.stop_strings)
         text_of("prefix", self.prefix)
-        if (
-            self.json_layout is not None
-            and self.schema is None
-            and self.tools is None
-            and not self.json_object
-        ):
-            raise RequestError(
-                "json_layout is of schema, json_object and tools: give one of these as well"
-            )
+        for name in ("json_layout", "max_depth"):
+            if (
+                getattr(self, name) is not None
+                and self.schema is None
+                and self.tools is None
+                and not self.json_object
+            ):
+                raise RequestError(
+                    f"{name} is of schema, json_object and tools: give one of these as well"
+                )
+        if self.max_depth is not None:
+            count_of("max_depth", self.max_depth)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
@@ -185,6 +190,7 @@ class RequestOptions(TypedDict, total=False):
     enum: Sequence[str] | None
     json_object: bool
     json_layout: str | Layout | None
+    max_depth: int | None
     tools: Sequence[Mapping[str, Any]] | Tools | None
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool | None
@@ -220,7 +226,6 @@ class InfillOptions(RequestOptions, total=False):
     """The options of ``infill`` for type checkers: those of ``generate_batch``."""
 
     max_batch: int
-    max_depth: int | None
     policies: Sequence[Mapping[str, Any]] | None
     cancel: threading.Event | Sequence[threading.Event | None] | None
 
