@@ -117,6 +117,7 @@ WRONG: dict[str, list[Any]] = {
     ],
     "tool_choice": [5, "nobody", [], None, LONGER],
     "parallel_tool_calls": [1, "yes", []],
+    "max_depth": [-1, HUGE, 1.5, "x", object()],
     "call_format": [5, "odd", [], {}, object()],
     "seed": [-1, HUGE, 1.5, "x", None, object()],
     "threshold": ["x", None, HUGE, [], object()],
@@ -138,7 +139,7 @@ WRONG: dict[str, list[Any]] = {
 }
 NEEDS: dict[str, dict[str, Any]] = {
     name: {"tools": CALLS} for name in ("tool_choice", "parallel_tool_calls", "call_format")
-}
+} | {"max_depth": {"json_object": True}}
 
 
 def request_with(name: str, value: Any) -> dict[str, Any]:

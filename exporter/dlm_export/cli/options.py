@@ -295,7 +295,7 @@ def _to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | 
 
 
 target_option = text("--target", "Device, or GPUs with commas.  [default: cpu]", "LIST")
-PRECISION_HELP = "fp32, fp16, bf16, auto, int8, int4, ..., or a .toml"
+PRECISION_HELP = "fp32, fp16, bf16, auto, int8, ..., or a .toml"
 calib_option = file("--calib", "JSONL or text for calibration; a fourth is for judging.")
 resume_option = folder("--resume", "Folder that keeps finished stages for the next try.")
 verify_option = flag("--no-verify", help="Skip parity and judging.")
