@@ -444,7 +444,7 @@ def test_every_command_line_is_one_that_its_program_takes(
     """Options, their values, targets and precisions of ``dlm-export``; targets of ``make``; extras
     of ``pip``; files.
     """
-    for kind in (options.CHECKPOINT, options.FILE):
+    for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
         monkeypatch.setattr(kind, "exists", False)  # the reader's
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):

@@ -63,10 +63,13 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
     try:
         import huggingface_hub
         from huggingface_hub import utils
+        from huggingface_hub.utils import logging
     except ModuleNotFoundError as err:
         raise HubError(
             f"{name}: needs the hub extra: pip install 'dlm-export[hub]'", is_input=False
         ) from err
+    # The reasons are in HubError. Importing the logger sets its level, so this comes after it.
+    logging.set_verbosity(logging.CRITICAL)
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
     with _one_sentence(name):

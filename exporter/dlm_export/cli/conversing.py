@@ -145,7 +145,7 @@ def chat(
 
     \b
     Example: dlm-export chat build/demo
-    Piped:   printf 'lights off\\nplay jazz\\n' | dlm-export chat build/demo
+    Piped:   printf 'turn off the kitchen lights\\nplay jazz\\n' | dlm-export chat build/demo
     """
     request = {"preset": preset} | policy_changes(changes)
     with opening(values).open(bundle) as opened:

@@ -127,8 +127,8 @@ def run(
 
     \b
     Example: dlm-export run build/demo --prompt "remind me to call the garage at seven"
-    Holes:   dlm-export run build/demo --prompt "remind me to call anna at seven" --hole-tokens 2,3,4 \\
-               --infill '{"name":"add_reminder","arguments":{"text":"<mask>","time":"<mask>"}}'
+    Holes:   dlm-export run build/demo --prompt "remind me to call the garage at seven" \\
+               --hole-tokens 2,3,4,5 --infill '{"name":"add_reminder","arguments":{"text":"<mask>","time":"<mask>"}}'
     """
     conversation, tools = take_conversation(fields), take_tools(fields)
     given = sum(value is not None for value in (prompt, conversation, tokens))
