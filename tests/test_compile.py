@@ -151,7 +151,10 @@ def test_compile_leaves_the_old_file_where_it_fails(demo_bundle: Path, files: Pa
         (["--regex", "a", "--tools", "{}/tools.json"], "give one of --schema"),
         (["--regex", "a", "--json-object"], "give one of --regex, --json-object"),
         (["--regex", "a", "--tool-choice", "stop"], "are of --tools"),
-        (["--regex", "a", "--max-depth", "1"], "--max-depth needs --schema or --json-object"),
+        (
+            ["--regex", "a", "--max-depth", "1"],
+            "--max-depth needs --schema, --json-object or --tools",
+        ),
         (
             ["--tools", "{}/tools.json", "--tool-choice", "auto"],
             "with another one any text is allowed",

@@ -56,15 +56,17 @@ def kind_group(*more: Any) -> Any:
     )
 
 
-def take_constraint(values: dict[str, Any], is_infill: bool = False) -> dict[str, Any]:
-    """Remove the options of a constraint from a command's values, and return the arguments for
-    ``Bundle.constraint``.
+def take_constraint(
+    values: dict[str, Any], is_infill: bool = False, has_tools: bool = False
+) -> dict[str, Any]:
+    """Remove the options of a constraint from a command's values, and return them as options of a
+    request.
 
-    The result is empty if no constraint was given. It also holds ``constrain_from``, an argument of
-    ``Bundle.infill``.
+    The result is empty if no constraint was given. It may hold ``constrain_from``, an argument of
+    ``Bundle.infill``. ``has_tools`` allows ``--max-depth`` and ``--json-layout`` without one.
     """
     first = values.pop("constrain_from")
-    given = _take_kind(values)
+    given = _take_kind(values, has_tools)
     if first is not None:
         if not (is_infill and given):
             raise click.UsageError(
@@ -80,9 +82,9 @@ def _take_kind(values: dict[str, Any], has_tools: bool = False) -> dict[str, Any
     if len(given) > 1:
         raise click.UsageError(f"give one of {', '.join(_KINDS[name] for name in given)}")
     if max_depth is not None and not (has_tools or given.keys() & {"schema", "json_object"}):
-        raise click.UsageError("--max-depth needs --schema or --json-object")
+        raise click.UsageError("--max-depth needs --schema, --json-object or --tools")
     if layout is not None and not (has_tools or given.keys() & {"schema", "json_object"}):
-        raise click.UsageError("--json-layout needs --schema or --json-object")
+        raise click.UsageError("--json-layout needs --schema, --json-object or --tools")
     if "schema" in given:
         given["schema"] = read_json_file(given["schema"])
     return given | {

@@ -161,7 +161,8 @@ def run(
         "stop_strings": stop_strings,
         "cancel": cancel,
     }
-    how, wanted = opening(fields), take_constraint(fields, infill is not None)
+    how = opening(fields)
+    request |= take_constraint(fields, infill is not None, "tools" in tools)
     policy = {name: value for name, value in fields.items() if value is not None}
     request |= policy | policy_changes(changes) | tools
     if prompt is not None:
@@ -177,10 +178,6 @@ def run(
     with how.open(bundle) as opened, cancelling(cancel):
         if infill is None:
             warn_of_length(opened, max_new_tokens)
-        if wanted.get("constrain_from") is not None:
-            request |= wanted
-        elif wanted:
-            request["constraint"] = opened.constraint(before=prefix, **wanted)
         if watch:
             from dlm_export.cli.watch import watch as show
 
