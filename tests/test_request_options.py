@@ -282,6 +282,30 @@ def test_a_runtime_library_that_is_none_is_named(
         _native.library.__wrapped__()
 
 
+# ---- Depth ----
+
+NESTED = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"n": {"anyOf": [{"$ref": "#/$defs/node"}, {"const": 1}]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def test_max_depth_of_a_request_limits_a_recursive_schema(demo: Bundle) -> None:
+    request: dict[str, Any] = {"prompt": "kitchen", "schema": NESTED, "prefix": '{"n":{'}
+    assert demo.generate(**request, max_depth=1).text == '{"n":{"n":1}}'
+    with pytest.raises(RequestError, match="no text of the constraint starts with"):
+        demo.generate(**request, max_depth=0)
+    with pytest.raises(RequestError, match="max_depth is of schema, json_object and tools"):
+        demo.generate(prompt="kitchen", max_depth=1)
+
+
 # ---- Type checkers ----
 
 
