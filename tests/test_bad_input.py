@@ -367,7 +367,7 @@ def test_a_key_of_a_config_does_not_steer_the_terminal(checkpoint: Path) -> None
     result = CliRunner().invoke(main, ["inspect", str(checkpoint)])
     assert result.exit_code == 0
     assert all(line.isprintable() for line in result.output.splitlines())
-    assert "nothing reads these keys of config.json" in result.stderr
+    assert "dlm-export ignores these keys of config.json" in result.stderr
     assert len(result.stderr) < 6000
 
 

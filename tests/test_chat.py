@@ -160,7 +160,7 @@ def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Pa
     calls = [json.loads(line) for line in done.stdout.splitlines()]
     assert [call["name"] for call in calls] == ["set_light", "add_reminder", "set_light"]
     assert done.stderr.count("single commands: give one message") == 1
-    assert done.stderr.count("Each message is answered by itself from now on") == 1
+    assert done.stderr.count("From now on, each message is answered by itself") == 1
 
 
 def test_a_conversation_with_little_room_says_how_much_is_left(demo_bundle: Path) -> None:
@@ -180,7 +180,7 @@ def test_more_tokens_than_a_bundle_names_are_allowed_with_a_warning(demo_bundle:
             done = CliRunner().invoke(main, [command, str(demo_bundle), *how, *prompt], input="")
             assert done.exit_code == 0, done.output
             assert (
-                "--max-new-tokens 128 is more than the 64 that this bundle names" in done.stderr
+                "--max-new-tokens 128 is more than the 64 of this bundle" in done.stderr
             ) == is_told
 
 
@@ -212,13 +212,22 @@ def _seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def test_a_line_that_fails_does_not_end_a_piped_conversation(demo_bundle: Path) -> None:
+    done = _said(demo_bundle, f"lights off\n{'lights ' * 600}\n/effort none\nlights off\n")
+    first, second = done.stdout.splitlines()
+    assert first == second
+    assert "Error: line 2: the conversation of" in done.stderr
+    assert "Error: line 3: " in done.stderr
+    assert done.exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "lines", "sentence"),
     [
         (("--effort", "low"), "", "this bundle has no levels"),
         (("--preset", "none"), "", 'preset "none" is not one of'),
         (("--max-new-tokens", "0"), "", "0 is not in the range"),
-        ((), f"{'lights ' * 600}\n", "tokens fills the canvas of 512: /reset forgets it"),
+        ((), f"{'lights ' * 600}\n", "tokens fills the canvas of 512: /reset clears it"),
     ],
 )
 def test_what_cannot_be_is_told(

@@ -166,12 +166,18 @@ def test_compile_leaves_the_old_file_where_it_fails(demo_bundle: Path, files: Pa
         ),
         (["--regex", "a", "--tools", "{}/tools.json"], "give one of --schema"),
         (["--regex", "a", "--json-object"], "give one of --regex, --json-object"),
-        (["--regex", "a", "--tool-choice", "stop"], "are of --tools"),
-        (["--regex", "a", "--max-depth", "1"], "--max-depth is of --schema, --grammar"),
-        (["--regex", "a", "--any-order"], "--any-order is of --schema, --json-object"),
+        (["--regex", "a", "--tool-choice", "stop"], "need --tools"),
+        (
+            ["--regex", "a", "--max-depth", "1"],
+            "--max-depth needs --schema, --grammar, --json-object, --json-lines, --xml or --tools",
+        ),
+        (
+            ["--regex", "a", "--any-order"],
+            "--any-order needs --schema, --json-object, --json-lines or --tools",
+        ),
         (
             ["--tools", "{}/tools.json", "--tool-choice", "auto"],
-            "with another one any text is allowed",
+            "other choices allow any text",
         ),
         (["--schema", "{}/nowhere.json"], "does not exist"),
     ],

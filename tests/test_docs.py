@@ -294,7 +294,7 @@ def test_a_family_is_added_as_its_page_says(tour: Tour) -> None:
     assert not _failures(tour.of(NEW_FAMILY)), _failures(tour.of(NEW_FAMILY))
     inspected = commands["dlm-export inspect tiny-example"].output
     assert "tiny-example: example (" in inspected
-    assert "nothing reads these keys" not in inspected
+    assert "ignores these keys" not in inspected
     assert re.search(
         r"^Parity with .+ holds: ",
         commands["dlm-export build tiny-example -o tiny-bundle"].output,
@@ -445,7 +445,7 @@ def test_every_command_line_is_one_that_its_program_takes(
     """Options, their values, targets and precisions of ``dlm-export``; targets of ``make``; extras
     of ``pip``; files.
     """
-    for kind in (options.CHECKPOINT, options.FILE):
+    for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
         monkeypatch.setattr(kind, "exists", False)  # the reader's
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):

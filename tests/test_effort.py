@@ -18,17 +18,20 @@ import dlm_runtime
 from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
 from dlm_export.judging.sides.side import JudgeError
+from dlm_export.judging.tuning.default_loop import FITTED, NOT_FITTED, fastest
 from dlm_export.judging.tuning.effort_levels import (
     CAREFUL,
     LEVELS,
     LOSSES,
     LevelPoint,
+    Levels,
     choose_levels,
     fit_levels,
     level_units,
     variants,
 )
 from dlm_runtime import PRESETS, Policy, RequestError
+from dlm_runtime.manifest import check_manifest
 
 
 def invoke(*arguments: object) -> Result:
@@ -199,6 +202,77 @@ def test_what_cannot_be_fitted_is_refused() -> None:
         )
 
 
+# ---- The default loop ----
+
+
+def _levels(points: Sequence[LevelPoint], samples: int = 64) -> Levels:
+    ascending = sorted(points, key=lambda point: point.nfe)
+    return Levels("fast-dllm", "task", samples, ascending, choose_levels(points, points[0]))
+
+
+CURVES = st.lists(POINTS, min_size=1, max_size=12).map(
+    lambda points: [
+        LevelPoint({"threshold": i / 100} if i else {}, point.quality, point.nfe)
+        for i, point in enumerate(points)
+    ]
+)
+
+
+@given(CURVES, st.sampled_from([0.0, 0.5, 0.95, 1.0]))
+@settings(deadline=None)
+def test_the_default_loop_is_as_good_as_one_token_a_pass_in_the_fewest_passes(
+    curve: list[LevelPoint], quality: float
+) -> None:
+    careful = LevelPoint(CAREFUL, quality, 64.0)
+    found = fastest(_levels([*curve, careful]))
+    as_good = [point for point in curve if point.quality >= quality]
+    if not as_good or quality == 0:
+        assert found is None
+        return
+    assert found in as_good
+    fewest = min(point.nfe for point in as_good)
+    assert found.nfe == fewest or (not found.changes and fewest > 0.9 * found.nfe)
+
+
+def test_few_samples_keep_the_published_loop() -> None:
+    points = [
+        LevelPoint({}, 1.0, 4),
+        LevelPoint({"threshold": 0.3}, 1.0, 1),
+        LevelPoint(CAREFUL, 1.0, 32),
+    ]
+    assert fastest(_levels(points, 31)) is None
+    assert fastest(_levels(points, 32)) == points[1]
+
+
+def test_the_default_loop_is_a_preset_that_the_manifest_explains(llada_bundle: Path) -> None:
+    manifest = read_manifest(llada_bundle)
+    assert manifest["loop"]["default_preset"] == "fast-dllm"
+    assert manifest["default_loop"]["reason"] == NOT_FITTED
+    points = [
+        LevelPoint({}, 0.9, 4),
+        LevelPoint({"threshold": 0.3}, 1.0, 1),
+        LevelPoint(CAREFUL, 1.0, 32),
+    ]
+    made = _levels(points).applied(manifest)
+    check_manifest(made, llada_bundle)
+    wanted = Policy(**manifest["loop"]["presets"]["fast-dllm"]).with_fields({"threshold": 0.3})
+    assert made["loop"]["default_preset"] == FITTED
+    assert made["loop"]["presets"][FITTED] == wanted.as_dict()
+    reason = (
+        "on 64 samples, 100.0% right answers in 1.00 passes; one token a pass gets 100.0% in 32.00"
+    )
+    assert made["default_loop"] == {
+        "published": "fast-dllm",
+        "preset": "fast-dllm",
+        "changes": {"threshold": 0.3},
+        "reason": reason,
+    }
+    again = _levels(points, 3).applied(made)
+    assert FITTED not in again["loop"]["presets"]
+    assert again["loop"]["default_preset"] == "fast-dllm"
+    assert "3 samples are too few" in again["default_loop"]["reason"]
+
+
 # ---- Bundles ----
 
 
@@ -209,8 +283,8 @@ def fitted(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     result = invoke("effort", copied, "--samples", 3, "--threads", 1)
     assert result.exit_code == 0, result.output
     assert "agreement with one token a pass" in result.stdout
-    assert "3 samples tell little of levels" in result.stdout
-    assert "no --data: judged on made-up samples" in result.stderr
+    assert "3 samples are few" in result.stdout
+    assert "no --data: judged by made-up samples" in result.stderr
     return copied
 
 
@@ -256,6 +330,7 @@ def test_the_command_line_runs_and_shows_levels(fitted: Path, llada_bundle: Path
     shown = invoke("inspect", fitted).stdout
     assert "Effort, loops of fast-dllm, by generations of 3 samples" in shown
     assert all(level in shown for level in LEVELS)
+    assert "default preset: fast-dllm: the adaptive loop published for this family" in shown
     none = invoke("run", llada_bundle, "--effort", "low", *run)
     assert none.exit_code == 2
     assert (

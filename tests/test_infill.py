@@ -168,10 +168,10 @@ def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
     ("options", "code", "says"),
     [
         (("--infill", "a <mask>"), 2, "has no tokenizer: put mask tokens among the tokens"),
-        (("--infill", "a <mask>", "--tokens", "1"), 2, "--infill is text"),
+        (("--infill", "a <mask>", "--tokens", "1"), 2, "--infill takes text"),
         (("--infill", "a <mask>", "--prompt", "b", "--prefix", "c"), 2, "without --infill"),
         (("--prompt", "a", "--tokens", "1"), 2, "give one of"),
-        (("--tokens", "1", "--hole-tokens", "3"), 2, "--hole-tokens is of --infill"),
+        (("--tokens", "1", "--hole-tokens", "3"), 2, "--hole-tokens needs --infill"),
         (
             ("--infill", "a <mask>", "--hole-tokens", "x"),
             2,
@@ -181,7 +181,7 @@ def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
         (
             ("--infill", "a <mask>", "--max-new-tokens", "4"),
             2,
-            "--max-new-tokens is of text behind a prompt",
+            "--infill takes --hole-tokens for the length of holes",
         ),
     ],
 )

@@ -139,6 +139,7 @@ WRONG: dict[str, list[Any]] = {
     ],
     "tool_choice": [5, "nobody", [], None, LONGER],
     "parallel_tool_calls": [1, "yes", []],
+    "max_depth": [-1, HUGE, 1.5, "x", object()],
     "call_format": [5, "odd", [], {}, object()],
     "seed": [-1, HUGE, 1.5, "x", None, object()],
     "threshold": ["x", None, HUGE, [], object()],
@@ -160,7 +161,7 @@ WRONG: dict[str, list[Any]] = {
 }
 NEEDS: dict[str, dict[str, Any]] = {
     name: {"tools": CALLS} for name in ("tool_choice", "parallel_tool_calls", "call_format")
-}
+} | {"max_depth": {"json_object": True}}
 
 
 def request_with(name: str, value: Any) -> dict[str, Any]:
@@ -301,6 +302,30 @@ def test_a_runtime_library_that_is_none_is_named(
         dlm_runtime.EngineError, match=r"library.so cannot be loaded .*set DLM_RUNTIME_LIBRARY"
     ):
         _native.library.__wrapped__()
+
+
+# ---- Depth ----
+
+NESTED = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"n": {"anyOf": [{"$ref": "#/$defs/node"}, {"const": 1}]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def test_max_depth_of_a_request_limits_a_recursive_schema(demo: Bundle) -> None:
+    request: dict[str, Any] = {"prompt": "kitchen", "schema": NESTED, "prefix": '{"n":{'}
+    assert demo.generate(**request, max_depth=1).text == '{"n":{"n":1}}'
+    with pytest.raises(RequestError, match="no text of the constraint starts with"):
+        demo.generate(**request, max_depth=0)
+    with pytest.raises(RequestError, match="max_depth is of schema, json_object and tools"):
+        demo.generate(prompt="kitchen", max_depth=1)
 
 
 # ---- Type checkers ----

@@ -390,7 +390,7 @@ def test_the_command_line_takes_tools_and_conversations(demo_bundle: Path, tmp_p
     assert call == {"name": "stop", "arguments": {}}
     for arguments, sentence in (
         (("--messages", chat, "--chat", "a"), "give one of --chat and --messages"),
-        (("--prompt", "a", "--system", "b"), "--system is of --chat"),
+        (("--prompt", "a", "--system", "b"), "--system needs --chat"),
         (("--chat", "stop it", "--system", "Be brief."), "trained on single commands"),
         (("--messages", listed), "is not a message with role and content"),
         (("--chat", "a", "--tool-choice", "stop"), "tool_choice is for tools"),

@@ -122,7 +122,7 @@ def test_a_bundle_is_built_and_proved_with_native_attention(name: str, tmp_path:
 PRESETS = {
     "SDAR": "sdar",
     "Fast-dLLM v2": "fast-dllm-v2",
-    "A2D Qwen2": "llada",
+    "A2D Qwen2": "fast-dllm",
     "A2D Qwen2, blocks": "sdar",
 }
 
@@ -158,7 +158,7 @@ def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
     told = CliRunner().invoke(main, ["inspect", str(path)])
     assert told.exit_code == 0, told.output
     assert "block of 4, 4 heads of 32, 2 of keys, q/k norm" in told.output
-    assert "nothing reads these keys" not in told.output
+    assert "ignores these keys" not in told.output
     other = CliRunner().invoke(main, ["inspect", str(path), "--attention-block", "16", "--json"])
     attention = json.loads(other.output)["network"]["layers"][0]["attention"]
     assert (attention["visibility"], attention["block_length"]) == ("block", 16)

@@ -34,7 +34,7 @@ text { font-family: ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace
 def passes(bundle: dlm.Bundle) -> tuple[list[str], list[int]]:
     """The answer's tokens as text, and the pass that committed each."""
     committed: dict[int, int] = {}
-    for event in bundle.stream(prompt=PROMPT, preset="fast-dllm"):
+    for event in bundle.stream(prompt=PROMPT):
         for position, is_undecided in enumerate(event.undecided):
             if not is_undecided:
                 committed.setdefault(position, event.nfe)

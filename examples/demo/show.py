@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
         )
         times = []
         for command in COMMANDS:
-            out = bundle.generate(prompt=command, max_new_tokens=64, preset="fast-dllm")
+            out = bundle.generate(prompt=command, max_new_tokens=64)
             times.append(out.timings["total"] * 1e3)
             print(
                 f"  {command}\n    {out.text}   [{out.nfe} {'pass' if out.nfe == 1 else 'passes'}, {times[-1]:.0f} ms]"
@@ -36,7 +36,9 @@ def main(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             print(f"  {path}  {path.stat().st_size:,} bytes")
-    watch = f".venv/bin/dlm-export run {folder} --preset fast-dllm --max-new-tokens 64 --watch --prompt '{COMMANDS[0]}'"
+    watch = (
+        f".venv/bin/dlm-export run {folder} --max-new-tokens 64 --watch --prompt '{COMMANDS[0]}'"
+    )
     print(f"\nWatch a canvas denoise:\n  {watch}")
 
 

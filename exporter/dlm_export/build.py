@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dlm_export.building.request import Job, check_job, check_request
 from dlm_export.building.writing import Text, Written, table_dtype, write_graph, write_text
 from dlm_export.bundle import folder as bundle_folder
 from dlm_export.bundle.manifest import make_manifest
+from dlm_export.checkpoints.hub import Hub
 from dlm_export.families.base import Overrides
 from dlm_export.graph import OPSET, PLAIN_OPSET, trace, write
 from dlm_export.judging.accuracy.verdict import Judgement
@@ -98,6 +99,7 @@ def build(
     options: BuildOptions | None = None,
     *,
     overrides: Overrides | None = None,
+    hub: Hub | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Build a bundle from a checkpoint folder or an unquantised bundle. A failed build leaves
@@ -108,6 +110,7 @@ def build(
         output: Folder of the new bundle.
         options: What to build; ``None`` builds an fp32 bundle for the CPU.
         overrides: Values that the checkpoint lacks or has wrong.
+        hub: Where the checkpoint was fetched from, for the manifest; ``None`` for a folder.
         progress: Receives the stages.
 
     Returns:
@@ -122,7 +125,9 @@ def build(
     """
     request, stages = check_request(options or BuildOptions()), Stages(progress)
     stages.progress.start("read source", 1)
-    return _make(check_job(request, open_source(source_path, overrides)), output, stages)
+    return _make(
+        check_job(request, replace(open_source(source_path, overrides), hub=hub)), output, stages
+    )
 
 
 def build_from(
@@ -207,6 +212,7 @@ def _make_manifest(
         chat_template=text.chat_template,
         text=text.compiled,
         config_sha256=source.config_sha256,
+        hub=source.hub,
         json_layout=source.json_layout,
         call_format=source.call_format,
     )

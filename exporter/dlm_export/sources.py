@@ -21,10 +21,12 @@ from dlm_export.bundle.folder import sha256
 from dlm_export.bundle.manifest import network_of
 from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.checkpoints.hub import Hub
 from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
 from dlm_export.families.reading import new_tokens, text_option
 from dlm_export.graph import experts
+from dlm_export.judging.tuning.default_loop import published_of, published_presets
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.errors import BundleError
@@ -58,6 +60,8 @@ class Source:
     """Name of the JSON layout that the denoiser was trained on, or ``None`` if unknown."""
     call_format: str | None = None
     """Name of the tool-call format that it was trained on, or ``None`` if unknown."""
+    hub: Hub | None = None
+    """Where the checkpoint was fetched from; ``None`` for a folder."""
     has_effort: bool = False
     """True if it is a bundle with effort levels, which apply to that bundle only."""
 
@@ -218,7 +222,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     # Opening checks the manifest, sizes and hashes, so the files are unchanged.
     with dlm_runtime.open(path, engine="none") as bundle:
         manifest = bundle.manifest
-        presets = {name: bundle.policy(name) for name in manifest["loop"]["presets"]}
+        presets = {name: bundle.policy(name) for name in published_presets(manifest)}
     check_manifest(manifest, path)
     precision = manifest["precision"]["name"]
     if precision not in graph.PRECISIONS:
@@ -243,7 +247,7 @@ def _open_bundle(path: Path, overrides: Overrides) -> Source:
     )
     parameters = BundleParameters(path, network, manifest["files"])
     config_sha256 = manifest.get("source", {}).get("config_sha256")
-    default = manifest["loop"]["default_preset"]
+    default = published_of(manifest)
     has_effort = "effort" in manifest["loop"]
     return Source(
         path,

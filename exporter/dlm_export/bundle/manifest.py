@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
+from dlm_export.checkpoints.hub import Hub
+from dlm_export.judging.tuning.default_loop import published
 from dlm_export.network.spec import CACHE_ROWS, NetworkSpec
 from dlm_runtime.errors import BundleError
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
@@ -47,6 +49,7 @@ def make_manifest(
     chat_template: dict[str, Any] | None,
     text: dict[str, str] | None,
     config_sha256: str | None,
+    hub: Hub | None = None,
     json_layout: str | None = None,
     call_format: str | None = None,
 ) -> dict[str, Any]:
@@ -66,6 +69,7 @@ def make_manifest(
         chat_template: Record of the chat template, or ``None``.
         text: Record of compiled text files, or ``None``.
         config_sha256: Hash of the checkpoint's config.json, or ``None`` if unknown.
+        hub: Where the checkpoint was fetched from, or ``None``.
         json_layout: Name of the JSON layout that the denoiser was trained on, or ``None``.
         call_format: Name of the tool-call format that it was trained on, or ``None``.
     """
@@ -81,9 +85,10 @@ def make_manifest(
             "default_preset": default_preset,
             **({} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}),
         },
+        "default_loop": published(default_preset),
         "network": described,
         "opset": opset,
-        **({} if config_sha256 is None else {"source": {"config_sha256": config_sha256}}),
+        **({} if config_sha256 is None else {"source": _source(config_sha256, hub)}),
         "precision": precision,
         **({} if kernels is None else {"kernels": kernels}),
         "targets": targets,
@@ -93,6 +98,11 @@ def make_manifest(
         **({} if call_format is None else {"call_format": call_format}),
         **({} if text is None else {"text": text}),
     }
+
+
+def _source(config_sha256: str, hub: Hub | None) -> dict[str, Any]:
+    """The record of the checkpoint."""
+    return {"config_sha256": config_sha256} | ({} if hub is None else {"hub": hub.as_dict()})
 
 
 def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:

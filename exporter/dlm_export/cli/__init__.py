@@ -1,11 +1,10 @@
-"""The command line: arguments in, printed results and exit codes out. Everything it does is a
-function of another room.
+"""The command line. It parses arguments, calls functions of other packages, and prints results.
 
-``app`` is the command itself, with its errors and exit codes. A file for each group of commands
-parses and prints: ``inspecting``, ``building``, ``judging``, ``fitting``, ``capturing``,
-``running`` (with ``watch``), ``conversing``, ``constraining``, ``planning``, ``embedding``.
-``options`` declares the options they share and makes the rooms' option dataclasses, ``printing``
-prints tables and progress; ``optimum`` offers ``build`` to optimum-cli.
+``app`` is the command itself, with its errors and exit codes. Each group of commands has a file:
+``inspecting``, ``building``, ``judging``, ``fitting``, ``capturing``, ``running`` (with ``watch``),
+``conversing``, ``constraining``, ``planning``, ``embedding``, ``examining``. ``options`` declares
+shared options, ``values`` turns them into option dataclasses, and ``printing`` prints tables and
+progress. ``optimum`` offers ``build`` to optimum-cli.
 """
 
 from dlm_export.cli.app import command, main

@@ -1,7 +1,7 @@
-"""The command ``dlm-export``: its groups of commands, errors turned into one line, exit codes.
+"""The command ``dlm-export``: its commands in sections, errors as one line, and exit codes.
 
 Results go to stdout, progress and warnings to stderr. ``dlm_runtime.errors.ExitCode`` has the exit
-codes. A signal that ends it kills it in the end, so that a shell's loop around it stops as well.
+codes. A process that a signal ends dies by that signal, so that a shell loop around it stops too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import warnings
 from typing import Any, TextIO
 
 import click
+import cloup
 
 from dlm_export.cli import (
     building,
@@ -29,12 +30,16 @@ from dlm_export.signals import dying_by_signal
 from dlm_runtime.errors import DlmError, DlmWarning
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
-COMMANDS = (
-    inspecting.inspect,
-    *(building.build, building.quantize, building.engine),
-    *(judging.verify, judging.compare, judging.report, capturing.capture),
-    *(fitting.effort, running.run, conversing.chat, running.bench, constraining.compile_constraint),
-    *(planning.plan, planning.targets, embedding.embed, examining.doctor),
+SECTIONS = (
+    cloup.Section("Build", [building.build, building.quantize, building.engine, fitting.effort]),
+    cloup.Section(
+        "Run", [running.run, conversing.chat, running.bench, constraining.compile_constraint]
+    ),
+    cloup.Section("Check", [judging.verify, judging.compare, judging.report, capturing.capture]),
+    cloup.Section(
+        "Look up",
+        [inspecting.inspect, planning.plan, planning.targets, examining.doctor, embedding.embed],
+    ),
 )
 
 
@@ -44,8 +49,8 @@ def _failure(error: DlmError) -> click.ClickException:
     return failure
 
 
-class _Group(click.Group):
-    """Turns our errors into one line and an exit code; other errors keep their traceback."""
+class _Group(cloup.Group):
+    """Turns errors of this package into one line and an exit code. Others keep their traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -54,23 +59,21 @@ class _Group(click.Group):
             raise _failure(err) from err
         except MemoryError as err:
             said = f" ({one_line(err)})" if str(err) else ""
-            advice = "End other programs, raise the limit of memory (ulimit -v), or use a machine that has more."
+            advice = "End other programs, raise the memory limit (ulimit -v), or use a machine with more."
             raise click.ClickException(f"out of memory{said}. {advice}") from err
         except ModuleNotFoundError as err:
             if err.name is None or err.name.split(".")[0].startswith("dlm_"):
                 raise
             raise click.ClickException(
                 f"{err.name} is not installed; this command needs the export extra: pip install 'dlm-export[export]'. "
-                "Without a GPU install torch's CPU build first: what pip takes by itself brings gigabytes of CUDA"
+                "Without a GPU, install the CPU build of torch first, to avoid downloading gigabytes of CUDA"
             ) from err
 
 
-@click.group(cls=_Group, commands=COMMANDS, context_settings=CONTEXT)
+@cloup.group(cls=_Group, sections=SECTIONS, context_settings=CONTEXT)
 @click.version_option(package_name="dlm-export")
 def main() -> None:
-    """Diffusion language models: from PyTorch checkpoints to bundles that run natively, with proof
-    of parity.
-    """
+    """Build bundles from checkpoints of diffusion language models, check them, and run them."""
 
 
 def _show_warning(
@@ -81,7 +84,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print our own warnings as one line, without the place in the code."""
+    """Print warnings of this package as one line, without the line of code."""
     if issubclass(category, DlmWarning):
         warn(str(message))
     else:
@@ -92,7 +95,7 @@ _show_any_warning = warnings.showwarning
 
 
 def command() -> None:
-    """The process ``dlm-export``."""
+    """Run the program ``dlm-export``."""
     warnings.showwarning = _show_warning
     with dying_by_signal():
         main()

@@ -9,17 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dlm_export.checkpoints.hub import HubName, Located, local
 from dlm_export.cli.judging import print_judgement
 from dlm_export.cli.options import (
     CHECKPOINT,
     ENGINE_OPTIONS,
-    OUTPUT_OPTIONS,
     PRECISION_HELP,
-    QUANTISE_OPTIONS,
+    QUANTISE_GROUPS,
+    SOURCE,
     SOURCE_OPTIONS,
     TEXT_OPTIONS,
+    calib_option,
+    command,
+    flag,
+    force_option,
+    group,
     json_option,
+    machine_group,
     options,
+    output_option,
+    resume_option,
+    target_option,
+    tensorrt_group,
+    text,
+    verify_option,
 )
 from dlm_export.cli.printing import (
     Bars,
@@ -49,58 +62,77 @@ if TYPE_CHECKING:
     from dlm_export.planning.tuning import Tuning
     from dlm_export.tensorrt.engine import Built
 
-LISTED = 8  # layers named before the rest is counted
+LISTED = 8  # layers that are listed by name
 
 
-@click.command()
-@click.argument("checkpoint", type=CHECKPOINT)
-@options(OUTPUT_OPTIONS)
-@click.option("--precision", help=f"{PRECISION_HELP}  [default: fp32, fp16 on GPUs]")
-@options(SOURCE_OPTIONS, TEXT_OPTIONS, QUANTISE_OPTIONS)
-@json_option
-def build(checkpoint: Path, output: Path, **values: Any) -> None:
-    """Build a bundle from a checkpoint folder, check it against PyTorch, and judge what
-    quantisation costs.
+def _common(precision: str, **settings: Any) -> Any:
+    """The common options of ``build`` and ``quantize``."""
+    return group(
+        "Common options",
+        output_option("Folder of the bundle to write.", "DIR"),
+        target_option,
+        text("--precision", precision, **settings),
+        calib_option,
+        force_option,
+        verify_option,
+        resume_option,
+        json_option,
+    )
 
-    Exit 3 when parity or a budget is missed; no bundle is written then.
+
+@command()
+@click.argument("checkpoint", type=SOURCE)
+@options(
+    _common(f"{PRECISION_HELP}.  [default: fp32]"),
+    group("Checkpoint", *SOURCE_OPTIONS, *TEXT_OPTIONS),
+    *QUANTISE_GROUPS,
+    machine_group,
+    tensorrt_group,
+)
+def build(checkpoint: Path | HubName, output: Path, **values: Any) -> None:
+    """Build a bundle from CHECKPOINT, and compare it with PyTorch.
+
+    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION] on the Hugging Face hub. A build that misses
+    parity or a budget exits with 3 and writes no bundle.
 
     Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o
     build/demo-int8
     """
-    _build(checkpoint, output, values)
+    with local(checkpoint) as found:
+        _build(found, output, values)
 
 
-@click.command()
+@command()
 @click.argument("source", type=CHECKPOINT)
-@options(OUTPUT_OPTIONS)
-@click.option("--precision", default="int8", help=PRECISION_HELP)
-@options(QUANTISE_OPTIONS)
-@json_option
+@options(
+    _common(f"{PRECISION_HELP}.", default="int8"), *QUANTISE_GROUPS, machine_group, tensorrt_group
+)
 def quantize(source: Path, output: Path, **values: Any) -> None:
-    """Quantise a full-precision bundle, or a checkpoint, into a new bundle.
+    """Quantise SOURCE, a full-precision bundle or a checkpoint, into a new bundle.
 
     Example: dlm-export quantize build/demo --precision int4 -o build/demo-int4
     """
-    _build(source, output, values)
+    _build(Located(source), output, values)
 
 
-@click.command()
+@command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option(
-    "--target",
-    required=True,
-    help="Device, or several with commas; `dlm-export targets` lists them.",
+@options(
+    group(
+        "Common options",
+        text("--target", "Device, or several with commas (`dlm-export targets`).", required=True),
+        flag("--force", help="Replace the engine if the bundle has one."),
+        flag("--remove", help="Remove the engine from the bundle."),
+        json_option,
+    ),
+    group("TensorRT", *ENGINE_OPTIONS),
 )
-@click.option("--force", is_flag=True, help="Replace the engine that is there.")
-@click.option("--remove", is_flag=True, help="Take the engine out of the bundle instead.")
-@options(ENGINE_OPTIONS)
-@json_option
 def engine(
     bundle: Path, target: str, force: bool, remove: bool, as_json: bool, **values: Any
 ) -> None:
-    """Build a TensorRT engine into a bundle that was built for GPUs. Needs no torch and no onnx.
+    """Build a TensorRT engine into BUNDLE, which was built for GPUs. Needs neither torch nor onnx.
 
-    TensorRT-RTX does it anywhere for RTX GPUs; for the others it is done on the device.
+    Engines for RTX GPUs can be built on any machine. Build the others on the device.
 
     Example: dlm-export engine build/demo-nvfp4 --target thor
     """
@@ -109,7 +141,7 @@ def engine(
     from dlm_export.tensorrt.bundled import add_engine, remove_engine
 
     if remove:
-        refuse(values, tuple(values), "is for building engines; --remove takes one out")
+        refuse(values, tuple(values), "has no effect with --remove")
     told = {}
     for device in find_all(split(target)):
         manifest = read_manifest(bundle)
@@ -132,10 +164,10 @@ def engine(
         print_json({"engines": told})
 
 
-def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
-    """What ``build`` and ``quantize`` do."""
+def _build(source: Located, output: Path, values: dict[str, Any]) -> None:
+    """The work of ``build`` and ``quantize``."""
     if values["target"] is None:
-        values["target"] = ",".join(_targets_of(source))
+        values["target"] = ",".join(_targets_of(source.path))
     if values["precision"] is None:
         values["precision"] = "fp32" if split(values["target"]) == ["cpu"] else "fp16"
     check_build_options(values)
@@ -143,7 +175,12 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
 
     with Bars() as bars:
         report = run_build(
-            source, output, build_options(values), overrides=overrides(values), progress=bars
+            source.path,
+            output,
+            build_options(values),
+            overrides=overrides(values),
+            hub=source.hub,
+            progress=bars,
         )
     if values["as_json"]:
         print_json(report.as_dict())
@@ -152,7 +189,7 @@ def _build(source: Path, output: Path, values: dict[str, Any]) -> None:
 
 
 def _targets_of(source: Path) -> list[str]:
-    """What a bundle was built for; a checkpoint is built for the cpu unless told otherwise."""
+    """The targets of a bundle; cpu for a checkpoint."""
     from dlm_export.bundle.manifest import read_manifest
 
     if not (source / "manifest.json").is_file():
@@ -162,7 +199,7 @@ def _targets_of(source: Path) -> list[str]:
 
 
 def print_build(report: BuildReport) -> None:
-    """What a build wrote, proved and left to the device."""
+    """Print the files of a build, its checks, and the engines that it left to the device."""
     from dlm_export.targets import find
 
     print_table(
@@ -179,10 +216,10 @@ def print_build(report: BuildReport) -> None:
         print_kernels(report.kernels)
     for built in report.engines:
         print_engine(built, report.files_bytes[built.entry["file"]])
-    for target, command in report.deferred.items():
+    for target, later in report.deferred.items():
         tensorrt = find(target).tensorrt
         click.echo(
-            f"No engine for {target} yet. Where it can be built (`dlm-export targets`), by TensorRT {tensorrt}: {command}"
+            f"No engine for {target} yet. Where it can be built (`dlm-export targets`), by TensorRT {tensorrt}: {later}"
         )
     for warning in report.warnings:
         warn(warning)
@@ -200,7 +237,7 @@ def print_build(report: BuildReport) -> None:
         print_cache(report.cache)
     if report.simulated:
         click.echo(
-            f"Simulated: a CPU computes {report.precision} in full precision on quantised values, exact but no faster."
+            f"Simulated: a CPU computes {report.precision} in full precision on quantised values. This is exact, and no faster."
         )
     if report.parity is None:
         click.echo("Parity was not checked (--no-verify): run `dlm-export verify`.", err=True)
@@ -212,7 +249,7 @@ def print_build(report: BuildReport) -> None:
 
 
 def _shown_parity(parity: Parity) -> str:
-    """What was compared, and how far it was apart."""
+    """The compared parts, and the largest differences."""
     from dlm_calibration.recipes import FORMATS
     from dlm_export.judging.parity.verdict import LOGITS, ROUTER
 
@@ -243,7 +280,7 @@ def _shown_parity(parity: Parity) -> str:
 
 
 def print_engine(built: Built, size: int) -> None:
-    """An engine's size, builder, profiles, and what its layers are held in."""
+    """Print an engine's size, builder, profiles, and the formats of its layers."""
     from dlm_export.targets import sm_text
 
     entry, audit = built.entry, built.audit
@@ -269,7 +306,7 @@ def print_engine(built: Built, size: int) -> None:
 
 
 def print_tuning(tuning: Tuning) -> None:
-    """Why a format was preferred: what all layers of a pass take in each."""
+    """Print the time of all layers of a pass in each format."""
     told = ", ".join(
         f"{name} {seconds * 1e3:.3g} ms"
         for name, seconds in sorted(tuning.totals().items(), key=lambda i: i[1])
@@ -280,7 +317,7 @@ def print_tuning(tuning: Tuning) -> None:
 
 
 def print_cache(cache: Mapping[str, Any]) -> None:
-    """What rounding keys and values in the cache costs by itself."""
+    """Print the loss from rounding keys and values in the cache, by itself."""
     click.echo(f"Cache in {cache['cache_dtype']}, by itself, on {cache['samples']} samples:")
     rows = [
         [
@@ -296,7 +333,7 @@ def print_cache(cache: Mapping[str, Any]) -> None:
 
 
 def print_curve(curve: Sequence[CurvePoint]) -> None:
-    """The trade-off that ``--precision auto`` chose from: measured points, and some between."""
+    """Print the trade-off that ``--precision auto`` chose from."""
     step = max(1, len(curve) // 12)
     points = [
         point
@@ -323,20 +360,22 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
 
 
 def print_threshold(refit: Refit) -> None:
-    """What became of the preset's threshold, and the figures that this rests on."""
+    """Print the verdict on the preset's threshold, and its evidence."""
     low, high = refit.interval
     lost = f"{refit.difference:+.1%} ({low:+.1%} .. {high:+.1%}, 95%, {refit.samples} samples)"
     original, there = refit.original.threshold, refit.refitted.threshold
     saved = f"{refit.original.nfe:.2f} passes become {refit.refitted.nfe:.2f}"
     is_open = "; whether it reaches the reference's takes more samples to tell (--judged)"
-    none = f"the reference itself gets none of {refit.samples} samples right, so that nothing tells one threshold from another"
-    one = "one sample tells no threshold from another (--judged)"
+    none = (
+        f"the reference gets no sample of {refit.samples} right, so thresholds cannot be compared"
+    )
+    one = "one sample is too few to compare thresholds (--judged)"
     untold = one if refit.reference.quality else f"{none}; give data that it can answer"
     told = {
         "kept": f"stays at {original:g}; quality {lost}{'' if refit.reached else is_open}",
         "raised": f"raised from {original:g} to {there:g}; quality {lost}{'' if refit.reached else is_open}",
         "lowered": f"lowered from {original:g} to {there:g}, {saved}; quality {lost}",
-        "lost": f"stays at {original:g}; quality {lost}, and no threshold gives it back",
+        "lost": f"stays at {original:g}; quality {lost}, and no threshold restores it",
         "untold": f"stays at {original:g}: {untold}",
     }
     click.echo(

@@ -7,46 +7,60 @@ from typing import Any
 
 import click
 
+from dlm_export.checkpoints.hub import HubName, local
 from dlm_export.cli.options import (
-    CHECKPOINT,
-    OUTPUT,
-    SOURCE_OPTIONS,
+    SOURCE,
+    command,
+    flag,
+    group,
     json_option,
+    number,
     options,
+    output_option,
     prompts_option,
+    source_group,
 )
 from dlm_export.cli.printing import Bars, format_bytes, print_json
 from dlm_export.cli.values import overrides, taken
 
 
-@click.command()
-@click.argument("checkpoint", type=CHECKPOINT)
-@click.option(
-    "-o", "--output", required=True, type=OUTPUT, help="File to write; its name ends in .npz."
+@command()
+@click.argument("checkpoint", type=SOURCE)
+@options(
+    group(
+        "Common options",
+        output_option("File to write; its name ends in .npz."),
+        flag("--trust-remote-code", help="Run the Python files in the checkpoint's folder."),
+        flag("--trunk", help="Use transformers' class of the same layers, with a mask."),
+        flag("--force", help="Replace the file if it exists."),
+        json_option,
+    ),
+    group(
+        "Prompts",
+        prompts_option,
+        number("--count", "Prompts at each mask ratio.", most=100, default=4),
+        number("--seed", "Seed of prompts, masks and rows.", 0, default=0),
+    ),
+    source_group,
 )
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Run the Python files that came with the checkpoint."
-)
-@click.option(
-    "--trunk",
-    is_flag=True,
-    help="Run transformers' class of the same layers instead, under a mask.",
-)
-@prompts_option
-@click.option("--count", type=click.IntRange(1, 100), default=4, help="Prompts at each mask ratio.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="Of prompts, masks and rows.")
-@click.option("--force", is_flag=True, help="Replace the file that is there.")
-@options(SOURCE_OPTIONS)
-@json_option
-def capture(checkpoint: Path, output: Path, force: bool, as_json: bool, **values: Any) -> None:
-    """Keep the logits of a checkpoint's released code, for `dlm-export verify BUNDLE --golden
-    FILE`.
+def capture(
+    checkpoint: Path | HubName, output: Path, force: bool, as_json: bool, **values: Any
+) -> None:
+    """Save logits of the released code of CHECKPOINT, for `dlm-export verify --golden`.
 
-    Runs the class that the checkpoint brings along, or transformers' class of its architecture, in
-    fp32 on the CPU. Needs transformers in the version that the released code asks for, and no onnx.
+    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION], which is downloaded without code: pass
+    --trunk with it. Runs in fp32 on the CPU. Needs the version of transformers that the released
+    code asks for, and no onnx.
 
     Example: dlm-export capture Dream-v0-Instruct-7B -o dream.npz --trust-remote-code
     """
+    with local(checkpoint) as found:
+        _capture(found.path, output, force, as_json, values)
+
+
+def _capture(
+    checkpoint: Path, output: Path, force: bool, as_json: bool, values: dict[str, Any]
+) -> None:
     from dlm_export.judging.parity import golden
     from dlm_export.outputs import check_outside
 

@@ -1,4 +1,4 @@
-"""Conversations: messages and tools as options, and ``chat``, which holds one."""
+"""Conversations: the options for messages and tools, and the command ``chat``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dlm_export.cli.options import (
+    CALL_FORMATS,
     CHECKPOINT,
-    FILE,
-    OPENING_OPTIONS,
+    choice,
+    command,
     effort_option,
+    file,
+    flag,
+    group,
+    number,
+    opening_group,
     options,
     preset_option,
     set_option,
+    text,
 )
 from dlm_export.cli.printing import for_terminal, how_it_went, one_line, warn
 from dlm_export.cli.values import opening, policy_changes, read_json_file
@@ -30,55 +37,40 @@ if TYPE_CHECKING:
 _TOOL_OPTIONS = {"tools": "--tools", "tool_choice": "--tool-choice", "call_format": "--call-format"}
 
 
-def conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The messages before the answer, and the functions that may be called."""
-    own = (
-        click.option("--chat", help="A user's message, put through the bundle's chat template."),
-        click.option("--system", help="System message for --chat."),
-        click.option(
-            "--messages",
-            type=FILE,
-            metavar="FILE",
-            help="A conversation: JSON list of messages with role and content.",
+chat_option = text("--chat", "A user's message, sent through the chat template.", "TEXT")
+conversation_options = (
+    text("--system", "System message for --chat.", "TEXT"),
+    file("--messages", "Conversation: JSON list of messages with role and content."),
+)
+
+
+def tools_group(default: str) -> Any:
+    """The options that describe tools. ``default`` is that of ``--tool-choice``, for the help."""
+    choices = "required, or a function's name"
+    return group(
+        "Tools",
+        file("--tools", "Functions that may be called: JSON list, in OpenAI's format."),
+        text(
+            "--tool-choice",
+            f"{'auto, none, ' * (default == 'auto')}{choices}.  [default: {default}]",
         ),
-    )
-    return options(own)(tool_options("auto")(command))
-
-
-def tool_options(choice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options that describe tools. ``choice``: the default of ``--tool-choice`` in the help."""
-    choices = (
-        "auto, required, none, or a function's name"
-        if choice == "auto"
-        else "required, or a function's name"
-    )
-    return options(
-        (
-            click.option(
-                "--tools",
-                type=FILE,
-                metavar="FILE",
-                help="Functions that may be called: JSON list, as OpenAI has it.",
-            ),
-            click.option("--tool-choice", help=f"{choices}.  [default: {choice}]"),
-            click.option(
-                "--parallel-tool-calls", is_flag=True, help="Several calls may be made at once."
-            ),
-            click.option(
-                "--call-format", help="object, list, lines or tool_call.  [default: the bundle's]"
-            ),
-        )
+        flag("--parallel-tool-calls", help="Allow several calls in one answer."),
+        choice(
+            "--call-format",
+            CALL_FORMATS,
+            "object, list, lines, tool_call.  [default: the bundle's]",
+        ),
     )
 
 
 def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Takes the options of messages out of a command's values; None where none was given."""
+    """Remove the options of messages from a command's values. Returns None if none was given."""
     chat, system, messages = (values.pop(name) for name in ("chat", "system", "messages"))
     if chat is not None and messages is not None:
         raise click.UsageError("give one of --chat and --messages")
     if system is not None and chat is None:
         raise click.UsageError(
-            "--system is of --chat; in --messages it is a message of role system"
+            "--system needs --chat; in --messages, write a message with role system"
         )
     if messages is not None:
         found = read_json_file(messages)
@@ -89,7 +81,7 @@ def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def take_tools(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes the options of tools out of a command's values: what a request is given of them."""
+    """Remove the options of tools from a command's values. Returns arguments for a request."""
     found = {name: value for name in _TOOL_OPTIONS if (value := values.pop(name)) is not None}
     if values.pop("parallel_tool_calls"):
         found["parallel_tool_calls"] = True
@@ -99,10 +91,10 @@ def take_tools(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
-    """Warn on stderr of an answer longer than those that the bundle says its denoiser gives.
+    """Warn if an answer may be longer than the bundle's usual ones.
 
-    A denoiser with full attention sees all of the room from its first pass on. In more room than it
-    was trained with, it often ends its text too early.
+    A denoiser with full attention sees the whole canvas from its first pass. If the canvas is
+    longer than in training, it often ends its text too early.
     """
     usual = bundle.manifest["loop"].get("max_new_tokens")
     if (
@@ -112,7 +104,7 @@ def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
         and bundle.visible_block is None
     ):
         warn(
-            f"--max-new-tokens {new_tokens} is more than the {usual} that this bundle names: the text may end too soon"
+            f"--max-new-tokens {new_tokens} is more than the {usual} of this bundle: the text may end too early"
         )
 
 
@@ -120,19 +112,23 @@ def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[s
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
-@click.command()
+@command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option("--system", help="What the denoiser shall keep to.")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(1),
-    help="Most mask tokens an answer.  [default: as the bundle says, or 128]",
+@options(
+    group(
+        "Common options",
+        text("--system", "System message before the conversation.", "TEXT"),
+        number("--max-new-tokens", "Most mask tokens per answer.  [default: the bundle's, or 128]"),
+        preset_option,
+        effort_option,
+        set_option,
+    ),
+    opening_group,
 )
-@preset_option
-@effort_option
-@set_option
-@options(OPENING_OPTIONS)
+@click.pass_context
 def chat(
+    context: click.Context,
+    /,
     bundle: Path,
     system: str | None,
     max_new_tokens: int | None,
@@ -141,14 +137,15 @@ def chat(
     changes: tuple[str, ...],
     **values: Any,
 ) -> None:
-    """Talk to a bundle; the canvas is shown as it denoises. Ctrl-C ends an answer, /quit or Ctrl-D
-    the conversation.
+    """Talk to BUNDLE, and watch its canvas. Ctrl-C ends an answer, /quit or Ctrl-D ends the chat.
 
-    If stdin or stdout is not a terminal, each line is a message, and each answer is printed as it
-    is. A bundle whose chat template takes no earlier messages, such as the demo's, answers each
-    message by itself.
+    If stdin or stdout is not a terminal, each line of stdin is a message, and each answer is one or
+    more lines of stdout. A message that fails is reported on stderr, and the exit code is then 2.
+    If the chat template takes single messages only, as the demo's does, each is answered by itself.
 
-    Example: dlm-export chat build/demo --preset fast-dllm
+    \b
+    Example: dlm-export chat build/demo
+    Piped:   printf 'turn off the kitchen lights\\nplay jazz\\n' | dlm-export chat build/demo
     """
     request = {"preset": preset} | policy_changes(changes)
     with opening(values).open(bundle) as opened:
@@ -161,58 +158,58 @@ def chat(
         if sys.stdin.isatty() and sys.stdout.isatty():
             _in_terminal(talk)
         else:
-            _in_lines(talk)
+            failed = _in_lines(talk)
+            if failed is not None:
+                context.exit(failed.exit_code)
 
 
 class Conversation:
-    """What was said so far, and how the next answer is made."""
+    """The messages so far, and the settings of the next answer."""
 
     def __init__(self, bundle: Bundle, request: dict[str, Any]) -> None:
         if bundle.tokenizer is None or bundle.tokenizer.template is None:
             raise RequestError(
-                "this bundle has no chat template, so that nobody can talk to it: `dlm-export run` takes a prompt"
+                "this bundle has no chat template: use `dlm-export run` with --prompt"
             )
         self.bundle, self.request, self.tokenizer = bundle, request, bundle.tokenizer
         self.system: str | None = None
         self.messages: list[dict[str, Any]] = []
         self.remembers = True  # whether the template takes earlier messages
-        self.running: threading.Event | None = None  # what ends the answer that is being made
+        self.running: threading.Event | None = None  # set it to end the current answer
 
     def take_system(self, system: str | None) -> None:
-        """Say from now on what stands in front of all messages. Raises RequestError where the
-        template takes none.
-        """
+        """Set the system message of later answers. Raises RequestError if the template has none."""
         self.tokenizer.encode_chat(_messages(system, [{"role": "user", "content": "-"}]))
         self.system = system
 
     def take_effort(self, level: str | None) -> None:
-        """Change the effort of later answers; None: back to the preset. Raises RequestError."""
+        """Set the effort of later answers; None restores the preset. Raises RequestError."""
         self.bundle.policy(self.request["preset"], level)
         self.request["effort"] = level
 
     def interrupt(self) -> bool:
-        """End the answer that is being made; False: there is none."""
+        """End the current answer. Returns False if there is no current answer."""
         if self.running is None:
             return False
         self.running.set()
         return True
 
     def ask(self, text: str, show: Callable[[dict[str, Any], int], Generation]) -> Generation:
-        """An answer to a message, made by ``show`` from a request and where on the canvas it
-        starts.
+        """Answer a message, and add both to the conversation.
 
-        Both become part of the conversation. Raises RequestError if it fills the canvas.
+        ``show`` makes the answer from a request and the position where the answer starts. Raises
+        RequestError if the conversation fills the canvas.
         """
         said, given = self._next(text)
         room = self.bundle.max_canvas_length - given
         if room < 1:
             raise RequestError(
-                f"the conversation of {given} tokens fills the canvas of {self.bundle.max_canvas_length}: /reset forgets it"
+                f"the conversation of {given} tokens fills the canvas of {self.bundle.max_canvas_length}: /reset clears it"
             )
         wanted = self.request["max_new_tokens"]
         if room < wanted:
             warn(
-                f"the conversation of {given} tokens leaves {room} for this answer, not {wanted}: /reset forgets it"
+                f"the conversation of {given} tokens leaves {room} for this answer, not {wanted}: /reset clears it"
             )
         new = {"chat": _messages(self.system, said), "max_new_tokens": min(wanted, room)}
         self.running = threading.Event()
@@ -224,8 +221,9 @@ class Conversation:
         return answer
 
     def _next(self, text: str) -> tuple[list[dict[str, Any]], int]:
-        """The messages up to this one, and their tokens. If the template rejects earlier messages,
-        they are left out.
+        """The messages up to this one, and the number of their tokens.
+
+        If the template rejects earlier messages, only this one is returned.
         """
         message = {"role": "user", "content": text}
         if self.messages and self.remembers:
@@ -234,13 +232,13 @@ class Conversation:
                 return said, len(self.tokenizer.encode_chat(_messages(self.system, said)))
             except RequestError as err:
                 given = len(self.tokenizer.encode_chat(_messages(self.system, [message])))
-                warn(f"{err}. Each message is answered by itself from now on")
+                warn(f"{err}. From now on, each message is answered by itself")
                 self.remembers = False
                 return [message], given
         return [message], len(self.tokenizer.encode_chat(_messages(self.system, [message])))
 
     def command(self, line: str) -> str | None:
-        """Do what a line that starts with / says, and describe it; None ends the conversation."""
+        """Run a line that starts with /. Returns its message, or None to end the conversation."""
         name, _, rest = line.partition(" ")
         said = rest.strip() or None
         if name == "/quit":
@@ -254,31 +252,44 @@ class Conversation:
         if name == "/effort":
             self.take_effort(said)
             return f"Effort: {said or 'the preset'}."
-        return "/reset forgets what was said, /system TEXT and /effort LEVEL change it (alone: none), /quit ends."
+        return (
+            "/reset clears the conversation. /system TEXT and /effort LEVEL set these; "
+            "without a value they clear them. /quit ends."
+        )
 
 
-def _in_lines(talk: Conversation) -> None:
-    """A message a line of stdin, and its answer on stdout; what commands say goes to stderr."""
+def _in_lines(talk: Conversation) -> DlmError | None:
+    """Answer each line of stdin on stdout; messages of commands and errors go to stderr.
+
+    Returns the first error. A line that fails does not end the conversation.
+    """
+    first: DlmError | None = None
     with interrupted_by(talk.interrupt):
-        for line in map(str.strip, sys.stdin):
-            if line.startswith("/"):
-                told = talk.command(line)
-                if told is None:
-                    return
-                click.echo(told, err=True)
-            elif line:
-                click.echo(talk.ask(line, lambda request, _: talk.bundle.generate(**request)).text)
+        for number, line in enumerate(map(str.strip, sys.stdin), 1):
+            try:
+                if line.startswith("/"):
+                    told = talk.command(line)
+                    if told is None:
+                        return first
+                    click.echo(told, err=True)
+                elif line:
+                    answer = talk.ask(line, lambda request, _: talk.bundle.generate(**request))
+                    click.echo(answer.text)
+            except DlmError as err:
+                click.echo(f"Error: line {number}: {one_line(err)}", err=True)
+                first = first or err
+    return first
 
 
 def _in_terminal(talk: Conversation) -> None:
-    """A prompt, and the canvas of each answer while it is made."""
+    """Read messages at a prompt, and show the canvas of each answer."""
     from rich.console import Console
 
     console = Console()
 
     def interrupt() -> bool:
         if not talk.interrupt():
-            raise KeyboardInterrupt  # at the prompt: another line
+            raise KeyboardInterrupt  # at the prompt: drop the typed line
         return True
 
     click.echo(f"{one_line(talk.bundle.engine)}. Ctrl-C ends an answer, /help lists commands.")
@@ -299,7 +310,7 @@ def _in_terminal(talk: Conversation) -> None:
 
 
 def _typed() -> Iterator[str]:
-    """Lines typed at a prompt that are not empty, until Ctrl-D."""
+    """Yield typed lines that are not empty, until Ctrl-D."""
     import readline  # noqa: F401  # gives input() its editing keys
 
     while True:

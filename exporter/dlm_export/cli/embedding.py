@@ -1,4 +1,4 @@
-"""What a compiler needs to embed the runtime: ``embed``."""
+"""Flags and paths for programs that embed the runtime: ``embed``."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import json_option
+from dlm_export.cli.options import command, flag, group, json_option
 from dlm_export.cli.printing import print_json, print_table
 
 
-@click.command()
-@click.option("--cflags", is_flag=True, help="What a C or C++ compiler must be told.")
-@click.option("--libs", is_flag=True, help="What the linker must be told.")
-@click.option(
-    "--static", is_flag=True, help="With --libs: the static library instead of the shared one."
+@command()
+@group(
+    "Options",
+    flag("--cflags", help="Flags for the C or C++ compiler."),
+    flag("--libs", help="Flags for the linker."),
+    flag("--static", help="With --libs: link the static library."),
+    flag("--prefix", help="Folder of include/ and lib/."),
+    flag("--pkg-config-dir", help="Folder for PKG_CONFIG_PATH."),
+    flag("--cmake-dir", help="Folder for dlm_runtime_DIR."),
+    flag("--engine", help="The installed ONNX Runtime library, for DLM_ONNXRUNTIME."),
+    json_option,
 )
-@click.option("--prefix", is_flag=True, help="The folder of include/ and lib/.")
-@click.option("--pkg-config-dir", is_flag=True, help="The folder for PKG_CONFIG_PATH.")
-@click.option("--cmake-dir", is_flag=True, help="The folder for dlm_runtime_DIR.")
-@click.option(
-    "--engine", is_flag=True, help="The installed ONNX Runtime's library, for DLM_ONNXRUNTIME."
-)
-@json_option
 def embed(static: bool, as_json: bool, **wanted: bool) -> None:
-    """Print where a C program finds the runtime that this package brings, as pkg-config would.
+    """Print compiler flags and paths for a C program that embeds the runtime, like pkg-config.
 
-    What is asked for comes on one line; without an option, a table of all.
+    All requested values are printed on one line. Without an option, prints a table of all values.
 
     Example: cc app.c $(dlm-export embed --cflags --libs) -o app
     """

@@ -1,4 +1,4 @@
-"""Whether a machine has what is needed: ``doctor``."""
+"""Checks of this machine: ``doctor``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, json_option
+from dlm_export.cli.options import CHECKPOINT, command, group, json_option, text
 from dlm_export.cli.printing import one_line, print_json, print_table
 from dlm_export.cli.values import split
 
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from dlm_export.doctor.findings import Report
 
 
-@click.command()
+@command()
 @click.argument("bundle", type=CHECKPOINT, required=False)
-@click.option("--target", "names", help="Whether bundles for these devices run here, with commas.")
-@json_option
+@group(
+    "Options",
+    text("--target", "Also check for these devices, with commas.", "LIST"),
+    json_option,
+)
 @click.pass_context
-def doctor(context: click.Context, bundle: Path | None, names: str | None, as_json: bool) -> None:
-    """Tell what this machine has, what it lacks, and what to do; of a BUNDLE, whether it runs here.
-    Changes nothing.
+def doctor(context: click.Context, bundle: Path | None, target: str | None, as_json: bool) -> None:
+    """Check this machine, and BUNDLE if given, and say what to do. Changes nothing.
 
-    Exits with 1 where the base install, BUNDLE or --target cannot run. What is not needed for that
-    is a note.
+    Exits with 1 if the base install, BUNDLE or --target cannot run here. Other findings are notes.
 
     Example: dlm-export doctor build/demo --target cpu
     """
@@ -33,7 +34,7 @@ def doctor(context: click.Context, bundle: Path | None, names: str | None, as_js
     from dlm_export.doctor.system import System
     from dlm_export.targets import find
 
-    targets = [find(name) for name in split(names or "")]
+    targets = [find(name) for name in split(target or "")]
     made = report.examine(System(), bundle, targets)
     if as_json:
         print_json(made.as_dict())
@@ -44,7 +45,7 @@ def doctor(context: click.Context, bundle: Path | None, names: str | None, as_js
 
 
 def print_report(report: Report) -> None:
-    """Every finding in a table, then how to get what is missing and what is optional."""
+    """Print all findings in a table, then the remedies, first of missing and then of optional parts."""
     rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
     print_table("", ["state", "of", "what", "found"], rows)
     for title, is_missing in (("What to do:", True), ("Optional:", False)):

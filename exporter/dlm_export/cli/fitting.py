@@ -1,4 +1,4 @@
-"""Fitting a bundle that stands to data: ``effort``."""
+"""Fitting a finished bundle to data: ``effort``."""
 
 from __future__ import annotations
 
@@ -7,29 +7,40 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, CPU_OPENING_OPTIONS, FILE, json_option, options
+from dlm_export.cli.options import (
+    CHECKPOINT,
+    command,
+    cpu_opening_group,
+    file,
+    group,
+    json_option,
+    number,
+    options,
+    text,
+)
 from dlm_export.cli.printing import Bars, print_effort, print_json, warn
 from dlm_export.cli.values import opening
 
 
-@click.command()
+@command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option(
-    "--data", type=FILE, help="JSONL or text to fit on, best with answers.  [default: built in]"
+@options(
+    group(
+        "Common options",
+        file("--data", "JSONL or text to fit on, best with answers.  [default: built in]"),
+        number("--samples", "Most prompts to use.", most=100000, default=64),
+        text("--preset", "Loop to vary.  [default: the adaptive one]"),
+        json_option,
+    ),
+    cpu_opening_group,
 )
-@click.option(
-    "--samples", type=click.IntRange(1, 100000), default=64, help="Prompts that every loop writes."
-)
-@click.option("--preset", help="Loop that is varied.  [default: fast-dllm, dream-block or sdar]")
-@options(CPU_OPENING_OPTIONS)
-@json_option
 def effort(
     bundle: Path, data: Path | None, samples: int, preset: str | None, as_json: bool, **values: Any
 ) -> None:
-    """Fit effort levels (instant, low, medium, high) of BUNDLE on data, and write them into it.
+    """Fit effort levels and the default loop of BUNDLE on data, and write them into it.
 
-    Loops of the preset that commit sooner or later all run on the data: each is a quality for a
-    number of passes.
+    The levels are instant, low, medium and high. They are loops of one preset that commit earlier
+    or later. The default loop makes the fewest passes at the quality of one token a pass.
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint or a bundle is: ``inspect``."""
+"""Description of a checkpoint or a bundle: ``inspect``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, SOURCE_OPTIONS, json_option, options
+from dlm_export.checkpoints.hub import HubName, Located, local
+from dlm_export.cli.options import SOURCE, command, group, json_option, options, source_group
 from dlm_export.cli.printing import (
     format_bytes,
     one_line,
@@ -26,20 +27,22 @@ if TYPE_CHECKING:
     from dlm_export.network.spec import LayerSpec, NetworkSpec
 
 
-@click.command()
-@click.argument("checkpoint", type=CHECKPOINT)
-@options(SOURCE_OPTIONS)
-@json_option
-def inspect(checkpoint: Path, as_json: bool, **values: Any) -> None:
-    """Show what a checkpoint is: family, parameters, network, memory a precision; or a bundle:
-    files, engines, presets.
+@command()
+@click.argument("checkpoint", type=SOURCE)
+@options(group("Common options", json_option), source_group)
+def inspect(checkpoint: Path | HubName, as_json: bool, **values: Any) -> None:
+    """Describe a checkpoint (family, network, memory) or a bundle (files, engines, presets).
+
+    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION]. Of a checkpoint on the hub, only the headers
+    of the weights are read.
 
     Example: dlm-export inspect examples/demo-denoiser
     """
-    if (checkpoint / "manifest.json").is_file():
-        _inspect_bundle(checkpoint, as_json)
-    else:
-        _inspect_checkpoint(checkpoint, overrides(values), as_json)
+    with local(checkpoint, headers_only=True) as found:
+        if (found.path / "manifest.json").is_file():
+            _inspect_bundle(found.path, as_json)
+        else:
+            _inspect_checkpoint(found, str(checkpoint), overrides(values), as_json)
 
 
 def _inspect_bundle(folder: Path, as_json: bool) -> None:
@@ -52,7 +55,7 @@ def _inspect_bundle(folder: Path, as_json: bool) -> None:
         print_bundle(folder, manifest)
 
 
-def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
+def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: bool) -> None:
     from dlm_export import families
     from dlm_export.checkpoints import tokenizer
     from dlm_export.checkpoints.folder import Checkpoint
@@ -60,9 +63,9 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     from dlm_export.network.spec import EMBEDDING
     from dlm_export.planning.roofline import cache_bytes_by_type
 
-    opened = Checkpoint(path)
+    opened = Checkpoint(found.path)
     network = families.read_network(opened, changed)
-    # Raises an error that names missing, extra and wrongly shaped tensors.
+    # Raises an error for missing, extra and wrongly shaped tensors.
     tensors = families.check_tensors(opened, network)
     text = tokenizer.read(opened, network)
     kinds = {
@@ -78,7 +81,8 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     if as_json:
         print_json(
             {
-                "checkpoint": str(path),
+                "checkpoint": name,
+                "revision": None if found.hub is None else found.hub.revision,
                 "parameters": network.parameter_count(),
                 "stored_bytes": opened.weight_bytes,
                 "quantisation": None
@@ -94,9 +98,11 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
         )
         return
     dtypes = ", ".join(sorted({info.dtype for info in opened.tensors.values()}))
-    click.echo(f"{path}: {network.family} ({families.FAMILIES[network.family].description})")
+    click.echo(f"{name}: {network.family} ({families.FAMILIES[network.family].description})")
+    if found.hub is not None:
+        click.echo(f"revision {found.hub.revision}; only the headers of the weights were read")
     active = network.active_parameter_count()
-    met = "" if active == network.parameter_count() else f", {active:,} of which a token meets,"
+    met = "" if active == network.parameter_count() else f", {active:,} of which a token uses,"
     click.echo(
         f"{network.parameter_count():,} parameters{met} in {len(opened.tensors)} tensors of {dtypes}"
     )
@@ -107,7 +113,7 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     for note in tensors.notes:
         click.echo(f"Note: {one_line(note)}", err=True)
     if unread:
-        told = f"nothing reads these keys of config.json; make sure that none changes the network: {', '.join(unread)}"
+        told = f"dlm-export ignores these keys of config.json; check that they do not change the network: {', '.join(unread)}"
         click.echo(f"Note: {one_line(told)}", err=True)
     click.echo(
         ", ".join(
@@ -132,21 +138,24 @@ def _inspect_checkpoint(path: Path, changed: Overrides, as_json: bool) -> None:
     print_caches("Keys and values", cache_bytes_by_type(network))
     if (block := network.visible_block) is not None and block > 1:
         click.echo(
-            f"Kept are those of finished blocks: with T tokens on the canvas (ceil(T / {block}) - 1) * {block} of them, up to "
-            f"{_kept(network):,}"
+            f"Only finished blocks are kept: (ceil(T / {block}) - 1) * {block} of T tokens on the "
+            f"canvas, at most {_kept(network):,}"
         )
 
 
 def _kept(c: NetworkSpec) -> int:
-    """Tokens whose keys and values the longest canvas keeps: all, or of a block-causal network
-    those before its last block.
+    """Tokens of the longest canvas whose keys and values are kept.
+
+    A block-causal network keeps those before the last block, other networks keep all.
     """
     block = c.visible_block
     return c.max_canvas_length if block is None else (-(-c.max_canvas_length // block) - 1) * block
 
 
 def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, int]:
-    """``table_bytes``: of an element of the embedding table, which fp32 bundles keep as released."""
+    """Bytes of weights and cache. ``table_bytes`` is the size of an element of the embedding table,
+    which fp32 bundles keep in its released type.
+    """
     from dlm_export.planning.roofline import kinds_of, weights_bytes
 
     kinds = kinds_of(c, {}, element_bytes, table_bytes)
@@ -159,7 +168,7 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
 
 
 def print_network(network: NetworkSpec) -> None:
-    """What a denoiser is: its own fields, and a row for each run of layers that are alike."""
+    """Print the fields of a network, and a row for each run of equal layers."""
     fields = (
         "architecture",
         "vocab_size",
@@ -222,7 +231,7 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
 
 
 def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """What a bundle is: denoiser, precision, files, engines."""
+    """Print the network, precision, default loop, files and engines of a bundle."""
     from dlm_export.bundle.manifest import network_of
     from dlm_export.network.spec import CACHE_ROWS
     from dlm_export.targets import sm_text
@@ -233,7 +242,8 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
     for line in (
         f"{folder}: a bundle of {network['architecture']}, {network['parameters']:,} parameters",
         f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache, {per_token} a token",
-        f"presets: {', '.join(loop['presets'])}; default {loop['default_preset']}",
+        f"presets: {', '.join(loop['presets'])}",
+        _default_words(manifest),
     ):
         click.echo(one_line(line))
     click.echo(_embedding_words(manifest))
@@ -264,8 +274,19 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
         )
 
 
+def _default_words(manifest: Mapping[str, Any]) -> str:
+    """The default loop, and why the build chose it."""
+    name = manifest["loop"]["default_preset"]
+    record = manifest.get("default_loop")
+    if record is None:
+        return f"default preset: {name}"
+    changes = ", ".join(f"{field} {value}" for field, value in record["changes"].items())
+    loop = f"{name} ({record['preset']} with {changes})" if changes else name
+    return f"default preset: {loop}: {record['reason']}"
+
+
 def _embedding_words(manifest: Mapping[str, Any]) -> str:
-    """What the embedding table is stored in, and whether the head multiplies by it."""
+    """The type of the embedding table, and whether the head shares it."""
     from dlm_export.network.spec import HEAD
 
     precision, tied = manifest["precision"], manifest["network"]["tied_head"]
@@ -277,7 +298,7 @@ def _embedding_words(manifest: Mapping[str, Any]) -> str:
 
 
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:
-    """What an engine's layers are held in, how many are not as asked, and its memory on the device."""
+    """The formats of an engine's layers, the number of fallbacks, and the memory on the device."""
     if audit is None:
         return ["-"] * 3
     held = ", ".join(f"{count} {held}" for held, count in Counter(audit["layers"].values()).items())

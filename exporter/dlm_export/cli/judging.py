@@ -1,4 +1,4 @@
-"""Proving bundles: ``verify``, ``compare``, ``report``."""
+"""Commands that check bundles: ``verify``, ``compare``, ``report``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ import click
 from dlm_export.cli.options import (
     BUDGETS,
     CHECKPOINT,
-    CPU_OPENING_OPTIONS,
-    FILE,
-    JUDGE_OPTIONS,
-    OPENING_OPTIONS,
-    OUTPUT,
+    budget_group,
+    command,
+    cpu_opening_group,
+    file,
+    flag,
+    folder,
+    group,
     json_option,
+    judge_group,
+    number,
+    opening_group,
     options,
+    output_option,
     preset_option,
     prompts_option,
 )
@@ -33,42 +39,40 @@ if TYPE_CHECKING:
 
 STOPPED = {
     "asked": "as asked",
-    "all": "all there are",
-    "most": "as many as are judged unless --judged asks for more",
+    "all": "all samples",
+    "most": "the default; --judged sets more",
     "decided": "every budget is decided by its 95% interval",
-    "time": "as many as the rest of the work took time; --judged asks for more",
+    "time": "as long as the rest of the work; --judged sets more",
 }
 
 
-@click.command()
+@command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option(
-    "--checkpoint",
-    type=CHECKPOINT,
-    help="Checkpoint or full-precision bundle that it was built from.",
+@options(
+    group(
+        "Common options",
+        folder("--checkpoint", "Checkpoint or full-precision bundle of the build.", CHECKPOINT),
+        file("--golden", "Instead: logits of the released code (`dlm-export capture`)."),
+        folder("--report", "Write accuracy.json and report.html here, if quantised."),
+        flag("--force", default=None, help="Replace the report if it exists."),
+        json_option,
+    ),
+    group(
+        "Parity of a full-precision bundle",
+        prompts_option,
+        number("--count", "Prompts to compare.", most=1000, default=4),
+        number("--max-new-tokens", "Mask tokens per canvas.", default=32),
+    ),
+    judge_group,
+    budget_group,
+    cpu_opening_group,
 )
-@click.option(
-    "--golden", type=FILE, help="Instead: logits of the released code, from `dlm-export capture`."
-)
-@prompts_option
-@click.option("--count", type=click.IntRange(1, 1000), default=4, help="Prompts to compare.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=32, help="Mask tokens a canvas.")
-@options(JUDGE_OPTIONS)
-@click.option(
-    "--report",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for accuracy.json and report.html of a quantised bundle.",
-)
-@click.option("--force", is_flag=True, default=None, help="Replace the report that is there.")
-@options(CPU_OPENING_OPTIONS)
-@json_option
 def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values: Any) -> None:
-    """Compare a bundle with what it was built from, in PyTorch, or with captured logits of the
-    released code.
+    """Compare BUNDLE with its checkpoint in PyTorch, or with logits of the released code.
 
-    A bundle in full precision: logits a mask-ratio bucket, whole canvases token by token. A
-    quantised one: what it costs, on samples of --data. With --golden: logits alone, and neither
-    torch nor the checkpoint is needed. Exit 3 when a tolerance or a budget is missed.
+    In full precision, logits and whole canvases are compared. A quantised bundle is judged on the
+    samples of --data. --golden compares logits only, and needs neither torch nor the checkpoint.
+    Exits with 3 if a tolerance or a budget is missed.
 
     Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase
     0.01
@@ -148,7 +152,7 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
 
 
 def _judging(values: dict[str, Any]) -> JudgingOptions:
-    """What ``verify`` and ``compare`` judge by."""
+    """The judging options of ``verify`` and ``compare``."""
     from dlm_export.judging.accuracy.run import VERIFY_SECONDS, JudgingOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
@@ -186,15 +190,14 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
     check_budgets(judgement, str(bundle))
 
 
-@click.command()
+@command()
 @click.argument("reference", type=CHECKPOINT)
 @click.argument("candidate", type=CHECKPOINT)
-@options(JUDGE_OPTIONS)
-@options(CPU_OPENING_OPTIONS)
-@json_option
+@options(judge_group, budget_group, cpu_opening_group, group("Output", json_option))
 def compare(reference: Path, candidate: Path, **values: Any) -> None:
-    """Judge one bundle by another: what is lost from REFERENCE to CANDIDATE, both through the
-    native runtime.
+    """Measure the accuracy that is lost from bundle REFERENCE to bundle CANDIDATE.
+
+    Both run in the native runtime.
 
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
@@ -210,33 +213,26 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     check_budgets(judgement, str(candidate))
 
 
-@click.command()
+@command()
 @click.argument("bundles", nargs=-1, required=True, type=CHECKPOINT)
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=OUTPUT,
-    help="File of the page to write, such as compare.html.",
+@options(
+    group(
+        "Common options",
+        output_option("Page to write, such as compare.html."),
+        flag("--force", help="Replace the page if it exists."),
+        flag("--speed", help="Also time the bundles here, in turns; all are open at once."),
+        number("--rounds", "Timed generations of each.  [default: 5]", 3, 1000),
+        preset_option,
+        json_option,
+    ),
+    opening_group,
 )
-@click.option("--force", is_flag=True, help="Replace the page that is there.")
-@click.option(
-    "--speed", is_flag=True, help="Time them here as well, taking turns; all are open at once."
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(3, 1000),
-    help="Generations of each that are timed.  [default: 5]",
-)
-@preset_option
-@options(OPENING_OPTIONS)
-@json_option
 def report(
     bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as_json: bool, **values: Any
 ) -> None:
-    """Compare BUNDLES of one checkpoint on one page: size, loss, answers, and time. "int8 or int4?"
+    """Write a page that compares the size, accuracy and speed of BUNDLES of one checkpoint.
 
-    Losses are those that each was judged with when it was built, on the same data.
+    The accuracy figures are those of each build, on the same data.
 
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
     build/compare.html
@@ -266,7 +262,7 @@ def report(
 
 
 def print_parity(parity: Parity) -> None:
-    """Tables of logits and loops, the verdict, and what the bundle was compared with."""
+    """Print tables of logits and loops, the verdict, and the reference."""
     rows = [
         [
             f"{row.mask_ratio:.2f}",
@@ -303,7 +299,7 @@ def print_parity(parity: Parity) -> None:
 
 
 def print_judgement(judgement: Judgement) -> None:
-    """What quantisation costs: a table a mask-ratio bucket, then one line for each kind of figure."""
+    """Print the loss from quantisation: a row per mask ratio, then a line per kind of figure."""
     columns = [
         "mask ratio",
         "positions",

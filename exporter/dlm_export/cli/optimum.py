@@ -1,11 +1,10 @@
-"""``optimum-cli export dlm CHECKPOINT OUTPUT``: ``dlm-export build`` where users of optimum look
-for an exporter.
+"""``optimum-cli export dlm CHECKPOINT OUTPUT``, which runs ``dlm-export build``.
 
 optimum (https://github.com/huggingface/optimum) imports every file of the namespace package
-``optimum.commands.register`` and takes the commands that it lists; ours is
-``optimum/commands/register/register_dlm_export.py`` in this distribution's wheel. The options are
-those of ``dlm-export build``, read from its definition. Nothing heavy is imported before the
-command runs: optimum loads this file at each start.
+``optimum.commands.register`` and adds the commands that it lists. This distribution's file is
+``optimum/commands/register/register_dlm_export.py``. The options are read from the definition of
+``dlm-export build``. optimum loads this file at each start, so heavy imports wait until the command
+runs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from dlm_export.cli.app import main
 from dlm_export.cli.building import build
 
-_PREFIX = "dlm_"  # of our values in optimum's namespace, which has names of its own
+_PREFIX = "dlm_"  # keeps these values apart from others in optimum's namespace
 
 
 class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
@@ -33,7 +32,9 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
     def parse_args(parser: ArgumentParser) -> None:
         """Declare the arguments of ``dlm-export build`` on optimum's parser."""
         parser.add_argument(
-            f"{_PREFIX}checkpoint", metavar="CHECKPOINT", help="Folder of the checkpoint."
+            f"{_PREFIX}checkpoint",
+            metavar="CHECKPOINT",
+            help="Folder of the checkpoint, or hf:ORG/NAME.",
         )
         parser.add_argument(
             f"{_PREFIX}output", metavar="OUTPUT", help="Folder of the bundle to write."
@@ -65,7 +66,7 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
 
 
 def build_arguments(values: Namespace) -> list[str]:
-    """The arguments of ``dlm-export`` for what optimum's parser read, which the command checks."""
+    """Turn values of optimum's parser into arguments of ``dlm-export``, which checks them."""
     given = vars(values)
     arguments = ["build", f"--output={given[f'{_PREFIX}output']}"]
     for option in _options():
@@ -80,7 +81,7 @@ def build_arguments(values: Namespace) -> list[str]:
 
 
 def _options() -> Iterator[click.Option]:
-    """The options of ``dlm-export build``, but for its output, which is an argument here."""
+    """The options of ``dlm-export build`` without its output, which is an argument here."""
     for parameter in build.params:
         if isinstance(parameter, click.Option) and parameter.name != "output":
             yield parameter

@@ -1,7 +1,12 @@
-"""Options that commands share: their names, types, defaults and help."""
+"""Options that commands share, in the groups that help shows.
+
+Groups come from cloup. Each option has one line of help, and its text has the range of a value where
+a reader could not guess it. click checks all ranges.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -9,12 +14,30 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import cloup
+from click.types import OptionHelpExtra
 
+from dlm_export.checkpoints.hub import PREFIX, HubName
 from dlm_export.engines import ENGINE_BUILDERS
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+LAYOUTS = click.Choice(["compact", "spaced", "indented", "lines"])
+CALL_FORMATS = click.Choice(["object", "list", "lines", "tool_call"])
+NAMES_WIDTH = 32
+"""Columns for the names of options in help. Longer names get a line of their own."""
+
+
+class Option(cloup.Option):
+    """An option whose help shows its default, and not its range."""
+
+    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
+        extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
+        return extra
 
 
 class _File(click.Path):
-    """A file to read. No pipe, which could keep a command waiting for ever, and no device."""
+    """A plain file to read. Pipes and devices are rejected: a command could wait for them forever."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if str(value).lstrip().startswith(("{", "[")) and not os.path.lexists(value):
@@ -25,41 +48,127 @@ class _File(click.Path):
         return path
 
 
-# What is read has to be there, which is told before anything is loaded.
+class _Source(click.Path):
+    """A folder, or a checkpoint on a hub: ``hf:ORG/NAME[@REVISION]``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value.startswith(PREFIX):
+            try:
+                return HubName.parse(value)
+            except ValueError as err:
+                self.fail(str(err), param, ctx)
+        return super().convert(value, param, ctx)
+
+
+# Inputs must exist, so that a wrong path is reported before anything is loaded.
 CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
+SOURCE = _Source(exists=True, file_okay=False, path_type=Path)
 FILE = _File(exists=True, dir_okay=False, path_type=Path)
 OUTPUT = click.Path(path_type=Path)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+command = functools.partial(
+    cloup.command, formatter_settings=cloup.HelpFormatter.settings(col1_max_width=NAMES_WIDTH)
+)
+"""Like ``click.command``, with groups of options."""
+
+
+def option(*names: str, **settings: Any) -> Any:
+    """Like ``click.option``, for a group."""
+    return cloup.option(*names, cls=Option, **settings)
+
+
+def flag(*names: str, help: str, **settings: Any) -> Any:
+    """An option without a value."""
+    return option(*names, is_flag=True, help=help, **settings)
+
+
+def number(name: str, help: str, least: int = 1, most: int | None = None, **settings: Any) -> Any:
+    """An option that takes a whole number."""
+    return option(name, type=click.IntRange(least, most), metavar="N", help=help, **settings)
+
+
+def real(name: str, help: str, most: float | None = None, **settings: Any) -> Any:
+    """An option that takes a number from 0 on."""
+    return option(name, type=click.FloatRange(0, most), metavar="X", help=help, **settings)
+
+
+def text(name: str, help: str, metavar: str = "NAME", **settings: Any) -> Any:
+    """An option that takes a word or a text."""
+    return option(name, metavar=metavar, help=help, **settings)
+
+
+def choice(name: str, kind: click.Choice[str] | list[str], help: str, **settings: Any) -> Any:
+    """An option that takes one of the names that its help lists."""
+    made = click.Choice(kind) if isinstance(kind, list) else kind
+    return option(name, type=made, metavar="NAME", help=help, **settings)
+
+
+def file(name: str, help: str, kind: click.Path = FILE, **settings: Any) -> Any:
+    """An option that takes a file."""
+    return option(name, type=kind, metavar="FILE", help=help, **settings)
+
+
+def folder(name: str, help: str, kind: click.Path = FOLDER, **settings: Any) -> Any:
+    """An option that takes a folder."""
+    return option(name, type=kind, metavar="DIR", help=help, **settings)
+
+
+def group(title: str, *options: Any) -> Callable[[_Command], _Command]:
+    """Options under one heading of a command's help."""
+    made: Callable[[_Command], _Command] = cloup.option_group(title, *options)
+    return made
+
+
+def output_option(help: str, kind: str = "FILE") -> Any:
+    """``-o``, which every command that writes requires."""
+    return option("-o", "--output", required=True, type=OUTPUT, metavar=kind, help=help)
+
+
+json_option = flag("--json", "as_json", help="Print JSON to stdout.")
+force_option = flag("--force", help="Replace the output if it exists.")
+preset_option = text("--preset", "Decoding loop, by name.  [default: the bundle's]")
+effort_option = text(
+    "--effort", "Loop fitted to data: instant, low, medium, high (`dlm-export effort`)."
+)
+set_option = option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Change a field of the policy; repeatable.",
+)
+prompts_option = file("--prompts", "Text file with a prompt per line, instead of random tokens.")
+
+# ---- Checkpoints ----
 
 SOURCE_OPTIONS = (
-    click.option(
-        "--mask-token-id",
-        type=click.IntRange(0),
-        help="Id of the mask token, where the checkpoint does not say it.",
-    ),
-    click.option(
+    number("--mask-token-id", "Id of the mask token, if the checkpoint lacks it.", 0),
+    number(
         "--max-canvas-length",
-        type=click.IntRange(1, 1 << 20),
-        help="Longest canvas in tokens, prompt included.  [default: the checkpoint's]",
+        "Longest canvas in tokens.  [default: the checkpoint's]",
+        most=1 << 20,
     ),
-    click.option(
+    number(
         "--attention-block",
-        type=click.IntRange(1, 1 << 20),
-        help="Tokens of a block that sees itself and those before it, where the checkpoint does not say them.",
+        "Tokens per attention block, if the checkpoint lacks it.",
+        most=1 << 20,
     ),
 )
 TEXT_OPTIONS = (
-    click.option(
+    choice(
         "--json-layout",
-        type=click.Choice(["compact", "spaced", "indented", "lines"]),
-        help="White space of the JSON that the denoiser was trained on.  [default: generation_config.json's, or compact]",
+        LAYOUTS,
+        "White space of trained JSON: compact, spaced, indented, lines.",
     ),
-    click.option(
-        "--call-format",
-        type=click.Choice(["object", "list", "lines", "tool_call"]),
-        help="Format of the tool calls that it was trained on.  [default: generation_config.json's, or the chat template's]",
+    choice(
+        "--call-format", CALL_FORMATS, "Format of trained calls: object, list, lines, tool_call."
     ),
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+source_group = group("Checkpoint", *SOURCE_OPTIONS)
+
+# ---- How a bundle is opened ----
+
 _PROVIDERS = ("cpu", "cuda", "tensorrt", "nv_tensorrt_rtx")
 
 
@@ -70,177 +179,112 @@ def _check_provider(_: click.Context, __: click.Parameter, text: str) -> str:
 
 
 _RUN_OPTIONS = (
-    click.option(
+    text(
         "--provider",
+        "cpu, cuda, tensorrt, nv_tensorrt_rtx; cuda:1 is GPU 1.",
         default="cpu",
         callback=_check_provider,
-        metavar="NAME[:GPU]",
-        help="Of ONNX Runtime: cpu, or on a GPU cuda, tensorrt, nv_tensorrt_rtx, with its number (cuda:1) unless it is 0.",
     ),
-    click.option(
-        "--allow-fallback",
-        is_flag=True,
-        help="Leave to the CPU what the provider does not run, and say so.",
-    ),
-    click.option(
-        "--threads", type=click.IntRange(0, 4096), default=0, help="Engine threads; 0: all cores."
-    ),
+    flag("--allow-fallback", help="Let the CPU run what the provider cannot run."),
+    number("--threads", "Engine threads; 0: all cores.", 0, 4096, default=0),
 )
-OPENING_OPTIONS = (
-    click.option(
+opening_group = group(
+    "Engine",
+    choice(
         "--engine",
-        type=click.Choice(["auto", "onnxruntime", "tensorrt"]),
+        ["auto", "onnxruntime", "tensorrt"],
+        "auto, onnxruntime, tensorrt; auto follows the bundle.",
         default="auto",
-        help="What makes the passes; auto: TensorRT for bundles built for GPUs.",
     ),
     *_RUN_OPTIONS,
 )
 """How a command opens a bundle: see ``values.opening``."""
-CPU_OPENING_OPTIONS = (
-    click.option(
+cpu_opening_group = group(
+    "Engine",
+    choice(
         "--engine",
-        type=click.Choice(["onnxruntime", "tensorrt"]),
+        ["onnxruntime", "tensorrt"],
+        "onnxruntime, or tensorrt on a GPU.",
         default="onnxruntime",
-        help="What makes the passes: the graph on the CPU, or an engine on this machine's GPU.",
     ),
     *_RUN_OPTIONS,
 )
-"""The same for commands that compare bundles, whose graph runs on the CPU unless told otherwise."""
-effort_option = click.option(
-    "--effort", help="Loop fitted to data: instant, low, medium or high; see `dlm-export effort`."
-)
-preset_option = click.option(
-    "--preset", help="Loop of the bundle's manifest.  [default: the bundle's]"
-)
-set_option = click.option(
-    "--set",
-    "changes",
-    multiple=True,
-    metavar="FIELD=VALUE",
-    help="Any field of the policy; repeatable.",
-)
-prompts_option = click.option(
-    "--prompts", type=FILE, help="Text file, a prompt a line, instead of random token ids."
-)
+"""The same for commands that compare bundles. They run graphs on the CPU by default."""
+
+# ---- Judging ----
 
 _SAMPLE_OPTIONS = (
-    click.option(
-        "--judged",
-        type=click.IntRange(1, 100000),
-        help="Samples to judge by.  [default: 32, or fewer by --judge default]",
-    ),
-    click.option(
-        "--free-runs",
-        type=click.IntRange(1),
-        help="Prompts that the reference runs freely too; full: all judged.",
-    ),
-    click.option(
-        "--calib-preset",
-        help="Loop that trajectories and judging follow.  [default: fast-dllm or dream-block]",
-    ),
-    click.option(
-        "--seed", type=click.IntRange(0), default=0, help="Of masks, states and intervals."
-    ),
+    number("--judged", "Samples to judge by.  [default: at most 32]", most=100000),
+    number("--free-runs", "Prompts that the reference also answers freely."),
+    text("--calib-preset", "Loop for calibration and judging.  [default: the adaptive one]"),
+    number("--seed", "Seed of masks, states and intervals.", 0, default=0),
 )
 BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
 _BUDGET_OPTIONS = (
-    click.option(
-        "--max-ce-increase",
-        type=click.FloatRange(0),
-        help="Budget: increase of masked cross-entropy; auto's default is 0.01.",
-    ),
-    click.option(
-        "--min-top1",
-        type=click.FloatRange(0, 1),
-        help="Budget: share of masked positions with the same best token.",
-    ),
-    click.option(
-        "--max-nfe-ratio",
-        type=click.FloatRange(0),
-        help="Budget: passes over the full-precision denoiser's.",
-    ),
-    click.option(
-        "--min-task",
-        type=click.FloatRange(0, 1),
-        help="Budget: share of answers right, where the data has answers.",
-    ),
+    real("--max-ce-increase", "Most increase of cross-entropy; 0.01 is 1%."),
+    real("--min-top1", "Least share of equal best tokens, 0 to 1.", 1),
+    real("--max-nfe-ratio", "Most passes, divided by those in full precision."),
+    real("--min-task", "Least share of right answers, 0 to 1; needs answers.", 1),
 )
-JUDGE_OPTIONS = (
-    click.option(
+judge_group = group(
+    "Judging",
+    choice(
         "--judge",
-        type=click.Choice(["default", "full"]),
+        ["default", "full"],
+        "default, or full: both loops run freely, on all data.",
         default="default",
-        help="Effort: canvases that the bundle meets, or both loops run freely.",
     ),
-    click.option("--data", type=FILE, help="JSONL or text to judge by.  [default: the source's]"),
+    file("--data", "JSONL or text to judge by.  [default: the source's]"),
     *_SAMPLE_OPTIONS,
-    *_BUDGET_OPTIONS,
 )
-QUANTISE_OPTIONS = (
-    click.option(
-        "--judge",
-        type=click.Choice(["default", "full", "none"]),
-        default="default",
-        help="Half as long as the rest; all data, thresholds and effort levels, for releases; parity only.",
+budget_group = group("Budgets: exit with 3 if one is missed", *_BUDGET_OPTIONS)
+QUANTISE_GROUPS = (
+    group(
+        "Judging",
+        choice(
+            "--judge",
+            ["default", "full", "none"],
+            "default, full (fits effort too), none.",
+            default="default",
+        ),
+        *_SAMPLE_OPTIONS[:2],
+        *_BUDGET_OPTIONS,
     ),
-    click.option(
-        "--calib",
-        type=FILE,
-        help="JSONL or text to calibrate on; every fourth sample is kept to judge by.",
+    group(
+        "Calibration",
+        number("--calib-samples", "Prompts to run.", most=100000, default=128),
+        number("--calib-states", "Canvases per prompt.", most=1000, default=8),
+        choice(
+            "--calib-source",
+            ["denoising", "text"],
+            "Canvases from denoising, or masked text.",
+            default="denoising",
+        ),
+        *_SAMPLE_OPTIONS[2:],
+        number("--calib-min-tokens-per-expert", "Least tokens that fit an expert.  [default: 32]"),
+        choice("--calibrator", ["own", "modelopt"], "own, or modelopt.", default="own"),
     ),
-    *_SAMPLE_OPTIONS,
-    click.option(
-        "--calib-samples", type=click.IntRange(1, 100000), default=128, help="Prompts to run."
+    group(
+        "Quantisation",
+        text("--observer", "Activation range: max, percentile, mse, entropy."),
+        text("--solver", "Rounding of weights: nearest, awq, gptq."),
+        real("--smoothing", "SmoothQuant's alpha, 0 to 1.", 1),
+        flag(
+            "--rotate-down/--no-rotate-down",
+            default=None,
+            help="Hadamard rotation before mlp.down.",
+        ),
+        text("--embedding", "Format of the embedding table on disk: int8, fp8."),
+        text("--auto-formats", "Formats that --precision auto chooses from.", "LIST"),
+        flag("--tune", default=None, help="With --precision auto: time the formats on this CPU."),
     ),
-    click.option(
-        "--calib-states", type=click.IntRange(1, 1000), default=8, help="Canvases a prompt."
-    ),
-    click.option(
-        "--calib-source",
-        type=click.Choice(["denoising", "text"]),
-        default="denoising",
-        help="Of states.",
-    ),
-    click.option(
-        "--calib-min-tokens-per-expert",
-        type=click.IntRange(1),
-        help="Calibration tokens from which an expert's weights are solved by them; below, rounded and told.  [default: 32]",
-    ),
-    click.option(
-        "--calibrator", type=click.Choice(["own", "modelopt"]), default="own", help="Finds ranges."
-    ),
-    click.option(
-        "--observer",
-        help="max, percentile, mse or entropy: range of static activations.  [default: the recipe's]",
-    ),
-    click.option(
-        "--solver", help="nearest, awq or gptq: rounding of weights.  [default: the recipe's]"
-    ),
-    click.option(
-        "--smoothing", type=click.FloatRange(0, 1), help="SmoothQuant's alpha, folded into norms."
-    ),
-    click.option(
-        "--rotate-down/--no-rotate-down",
-        default=None,
-        help="Hadamard rotation of the input of mlp.down.",
-    ),
-    click.option("--embedding", help="int8 or fp8: the embedding table on disk."),
-    click.option(
-        "--auto-formats",
-        help="With --precision auto: formats to choose among, with commas.  [default: the target's]",
-    ),
-    click.option(
-        "--tune",
-        is_flag=True,
-        default=None,
-        help="With --precision auto on a CPU: the fastest by what formats take here, measured.",
-    ),
-    *_BUDGET_OPTIONS,
 )
+
+# ---- Building ----
 
 
 def _to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    """A size such as 8GB, 512MiB, or in bytes."""
+    """A size such as 8GB, 512MiB, or a number of bytes."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)(i?)B?", text, re.IGNORECASE)
@@ -250,104 +294,42 @@ def _to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | 
     return int(float(number) * (1024 if is_binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
-_MEANS_OPTIONS = (
-    click.option(
-        "--device",
-        default="auto",
-        help="Where torch works: auto, cpu, cuda or cuda:0; auto: a GPU if any.",
-    ),
-    click.option(
-        "--memory",
-        metavar="SIZE",
-        callback=_to_bytes,
-        help="Most that torch may hold, such as 8GB.  [default: what is free]",
-    ),
-    click.option(
-        "--resume",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Folder to keep finished stages in, and take up.",
-    ),
+target_option = text("--target", "Device, or GPUs with commas.  [default: cpu]", "LIST")
+PRECISION_HELP = "fp32, fp16, bf16, auto, int8, ..., or a .toml"
+calib_option = file("--calib", "JSONL or text for calibration; a fourth is for judging.")
+resume_option = folder("--resume", "Folder that keeps finished stages for the next try.")
+verify_option = flag("--no-verify", help="Skip parity and judging.")
+machine_group = group(
+    "Machine and memory",
+    text("--device", "Where torch runs: auto, cpu, cuda, cuda:0.", default="auto"),
+    text("--memory", "Memory limit of torch, such as 8GB.", "SIZE", callback=_to_bytes),
+    choice("--activations", ["fp16", "bf16"], "fp16 or bf16, of quantised bundles for GPUs."),
+    choice("--cache-dtype", ["fp32", "fp16", "int8"], "Keys and values on CPUs: fp32, fp16, int8."),
 )
 ENGINE_OPTIONS = (
-    click.option(
-        "--canvas",
-        type=click.IntRange(1),
-        help="Tokens of the longest canvas an engine takes.  [default: all]",
-    ),
-    click.option(
-        "--block",
-        type=click.IntRange(1),
-        help="Tokens of the longest cached pass, and most rows scored.  [default: the loop's]",
-    ),
-    click.option(
-        "--workspace",
-        type=click.IntRange(1),
-        help="MiB that a layer may take as scratch.  [default: 1024]",
-    ),
-    click.option(
-        "--timing-cache",
-        type=OUTPUT,
-        help="File of TensorRT's timings, read and written: later builds are quicker.",
-    ),
-    click.option(
-        "--builder",
-        type=click.Choice(list(ENGINE_BUILDERS)),
-        help="Insist on one.  [default: what builds here]",
-    ),
-    click.option(
-        "--allow-fallback",
-        is_flag=True,
-        default=None,
-        help="Take layers held otherwise than asked; the manifest says so.",
-    ),
+    number("--canvas", "Longest canvas of an engine in tokens.  [default: all]"),
+    number("--block", "Longest cached pass in tokens.  [default: the loop's]"),
+    number("--workspace", "Scratch memory per layer in MiB.  [default: 1024]"),
+    file("--timing-cache", "TensorRT's timings, read and written.", OUTPUT),
+    choice("--builder", list(ENGINE_BUILDERS), f"{', '.join(ENGINE_BUILDERS)}."),
+    flag("--allow-fallback", default=None, help="Accept layers in another format than asked."),
 )
-OUTPUT_OPTIONS = (
-    click.option(
-        "-o", "--output", required=True, type=OUTPUT, help="Folder of the bundle to write."
-    ),
-    click.option(
-        "--target",
-        help="Device, or GPUs with commas; `dlm-export targets` lists them.  [default: those of a bundle; of a checkpoint cpu]",
-    ),
-    click.option("--force", is_flag=True, help="Replace the bundle that is there."),
-    click.option("--no-verify", is_flag=True, help="Skip parity and judging."),
-    click.option(
-        "--plain-graph",
-        is_flag=True,
-        default=None,
-        help="Elementary operators only, for TensorRT 10.3 to 10.13; Orin's always.",
-    ),
-    click.option(
-        "--no-engine",
-        is_flag=True,
-        default=None,
-        help="Leave engines to `dlm-export engine`, here or on the device.",
-    ),
-    click.option(
-        "--activations",
-        type=click.Choice(["fp16", "bf16"]),
-        help="Of quantised bundles for GPUs.  [default: as stored]",
-    ),
-    click.option(
-        "--cache-dtype",
-        type=click.Choice(["fp32", "fp16", "int8"]),
-        help="Of keys and values between passes, on CPUs.  [default: fp32; with --precision fp16, fp16]",
-    ),
-    *_MEANS_OPTIONS,
+tensorrt_group = group(
+    "TensorRT engines",
+    flag("--no-engine", default=None, help="Build engines later: `dlm-export engine`."),
     *ENGINE_OPTIONS,
+    flag(
+        "--plain-graph", default=None, help="Elementary operators only, for TensorRT 10.3 to 10.13."
+    ),
 )
-PRECISION_HELP = (
-    "fp32, fp16, bf16, auto, a recipe (int8, int4, fp8, nvfp4, mixed ...) or a recipe's .toml file."
-)
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def options(*groups: tuple[Any, ...]) -> Callable[[_Command], _Command]:
-    """Declare groups of options on a command, in the order that its help shows them in."""
+def options(*groups: Any) -> Callable[[_Command], _Command]:
+    """Apply decorators to a command; help shows them in this order."""
 
     def decorate(command: _Command) -> _Command:
-        for option in reversed([option for group in groups for option in group]):
-            command = option(command)
+        for decorator in reversed(groups):
+            command = decorator(command)
         return command
 
     return decorate

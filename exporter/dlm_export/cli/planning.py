@@ -1,4 +1,4 @@
-"""Devices, and what to expect of them: ``plan``, ``targets``."""
+"""Devices, and predictions for them: ``plan``, ``targets``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dlm_export.cli.options import CHECKPOINT, FILE, OUTPUT, SOURCE_OPTIONS, json_option, options
+from dlm_export.checkpoints.hub import HubName, local
+from dlm_export.cli.options import (
+    OUTPUT,
+    SOURCE,
+    command,
+    file,
+    flag,
+    group,
+    json_option,
+    number,
+    options,
+    source_group,
+    text,
+)
 from dlm_export.cli.printing import format_bytes, one_line, print_caches, print_json, print_table
 from dlm_export.cli.values import overrides, refuse, split
 
@@ -23,63 +36,66 @@ if TYPE_CHECKING:
     from dlm_export.targets import Target
 
 
-@click.command()
-@click.argument("source", type=CHECKPOINT, required=False)
-@click.option(
-    "--targets",
-    "names",
-    required=True,
-    help="Devices, with commas, or all; `dlm-export targets` lists them.",
+@command()
+@click.argument("source", type=SOURCE, required=False)
+@options(
+    group(
+        "Common options",
+        text("--targets", "Devices with commas, or all.", "LIST", required=True),
+        text("--precisions", "With commas.  [default: all that a target runs]", "LIST"),
+        number("--prompt-tokens", "Tokens of the prompt.", 0, default=128),
+        number("--new-tokens", "Tokens to generate.", default=128),
+        number("--batch", "Canvases in a pass.", most=65536, default=1),
+        text("--price-per-hour", "NUMBER, or TARGET=NUMBER with commas; any currency.", "PRICE"),
+        json_option,
+    ),
+    group(
+        "Assumptions",
+        text("--sizes", "Without SOURCE: sizes of LLaDA's shape, such as 1B,8B.", "LIST"),
+        text("--block-length", "Tokens per block; with commas.", "LIST", default="32"),
+        text("--tokens-per-pass", "Tokens that a pass commits.", "LIST", default="1,2,4,8"),
+        file("--measured", "Output of `dlm-export bench --json`; calibrates the cpu."),
+    ),
+    group(
+        "Plot",
+        file("--plot", "Write growth with canvas, batch and size: .png, .svg.", OUTPUT),
+        flag("--force", help="Replace the plot if it exists."),
+    ),
+    source_group,
 )
-@click.option(
-    "--sizes",
-    help="Instead of SOURCE: LLaDA's shape at these sizes, with commas, such as 1B,8B,100B.",
-)
-@click.option("--precisions", help="With commas.  [default: all that a target runs]")
-@click.option(
-    "--block-length", default="32", help="Tokens decided before the next block; with commas."
-)
-@click.option(
-    "--tokens-per-pass", default="1,2,4,8", help="Tokens committed in a pass; with commas; x>=1."
-)
-@click.option("--prompt-tokens", type=click.IntRange(0), default=128, help="Tokens given.")
-@click.option("--new-tokens", type=click.IntRange(1), default=128, help="Tokens to generate.")
-@click.option("--batch", type=click.IntRange(1, 65536), default=1, help="Canvases in a pass.")
-@click.option(
-    "--price-per-hour",
-    help="A number, or TARGET=NUMBER with commas, for cost; in whatever currency.",
-)
-@click.option(
-    "--measured", type=FILE, help="What `dlm-export bench --json` printed here: calibrates the cpu."
-)
-@click.option(
-    "--plot", type=OUTPUT, help="File (.png, .svg) for the growth with canvas, batch and size."
-)
-@click.option("--force", is_flag=True, help="Replace the plot that is there.")
-@options(SOURCE_OPTIONS)
-@json_option
 def plan(
-    source: Path | None, names: str, plot: Path | None, force: bool, as_json: bool, **values: Any
+    source: Path | HubName | None, plot: Path | None, force: bool, as_json: bool, **values: Any
 ) -> None:
-    """Predict time, memory and cost on devices, by the roofline: limits, before anything is built.
+    """Predict time, memory and cost of SOURCE on devices, before anything is built.
 
-    SOURCE is a checkpoint or a bundle. Needs no torch for a bundle.
+    SOURCE is a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION], of which only headers are
+    read. Times are limits by the roofline model. A bundle needs no torch.
 
     Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
     """
+    if (source is None) == (values["sizes"] is None):
+        raise click.UsageError("give a checkpoint or bundle, or --sizes")
+    if source is None:
+        _plan(None, plot, force, as_json, values)
+        return
+    with local(source, headers_only=True) as found:
+        _plan(found.path, plot, force, as_json, values)
+
+
+def _plan(
+    source: Path | None, plot: Path | None, force: bool, as_json: bool, values: dict[str, Any]
+) -> None:
     from dlm_export.planning.measured import read_measured
     from dlm_export.planning.plan import find_targets, make_plan
     from dlm_export.planning.plot import claimed_plot, save_plot
     from dlm_export.planning.predict import Request
     from dlm_export.planning.shapes import read_shape, scaled_shape
 
-    if (source is None) == (values["sizes"] is None):
-        raise click.UsageError("give a checkpoint or bundle, or --sizes")
     if source is None or (source / "manifest.json").is_file():
         refuse(
             values, ("mask_token_id", "max_canvas_length", "attention_block"), "is for checkpoints"
         )
-    targets = find_targets(names)
+    targets = find_targets(values["targets"])
     request = Request(
         prompt_tokens=values["prompt_tokens"],
         new_tokens=values["new_tokens"],
@@ -121,7 +137,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]:
-    """The numbers of at least 1 in a list with commas."""
+    """Parse numbers of at least 1, separated by commas."""
     try:
         found = tuple(kind(part) for part in split(text))
     except ValueError:
@@ -132,7 +148,7 @@ def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]
 
 
 def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
-    """Target -> price an hour, of one number for all or TARGET=NUMBER with commas."""
+    """Price per hour by target, from one number for all or TARGET=NUMBER with commas."""
     prices: dict[str, float] = {}
     for part in split(text or ""):
         name, equals, number = part.rpartition("=")
@@ -148,10 +164,10 @@ def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
     return prices
 
 
-@click.command()
-@json_option
+@command()
+@group("Options", json_option)
 def targets(as_json: bool) -> None:
-    """List the devices that bundles can be built for, and the kernels that CPUs run them by.
+    """List the devices that bundles can be built for, and the kernels of CPUs.
 
     Example: dlm-export targets --json
     """
@@ -185,8 +201,9 @@ def print_targets(
     here: Mapping[str, tuple[bool, str]],
     machine: Mapping[str, Any],
 ) -> None:
-    """The devices in 80 columns, how each gets its engine (``here``: by name,
-    ``targets.engine_here``), and this machine.
+    """Print the devices in 80 columns, how each gets its engine, and this machine.
+
+    ``here`` is the result of ``targets.engine_here`` by name.
     """
     from dlm_export.targets import GPU_ALIASES, sm_text
     from dlm_runtime.precision import NUMBER_FORMATS
@@ -236,7 +253,7 @@ def print_targets(
 
 
 def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
-    """What CPUs compute by (``processors.list_kernels``) in 80 columns, and why not here."""
+    """Print the kernels of CPUs in 80 columns, and why some do not run here."""
     rows = [
         [
             known["name"],
@@ -256,9 +273,7 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Tables in 100 columns: one a denoiser and target, growth, what was left out, and the
-    calibration.
-    """
+    """Print tables in 100 columns: one per network and target, growth, omissions, calibration."""
     request = plan.request
     click.echo(
         f"{request.prompt_tokens} prompt and {request.new_tokens} new tokens, batch {request.batch}, dual cache. "
@@ -285,8 +300,8 @@ def print_plan(plan: Plan) -> None:
         target: "; ".join(f"{others} as {name}" for name, others in found.items())
         for target, found in same.items()
     }
-    for text, names in _by_value(texts).items():
-        click.echo(f"Same figures on {', '.join(names)}: {text}")
+    for told, names in _by_value(texts).items():
+        click.echo(f"Same figures on {', '.join(names)}: {told}")
     for target, reasons in plan.left_out.items():
         for reason, names in _by_value(reasons).items():
             click.echo(f"Left out on {target}: {', '.join(names)} ({reason})")
@@ -340,15 +355,15 @@ def _print_predictions(
     unknown = {each.precision: ", ".join(each.missing) for each in predictions if each.missing}
     for missing, names in _by_value(unknown).items():
         click.echo(f"Unknown: {', '.join(names)}; missing: {missing}")
-    for number, how in device.derived.items():
-        click.echo(f"Derived, as no source prints it: {number} rate ({how})")
+    for rate, how in device.derived.items():
+        click.echo(f"Derived, as no source prints it: {rate} rate ({how})")
     if costs:
         click.echo(f"Cost of a million tokens, at {plan.request.prices[target]:g} an hour:")
         print_table("", ["precision", "block", *(f"at {step}" for step in steps)], costs)
 
 
 def _print_growth(growth: Growth, plan: Plan) -> None:
-    """A row a target: cost where it has a price, else milliseconds."""
+    """Print a row per target: the cost if it has a price, else milliseconds."""
     rows = [
         [
             target,
@@ -375,14 +390,14 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 
 
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
-    """How far from its limits what was measured is, and how well that predicts."""
+    """Print the ratio of measured times to their limits, and the error of predictions."""
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
     click.echo(f"Calibration by {what}, {low:.2f} to {high:.2f} times their limits")
     if not calibration["is_used"]:
         click.echo(
             one_line(
-                f"Nothing here is in {calibration['precision']} on the cpu: these ratios are used nowhere"
+                f"These ratios are not used: no row is for the cpu in {calibration['precision']}"
             )
         )
     errors = [abs(error) for error in calibration["leave_one_out_errors"]]
@@ -391,7 +406,7 @@ def _print_calibration(calibration: Mapping[str, Any]) -> None:
             f"Each pass predicted from the others: median error {statistics.median(errors):.1%}, at most {max(errors):.1%}"
         )
     else:
-        click.echo("One pass was measured: the error of passes cannot be told")
+        click.echo("Only one pass was measured, so the error is unknown")
     if (found := calibration["generation"]) is not None:
         click.echo(
             f"Its generation of {found['nfe']} passes: {_three(found['predicted_tokens_per_s'])} tokens/s predicted, "
@@ -413,7 +428,7 @@ def _three(value: float | None) -> str:
 
 
 def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
-    """Value -> the names that have it."""
+    """Group names by their value."""
     out: dict[str, list[str]] = {}
     for name, value in named.items():
         out.setdefault(value, []).append(name)

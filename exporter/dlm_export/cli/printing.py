@@ -16,15 +16,15 @@ import click
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
-# In characters: of a path or name, and of an error that quotes TensorRT.
+# Longest word, such as a path, and longest line, such as an error of TensorRT, in characters.
 WORD_LIMIT, LINE_LIMIT = 400, 5000
 
-FEW_SAMPLES = 32  # of effort levels: fewer do not tell a tenth of the quality
-LINE_EVERY_S = 10.0  # of progress where stderr is no terminal
+FEW_SAMPLES = 32  # with fewer, effort levels may hide a loss of a tenth
+LINE_EVERY_S = 10.0  # between lines of progress if stderr is not a terminal
 
 
 def one_line(text: object) -> str:
-    """Text as one line that is safe on a terminal: it may come from a hostile file."""
+    """Text as one line without control characters, because it may come from a hostile file."""
     words = " ".join(_cut(word, WORD_LIMIT) for word in str(text).split())
     return _cut(
         "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words),
@@ -37,14 +37,14 @@ def _cut(text: str, limit: int) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Text of several lines without what a terminal would obey."""
+    """Text of several lines with escaped control characters."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
 
 
 def how_it_went(done: Generation, *beside: str) -> str:
-    """Passes, time and why it ended early, if it did, of a generation; ``beside`` is told too."""
+    """Passes and time of a generation, ``beside``, and the reason if it ended early."""
     passes = f"{done.nfe} pass{'es' if done.nfe != 1 else ''}"
     left = sum(done.undecided)
     ended = f", ended by {done.finish}, {left} tokens undecided" if left else ""
@@ -52,7 +52,7 @@ def how_it_went(done: Generation, *beside: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON document: a member a line, but lists of numbers and texts on one line."""
+    """Print a JSON document with one member per line; flat lists take one line."""
     click.echo(_as_json(value))
 
 
@@ -98,23 +98,23 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def shown(value: float | None, form: str) -> str:
-    """A figure, or a dash where there is none."""
+    """A formatted figure, or a dash for None."""
     return "-" if value is None else format(value, form)
 
 
 def block_left_out(layer: str) -> str:
-    """A module path for all blocks: ``blocks.N.mlp.up``."""
+    """The path of a module without its block number: ``blocks.N.mlp.up``."""
     return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer)
 
 
 def print_caches(what: str, sizes: Mapping[str, int]) -> None:
-    """Bytes of a token's keys and values, by type."""
+    """Print the bytes of a token's keys and values, by type."""
     told = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     click.echo(f"{what} a token on a CPU, by --cache-dtype: {told}")
 
 
 def print_kernels(kernels: Mapping[str, Any]) -> None:
-    """Which native kernels a graph for a CPU calls, and why other layers keep slower operators."""
+    """Print the native kernels of a graph for CPUs, and why other layers use slower operators."""
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
     click.echo(f"Native kernels: {calls or 'none'}")
     plain = Counter((block_left_out(layer), reason) for layer, reason in kernels["plain"].items())
@@ -127,13 +127,14 @@ def warn(text: str) -> None:
 
 
 def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
-    """How far a stage is: part done, rate, estimate of what is left, and what the process holds.
-    Large units are bytes.
+    """Progress of a stage: share, rate, estimated time left, and memory of the process.
+
+    A total of 2**20 or more counts bytes.
     """
     from dlm_export.memory import resident_bytes
 
     is_bytes = total >= 1 << 20
-    told = [stage]  # one unit is not there, and then it is: no share of it
+    told = [stage]  # a stage of one unit has no share
     if total > 1:
         told[0] += f" {done / total:.0%}"
         told.append(
@@ -151,7 +152,7 @@ def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
 
 
 class Bars:
-    """Progress on stderr: a bar a stage on a terminal; elsewhere a line every ``LINE_EVERY_S``."""
+    """Progress on stderr: a bar per stage on a terminal, else a line every ``LINE_EVERY_S``."""
 
     def __init__(self) -> None:
         self._now: tuple[str, int, float] | None = None  # stage, total, when it began
@@ -212,7 +213,7 @@ def _rich_bars() -> Any:
 
 
 def print_effort(effort: Mapping[str, Any]) -> None:
-    """Effort levels as the manifest has them, and what they rest on."""
+    """Print the effort levels of a manifest, and their evidence."""
     title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"
     kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"
     rows = [
@@ -227,6 +228,4 @@ def print_effort(effort: Mapping[str, Any]) -> None:
     ]
     print_table(title, ["", kind, "NFE", "loop"], rows)
     if effort["samples"] < FEW_SAMPLES:
-        click.echo(
-            f"{effort['samples']} samples tell little of levels: `dlm-export effort` fits them on more."
-        )
+        click.echo(f"{effort['samples']} samples are few: `dlm-export effort` fits levels on more.")

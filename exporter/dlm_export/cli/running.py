@@ -1,7 +1,8 @@
-"""Using bundles: ``run``, ``bench``."""
+"""Commands that run bundles: ``run``, ``bench``."""
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Mapping
@@ -11,121 +12,97 @@ from typing import Any
 
 import click
 
-from dlm_export.cli.constraining import constraint_options, take_constraint
+from dlm_export.cli.constraining import constrain_from_option, kind_group, take_constraint
 from dlm_export.cli.conversing import (
+    chat_option,
     conversation_options,
     take_conversation,
     take_tools,
+    tools_group,
     warn_of_length,
 )
 from dlm_export.cli.options import (
     CHECKPOINT,
-    FILE,
-    OPENING_OPTIONS,
+    command,
     effort_option,
+    file,
+    flag,
+    group,
     json_option,
+    number,
+    opening_group,
+    option,
     options,
     preset_option,
+    real,
     set_option,
+    text,
 )
 from dlm_export.cli.printing import Bars, format_bytes, how_it_went, print_json, print_table, shown
 from dlm_export.cli.values import opening, policy_changes
 from dlm_export.planning.peer import verdict
 from dlm_export.signals import cancelling
-from dlm_runtime import Bundle, Generation
 
 
-@click.command()
+@command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option(
-    "--prompt", help="Text in front of the canvas; - reads stdin, but for the newline at its end."
+@options(
+    group(
+        "Common options",
+        text("--prompt", "Text before the answer; - reads stdin.", "TEXT"),
+        chat_option,
+        number("--max-new-tokens", "Mask tokens to fill.  [default: the bundle's, or 128]", 0),
+        preset_option,
+        effort_option,
+        flag("--watch", help="Show the canvas in the terminal as it is filled."),
+        real("--delay", "Seconds per step with --watch.", 10, default=0.15),
+        json_option,
+    ),
+    group(
+        "Other input",
+        *conversation_options,
+        text("--tokens", "Token ids, with commas; mask tokens among them are filled.", "LIST"),
+        text("--infill", "Text with holes, written <mask>; it is the answer to a prompt.", "TEXT"),
+        text("--hole-tokens", "Tokens per hole; several are all tried.  [default: 16]", "LIST"),
+        text(
+            "--prefix",
+            "Start of the answer; a constraint includes it.",
+            "TEXT",
+            default="",
+            show_default=False,
+        ),
+        flag("--special-tokens", help="Recognise special tokens in text; trusted text only."),
+    ),
+    kind_group(constrain_from_option),
+    tools_group("auto"),
+    group(
+        "Limits",
+        option(
+            "--stop",
+            "stop_strings",
+            multiple=True,
+            metavar="TEXT",
+            help="End the text before this text; repeatable.",
+        ),
+        number("--max-steps", "Stop after this many passes; 0: no limit.", 0, default=0),
+        real("--deadline-ms", "Stop after this many milliseconds; 0: no limit.", default=0.0),
+    ),
+    group(
+        "Decoding loop",
+        number("--steps", "Passes for the whole text; 0: the preset's plan.", 0, default=0),
+        number("--block-length", "Tokens per block; 0: one block.", 0),
+        real("--threshold", "Score from which a token commits, 0 to 1.", 1),
+        text("--score", "confidence, margin, entropy, random."),
+        text("--commit", "static, threshold, dynamic, factor, timestep, ..."),
+        text("--cache", "none, prefix, dual, block, block-dual."),
+        real("--temperature", "Sampling temperature; 0 takes the most likely token."),
+        real("--top-p", "Sample from the best tokens with this probability, 0 to 1.", 1),
+        number("--top-k", "Sample from this many tokens; 0: all.", 0),
+        number("--seed", "Seed of sampling and of --score random.", 0),
+        set_option,
+    ),
+    opening_group,
 )
-@conversation_options
-@click.option("--tokens", help="Token ids, with commas; mask tokens among them are filled as well.")
-@click.option(
-    "--infill",
-    help="Text with holes, each written <mask>, to fill; with --prompt or --chat it is the answer.",
-)
-@click.option(
-    "--prefix",
-    default="",
-    metavar="TEXT",
-    help="What the answer starts with, as part of a constrained text.",
-)
-@click.option(
-    "--special-tokens",
-    is_flag=True,
-    help="Recognise special tokens such as <|eos|> in the given text; for trusted text only.",
-)
-@click.option(
-    "--hole-tokens",
-    help="With --infill: tokens of a hole, or several numbers with commas to try.  [default: 16]",
-)
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(0),
-    help="Mask tokens to fill.  [default: as the bundle says, or 128]",
-)
-@preset_option
-@effort_option
-@click.option(
-    "--steps",
-    type=click.IntRange(0),
-    default=0,
-    help="Passes planned for the whole generation; 0: the preset's.",
-)
-@click.option(
-    "--block-length",
-    type=click.IntRange(0),
-    help="Tokens decided before the next block; 0: all in one.",
-)
-@click.option("--threshold", type=click.FloatRange(0, 1), help="Score from which a token commits.")
-@click.option("--score", help="confidence, margin, entropy or random.")
-@click.option(
-    "--commit", help="static, threshold, dynamic, factor, entropy_bound, timestep or sequential."
-)
-@click.option("--cache", help="none, prefix, dual, block or block-dual.")
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    help="Sampling temperature; 0 takes the most likely token.",
-)
-@click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1),
-    help="Draw from the best tokens that have this probability together.",
-)
-@click.option(
-    "--top-k", type=click.IntRange(0), help="Draw from this many of the best tokens; 0: from all."
-)
-@click.option("--seed", type=click.IntRange(0), help="Of draws, and of score random.")
-@set_option
-@click.option(
-    "--max-steps",
-    type=click.IntRange(0),
-    default=0,
-    help="End after this many passes with what there is; 0: do not.",
-)
-@click.option(
-    "--deadline-ms",
-    type=click.FloatRange(0),
-    default=0.0,
-    help="End this many milliseconds after the start; 0: do not.",
-)
-@click.option(
-    "--stop",
-    "stop_strings",
-    multiple=True,
-    metavar="TEXT",
-    help="End the text before this one; repeatable.",
-)
-@constraint_options
-@click.option("--watch", is_flag=True, help="Show the canvas denoising in the terminal.")
-@click.option(
-    "--delay", type=click.FloatRange(0, 10), default=0.15, help="Seconds a step with --watch."
-)
-@options(OPENING_OPTIONS)
-@json_option
 def run(
     bundle: Path,
     prompt: str | None,
@@ -146,15 +123,12 @@ def run(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Generate from a bundle. Ctrl-C ends it within a pass, and prints what there is.
-
-    Example: dlm-export run build/demo --prompt "remind me to call the garage at seven" --preset
-    fast-dllm
+    """Generate text from BUNDLE. Ctrl-C stops within one pass, and prints the text so far.
 
     \b
-    Fill the holes of an answer:
-      dlm-export run build/demo --prompt "remind me to call the garage at seven" --preset fast-dllm --hole-tokens 2,3,4,5 \\
-        --infill '{"name":"add_reminder","arguments":{"text":"<mask>","time":"<mask>"}}'
+    Example: dlm-export run build/demo --prompt "remind me to call the garage at seven"
+    Holes:   dlm-export run build/demo --prompt "remind me to call the garage at seven" \\
+               --hole-tokens 2,3,4,5 --infill '{"name":"add_reminder","arguments":{"text":"<mask>","time":"<mask>"}}'
     """
     conversation, tools = take_conversation(fields), take_tools(fields)
     given = sum(value is not None for value in (prompt, conversation, tokens))
@@ -162,19 +136,19 @@ def run(
         raise click.UsageError("give one of --prompt, --chat, --messages and --tokens, or --infill")
     if infill is not None and tokens is not None:
         raise click.UsageError(
-            "--infill is text: leave --tokens out, or put mask tokens among them and leave --infill out"
+            "--infill takes text: remove --tokens, or put mask tokens among them and remove --infill"
         )
     if hole_tokens is not None and infill is None:
-        raise click.UsageError("--hole-tokens is of --infill")
+        raise click.UsageError("--hole-tokens needs --infill")
     if max_new_tokens is not None and infill is not None:
         raise click.UsageError(
-            "--max-new-tokens is of text behind a prompt: --hole-tokens says how long a hole is"
+            "--infill takes --hole-tokens for the length of holes, and no --max-new-tokens"
         )
     if prefix and (infill is not None or (prompt is None and conversation is None)):
-        raise click.UsageError("--prefix is of --prompt, --chat and --messages, without --infill")
+        raise click.UsageError("--prefix needs --prompt, --chat or --messages, without --infill")
     if watch and infill is not None:
         raise click.UsageError(
-            "--watch shows one canvas, and --infill may try several: leave one of them out"
+            "--watch shows one canvas, and --infill may try several: remove one of them"
         )
     cancel = threading.Event()
     request: dict[str, Any] = {
@@ -187,7 +161,8 @@ def run(
         "stop_strings": stop_strings,
         "cancel": cancel,
     }
-    how, wanted = opening(fields), take_constraint(fields, infill is not None)
+    how = opening(fields)
+    request |= take_constraint(fields, infill is not None, "tools" in tools)
     policy = {name: value for name, value in fields.items() if value is not None}
     request |= policy | policy_changes(changes) | tools
     if prompt is not None:
@@ -203,10 +178,6 @@ def run(
     with how.open(bundle) as opened, cancelling(cancel):
         if infill is None:
             warn_of_length(opened, max_new_tokens)
-        if wanted.get("constrain_from") is not None:
-            request |= wanted
-        elif wanted:
-            request["constraint"] = opened.constraint(before=prefix, **wanted)
         if watch:
             from dlm_export.cli.watch import watch as show
 
@@ -217,84 +188,40 @@ def run(
         else:
             result = opened.generate(**request)
         if as_json:
-            print_json(_as_dict(result, _preset_of(opened, preset, effort), effort))
+            click.echo(json.dumps(asdict(result), ensure_ascii=False, separators=(",", ":")))
             return
         click.echo(" ".join(map(str, result.tokens)) if result.text is None else result.text)
         click.echo(f"[{how_it_went(result, opened.engine)}]", err=True)
 
 
-def _preset_of(bundle: Bundle, preset: str | None, effort: str | None) -> str | None:
-    """The preset that a request runs: the given one, that of its level, or the bundle's default."""
-    loop = bundle.manifest["loop"]
-    chosen: str | None = preset or (loop["effort"]["preset"] if effort else loop["default_preset"])
-    return chosen
-
-
-def _as_dict(result: Generation, preset: str | None, effort: str | None) -> dict[str, Any]:
-    """What ``run --json`` prints."""
-    return {
-        "text": result.text,
-        "tool_calls": [asdict(call) for call in result.tool_calls],
-        "finish": result.finish,
-        "preset": preset,
-        "effort": effort,
-        "prompt_tokens": result.prompt_tokens,
-        "completion_tokens": result.completion_tokens,
-        "nfe": result.nfe,
-        "passes": result.passes,
-        "timings_s": result.timings,
-        "cache_bytes": result.cache_bytes,
-        "tokens": result.tokens,
-        "undecided": [
-            position for position, is_undecided in enumerate(result.undecided) if is_undecided
-        ],
-        "log_probs": result.log_probs,
-    }
-
-
-@click.command()
+@command()
 @click.argument("bundle", type=CHECKPOINT)
-@click.option(
-    "--passes",
-    help="tokens,cached,rows of passes, with semicolons.  [default: 4,252,4;8,248,8;32,224,32;256,0,256, as far as it fits]",
+@options(
+    group(
+        "Common options",
+        file("--data", "JSONL of prompts or messages: report p50, p95 and p99."),
+        number("--samples", "Most prompts of --data.", default=64),
+        preset_option,
+        set_option,
+        text("--batch", "Requests that share passes, such as 1,4,8.  [default: 1]", "LIST"),
+        json_option,
+    ),
+    group(
+        "What to measure",
+        number("--prompt-tokens", "Random tokens before the answer.  [default: 128]", 0),
+        number("--new-tokens", "Mask tokens to fill.  [default: 128]"),
+        text("--passes", "tokens,cached,rows of passes, with semicolons.", "LIST"),
+        number("--rounds", "Rounds per pass; a fifth as many generations.", 3, 1000, default=15),
+        option(
+            "--peer-token-ms",
+            type=click.FloatRange(0, min_open=True),
+            metavar="X",
+            help="Milliseconds per token of an autoregressive model, to compare.",
+        ),
+        flag("--cost", help="Fit the cost of a pass, a token and a row, for schedulers."),
+    ),
+    opening_group,
 )
-@click.option(
-    "--prompt-tokens",
-    type=click.IntRange(0),
-    help="Made-up tokens given to the generation.  [default: 128]",
-)
-@click.option(
-    "--new-tokens", type=click.IntRange(1), help="Mask tokens that it fills.  [default: 128]"
-)
-@preset_option
-@set_option
-@click.option(
-    "--rounds",
-    type=click.IntRange(3, 1000),
-    default=15,
-    help="Of each pass; a fifth as many generations.",
-)
-@click.option(
-    "--batch", help="Requests that share passes, with commas, such as 1,4,8.  [default: 1]"
-)
-@click.option(
-    "--data",
-    type=FILE,
-    help="JSONL with prompt, or messages: send its prompts one by one, print p50, p95 and tokens a pass.",
-)
-@click.option("--samples", type=click.IntRange(1), default=64, help="Most prompts of --data.")
-@click.option(
-    "--peer-token-ms",
-    type=click.FloatRange(0, min_open=True),
-    help="Milliseconds that an autoregressive model takes for a token here: say whether diffusion is faster.",
-)
-@click.option(
-    "--cost",
-    is_flag=True,
-    help="Fit what a pass, a token, a scored row and attention cost, for schedulers.",
-)
-@options(OPENING_OPTIONS)
-@json_option
 def bench(
     bundle: Path,
     passes: str | None,
@@ -303,11 +230,11 @@ def bench(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Measure a bundle on this machine: passes, a generation and its parts, memory, and the
-    distance from the machine's limit.
+    """Measure BUNDLE on this machine: passes, a generation by part, and memory.
 
-    Example: dlm-export bench build/demo --preset fast-dllm --data
-    examples/demo-denoiser/calibration.jsonl --peer-token-ms 2.5
+    With --data, its prompts are also sent one by one, each until its end token.
+
+    Example: dlm-export bench build/demo --data examples/demo-denoiser/calibration.jsonl
     """
     from dlm_export.planning import bench as bencher
 
@@ -326,7 +253,7 @@ def bench(
 
 
 def _loop_of(made: Mapping[str, Any]) -> str:
-    """The loop of a measured generation: its preset, and what was changed of it."""
+    """The preset of a measured generation, and the fields that differ from it."""
     return ", ".join(
         [
             f"preset {made['preset']}",
@@ -343,7 +270,7 @@ def _integers(option: str, text: str) -> list[int]:
 
 
 def print_bench(result: Mapping[str, Any]) -> None:
-    """What ``bench`` measured: the machine, passes, a generation by part, memory."""
+    """Print the results of ``bench``: the machine, passes, a generation by part, memory."""
     bundle, machine, rates = result["bundle"], result["machine"], result["roofline"]
     peer = result["peer"]
     threads = f"{result['threads']} threads" if result["threads"] else "all cores"
@@ -385,7 +312,7 @@ def print_bench(result: Mapping[str, Any]) -> None:
         [part, f"{seconds * 1e3:.2f}", f"{seconds / made['seconds']:.2%}"]
         for part, seconds in made["parts"].items()
     ]
-    print_table("Where its time went", ["part", "ms", "share"], rows)
+    print_table("Time by part", ["part", "ms", "share"], rows)
     if len(result["batches"]) > 1:
         rows = [
             [
@@ -402,7 +329,8 @@ def print_bench(result: Mapping[str, Any]) -> None:
     if (sent := result["requests"]) is not None:
         click.echo(
             f"Requests: {sent['count']} prompts of {sent['data']}, at most {sent['max_new_tokens']} new tokens: "
-            f"p50 {sent['p50_ms']:.1f} ms, p95 {sent['p95_ms']:.1f} ms, {sent['mean_nfe']:.2f} passes in the mean, "
+            f"p50 {sent['p50_ms']:.1f} ms, p95 {sent['p95_ms']:.1f} ms, p99 {sent['p99_ms']:.1f} ms, "
+            f"{sent['mean_nfe']:.2f} passes on average, "
             f"{sent['ms_per_pass']:.2f} ms and {sent['tokens_per_pass']:.2f} tokens a pass, {sent['tokens_per_s']:.1f} tokens/s"
         )
     if peer is not None:

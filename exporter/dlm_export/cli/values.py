@@ -1,6 +1,6 @@
-"""What the values of shared options become: the option dataclasses of the rooms, or a refusal.
+"""Turns the values of shared options into option dataclasses, or rejects them.
 
-torch and the rest of the export extra are imported inside the functions that need them.
+Functions import torch and the rest of the export extra when they need them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _Options = TypeVar("_Options")
 
 
 def taken(kind: type[_Options], values: dict[str, Any]) -> _Options:
-    """A dataclass of options from the values that have the names of its fields."""
+    """Make a dataclass of options from the values with the names of its fields."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names if name in values})
 
 
 def opening(values: dict[str, Any]) -> Opening:
-    """Takes what ``Opening`` holds out of a command's values."""
+    """Remove the options of ``Opening`` from a command's values, and return them."""
     from dlm_export.opening import Opening
 
     return Opening(
@@ -62,14 +62,14 @@ def split(text: str) -> list[str]:
 
 
 def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
-    """UsageError if an option was given that would have no effect."""
+    """Raise UsageError if an option was given that would have no effect."""
     for name in names:
         if values.get(name) is not None:
             raise click.UsageError(f"--{name.replace('_', '-')} {why}")
 
 
 def read_json_file(path: Path) -> Any:
-    """What a file of an option says. Raises RequestError that names it."""
+    """Read the JSON file of an option. Raises RequestError with its path."""
     from dlm_runtime.errors import RequestError
     from dlm_runtime.files import parse_json, read_text
 
@@ -90,7 +90,7 @@ def read_text_file(path: Path) -> str:
 
 
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """The fields of a policy that ``set_option`` was given. Raises UsageError or RequestError."""
+    """The policy fields of ``--set``. Raises UsageError or RequestError."""
     from dlm_runtime import Policy
 
     fields: dict[str, Any] = {}
@@ -102,12 +102,12 @@ def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
             fields[name] = json.loads(value)
         except ValueError:
             fields[name] = value
-    Policy().with_fields(fields)  # --set must not reach other arguments of what takes a policy
+    Policy().with_fields(fields)  # reject names that are arguments of a request
     return fields
 
 
 def check_build_options(values: dict[str, Any]) -> None:
-    """Refuse a build's options as far as that can be done before torch is imported.
+    """Reject wrong options of a build before torch is imported.
 
     Raises UsageError, TargetError, RecipeError.
     """
@@ -115,18 +115,18 @@ def check_build_options(values: dict[str, Any]) -> None:
 
     precision = values["precision"]
     if precision in ("fp32", "fp16", "bf16"):
-        refuse(values, _QUANTISED_ONLY, f"is for quantised bundles; --precision is {precision}")
+        refuse(values, _QUANTISED_ONLY, f"needs a quantised precision; --precision is {precision}")
     if precision != "auto":
-        refuse(values, ("auto_formats", "tune"), "is for --precision auto")
+        refuse(values, ("auto_formats", "tune"), "needs --precision auto")
     if precision == "stored":
         solving = ("observer", "solver", "smoothing", "rotate_down")
         refuse(values, solving, "has no effect on stored codes and scales")
     if values["no_verify"]:
         asked = values | {"judge": "full" if values["judge"] == "full" else None}
-        refuse(asked, ("judge", *_JUDGED_ONLY), "needs judging, which --no-verify skips")
+        refuse(asked, ("judge", *_JUDGED_ONLY), "has no effect with --no-verify")
     if values["no_engine"]:
         building = ("workspace", "timing_cache", "builder")
-        refuse(values, building, "is for building engines, which --no-engine leaves out")
+        refuse(values, building, "has no effect with --no-engine")
     devices = targets.find_all(split(values["target"]))
     recipe = targets.recipe_for(devices, precision)
     if recipe is not None and values["no_verify"]:
@@ -144,7 +144,7 @@ def check_build_options(values: dict[str, Any]) -> None:
 
 
 def build_options(values: dict[str, Any]) -> BuildOptions:
-    """``OUTPUT_OPTIONS``, ``QUANTISE_OPTIONS`` and ``--precision``, checked, as a build takes them."""
+    """The checked options of ``build`` and ``quantize``."""
     from dlm_export.building.options import BuildOptions
 
     return BuildOptions(
@@ -164,34 +164,34 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 
 
 def overrides(values: dict[str, Any]) -> Overrides:
-    """``SOURCE_OPTIONS`` and ``TEXT_OPTIONS``, as far as a command has them."""
+    """The values of ``SOURCE_OPTIONS`` and ``TEXT_OPTIONS`` that a command has."""
     from dlm_export.families.base import Overrides
 
     return taken(Overrides, values)
 
 
 def budgets(values: dict[str, Any]) -> Budgets:
-    """The options of ``BUDGETS`` as the judge takes them. UsageError for one that is no limit."""
+    """The budgets. Raises UsageError for NaN and infinity."""
     from dlm_export.judging.accuracy.verdict import Budgets
 
     for name in BUDGETS:
         if values[name] is not None and not math.isfinite(values[name]):
             raise click.UsageError(
-                f"--{name.replace('_', '-')} {values[name]} is no limit: give a finite number"
+                f"--{name.replace('_', '-')} {values[name]} is not a limit: give a finite number"
             )
     return taken(Budgets, values)
 
 
 def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
-    """``--judge``, ``--judged`` and ``--free-runs`` as the judge takes them. UsageError for those
-    that have no effect.
+    """The effort of judging, by ``--judge``, ``--judged`` and ``--free-runs``.
 
-    ``seconds``: that the default effort is worth, where no build says it.
+    ``seconds`` limits the default effort outside of a build. Raises UsageError for an option
+    without effect.
     """
     from dlm_export.judging.accuracy.rounds import Effort
 
     if values["judge"] == "none":
-        refuse(values, _JUDGED_ONLY, "needs judging, which --judge none leaves out")
+        refuse(values, _JUDGED_ONLY, "has no effect with --judge none")
     if values["judge"] == "full":
         why = "has no effect with --judge full, which runs every prompt freely"
         refuse(values, ("free_runs",), why)

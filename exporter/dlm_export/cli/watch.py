@@ -1,4 +1,4 @@
-"""Shows the canvas in a terminal as it denoises: committed tokens, guesses, and masks."""
+"""Shows the canvas in a terminal after each pass: committed tokens, guesses, and masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEGEND = (
     ("░ masked", MASKED),
     ("∎ end", COMMITTED),
 )
-# Invisible; it stays with its text when lines are wrapped.
+# Invisible. The style stays with its text when lines are wrapped.
 ACTIVE = Style(meta={"active": True})
 
 
@@ -30,7 +30,7 @@ def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation
     console = Console(stderr=True)
     result = denoise(bundle, request, console, delay_s)
     if not console.is_terminal:
-        console.print()  # Live leaves the cursor behind its only frame
+        console.print()  # Live leaves the cursor at the end of its only frame
     return result
 
 
@@ -41,8 +41,9 @@ def denoise(
     delay_s: float = 0.0,
     shown_from: int | None = None,
 ) -> Generation:
-    """Run the request and draw every step. With ``shown_from`` the canvas is drawn from there, and
-    goes when it is finished.
+    """Run the request and draw every step.
+
+    With ``shown_from``, the canvas is drawn from that position, and erased when it is finished.
     """
     result = None
     before: list[int] | None = None
@@ -58,7 +59,8 @@ def denoise(
 
 @dataclass(frozen=True)
 class View:
-    """A canvas whose ``ACTIVE`` part is on the screen, whatever its size is when it is drawn;
+    """A canvas that scrolls to its ``ACTIVE`` part if the screen is too small.
+
     ``is_whole`` draws all of it.
     """
 
@@ -88,17 +90,16 @@ class View:
 
 
 def _is_active(line: Text) -> bool:
-    # The space that starts a word stands behind the line before.
+    # Wrapping leaves the space before a word at the end of the previous line.
     return any(
         span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans
     )
 
 
 def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int = 0) -> View:
-    """An event to draw; ``before`` is the canvas of the one before it. Active is what is left to
-    fill of the block.
+    """Draw an event from position ``shown_from`` on.
 
-    Nothing in front of position ``shown_from`` is drawn.
+    ``before`` is the canvas of the previous event. The undecided rest of the block is active.
     """
     canvas, starts = Text(), []
     for position, token in enumerate(event.canvas):
@@ -131,7 +132,7 @@ def _text(bundle: Bundle, token: int) -> str:
         return "∎"
     if bundle.tokenizer is None:
         return f"{token} "
-    # A control character from a vocabulary must not steer the terminal.
+    # Tokens may hold control characters, which the terminal would obey.
     return "".join(
         c if c.isprintable() else "⏎" if c == "\n" else "�"
         for c in bundle.tokenizer.token_text(token)

@@ -31,7 +31,7 @@ def _family(trunk: str, *, qkv_bias: bool = False, qk_norm: bool = False) -> Fam
         name,
         architectures,
         f"Tiny-A2D {trunk}",
-        "llada",
+        "fast-dllm",
         read_network,
         TRUNK.origins,
         trunk_class,

@@ -104,6 +104,7 @@ class Family:
     architectures: tuple[str, ...]
     description: str
     default_preset: str
+    """The adaptive loop published for it; a bundle runs it until another one is fitted."""
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None

@@ -31,7 +31,7 @@ FAMILY = Family(
     "dream",
     ("DreamModel",),
     "Dream 7B, DiffuCoder",
-    "dream",
+    "dream-block",
     read_network,
     TRUNK.origins,
     "Qwen2ForCausalLM",

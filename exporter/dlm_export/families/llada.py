@@ -86,5 +86,5 @@ LAYOUT = Layout(
     head="model.transformer.ff_out",
 )
 FAMILY = Family(
-    "llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "llada", read_network, LAYOUT.origins
+    "llada", ("LLaDAModelLM",), "LLaDA 8B, LLaDA 1.5", "fast-dllm", read_network, LAYOUT.origins
 )

@@ -91,5 +91,5 @@ LAYOUT = replace(
     },
 )
 FAMILY = Family(
-    "llada-moe", ("LLaDAMoEModelLM",), "LLaDA-MoE 7B-A1B", "llada", read_network, LAYOUT.origins
+    "llada-moe", ("LLaDAMoEModelLM",), "LLaDA-MoE 7B-A1B", "fast-dllm", read_network, LAYOUT.origins
 )

@@ -15,15 +15,18 @@ import re
 import resource
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dlm_calibration.recipes import FORMATS
 from dlm_calibration.states import read_samples
 from dlm_export.bundle.manifest import network_of, table_bytes_of
 from dlm_export.graph import PRECISIONS
+from dlm_export.judging.tuning.default_loop import default_loop
 from dlm_export.machine import this_machine
 from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening
@@ -345,17 +348,14 @@ def _time_requests(
     results = results[1:]
     seconds = [result.timings["total"] for result in results]
     passes = max(1, sum(result.nfe for result in results))
-    p95 = (
-        statistics.quantiles(seconds, n=20, method="inclusive")[-1]
-        if len(seconds) > 1
-        else seconds[0]
-    )
+    p50, p95, p99 = np.percentile(seconds, (50, 95, 99)) * 1e3
     return {
         "data": str(options.data),
         "count": len(prompts),
         "max_new_tokens": new,
-        "p50_ms": statistics.median(seconds) * 1e3,
-        "p95_ms": p95 * 1e3,
+        "p50_ms": float(p50),
+        "p95_ms": float(p95),
+        "p99_ms": float(p99),
         "mean_nfe": statistics.mean(result.nfe for result in results),
         "ms_per_pass": sum(seconds) * 1e3 / passes,
         "tokens_per_pass": sum(result.completion_tokens for result in results) / passes,
@@ -388,7 +388,10 @@ def side_by_side(
     progress = progress or Silent()
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(options.opening.open(path)) for path in paths]
-        preset = options.preset or opened[0].manifest["loop"]["default_preset"]
+        preset = options.preset
+        if preset is None:
+            preset, fitted = default_loop(opened[0].manifest)
+            options = replace(options, policy={**fitted, **options.policy})
         requests = [_request(bundle, options, preset, 1) for bundle in opened]
         results: list[list[list[Generation]]] = [[] for _ in opened]
         progress.start("generate", (1 + options.rounds) * len(opened))

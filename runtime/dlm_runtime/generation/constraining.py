@@ -66,7 +66,13 @@ class Constraints:
             asked["tools"] = tools
         if asked:
             return self.compile(
-                tokenizer, asked, before=options.prefix, json_layout=options.json_layout
+                tokenizer,
+                asked,
+                before=options.prefix,
+                json_layout=options.json_layout,
+                max_depth=options.max_depth,
+                any_order=options.any_order,
+                more_properties=options.more_properties,
             )
         if options.constraint is not None and not isinstance(
             options.constraint, compiled.Constraint

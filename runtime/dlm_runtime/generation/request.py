@@ -45,6 +45,7 @@ class Options:
             ``Bundle.constraint``. ``prefix`` is part of the constrained text. (A ``constraint`` has its own ``before``.)
         json_layout: White space of JSON for a schema, ``json_object``, ``json_lines`` or tools: a name of
             ``LAYOUTS``, or a ``Layout``. None: the layout that the bundle was trained on, or compact.
+        max_depth, any_order, more_properties: As in ``Bundle.constraint``.
         tools: Functions that may be called, each as ``{"type": "function", "function": {"name", "description",
             "parameters"}}`` with a JSON Schema of its parameters, or the ``Tools`` of ``Bundle.tools``. The chat
             template receives them.
@@ -84,6 +85,9 @@ class Options:
     csv: Any = None
     xml: Any = None
     json_layout: str | Layout | None = None
+    max_depth: int | None = None
+    any_order: bool = False
+    more_properties: bool = False
     tools: Sequence[Mapping[str, Any]] | Tools | None = None
     tool_choice: str | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool | None = None
@@ -105,16 +109,24 @@ class Options:
         milliseconds_of("deadline_ms", self.deadline_ms)
         texts_of("stop_strings", self.stop_strings)
         text_of("prefix", self.prefix)
-        if (
-            self.json_layout is not None
-            and self.schema is None
-            and self.tools is None
-            and self.json_lines is None
-            and not self.json_object
-        ):
-            raise RequestError(
-                "json_layout is for schema, json_object, json_lines and tools: give one of these as well"
-            )
+        is_json = (
+            self.schema is not None
+            or self.json_lines is not None
+            or self.tools is not None
+            or bool(self.json_object)
+        )
+        for name in ("json_layout", "any_order", "more_properties"):
+            if getattr(self, name) not in (None, False) and not is_json:
+                raise RequestError(
+                    f"{name} is for schema, json_object, json_lines and tools: give one of these as well"
+                )
+        if self.max_depth is not None:
+            count_of("max_depth", self.max_depth)
+            if not (is_json or self.grammar is not None or self.xml is not None):
+                raise RequestError(
+                    "max_depth is for schema, grammar, json_object, json_lines, xml and tools: give one of these "
+                    "as well"
+                )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
@@ -196,6 +208,9 @@ class RequestOptions(TypedDict, total=False):
     csv: Any
     xml: Any
     json_layout: str | Layout | None
+    max_depth: int | None
+    any_order: bool
+    more_properties: bool
     tools: Sequence[Mapping[str, Any]] | Tools | None
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool | None
@@ -231,9 +246,6 @@ class InfillOptions(RequestOptions, total=False):
     """The options of ``infill`` for type checkers: those of ``generate_batch``."""
 
     max_batch: int
-    max_depth: int | None
-    any_order: bool
-    more_properties: bool
     policies: Sequence[Mapping[str, Any]] | None
     cancel: threading.Event | Sequence[threading.Event | None] | None
 

@@ -24,6 +24,7 @@ from dlm_calibration.metrics import Decode, Run
 from dlm_calibration.states import Sample
 from dlm_export.judging.sides.prompts import prompt_of
 from dlm_export.judging.sides.side import Generator, JudgeError
+from dlm_export.judging.tuning.default_loop import with_fitted
 from dlm_export.judging.tuning.threshold import check_policy
 from dlm_runtime import Policy
 
@@ -60,18 +61,25 @@ class Levels:
     curve: list[LevelPoint]
     levels: dict[str, LevelPoint]
 
+    @property
+    def careful(self) -> LevelPoint:
+        """The loop that commits one token a pass."""
+        return next(point for point in self.curve if point.changes == CAREFUL)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for the manifest."""
         return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of the manifest with these levels instead of any others."""
+        """A copy of the manifest with these levels, and the default loop that they support, instead
+        of any others.
+        """
         own = Policy(**manifest["loop"]["presets"][self.preset])
         loops = {
             name: own.with_fields(point.changes).as_dict() for name, point in self.levels.items()
         }
         loop = manifest["loop"] | {"effort": {"preset": self.preset, "levels": loops}}
-        return {**manifest, "loop": loop, "effort": self.as_dict()}
+        return with_fitted({**manifest, "loop": loop, "effort": self.as_dict()}, self)
 
 
 def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:

@@ -389,8 +389,8 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
          "`dlm-export build CHECKPOINT -o %s --force`, or update dlm-export if the bundle is newer",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion), folder.c_str());
   // Reads only loop and files. The exporter checks the other keys with manifest.schema.json.
-  root->refuse_unknown({"schema_version", "producer", "loop", "network", "opset", "source",
-                        "precision", "kernels", "targets", "tokenizer", "chat_template",
+  root->refuse_unknown({"schema_version", "producer", "loop", "default_loop", "network", "opset",
+                        "source", "precision", "kernels", "targets", "tokenizer", "chat_template",
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift",

@@ -1,0 +1,219 @@
+"""Fetches a checkpoint from the hub, and checks every file against the hub's hashes.
+
+Files go to the cache of huggingface_hub, which resumes interrupted downloads. To read headers only,
+the configuration is fetched whole, and each weight file by two range requests; its data is left out,
+so that the file takes no space.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlm_export.bundle.folder import sha256
+from dlm_export.checkpoints.hub import Hub, HubName, Located
+from dlm_runtime.errors import DlmError, ExitCode
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
+
+WEIGHTS = "*.safetensors"
+FILES = (
+    WEIGHTS,
+    "model.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a checkpoint that are read, by name; others are never fetched."""
+HEADER_LIMIT_BYTES = 100_000_000
+"""Of a safetensors file, as in its format."""
+TIMEOUT_S = 30.0
+
+
+class HubError(DlmError):
+    """A checkpoint on the hub does not exist, is not accessible, or was not transferred intact.
+
+    ``is_input`` says whether the user must change the name or the access.
+    """
+
+    def __init__(self, message: str, *, is_input: bool) -> None:
+        super().__init__(message)
+        self.exit_code = ExitCode.WRONG_INPUT if is_input else ExitCode.COULD_NOT
+
+
+@contextlib.contextmanager
+def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
+    """A folder with the checkpoint's files. Raises HubError."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import utils
+        from huggingface_hub.utils import logging
+    except ModuleNotFoundError as err:
+        raise HubError(
+            f"{name}: needs the hub extra: pip install 'dlm-export[hub]'", is_input=False
+        ) from err
+    # The reasons are in HubError. Importing the logger sets its level, so this comes after it.
+    logging.set_verbosity(logging.CRITICAL)
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    with _one_sentence(name):
+        api = huggingface_hub.HfApi(library_name="dlm-export")
+        info = api.model_info(name.repository, revision=name.revision, files_metadata=True)
+    if info.sha is None:
+        raise HubError(f"{name}: the hub names no commit for this revision", is_input=False)
+    wanted = _wanted(name, info.siblings or [])
+    if headers_only:
+        with tempfile.TemporaryDirectory(prefix="dlm-export-") as made:
+            folder = Path(made)
+            for file in wanted:
+                if fnmatch.fnmatch(file.rfilename, WEIGHTS):
+                    _fetch_header(name, info.sha, file, folder / file.rfilename)
+                else:
+                    shutil.copyfile(_fetch(name, info.sha, file), folder / file.rfilename)
+            yield Located(folder, Hub(name.repository, info.sha, {}))
+    else:
+        paths = {file.rfilename: _fetch(name, info.sha, file) for file in wanted}
+        hashes = {file: sha256(path) for file, path in paths.items()}
+        yield Located(paths["config.json"].parent, Hub(name.repository, info.sha, hashes))
+
+
+def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
+    """The files to fetch, small ones first. Raises HubError if one that every checkpoint has is
+    missing.
+    """
+    found = [
+        file
+        for file in listed
+        if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
+        and "/" not in file.rfilename
+    ]
+    names = {file.rfilename for file in found}
+    for pattern in ("config.json", WEIGHTS):
+        if not fnmatch.filter(names, pattern):
+            raise HubError(f"{name}: the repository has no {pattern}", is_input=True)
+    return sorted(found, key=lambda file: (file.rfilename.endswith(".safetensors"), file.rfilename))
+
+
+def _fetch(name: HubName, commit: str, file: RepoSibling) -> Path:
+    """The path of a whole file in the cache. Raises HubError, and removes a damaged file."""
+    import huggingface_hub
+
+    with _one_sentence(name, file.rfilename):
+        path = Path(
+            huggingface_hub.hf_hub_download(
+                name.repository, file.rfilename, revision=commit, library_name="dlm-export"
+            )
+        )
+    if not _is_intact(path, file):
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+        raise HubError(
+            f"{name}: {file.rfilename} does not have the hash that the hub lists, and was removed: "
+            "run the command again",
+            is_input=False,
+        )
+    return path
+
+
+def _is_intact(path: Path, file: RepoSibling) -> bool:
+    """Compare a file with its hash on the hub: SHA-256 of large files, git's SHA-1 of others."""
+    if file.lfs is not None:
+        return sha256(path) == file.lfs.sha256
+    data = path.read_bytes()
+    # git's identifier of a blob, not a signature.
+    found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    return found == file.blob_id
+
+
+def _fetch_header(name: HubName, commit: str, file: RepoSibling, path: Path) -> None:
+    """Write a file of the full size that has the safetensors header and no data. Raises HubError."""
+    size = file.lfs.size if file.lfs is not None else file.size
+    if size is None or size < 8:
+        raise HubError(f"{name}: {file.rfilename} is no safetensors file", is_input=True)
+    start = _range(name, commit, file.rfilename, 0, 8)
+    length = int.from_bytes(start, "little")
+    if not 0 < length <= min(HEADER_LIMIT_BYTES, size - 8):
+        raise HubError(f"{name}: {file.rfilename} is no safetensors file", is_input=True)
+    header = _range(name, commit, file.rfilename, 8, length)
+    with open(path, "wb") as made:
+        made.write(start + header)
+        made.truncate(size)
+
+
+def _range(name: HubName, commit: str, file: str, first: int, count: int) -> bytes:
+    """``count`` bytes of a file on the hub. Raises HubError."""
+    import huggingface_hub
+    from huggingface_hub import utils
+
+    url = huggingface_hub.hf_hub_url(name.repository, file, revision=commit)
+    asked = f"bytes={first}-{first + count - 1}"
+    headers = utils.build_hf_headers(library_name="dlm-export") | {"Range": asked}
+    with (
+        _one_sentence(name, file),
+        utils.get_session().stream(
+            "GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True
+        ) as response,
+    ):
+        utils.hf_raise_for_status(response)
+        if response.status_code != 206:  # reading on would download the weights
+            raise HubError(
+                f"{name}: the server does not send parts of files, so headers cannot be read alone",
+                is_input=False,
+            )
+        data: bytes = response.read()
+    if len(data) != count:
+        raise HubError(
+            f"{name}: {file}: the server sent {len(data)} bytes instead of {count}", is_input=False
+        )
+    return data
+
+
+@contextlib.contextmanager
+def _one_sentence(name: HubName, file: str | None = None) -> Iterator[None]:
+    """Turn errors of the hub and of the network into HubError."""
+    from huggingface_hub import errors
+
+    where = f"{name}" if file is None else f"{name}: {file}"
+    try:
+        yield
+    except errors.GatedRepoError as err:
+        raise HubError(
+            f"{where}: the repository is gated: accept its terms on the hub, then run `hf auth login`",
+            is_input=True,
+        ) from err
+    except errors.RevisionNotFoundError as err:
+        raise HubError(f"{where}: the repository has no such revision", is_input=True) from err
+    except errors.RepositoryNotFoundError as err:
+        raise HubError(
+            f"{where}: no such repository, or a private one: check the name, or run `hf auth login`",
+            is_input=True,
+        ) from err
+    except errors.EntryNotFoundError as err:
+        raise HubError(f"{where}: the file is missing on the hub", is_input=True) from err
+    except (errors.HTTPError, OSError) as err:
+        raise HubError(
+            f"{where}: the download failed ({_reason(err)}): run the command again to continue it",
+            is_input=False,
+        ) from err
+
+
+def _reason(err: Any) -> str:
+    """The first line of an error, without its request's identifier."""
+    lines = str(err).strip().splitlines()
+    return lines[0][:200].rstrip(".") if lines else type(err).__name__

@@ -1,0 +1,106 @@
+"""The loop that a bundle runs if a request names none, and the manifest's record of the choice.
+
+A new bundle runs the adaptive loop that was published for its family. Once effort levels are fitted,
+it runs the loop with the fewest passes whose quality is at least that of one token a pass on the
+same samples. If that loop is not a published preset, the presets get it as ``fitted``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dlm_runtime import Policy
+
+if TYPE_CHECKING:
+    from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
+
+FITTED = "fitted"
+"""Name of the preset that holds the default loop, if no published preset is that loop."""
+FEWEST_SAMPLES = 32
+"""With fewer samples, equal quality may hide a loss of a tenth."""
+LEAST_SAVING = 0.1
+"""A smaller share of passes is not worth a loss that the samples are too few to show."""
+PUBLISHED = "the adaptive loop published for this family"
+NOT_FITTED = f"{PUBLISHED}; `dlm-export effort` fits one to the bundle"
+
+
+def published(preset: str, reason: str = NOT_FITTED) -> dict[str, Any]:
+    """The manifest's ``default_loop`` for a published preset."""
+    return {"published": preset, "preset": preset, "changes": {}, "reason": reason}
+
+
+def fastest(levels: Levels) -> LevelPoint | None:
+    """The point with the fewest passes that is as good as one token a pass.
+
+    The preset's own loop is kept if it is as good too and the faster one saves less than
+    ``LEAST_SAVING`` of its passes. Returns None if the samples are too few, if one token a pass gets
+    nothing right, or if no faster loop is as good.
+    """
+    careful = levels.careful
+    if levels.samples < FEWEST_SAMPLES or careful.quality == 0:
+        return None
+    as_good = [point for point in levels.curve if point.quality >= careful.quality]
+    found = min(as_good, key=lambda point: (point.nfe, -point.quality))
+    own = next((point for point in as_good if not point.changes), None)
+    if own is not None and found.nfe > (1 - LEAST_SAVING) * own.nfe:
+        found = own
+    return None if found.nfe >= careful.nfe else found
+
+
+def with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
+    """The manifest with the default loop that ``levels`` supports, in place of an earlier one."""
+    name, presets = published_of(manifest), published_presets(manifest)
+    point = fastest(levels)
+    if point is None:
+        record = published(name, f"{PUBLISHED}; {_why_not(levels)}")
+    else:
+        record = {
+            "published": name,
+            "preset": levels.preset,
+            "changes": point.changes,
+            "reason": _evidence(levels, point),
+        }
+    if record["changes"]:
+        fields = Policy(**presets[levels.preset]).with_fields(record["changes"])
+        presets[FITTED] = fields.as_dict()
+    default = FITTED if record["changes"] else record["preset"]
+    loop = manifest["loop"] | {"presets": presets, "default_preset": default}
+    return {**manifest, "loop": loop, "default_loop": record}
+
+
+def _evidence(levels: Levels, point: LevelPoint) -> str:
+    kind = "right answers" if levels.quality == "task" else "agreement with one token a pass"
+    careful = levels.careful
+    return (
+        f"on {levels.samples} samples, {point.quality:.1%} {kind} in {point.nfe:.2f} passes; "
+        f"one token a pass gets {careful.quality:.1%} in {careful.nfe:.2f}"
+    )
+
+
+def _why_not(levels: Levels) -> str:
+    if levels.samples < FEWEST_SAMPLES:
+        return f"{levels.samples} samples are too few to fit another"
+    if levels.careful.quality == 0:
+        return f"on {levels.samples} samples, one token a pass gets nothing right"
+    return f"on {levels.samples} samples, no faster loop is as good as one token a pass"
+
+
+def published_of(manifest: Mapping[str, Any]) -> str:
+    """The published preset that is the default if nothing is fitted."""
+    record = manifest.get("default_loop")
+    name: str = manifest["loop"]["default_preset"] if record is None else record["published"]
+    return name
+
+
+def default_loop(manifest: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The default loop as a published preset and the fields that differ from it."""
+    record = manifest.get("default_loop")
+    if record is None:
+        return manifest["loop"]["default_preset"], {}
+    return record["preset"], dict(record["changes"])
+
+
+def published_presets(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The presets without ``fitted``, which holds for one bundle alone."""
+    return {name: each for name, each in manifest["loop"]["presets"].items() if name != FITTED}

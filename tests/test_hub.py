@@ -1,0 +1,188 @@
+"""Checkpoints by name: what is fetched from a hub, and what is said if that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import llada_config, write_checkpoint
+from hub_server import COMMIT, REPOSITORY, HubServer
+
+from dlm_export.bundle.folder import sha256
+from dlm_export.checkpoints.hub import HubName
+
+pytest.importorskip("huggingface_hub")
+NAME = f"hf:{REPOSITORY}"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as it is released: with code and pickled weights beside it."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("hub") / "tiny", llada_config(), seed=3)
+    (folder / "modeling_llada.py").write_text("raise SystemExit('executed')")
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    return folder
+
+
+@pytest.fixture
+def hub(repository: Path, tmp_path: Path) -> Iterator[HubServer]:
+    folder = Path(shutil.copytree(repository, tmp_path / "repository"))
+    with HubServer(folder) as server:
+        yield server
+
+
+def run(server: HubServer, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``dlm-export`` with the server as its hub and an empty home."""
+    settings = {
+        "HF_ENDPOINT": server.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "TMPDIR": str(tmp_path / "temporary"),
+    }
+    (tmp_path / "temporary").mkdir(exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return subprocess.run(
+        [sys.executable, "-m", "dlm_export.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=kept | settings,
+        cwd=tmp_path,
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, sentence: str) -> None:
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert sentence in lines[0]
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["plan", "--targets", "cpu"]])
+def test_headers_are_read_without_the_weights(
+    hub: HubServer, tmp_path: Path, command: list[str]
+) -> None:
+    done = run(hub, tmp_path, *command, f"{NAME}@v1", "--json")
+    assert done.returncode == 0, done.stderr
+    weights = hub.folder / "model.safetensors"
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    assert hub.sent["model.safetensors"] == header < weights.stat().st_size / 2
+    assert list((tmp_path / "temporary").iterdir()) == []
+    if command == ["inspect"]:
+        told = json.loads(done.stdout)
+        local = run(hub, tmp_path, "inspect", str(hub.folder), "--json")
+        same = json.loads(local.stdout)
+        assert (told["checkpoint"], told["revision"]) == (f"{NAME}@v1", COMMIT)
+        assert (same["checkpoint"], same["revision"]) == (str(hub.folder), None)
+        for each in (told, same):
+            del each["checkpoint"], each["revision"]
+        assert told == same
+
+
+def test_a_build_fetches_data_only_and_records_where_it_came_from(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    done = run(hub, tmp_path, "build", NAME, "-o", "bundle", "--no-verify")
+    assert done.returncode == 0, done.stderr
+    fetched = {name for name in hub.sent if name}
+    kept = {path.name for path in hub.folder.iterdir()} - {"modeling_llada.py", "pytorch_model.bin"}
+    assert fetched == kept
+    assert not any("modeling_llada" in request or ".bin" in request for request in hub.requests)
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    assert manifest["source"]["hub"] == {
+        "repository": REPOSITORY,
+        "revision": COMMIT,
+        "files": {name: sha256(hub.folder / name) for name in sorted(kept)},
+    }
+    hub.sent.clear()
+    again = run(hub, tmp_path, "build", f"{NAME}@{COMMIT}", "-o", "again", "--no-verify")
+    assert again.returncode == 0, again.stderr
+    assert {name for name in hub.sent if name} == set(), "the cache has the files"
+
+
+def test_an_interrupted_download_leaves_no_bundle_and_is_continued(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    hub.cut.add("model.safetensors")
+    build = ("build", NAME, "-o", "bundle", "--no-verify")
+    refused(run(hub, tmp_path, *build), 1, f"{NAME}: model.safetensors: the download failed")
+    assert not (tmp_path / "bundle").exists()
+    hub.cut.clear()
+    done = run(hub, tmp_path, *build)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_file_with_a_wrong_hash_is_rejected_and_removed(
+    hub: HubServer, tmp_path: Path, file: str
+) -> None:
+    hub.forged.add(file)
+    build = ("build", NAME, "-o", "bundle", "--no-verify")
+    refused(run(hub, tmp_path, *build), 1, f"{NAME}: {file} does not have the hash")
+    assert not (tmp_path / "bundle").exists()
+    assert not list((tmp_path / "home").rglob(file))
+    hub.forged.clear()
+    done = run(hub, tmp_path, *build)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_gated_repository_says_how_to_get_access(hub: HubServer, tmp_path: Path) -> None:
+    hub.is_gated = True
+    for command in (("inspect", NAME), ("build", NAME, "-o", "bundle")):
+        refused(run(hub, tmp_path, *command), 2, "the repository is gated: accept its terms")
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("hf:org/absent", "no such repository, or a private one"),
+        (f"{NAME}@v9", "the repository has no such revision"),
+        ("hf:tiny", "is no name on the hub: write hf:ORG/NAME[@REVISION]"),
+        ("hf:org/../etc", "is no name on the hub"),
+    ],
+)
+def test_a_wrong_name_is_one_sentence(
+    hub: HubServer, tmp_path: Path, name: str, sentence: str
+) -> None:
+    done = run(hub, tmp_path, "inspect", name)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+
+
+def test_missing_files_are_named(hub: HubServer, tmp_path: Path) -> None:
+    hub.hidden.add("config.json")
+    refused(run(hub, tmp_path, "inspect", NAME), 2, f"{NAME}: config.json: the file is missing")
+    (hub.folder / "model.safetensors").unlink()
+    refused(run(hub, tmp_path, "inspect", NAME), 2, "the repository has no *.safetensors")
+
+
+def test_a_server_without_ranges_never_sends_the_weights(hub: HubServer, tmp_path: Path) -> None:
+    hub.has_ranges = False
+    refused(run(hub, tmp_path, "inspect", NAME), 1, "does not send parts of files")
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_without_the_prefix_nothing_is_fetched(hub: HubServer, tmp_path: Path) -> None:
+    done = run(hub, tmp_path, "inspect", REPOSITORY)
+    assert done.returncode == 2
+    assert "does not exist" in done.stderr
+    assert run(hub, tmp_path, "inspect", str(hub.folder)).returncode == 0
+    assert hub.requests == []
+
+
+def test_names_are_parsed() -> None:
+    assert HubName.parse("hf:a/b") == HubName("a/b")
+    assert HubName.parse("hf:a/b@refs/pr/1") == HubName("a/b", "refs/pr/1")
+    assert str(HubName.parse("hf:a/b.c-1@v1")) == "hf:a/b.c-1@v1"
+    for wrong in ("hf:", "hf:a", "hf:a/b/c", "hf:a/b@", "hf:/b", "hf:a/b@../x", "hf:.a/b"):
+        with pytest.raises(ValueError, match="no name on the hub"):
+            HubName.parse(wrong)
