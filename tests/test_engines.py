@@ -370,7 +370,7 @@ def test_a_damaged_engine_is_built_again_or_taken_out(fp16: Path, damage: str) -
     refused(
         dlm_export(*run),
         2,
-        ["holds no TensorRT engine", f"dlm-export engine {fp16} --target rtx5090,"],
+        ["has no TensorRT engine", f"dlm-export engine {fp16} --target rtx5090,"],
     )
 
 

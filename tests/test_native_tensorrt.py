@@ -583,7 +583,7 @@ def test_no_engine_is_deserialised_before_it_is_known_to_fit(bundle: Path, drive
 def test_a_bundle_without_engines_says_how_to_build_one(tmp_path: Path, drive: Drive) -> None:
     status, message = opening(drive, write_bundle(tmp_path / "bundle", {}))
     assert status == "UNSUPPORTED"
-    assert "holds no TensorRT engine" in message
+    assert "has no TensorRT engine" in message
     assert f"dlm-export engine {tmp_path / 'bundle'} --target" in message
 
 

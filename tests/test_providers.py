@@ -382,7 +382,7 @@ def test_a_cache_that_does_not_fit_says_which_canvas_would(bundle: Path, drive: 
     for status, message in told.rounds:
         assert status == "OUT_OF_MEMORY"
         assert message.startswith(
-            "the keys and values of 1 canvas of 29 tokens take 1 MiB of the device"
+            "the keys and values of 1 canvas of 29 tokens need 1 MiB of the device"
         )
         assert "one of 10 tokens would fit" in message
     assert drive(bundle, room, cache="dual", given=2, new=8, **CUDA).all_same()

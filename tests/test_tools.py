@@ -306,7 +306,7 @@ def test_wrong_tools_are_refused_with_their_place(demo: Bundle, name: str) -> No
 def test_a_bundle_without_text_takes_no_tools(llada_bundle: Path) -> None:
     with (
         dlm_runtime.open(llada_bundle, threads=1) as bundle,
-        pytest.raises(RequestError, match="this bundle has no tokenizer"),
+        pytest.raises(RequestError, match="tools need a tokenizer"),
     ):
         bundle.generate(tokens=[1, 2], max_new_tokens=4, tools=[STOP])
 

@@ -6,8 +6,6 @@ package dlm
 */
 import "C"
 
-import "unsafe"
-
 // Automaton holds the texts that a request may generate, for the vocabulary of one bundle. Any number of goroutines may use one.
 type Automaton struct{ handle *C.dlm_automaton }
 

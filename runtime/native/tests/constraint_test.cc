@@ -767,7 +767,8 @@ void test_requests(std::mt19937& random) {
     dlm_constraint constraint;
     dlm_constraint_init(&constraint, sizeof constraint);
     constraint.kind = DLM_CONSTRAINT_COMPILED;
-    constraint.content = file.data(), constraint.content_size = file.size();
+    constraint.content = reinterpret_cast<const char*>(file.data()),
+    constraint.content_size = file.size();
     CHECK(dlm_automaton_compile(nullptr, &constraint, nullptr, 0, &automaton) == DLM_OK);
     const bool has_beginning = draw(0, 2) == 0;  // "ab" or "ac"
     dlm_policy policy;
