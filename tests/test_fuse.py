@@ -268,7 +268,7 @@ def test_attention_with_a_mask_keeps_it(built: Build, llada_checkpoint: Path) ->
     traced.model.graph.initializers["mask"] = mask
     attention.resize_inputs(4)
     attention.replace_input_with(3, mask)
-    calls = _check_fused(traced, blocks_0_attention="a mask")
+    calls = _check_fused(traced, blocks_0_attention="the mask")
     assert (calls["Attention"], calls["CachedAttention"]) == (1, 1)
 
 
