@@ -23,7 +23,7 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError, SchemaWarnin
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 3  # of cached files. Raise it when equal content compiles to another automaton.
+_FORMAT = 4  # of cached files. Raise it when equal content compiles to another automaton.
 _HASH_BYTES = 32
 _MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # where a file says what it was made of
 
@@ -37,9 +37,9 @@ class CompileLimits:
     """
 
     seconds: float = 30
-    memory_bytes: int = 2 << 30
-    states: int = 1 << 15
-    edges: int = 1 << 21
+    memory_bytes: int = 192 << 20
+    states: int = 1 << 17
+    edges: int = 1 << 22
 
 
 @dataclass(frozen=True)

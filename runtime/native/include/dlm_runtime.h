@@ -377,8 +377,8 @@ typedef struct dlm_constraint {
 
   /* Limits: compiling ends with INVALID_ARGUMENT if it reaches one. */
   double seconds;        /* of processor time (30) */
-  uint64_t memory_bytes; /* (2 GiB) */
-  int64_t states, edges; /* of the result (32768, 2097152) */
+  uint64_t memory_bytes; /* (192 MiB) */
+  int64_t states, edges; /* of the result (131072, 4194304) */
 
   /* The vocabulary, for programs with their own tokenizer; NULL (default): the bundle's. */
   const char* const* tokens; /* [token_count], the bytes of each token; NULL: it is never part of a

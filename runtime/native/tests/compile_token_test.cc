@@ -236,7 +236,7 @@ void test_random_automata(std::mt19937& random, int rounds) {
     } catch (const dlm::Error& error) {
       const std::string why = error.what();
       CHECK(why.find("no tokens of this vocabulary") != std::string::npos ||
-            why.find("more than 32768 states") != std::string::npos);
+            why.find("more than 131072 states") != std::string::npos);
     }
   }
   CHECK(compared > rounds / 2);

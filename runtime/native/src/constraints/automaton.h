@@ -48,6 +48,9 @@ struct Automaton {
 // Fills class_starts and class_tokens from the rest.
 void list_tokens(Automaton& automaton);
 
+// The bytes of its file.
+size_t file_size(const Automaton& automaton);
+
 // The file. made_of: 32 bytes of the caller's that it keeps.
 std::vector<uint8_t> write_automaton(const Automaton& automaton, const uint8_t* made_of);
 
