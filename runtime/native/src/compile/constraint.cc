@@ -53,7 +53,7 @@ std::string layout_hint(const Constraint& constraint) {
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary) {
   Budget budget(constraint.limits, name_of(constraint.kind));
   // The estimate of states may be too low: then again for a smaller one.
-  for (double most_states = static_cast<double>(constraint.limits.states);;) {
+  for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);
     try {
@@ -64,7 +64,8 @@ Compiled compile_constraint(const Constraint& constraint, const Vocabulary& voca
     } catch (const TooLarge&) {
       if (texts.is_smallest) throw;
     }
-    most_states = std::min(most_states, texts.size) / 2;
+    constexpr double kSmaller = 8;
+    most_states = (most_states > 0 ? std::min(most_states, texts.size) : texts.size) / kSmaller;
   }
 }
 

@@ -21,8 +21,10 @@ struct Extent {
 };
 // What to try until the automaton looks small enough. Long strings are the first to go: few blocks
 // have room for them.
-constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 4096}, {2, 3, 4096}, {2, 2, 1024},
-                               {1, 2, 1024},       {1, 1, 256},  {0, 1, 256}};
+constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
+                               {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
+constexpr double kComfort = 4;       // the first try takes a quarter of the limit of states
+constexpr double kWorthwhile = 0.9;  // of the size, what smaller extents must come to
 
 void check_depth(const Options& options) {
   if (options.max_depth.has_value() && *options.max_depth > kMostDepth)
@@ -54,9 +56,9 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
   Recursion recursion(document, budget);
   std::vector<Extent> extents(std::begin(kExtents), std::end(kExtents));
   if (const auto depth = options.max_depth; depth.has_value())
-    extents = {{*depth, *depth, kUnbounded}, {*depth, *depth, 4096}, {*depth, *depth, 256}};
-  const double limit =
-      options.most_states > 0 ? options.most_states : static_cast<double>(budget.limits().states);
+    extents = {{*depth, *depth, kUnbounded}, {*depth, *depth, 1024}, {*depth, *depth, 256}};
+  const double states = static_cast<double>(budget.limits().states);
+  const double limit = options.most_states > 0 ? options.most_states : states / kComfort;
   const auto make = [&](const Extent& extent) {
     recursion.count(extent.recursion);
     Formulas formulas(document, recursion, budget);
@@ -70,20 +72,18 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
   };
   Texts out = make(extents.front());
   if (out.size > limit) {
-    constexpr double kWorthwhile = 0.9;
     Texts smallest = make(extents.back());
-    smallest.is_smallest = out.is_smallest = true;
-    if (smallest.size < kWorthwhile * out.size) out = std::move(smallest);
-    for (size_t i = 1; i + 1 < extents.size() && out.size <= limit; ++i) {
-      Texts larger = make(extents[i]);
-      if (larger.size > limit) continue;
-      out = std::move(larger);
-      break;
-    }
+    smallest.is_smallest = true;
+    if (smallest.size > kWorthwhile * out.size)
+      out.is_smallest = true;
+    else if (smallest.size <= limit || out.size > kComfort * limit)
+      out = std::move(smallest);
+    for (size_t i = 1; i + 1 < extents.size() && out.is_smallest && out.size <= limit; ++i)
+      if (Texts larger = make(extents[i]); larger.size <= limit) out = std::move(larger);
   }
   // Far too large, though the estimate may be too high.
   constexpr double kTooMany = 100;
-  if (out.size > kTooMany * static_cast<double>(budget.limits().states))
+  if (out.size > kTooMany * states)
     throw Error(DLM_INVALID_ARGUMENT,
                 "schema: its automaton has far more than " +
                     std::to_string(budget.limits().states) +

@@ -23,8 +23,8 @@ struct Options {
   // other where a schema allows any value. By default 3, or less if the automaton would be too
   // large for the limits.
   std::optional<uint32_t> max_depth;
-  // If the automaton seems to have more states, depths are smaller, and long strings shorter. 0:
-  // the limit of states.
+  // If the automaton seems to have more states, depths are smaller, and long strings shorter. 0: a
+  // quarter of the limit.
   double most_states = 0;
   uint32_t level = 0;            // containers around the value
   bool any_order = false;        // objects of up to 6 properties have them in any order
