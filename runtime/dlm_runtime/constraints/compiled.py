@@ -105,6 +105,11 @@ class Constraint:
         """The tokens of its shortest text."""
         return int(_native.library().dlm_automaton_describe(self.handle).contents.shortest)
 
+    @property
+    def states(self) -> int:
+        """The states of its automaton."""
+        return int(_native.library().dlm_automaton_describe(self.handle).contents.states)
+
 
 def compile_content(
     content: Content,

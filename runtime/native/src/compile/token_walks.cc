@@ -110,6 +110,7 @@ void TokenWalks::walk(int32_t state) {
     if (part.tree == nullptr) {
       part.tree = vocabulary_.by_classes(table_.parts()[index(number)], budget_);
       part.base = groups_.add_tree(*part.tree);
+      part.is_end = ends_of(*part.tree);
     }
     walk_part(number, 0, part.tree->size(), state, steps_);
     return;
@@ -162,36 +163,51 @@ void TokenWalks::walk_part(int32_t number, int32_t first, int32_t end, int32_t s
   const TokenTree& tree = *parts_[index(number)].tree;
   const int32_t base = parts_[index(number)].base;
   if (first == end) return;
-  const int32_t depth = tree.depths[index(first)];  // of children of the parent
-  std::vector<int32_t> states{start};
+  const uint8_t* const bytes = tree.bytes.data();
+  const int32_t *const depths = tree.depths.data(), *const behind = tree.behind.data(),
+                       *const starts = tree.token_starts.data();
+  const int32_t depth = depths[first];  // of children of the parent
+  std::vector<int32_t> states(64);
+  states[0] = start;
   int32_t left = kCheckedNodes;
   for (int32_t node = first; node < end;) {
     if (--left == 0) {
       left = kCheckedNodes;
       budget_.check();
     }
-    const size_t above = index(tree.depths[index(node)] - depth);
-    const int32_t to = table_.next_by_byte(states[above], tree.bytes[index(node)]);
-    const int32_t behind = tree.behind[index(node)];
+    const size_t above = index(depths[node] - depth);
+    const int32_t to = table_.next_by_byte(states[above], bytes[node]);
     if (to < 0) {
-      node = behind;
+      node = behind[node];
       continue;
     }
-    if (tree.has_tokens(node)) out.push_back({base + node, to});
-    if (table_.part(to) != number || (to != start && table_.is_hub(to) &&
-                                      behind - node > kSharedNodes && nesting_ < kMostNesting)) {
+    if (starts[node] < starts[node + 1]) out.push_back({base + node, to});
+    if (table_.part(to) != number ||
+        (to != start && table_.is_hub(to) && behind[node] - node > kSharedNodes &&
+         nesting_ < kMostNesting)) {
       go_on(number, node, to, out);
-      node = behind;
+      node = behind[node];
       continue;
     }
-    if (above + 1 >= states.size()) states.resize(2 * states.size() + 1);
+    if (above + 1 >= states.size()) states.resize(2 * states.size());
     states[above + 1] = to;
     ++node;
   }
 }
 
+// Of each node of a tree by classes, whether no token goes on from the nodes that it stands for.
+std::vector<uint8_t> TokenWalks::ends_of(const TokenTree& tree) const {
+  std::vector<uint8_t> is_end(index(tree.size()), 1);
+  for (int32_t node = 0; node < tree.size(); ++node)
+    for (int32_t i = tree.node_starts[index(node)]; i < tree.node_starts[index(node) + 1]; ++i)
+      if (const int32_t from = tree.nodes[index(i)]; tree_.behind[index(from)] > from + 1)
+        is_end[index(node)] = 0;
+  return is_end;
+}
+
 void TokenWalks::go_on(int32_t number, int32_t node, int32_t state, std::vector<Step>& out) {
   const Part& part = parts_[index(number)];
+  if (part.is_end[index(node)] && table_.part(state) != number) return;
   const uint64_t key = static_cast<uint64_t>(part.base + node) << 32 | static_cast<uint32_t>(state);
   auto at = gone_on_.find(key);
   if (at == gone_on_.end()) {

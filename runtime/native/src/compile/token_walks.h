@@ -89,11 +89,13 @@ class TokenWalks {
   struct Part {
     std::shared_ptr<const TokenTree> tree;  // made when it is first walked
     int32_t base = 0;                       // the number of the tree's first node
+    std::vector<uint8_t> is_end;            // ends_of() the tree
   };
 
   void walk(int32_t state);
   void walk_bytes(int32_t first, int32_t end, int32_t depth, int32_t state, std::vector<Step>& out);
   void walk_part(int32_t number, int32_t first, int32_t end, int32_t state, std::vector<Step>& out);
+  std::vector<uint8_t> ends_of(const TokenTree& tree) const;
   // Appends the steps that go on from a node of a part's tree, which leads to a state.
   void go_on(int32_t number, int32_t node, int32_t state, std::vector<Step>& out);
   // Sorts steps by their state: lists_[i] has the items that lead to targets_[i].
