@@ -55,7 +55,7 @@ class Ours(Compiler):
 
     def compile(self, schema: str) -> int | None:
         made = self.bundle.constraint(schema=json.loads(schema), cache_dir=None)
-        return int.from_bytes(made.data[12:16], "little")
+        return made.states
 
 
 class LLGuidance(Compiler):

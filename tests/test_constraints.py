@@ -180,7 +180,7 @@ def test_expressions_that_cannot_be_compiled_say_why(expression: str, message: s
             CompileLimits(memory_bytes=4 << 20, states=1 << 40),
             "needs more than memory_bytes, 4 MiB",
         ),
-        (CompileLimits(), "its automaton has more than 32768 states"),
+        (CompileLimits(), "its automaton has more than 131072 states"),
     ],
 )
 def test_expressions_that_blow_up_meet_a_limit(limits: CompileLimits, message: str) -> None:

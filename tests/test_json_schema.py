@@ -624,6 +624,30 @@ def test_what_is_left_out_gives_a_warning() -> None:
     assert not accepts(texts, [1, 2])
 
 
+def test_strings_are_cut_before_depths_where_the_automaton_would_be_too_large() -> None:
+    text: dict[str, Any] = {"type": "string", "maxLength": 9000}
+    deep = {"type": "array", "items": {"type": "array", "items": {"type": "array"}}}
+    found = {"type": "object", "properties": {"text": text, "deep": deep}}
+    with pytest.warns(SchemaWarning, match=r"^schema: strings of limited length have at most 2048"):
+        texts = texts_of(found)
+    assert accepts(texts, {"text": "x" * 2048, "deep": [[[]]]})
+    assert not accepts(texts, {"text": "x" * 2049})
+    assert not accepts(texts, {"text": "x" * 9001})
+    text["minLength"] = 3000
+    with pytest.warns(SchemaWarning, match=r"^schema: strings of limited length"):
+        texts = texts_of(found)
+    assert accepts(texts, {"text": "x" * 3000})
+    assert not accepts(texts, {"text": "x" * 2048})
+
+
+def test_a_smaller_automaton_is_tried_where_the_estimate_was_too_low() -> None:
+    content = schema_content({"type": "string", "pattern": "^[^x]*$", "maxLength": 2000})
+    with pytest.warns(SchemaWarning, match=r"^schema: strings of limited length have at most 256"):
+        texts = byte_automaton(content, CompileLimits(states=10_000))
+    assert accepts(texts, "é" * 256)
+    assert not accepts(texts, "é" * 257)
+
+
 # ---- What a schema may cost ----
 
 

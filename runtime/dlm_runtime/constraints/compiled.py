@@ -21,7 +21,7 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError, SchemaWarnin
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 3  # of cached files. Increase it when equal content compiles to another automaton.
+_FORMAT = 4  # of cached files. Increase it when equal content compiles to another automaton.
 _HASH_BYTES = 32
 _MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the place of made_of in a file
 
@@ -38,9 +38,9 @@ class CompileLimits:
     """
 
     seconds: float = 30
-    memory_bytes: int = 2 << 30
-    states: int = 1 << 15
-    edges: int = 1 << 21
+    memory_bytes: int = 192 << 20
+    states: int = 1 << 17
+    edges: int = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,11 @@ class Constraint:
     def shortest(self) -> int:
         """Tokens of its shortest text."""
         return int(_native.library().dlm_automaton_describe(self.handle).contents.shortest)
+
+    @property
+    def states(self) -> int:
+        """The states of its automaton."""
+        return int(_native.library().dlm_automaton_describe(self.handle).contents.states)
 
 
 def compile_content(

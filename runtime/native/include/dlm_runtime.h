@@ -402,9 +402,9 @@ typedef struct dlm_constraint {
 
   /* Limits: compiling ends with INVALID_ARGUMENT if it reaches one. */
   double seconds;        /* of processor time, 0 or more (30) */
-  uint64_t memory_bytes; /* that compiling may use at once, in bytes (2 GiB) */
-  int64_t states;        /* of the result, 0 or more (32768) */
-  int64_t edges;         /* of the result, 0 or more (2097152) */
+  uint64_t memory_bytes; /* that compiling may use at once, in bytes (192 MiB) */
+  int64_t states;        /* of the result, 0 or more (131072) */
+  int64_t edges;         /* of the result, 0 or more (4194304) */
 
   /* The vocabulary, for programs with their own tokenizer. */
   const char* const* tokens;    /* [token_count], the bytes of each token; an entry that is NULL is

@@ -288,8 +288,8 @@ void test_sizes_and_limits() {
           return all;
         }) > 1);
 
-  const auto many_states = [](Expressions& e) { return e.repeat(e.bytes("a"), 0, 100000); };
-  CHECK(refusal(limits, many_states).find("more than 32768 states") != std::string::npos);
+  const auto many_states = [](Expressions& e) { return e.repeat(e.bytes("a"), 0, 200000); };
+  CHECK(refusal(limits, many_states).find("more than 131072 states") != std::string::npos);
   CHECK(refusal(limits, [](Expressions& e) {
           return e.repeat(e.bytes("a"), 4000000000u, kUnbounded);
         }).find("more than") != std::string::npos);

@@ -194,10 +194,11 @@ dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* message,
     require(automaton, "automaton");
     require(size, "size");
     if (capacity > 0) require(data, "data");
+    *size = dlm::file_size(*automaton->automaton);
+    if (capacity == 0) return;
     const std::vector<uint8_t> file =
         dlm::write_automaton(*automaton->automaton, automaton->made_of.data());
-    if (capacity > 0) std::memcpy(data, file.data(), std::min(capacity, file.size()));
-    *size = file.size();
+    std::memcpy(data, file.data(), std::min(capacity, file.size()));
   });
 }
 

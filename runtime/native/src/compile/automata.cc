@@ -16,7 +16,7 @@ using State = uint32_t;
 using Kind = Expressions::Kind;
 constexpr State kEnd = 0;  // where a text ends
 constexpr State kUnknown = UINT32_MAX;
-constexpr size_t kUnminimised = 16;  // states before minimisation, as a multiple of the limit
+constexpr size_t kUnminimised = 8;  // states before minimisation, as a multiple of the limit
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
 

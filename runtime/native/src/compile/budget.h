@@ -5,16 +5,23 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "base/error.h"
 
 namespace dlm::compile {
 
+// The automaton of a constraint is larger than the limits of states or edges allow.
+class TooLarge : public Error {
+ public:
+  explicit TooLarge(const std::string& message) : Error(DLM_INVALID_ARGUMENT, message) {}
+};
+
 struct Limits {
-  double seconds = 30;                    // processor time of the thread, all stages together
-  size_t memory_bytes = size_t{2} << 30;  // of the stage that needs the most
-  size_t states = size_t{1} << 15;        // of the result
-  size_t edges = size_t{1} << 21;         // of the result
+  double seconds = 30;                      // processor time of the thread, all stages together
+  size_t memory_bytes = size_t{192} << 20;  // of the stage that needs the most
+  size_t states = size_t{1} << 17;          // of the result
+  size_t edges = size_t{1} << 22;           // of the result
 };
 
 // Belongs to the thread that made it. Call a check in every loop that grows with the input: each
@@ -39,16 +46,15 @@ class Budget {
   }
   void check_states(size_t states) {
     if (states > limits_.states)
-      fail(DLM_INVALID_ARGUMENT,
-           "%s: its automaton has more than %zu states: make counts smaller, or raise limits",
-           what_, limits_.states);
+      throw TooLarge(std::string(what_) + ": its automaton has more than " +
+                     std::to_string(limits_.states) +
+                     " states: make counts smaller, or raise limits");
   }
   void check_edges(size_t edges) {
     if (edges > limits_.edges)
-      fail(DLM_INVALID_ARGUMENT,
-           "%s: its tokens make %zu edges or more, and %zu are the limit: make counts smaller, "
-           "or raise limits",
-           what_, edges, limits_.edges);
+      throw TooLarge(std::string(what_) + ": its tokens make " + std::to_string(edges) +
+                     " edges or more, and " + std::to_string(limits_.edges) +
+                     " are the limit: make counts smaller, or raise limits");
   }
   void check_memory(size_t bytes) {
     if (bytes > limits_.memory_bytes)

@@ -21,15 +21,16 @@ const char* name_of(Constraint::Kind kind) {
   return kNames[kind];
 }
 
-schema::Texts texts_of(Expressions& expressions, const Constraint& constraint) {
+schema::Texts texts_of(Expressions& expressions, const Constraint& constraint, double most_states) {
   schema::Options options;
+  options.most_states = most_states;
   options.layout = constraint.layout;
   options.max_depth = constraint.max_depth;
   options.any_order = constraint.any_order;
   options.more_properties = constraint.more_properties;
   switch (constraint.kind) {
     case Constraint::regex:
-      return {regex(expressions, constraint.content), {}};
+      return {regex(expressions, constraint.content), {}, 0, true};
     case Constraint::schema:
       return schema::schema_texts(expressions, constraint.content, options);
     case Constraint::list:
@@ -59,12 +60,21 @@ std::string layout_hint(const Constraint& constraint) {
 
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary) {
   Budget budget(constraint.limits, name_of(constraint.kind));
-  Expressions expressions(budget);
-  schema::Texts texts = texts_of(expressions, constraint);
-  Automata automata(expressions);
-  const ByteAutomaton bytes = between(automata.of(texts.node), constraint.before, constraint.behind,
-                                      layout_hint(constraint), budget);
-  return {token_automaton(bytes, vocabulary, budget), std::move(texts.warnings)};
+  // The estimate of states may be too low: then again for a smaller one.
+  for (double most_states = 0;;) {
+    Expressions expressions(budget);
+    schema::Texts texts = texts_of(expressions, constraint, most_states);
+    try {
+      Automata automata(expressions);
+      const ByteAutomaton bytes = between(automata.of(texts.node), constraint.before,
+                                          constraint.behind, layout_hint(constraint), budget);
+      return {token_automaton(bytes, vocabulary, budget), std::move(texts.warnings)};
+    } catch (const TooLarge&) {
+      if (texts.is_smallest) throw;
+    }
+    constexpr double kSmaller = 8;
+    most_states = (most_states > 0 ? std::min(most_states, texts.size) : texts.size) / kSmaller;
+  }
 }
 
 std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> text,

@@ -79,6 +79,7 @@ void TokenStates::find_forced() {
 void TokenStates::find_parts() {
   const size_t states = texts_.states();
   part_.assign(states, kNone);
+  is_hub_.assign(states, 0);
   std::vector<uint8_t> is_wide(states, 0);
   std::unordered_map<int32_t, int> alike;  // bytes by the state that they lead to
   for (size_t state = 0; state < states; ++state) {
@@ -90,6 +91,8 @@ void TokenStates::find_parts() {
       bytes += high - low + 1;
       most = std::max(most, alike[to] += high - low + 1);
     }
+    if (const auto back = alike.find(static_cast<int32_t>(state)); back != alike.end())
+      is_hub_[state] = back->second >= kBytesAlike;
     is_wide[state] = bytes >= kManyBytes && most >= kBytesAlike;
   }
   // Parts are connected: a tree that tells bytes apart as all of an automaton does would not

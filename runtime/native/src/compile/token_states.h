@@ -30,6 +30,8 @@ class TokenStates {
   int32_t forced(int32_t state) const { return forced_[static_cast<size_t>(state)]; }
   // The part that the state is of, -1 for states that take few bytes.
   int32_t part(int32_t state) const { return part_[static_cast<size_t>(state)]; }
+  // Whether many bytes lead from the state back to it, so that many walks come there.
+  bool is_hub(int32_t state) const { return is_hub_[static_cast<size_t>(state)] != 0; }
   // How the states of each part tell bytes apart.
   const std::vector<ByteClasses>& parts() const { return parts_; }
   // The text that has to follow a state, as far as the tokenizer gets it: whole characters.
@@ -51,6 +53,7 @@ class TokenStates {
   const Kinds kinds_;
   std::vector<int32_t> table_;  // [states, kinds]: the next state, -1: none
   std::vector<int32_t> forced_, part_;
+  std::vector<uint8_t> is_hub_;
   std::vector<ByteClasses> parts_;
 };
 

@@ -4,10 +4,13 @@
 //
 // - A state that takes many bytes to few states, as inside a string, is walked over a tree of
 //   tokens whose bytes are told apart only as far as such states around it do. "hello" and "world"
-//   are one there. Where a token leaves these states, the walk goes on over the tree by bytes; what
-//   follows there is the same for all states that come to the same place, and is kept.
-// - The tokens from one state to another are a list of nodes of these trees. Equal lists are one
-//   group, however many states share it: the tokens of n characters, in a counted string.
+//   are one there. Where a token leaves these states, the walk goes on over the tree by bytes.
+// - What follows a node is the same for all states that come to the same place there. It is walked
+//   once, and kept as sets of tokens, where many states do: where a token leaves the part, and
+//   where it comes to a state that most bytes lead back to. A state inside one of 100 listed words,
+//   which any other text may replace, shares nearly all of its tokens with the others.
+// - The tokens from one state to another are a list of nodes and sets. Equal lists are one group,
+//   however many states share it: the tokens of n characters, in a counted string.
 #include "compile/token_walks.h"
 
 #include <algorithm>
@@ -19,21 +22,23 @@ namespace dlm::compile {
 namespace {
 
 constexpr int32_t kCheckedNodes = 4096;  // of a walk between two looks at the clock
+constexpr int32_t kSharedNodes = 8;      // below a node, for which keeping its steps is worth it
+constexpr int kMostNesting = 16;         // of walks that start inside others
 constexpr int32_t kNone = -1;
 
 }  // namespace
 
-int32_t TokenGroups::group_of(const std::vector<int32_t>& nodes) {
-  uint64_t hash = nodes.size();
-  for (const int32_t node : nodes) hash = mixed(hash, static_cast<uint64_t>(node));
+int32_t TokenGroups::group_of(const std::vector<int32_t>& items) {
+  uint64_t hash = items.size();
+  for (const int32_t item : items) hash = mixed(hash, static_cast<uint64_t>(item));
   for (auto [at, last] = numbers_.equal_range(hash); at != last; ++at) {
     const auto first = content_.begin() + static_cast<ptrdiff_t>(begins_[index(at->second)]);
     const auto end = content_.begin() + static_cast<ptrdiff_t>(begins_[index(at->second) + 1]);
-    if (std::equal(nodes.begin(), nodes.end(), first, end)) return at->second;
+    if (std::equal(items.begin(), items.end(), first, end)) return at->second;
   }
   const auto number = static_cast<int32_t>(begins_.size()) - 1;
   numbers_.emplace(hash, number);
-  content_.insert(content_.end(), nodes.begin(), nodes.end());
+  content_.insert(content_.end(), items.begin(), items.end());
   begins_.push_back(content_.size());
   return number;
 }
@@ -44,7 +49,8 @@ TokenWalks::TokenWalks(const ByteAutomaton& texts, const Vocabulary& vocabulary,
       budget_(budget),
       table_(texts, budget),
       state_count_(texts.states()),
-      parts_(table_.parts().size()) {
+      parts_(table_.parts().size()),
+      slot_(texts.states(), kNone) {
   groups_.add_tree(tree_);
 }
 
@@ -56,49 +62,57 @@ TokenEdges TokenWalks::walk_all() {
   size_t edges = 0;
   std::deque<int32_t> open{0};
   out.is_met[0] = 1;
-  std::vector<int32_t> slot(states, kNone), targets;
-  std::vector<std::vector<int32_t>> lists;
   while (!open.empty()) {
     const int32_t state = open.front();
     open.pop_front();
-    budget_.check_time();
+    budget_.check();
     walk(state);
-    // The steps by the state that they lead to.
-    targets.clear();
-    for (const auto& [node, to] : steps_) {
-      int32_t& at = slot[index(to)];
-      if (at < 0) {
-        at = static_cast<int32_t>(targets.size());
-        targets.push_back(to);
-        if (lists.size() < targets.size()) lists.emplace_back();
-        lists[index(at)].clear();
-      }
-      lists[index(at)].push_back(node);
-    }
+    sort_steps(steps_);
     out.row_of[index(state)] = static_cast<int32_t>(out.rows.size());
     out.rows.emplace_back();
-    for (size_t i = 0; i < targets.size(); ++i) {
-      const int32_t to = targets[i];
-      slot[index(to)] = kNone;
-      out.rows.back().push_back({groups_.group_of(lists[i]), to});
+    out.rows.back().reserve(targets_.size());
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      const int32_t to = targets_[i];
+      out.rows.back().push_back({groups_.group_of(lists_[i]), to});
       if (!out.is_met[index(to)]) {
         out.is_met[index(to)] = 1;
         open.push_back(to);
       }
     }
-    edges += targets.size();
-    budget_.check_memory(table_.bytes() + edges * sizeof(Step) +
-                         (groups_.nodes() + 2 * behind_.size()) * sizeof(int32_t) +
-                         continued_.size() * 64);
+    edges += targets_.size();
+    budget_.check_edges(edges);
+    budget_.check_memory(table_.bytes() + edges * sizeof(TokenEdge) + groups_.bytes() +
+                         shared_.size() * 2 * sizeof(Step) + gone_on_.size() * 64);
   }
   return out;
+}
+
+void TokenWalks::sort_steps(const std::vector<Step>& steps) {
+  targets_.clear();
+  for (const auto& [item, to] : steps) {
+    int32_t& at = slot_[index(to)];
+    if (at < 0) {
+      at = static_cast<int32_t>(targets_.size());
+      targets_.push_back(to);
+      if (lists_.size() < targets_.size()) lists_.emplace_back();
+      lists_[index(at)].clear();
+    }
+    lists_[index(at)].push_back(item);
+  }
+  for (const int32_t to : targets_) slot_[index(to)] = kNone;
 }
 
 // Fills steps_ with all tokens that lead on from a state.
 void TokenWalks::walk(int32_t state) {
   steps_.clear();
-  if (table_.part(state) >= 0) {
-    walk_part(state);
+  if (const int32_t number = table_.part(state); number >= 0) {
+    Part& part = parts_[index(number)];
+    if (part.tree == nullptr) {
+      part.tree = vocabulary_.by_classes(table_.parts()[index(number)], budget_);
+      part.base = groups_.add_tree(*part.tree);
+      part.is_end = ends_of(*part.tree);
+    }
+    walk_part(number, 0, part.tree->size(), state, steps_);
     return;
   }
   walk_bytes(0, tree_.size(), 0, state, steps_);
@@ -107,8 +121,8 @@ void TokenWalks::walk(int32_t state) {
     if (wanted >= 0)
       steps_.erase(std::remove_if(steps_.begin(), steps_.end(),
                                   [&](const Step& step) {
-                                    return step.node != wanted &&
-                                           tree_.depths[index(step.node)] <= forced;
+                                    return step.item != wanted &&
+                                           tree_.depths[index(step.item)] <= forced;
                                   }),
                    steps_.end());
   }
@@ -142,56 +156,84 @@ void TokenWalks::walk_bytes(int32_t first, int32_t end, int32_t depth, int32_t s
   }
 }
 
-// walk() for a state of a part.
-void TokenWalks::walk_part(int32_t start) {
-  const int32_t number = table_.part(start);
-  Part& part = parts_[index(number)];
-  if (part.tree == nullptr) {
-    part.tree = vocabulary_.by_classes(table_.parts()[index(number)], budget_);
-    part.base = groups_.add_tree(*part.tree);
-  }
-  const TokenTree& tree = *part.tree;
-  std::vector<int32_t> states{start};
+// Steps of the nodes [first, end) of a part's tree, whose parent leads to `start`, a state of the
+// part.
+void TokenWalks::walk_part(int32_t number, int32_t first, int32_t end, int32_t start,
+                           std::vector<Step>& out) {
+  const TokenTree& tree = *parts_[index(number)].tree;
+  const int32_t base = parts_[index(number)].base;
+  if (first == end) return;
+  const uint8_t* const bytes = tree.bytes.data();
+  const int32_t *const depths = tree.depths.data(), *const behind = tree.behind.data(),
+                       *const starts = tree.token_starts.data();
+  const int32_t depth = depths[first];  // of children of the parent
+  std::vector<int32_t> states(64);
+  states[0] = start;
   int32_t left = kCheckedNodes;
-  for (int32_t node = 0; node < tree.size();) {
+  for (int32_t node = first; node < end;) {
     if (--left == 0) {
       left = kCheckedNodes;
       budget_.check();
     }
-    const size_t above = index(tree.depths[index(node)] - 1);
-    const int32_t to = table_.next_by_byte(states[above], tree.bytes[index(node)]);
+    const size_t above = index(depths[node] - depth);
+    const int32_t to = table_.next_by_byte(states[above], bytes[node]);
     if (to < 0) {
-      node = tree.behind[index(node)];
+      node = behind[node];
       continue;
     }
-    if (tree.has_tokens(node)) steps_.push_back({part.base + node, to});
-    if (table_.part(to) != number) {
-      go_on(part, node, to);
-      node = tree.behind[index(node)];
+    if (starts[node] < starts[node + 1]) out.push_back({base + node, to});
+    if (table_.part(to) != number ||
+        (to != start && table_.is_hub(to) && behind[node] - node > kSharedNodes &&
+         nesting_ < kMostNesting)) {
+      go_on(number, node, to, out);
+      node = behind[node];
       continue;
     }
-    if (above + 1 >= states.size()) states.resize(2 * states.size() + 1);
+    if (above + 1 >= states.size()) states.resize(2 * states.size());
     states[above + 1] = to;
     ++node;
   }
 }
 
-// Appends the steps that go on from a node by classes, which leads to a state out of its part.
-void TokenWalks::go_on(const Part& part, int32_t node, int32_t state) {
+// Of each node of a tree by classes, whether no token goes on from the nodes that it stands for.
+std::vector<uint8_t> TokenWalks::ends_of(const TokenTree& tree) const {
+  std::vector<uint8_t> is_end(index(tree.size()), 1);
+  for (int32_t node = 0; node < tree.size(); ++node)
+    for (int32_t i = tree.node_starts[index(node)]; i < tree.node_starts[index(node) + 1]; ++i)
+      if (const int32_t from = tree.nodes[index(i)]; tree_.behind[index(from)] > from + 1)
+        is_end[index(node)] = 0;
+  return is_end;
+}
+
+void TokenWalks::go_on(int32_t number, int32_t node, int32_t state, std::vector<Step>& out) {
+  const Part& part = parts_[index(number)];
+  if (part.is_end[index(node)] && table_.part(state) != number) return;
   const uint64_t key = static_cast<uint64_t>(part.base + node) << 32 | static_cast<uint32_t>(state);
-  const auto [at, is_new] = continued_.try_emplace(key, std::pair{size_t{0}, size_t{0}});
-  if (is_new) {
+  auto at = gone_on_.find(key);
+  if (at == gone_on_.end()) {
     const TokenTree& tree = *part.tree;
-    const size_t first = behind_.size();
-    for (int32_t i = tree.node_starts[index(node)]; i < tree.node_starts[index(node) + 1]; ++i) {
-      const int32_t from = tree.nodes[index(i)];
-      walk_bytes(from + 1, tree_.behind[index(from)], tree_.depths[index(from)], state, behind_);
+    std::vector<Step> found;
+    if (table_.part(state) == number) {
+      ++nesting_;
+      walk_part(number, node + 1, tree.behind[index(node)], state, found);
+      --nesting_;
+    } else {
+      for (int32_t i = tree.node_starts[index(node)]; i < tree.node_starts[index(node) + 1]; ++i) {
+        const int32_t from = tree.nodes[index(i)];
+        walk_bytes(from + 1, tree_.behind[index(from)], tree_.depths[index(from)], state, found);
+      }
     }
-    at->second = {first, behind_.size()};
+    sort_steps(found);
+    const size_t first = shared_.size();
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      const std::vector<int32_t>& items = lists_[i];
+      shared_.push_back(
+          {items.size() == 1 ? items.front() : ~groups_.group_of(items), targets_[i]});
+    }
+    at = gone_on_.emplace(key, Shared{first, shared_.size()}).first;
   }
-  const auto [first, last] = at->second;
-  steps_.insert(steps_.end(), behind_.begin() + static_cast<ptrdiff_t>(first),
-                behind_.begin() + static_cast<ptrdiff_t>(last));
+  out.insert(out.end(), shared_.begin() + static_cast<ptrdiff_t>(at->second.first),
+             shared_.begin() + static_cast<ptrdiff_t>(at->second.last));
 }
 
 }  // namespace dlm::compile

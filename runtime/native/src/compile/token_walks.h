@@ -1,10 +1,8 @@
-// The tokens that lead from state to state, as lists of nodes of trees of tokens.
+// The tokens that lead from state to state, as sets of nodes of trees of tokens.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -16,43 +14,44 @@
 
 namespace dlm::compile {
 
-// Lists of nodes, equal ones once. The nodes of all trees have one numbering.
+// Sets of tokens, each a list of items: a node of a tree (0 or more), or ~n for all of set n, which
+// has a lower number than the set that it is in. Equal lists are one set. The nodes of all trees
+// have one numbering.
 class TokenGroups {
  public:
   // Numbers the nodes of a tree, which must outlive this; returns the number of its first.
   int32_t add_tree(const TokenTree& tree) {
-    const int32_t base = next_base_;
-    bases_.push_back({base, &tree});
-    next_base_ += tree.size();
+    const int32_t base = node_count_;
+    trees_.push_back({base, &tree});
+    node_count_ += tree.size();
     return base;
   }
-  // The number of a list of nodes.
-  int32_t group_of(const std::vector<int32_t>& nodes);
-  size_t size() const { return begins_.size() - 1; }
-  size_t nodes() const { return content_.size(); }  // of all groups
+  // The number of a list of items.
+  int32_t group_of(const std::vector<int32_t>& items);
+  int32_t size() const { return static_cast<int32_t>(begins_.size()) - 1; }
+  int32_t node_count() const { return node_count_; }
+  size_t bytes() const { return content_.size() * sizeof(int32_t) + begins_.size() * 48; }
 
   template <class See>
-  void each_token(int32_t group, See see) const {
-    for (size_t i = begins_[static_cast<size_t>(group)];
-         i < begins_[static_cast<size_t>(group) + 1]; ++i) {
-      const int32_t node = content_[i];
-      const auto after =
-          std::upper_bound(bases_.begin(), bases_.end(), node,
-                           [](int32_t value, const std::pair<int32_t, const TokenTree*>& each) {
-                             return value < each.first;
-                           });
-      const auto& [base, tree] = *std::prev(after);
-      for (int32_t j = tree->token_starts[static_cast<size_t>(node - base)];
-           j < tree->token_starts[static_cast<size_t>(node - base) + 1]; ++j)
-        see(tree->tokens[static_cast<size_t>(j)]);
-    }
+  void each_item(int32_t group, See see) const {
+    const auto at = static_cast<size_t>(group);
+    for (size_t i = begins_[at]; i < begins_[at + 1]; ++i) see(content_[i]);
+  }
+  // All nodes in ascending order: see(number, first token, last token).
+  template <class See>
+  void each_node(See see) const {
+    for (const auto& [base, tree] : trees_)
+      for (int32_t node = 0; node < tree->size(); ++node) {
+        const auto at = static_cast<size_t>(node);
+        see(base + node, tree->tokens.data() + tree->token_starts[at],
+            tree->tokens.data() + tree->token_starts[at + 1]);
+      }
   }
 
  private:
-  std::vector<std::pair<int32_t, const TokenTree*>>
-      bases_;  // the first number of each tree's nodes
-  int32_t next_base_ = 0;
-  std::vector<int32_t> content_;   // the nodes of all groups
+  std::vector<std::pair<int32_t, const TokenTree*>> trees_;  // by the first number of their nodes
+  int32_t node_count_ = 0;
+  std::vector<int32_t> content_;   // the items of all groups
   std::vector<size_t> begins_{0};  // of group g the content [begins_[g], begins_[g + 1])
   std::unordered_multimap<uint64_t, int32_t> numbers_;
 };
@@ -78,21 +77,29 @@ class TokenWalks {
   const TokenGroups& groups() const { return groups_; }
 
  private:
-  // A node of a tree: of the tree by bytes as it is, of a tree by classes as a number of its own.
   struct Step {
-    int32_t node, state;  // its tokens lead to this state
+    int32_t item, state;  // the tokens of an item of TokenGroups lead to this state
+  };
+  // Steps that many walks share: [first, last) of shared_.
+  struct Shared {
+    size_t first, last;
   };
 
   // The tree for the states of one part of an automaton, in which bytes are told apart alike.
   struct Part {
     std::shared_ptr<const TokenTree> tree;  // made when it is first walked
     int32_t base = 0;                       // the number of the tree's first node
+    std::vector<uint8_t> is_end;            // ends_of() the tree
   };
 
   void walk(int32_t state);
   void walk_bytes(int32_t first, int32_t end, int32_t depth, int32_t state, std::vector<Step>& out);
-  void walk_part(int32_t start);
-  void go_on(const Part& part, int32_t node, int32_t state);
+  void walk_part(int32_t number, int32_t first, int32_t end, int32_t state, std::vector<Step>& out);
+  std::vector<uint8_t> ends_of(const TokenTree& tree) const;
+  // Appends the steps that go on from a node of a part's tree, which leads to a state.
+  void go_on(int32_t number, int32_t node, int32_t state, std::vector<Step>& out);
+  // Sorts steps by their state: lists_[i] has the items that lead to targets_[i].
+  void sort_steps(const std::vector<Step>& steps);
 
   const Vocabulary& vocabulary_;
   const TokenTree& tree_;
@@ -101,9 +108,13 @@ class TokenWalks {
   const size_t state_count_;
   std::vector<Part> parts_;
   TokenGroups groups_;
-  std::vector<Step> steps_, behind_;
-  std::vector<int32_t> states_;                                        // of a walk, by depth
-  std::unordered_map<uint64_t, std::pair<size_t, size_t>> continued_;  // steps in behind_
+  std::vector<Step> steps_;
+  std::vector<int32_t> states_;  // of a walk over the tree by bytes, by depth
+  std::vector<int32_t> targets_, slot_;
+  std::vector<std::vector<int32_t>> lists_;
+  int nesting_ = 0;
+  std::vector<Step> shared_;
+  std::unordered_map<uint64_t, Shared> gone_on_;  // by node and state
 };
 
 }  // namespace dlm::compile

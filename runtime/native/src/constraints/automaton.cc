@@ -23,6 +23,13 @@ constexpr size_t kMagicBytes = 8, kMadeOfBytes = 32, kHashBytes = 32;
 constexpr size_t kLimitBytes = size_t{1} << 30;
 constexpr size_t kSizes = 6;
 
+// Returns the arrays of the file in order.
+std::array<const std::vector<int32_t>*, 7> arrays_of(const Automaton& automaton) {
+  return {&automaton.token_class, &automaton.group_starts, &automaton.group_classes,
+          &automaton.edge_starts, &automaton.edge_states,  &automaton.edge_groups,
+          &automaton.distances};
+}
+
 // Reads the arrays of the file in order.
 class Reader {
  public:
@@ -150,8 +157,15 @@ void list_tokens(Automaton& automaton) {
       automaton.class_tokens[static_cast<size_t>(next[static_cast<size_t>(number)]++)] = token;
 }
 
+size_t file_size(const Automaton& automaton) {
+  size_t numbers = kSizes;
+  for (const auto* const each : arrays_of(automaton)) numbers += each->size();
+  return kMagicBytes + numbers * sizeof(int32_t) + kMadeOfBytes + kHashBytes;
+}
+
 std::vector<uint8_t> write_automaton(const Automaton& automaton, const uint8_t* made_of) {
   std::vector<uint8_t> out(kMagic, kMagic + kMagicBytes - 1);
+  out.reserve(file_size(automaton));
   out.push_back(kVersion);
   const auto put = [&](const std::vector<int32_t>& numbers) {
     const auto* const bytes = reinterpret_cast<const uint8_t*>(numbers.data());
@@ -161,11 +175,7 @@ std::vector<uint8_t> write_automaton(const Automaton& automaton, const uint8_t* 
        static_cast<int32_t>(automaton.group_classes.size()),
        static_cast<int32_t>(automaton.edge_states.size())});
   out.insert(out.end(), made_of, made_of + kMadeOfBytes);
-  for (const auto* const numbers :
-       {&automaton.token_class, &automaton.group_starts, &automaton.group_classes,
-        &automaton.edge_starts, &automaton.edge_states, &automaton.edge_groups,
-        &automaton.distances})
-    put(*numbers);
+  for (const auto* const numbers : arrays_of(automaton)) put(*numbers);
   Sha256 hash;
   hash.update(out.data(), out.size());
   const std::array<uint8_t, kHashBytes> digest = hash.digest();

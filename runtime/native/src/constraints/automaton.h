@@ -47,6 +47,9 @@ struct Automaton {
 // Fills class_starts and class_tokens from the other fields.
 void list_tokens(Automaton& automaton);
 
+// Returns the size of the file in bytes.
+size_t file_size(const Automaton& automaton);
+
 // Returns the bytes of the file. made_of: 32 bytes that identify the source; stored as they are.
 std::vector<uint8_t> write_automaton(const Automaton& automaton, const uint8_t* made_of);
 

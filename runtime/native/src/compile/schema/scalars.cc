@@ -273,6 +273,10 @@ Node Writer::string_case(const std::vector<Formula>& parts) {
     }
   }
   if (low > high) return expressions_.nothing();
+  if (high != kUnbounded && high > std::max(low, options_.most_characters)) {
+    high = std::max(low, options_.most_characters);
+    has_cut_strings_ = true;
+  }
   if (kept.empty() || low > 0 || high != kUnbounded)
     kept.push_back(any_string(expressions_, low, high));
   Node made = kept[0];

@@ -20,11 +20,15 @@ constexpr size_t kMostTree = 16 << 20;   // bytes of a tree's text
 constexpr int kMostNesting = 300;        // of its JSON
 constexpr int64_t kMostLines = 1'000'000;
 
-struct Depths {
-  uint32_t recursion, any;
+struct Extent {
+  uint32_t recursion, any, characters;
 };
-// The depths to try until the automaton looks small enough.
-constexpr Depths kDepths[] = {{3, 3}, {2, 3}, {2, 2}, {1, 2}, {1, 1}, {0, 1}};
+// What to try until the automaton looks small enough. Long strings are the first to go: few blocks
+// have room for them.
+constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
+                               {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
+constexpr double kComfort = 4;       // the first try takes a quarter of the limit of states
+constexpr double kWorthwhile = 0.9;  // of the size, what smaller extents must come to
 
 void check_depth(const Options& options) {
   if (options.max_depth.has_value() && *options.max_depth > kMostDepth)
@@ -32,39 +36,69 @@ void check_depth(const Options& options) {
          *options.max_depth);
 }
 
-WriterOptions writer_options(const Options& options, const Depths& depths) {
-  return {options.layout, depths.recursion, depths.any, options.any_order, options.more_properties};
+WriterOptions writer_options(const Options& options, const Extent& extent) {
+  WriterOptions out;
+  out.layout = options.layout;
+  out.max_depth = extent.recursion;
+  out.any_depth = extent.any;
+  out.most_characters = extent.characters;
+  out.any_order = options.any_order;
+  out.more_properties = options.more_properties;
+  return out;
+}
+
+std::string cut_strings(uint32_t characters) {
+  return "schema: strings of limited length have at most " + std::to_string(characters) +
+         " characters, because the automaton would be too large otherwise: set a smaller "
+         "maxLength, or "
+         "raise limits";
 }
 
 Texts texts_of(Expressions& expressions, Document& document, const Options& options) {
   check_depth(options);
   Budget& budget = expressions.budget();
   Recursion recursion(document, budget);
-  std::vector<Depths> depths(std::begin(kDepths), std::end(kDepths));
-  if (options.max_depth.has_value()) depths = {{*options.max_depth, *options.max_depth}};
-  Writer::Made made;
-  for (const Depths& each : depths) {
-    recursion.count(each.recursion);
+  std::vector<Extent> extents(std::begin(kExtents), std::end(kExtents));
+  if (const auto depth = options.max_depth; depth.has_value())
+    extents = {{*depth, *depth, kUnbounded}, {*depth, *depth, 1024}, {*depth, *depth, 256}};
+  const double states = static_cast<double>(budget.limits().states);
+  const double limit = options.most_states > 0 ? options.most_states : states / kComfort;
+  const auto make = [&](const Extent& extent) {
+    recursion.count(extent.recursion);
     Formulas formulas(document, recursion, budget);
-    Writer writer(expressions, formulas, writer_options(options, each));
+    Writer writer(expressions, formulas, writer_options(options, extent));
     const Schema& root = document.root();
-    made = writer.values(formulas.of(root, true), options.level, recursion.number(*root.value));
-    if (made.size <= static_cast<double>(budget.limits().states)) break;
+    const Writer::Made made =
+        writer.values(formulas.of(root, true), options.level, recursion.number(*root.value));
+    Texts texts{made.node, document.warnings(), made.size, false};
+    if (writer.has_cut_strings()) texts.warnings.push_back(cut_strings(extent.characters));
+    return texts;
+  };
+  Texts out = make(extents.front());
+  if (out.size > limit) {
+    Texts smallest = make(extents.back());
+    smallest.is_smallest = true;
+    if (smallest.size > kWorthwhile * out.size)
+      out.is_smallest = true;
+    else if (smallest.size <= limit || out.size > kComfort * limit)
+      out = std::move(smallest);
+    for (size_t i = 1; i + 1 < extents.size() && out.is_smallest && out.size <= limit; ++i)
+      if (Texts larger = make(extents[i]); larger.size <= limit) out = std::move(larger);
   }
   // Far too large, though the estimate may be too high.
   constexpr double kTooMany = 100;
-  if (made.size > kTooMany * static_cast<double>(budget.limits().states))
+  if (out.size > kTooMany * states)
     throw Error(DLM_INVALID_ARGUMENT,
                 "schema: its automaton has far more than " +
                     std::to_string(budget.limits().states) +
                     " states: make max_depth, counts or the schema smaller, or raise limits");
-  if (made.node == expressions.nothing())
+  if (out.node == expressions.nothing())
     throw Error(DLM_INVALID_ARGUMENT,
                 "schema: no value is valid by it" +
                     (options.max_depth.has_value()
                          ? " within max_depth " + std::to_string(*options.max_depth)
                          : ""));
-  return {made.node, document.warnings()};
+  return out;
 }
 
 class Tree {
@@ -132,7 +166,8 @@ class Tree {
         "or repeat");
   }
 
-  const std::vector<std::string>& warnings() const { return warnings_; }
+  // The texts of the root, which node() returned.
+  Texts texts(Node root) const { return {root, warnings_, size_, is_smallest_}; }
 
  private:
   Options options_at(const Value& value) const {
@@ -163,6 +198,8 @@ class Tree {
     try {
       const Texts made = make();
       for (const std::string& warning : made.warnings) warnings_.push_back(before + warning);
+      size_ += made.size;
+      is_smallest_ = is_smallest_ && made.is_smallest;
       return made.node;
     } catch (const Error& error) {
       throw Error(error.status(), before + error.what());
@@ -172,6 +209,8 @@ class Tree {
   Expressions& expressions_;
   const Options& options_;
   std::vector<std::string> warnings_;
+  double size_ = 0;  // of all schemas
+  bool is_smallest_ = true;
 };
 
 }  // namespace
@@ -201,11 +240,11 @@ Texts schema_texts(Expressions& expressions, std::string_view schema, const Opti
 
 Texts object_texts(Expressions& expressions, const Options& options) {
   check_depth(options);
-  const uint32_t depth = options.max_depth.value_or(kDepths[0].any);
+  const uint32_t depth = options.max_depth.value_or(kExtents[0].any);
   Document document("{}", expressions.budget());
   Recursion recursion(document, expressions.budget());
   Formulas formulas(document, recursion, expressions.budget());
-  Writer writer(expressions, formulas, writer_options(options, {0, depth}));
+  Writer writer(expressions, formulas, writer_options(options, {0, depth, kUnbounded}));
   return {writer.any_object(options.level).node, {}};
 }
 
@@ -233,8 +272,7 @@ Texts tree_texts(Expressions& expressions, std::string_view tree, const Options&
   Tree made(expressions, options);
   try {
     root = json::parse(tree, kMostTree, kMostNesting);
-    const Node node = made.node(*root);
-    return {node, made.warnings()};
+    return made.texts(made.node(*root));
   } catch (const Error& error) {
     if (error.status() != DLM_BAD_BUNDLE) throw;
     throw Error(DLM_INVALID_ARGUMENT, std::string("tree: ") + error.what());

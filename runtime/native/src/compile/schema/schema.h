@@ -23,6 +23,9 @@ struct Options {
   // other where a schema allows any value. By default 3, or less if the automaton would be too
   // large for the limits.
   std::optional<uint32_t> max_depth;
+  // If the automaton seems to have more states, depths are smaller, and long strings shorter. 0: a
+  // quarter of the limit.
+  double most_states = 0;
   uint32_t level = 0;            // containers around the value
   bool any_order = false;        // objects of up to 6 properties have them in any order
   bool more_properties = false;  // also those that the schema allows but does not name
@@ -31,6 +34,8 @@ struct Options {
 struct Texts {
   Node node;
   std::vector<std::string> warnings;  // of keywords that look misspelled, and of what is left out
+  double size = 0;                    // an estimate of the states
+  bool is_smallest = true;            // a smaller most_states changes nothing
 };
 
 // All functions below throw Error(DLM_INVALID_ARGUMENT) with the place and the keyword.

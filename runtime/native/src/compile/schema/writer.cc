@@ -7,7 +7,7 @@ namespace {
 
 constexpr uint32_t kMostLevels = 200;  // of values inside each other
 constexpr size_t kMostSplits = 4096;   // of one formula without a type
-constexpr double kSizeOfString = 10, kSizeOfNumber = 12;
+constexpr double kSizeOfString = 10, kSizeOfNumber = 12, kSizeOfCharacter = 10;
 
 }  // namespace
 
@@ -137,12 +137,17 @@ Writer::Made Writer::written(Formula formula, const Place& place) {
       if (set != nullptr) {
         for (const std::string& each : set->keys) size += static_cast<double>(each.size());
       }
+      uint64_t characters = 0;
+      double states = kSizeOfCharacter;  // of each
       for (const Formula part : formulas_.conjuncts(found)) {
         const Term& each = formulas_[part];
-        if (each.op != Op::atom || each.atom != Atom::length) continue;
-        size += static_cast<double>(each.high != kNoLimit ? std::min<uint64_t>(each.high, 10'000)
-                                                          : each.low);
+        if (each.op != Op::atom) continue;
+        if (each.atom == Atom::pattern || each.atom == Atom::format) states = 1;
+        if (each.atom != Atom::length) continue;
+        const uint64_t high = std::min<uint64_t>({each.high, 10'000, options_.most_characters});
+        characters += each.high != kNoLimit ? std::max(each.low, high) : each.low;
       }
+      size += states * static_cast<double>(characters);
       made.push_back({scalar(found, type), size});
     }
   }

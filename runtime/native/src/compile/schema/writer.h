@@ -22,10 +22,11 @@ namespace dlm::compile::schema {
 
 struct WriterOptions {
   Layout layout;
-  uint32_t max_depth = 3;        // times that a schema may contain itself
-  uint32_t any_depth = 3;        // containers inside each other, of values that are left open
-  bool any_order = false;        // of up to kMostInAnyOrder properties
-  bool more_properties = false;  // those that the schema allows but does not name
+  uint32_t max_depth = 3;  // times that a schema may contain itself
+  uint32_t any_depth = 3;  // containers inside each other, of values that are left open
+  uint32_t most_characters = kUnbounded;  // of a string of limited length, unless it needs more
+  bool any_order = false;                 // of up to kMostInAnyOrder properties
+  bool more_properties = false;           // those that the schema allows but does not name
 };
 
 constexpr size_t kMostInAnyOrder = 6;
@@ -45,6 +46,8 @@ class Writer {
   Made values(Formula formula, uint32_t level, uint32_t root);
   // Any object.
   Made any_object(uint32_t level);
+  // Whether most_characters left strings out.
+  bool has_cut_strings() const { return has_cut_strings_; }
 
  private:
   using Counts = std::vector<std::pair<uint32_t, uint32_t>>;  // by number, ascending
@@ -149,6 +152,7 @@ class Writer {
   Document& document_;
   Holds holds_;
   const WriterOptions options_;
+  bool has_cut_strings_ = false;
   uint32_t depth_ = 0;
   size_t cases_ = 0, steps_ = 0;
   std::unordered_map<std::string, Made> made_;

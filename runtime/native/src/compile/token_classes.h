@@ -1,0 +1,73 @@
+// Classes of tokens that are in the same groups, and groups as lists of classes.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "compile/budget.h"
+#include "compile/token_walks.h"
+#include "constraints/automaton.h"
+
+namespace dlm::compile {
+
+// A partition of 0..n-1 that is made finer. Part 0 is first all of them, and keeps those that were
+// in no set.
+class Partition {
+ public:
+  explicit Partition(int32_t count) : part_of_(static_cast<size_t>(count), 0), sizes_{count} {}
+
+  // Splits each part into what is in a set and what is not. each(see) calls see(member) for each
+  // member of the set, in any order; it is called twice.
+  template <class Each>
+  void split(const Each& each);
+  int32_t part(int32_t member) const { return part_of_[static_cast<size_t>(member)]; }
+  int32_t parts() const { return static_cast<int32_t>(sizes_.size()); }
+
+ private:
+  struct Mark {
+    int32_t round, count, fresh;  // fresh: the part for members that are in the set
+  };
+  std::vector<int32_t> part_of_, sizes_;
+  std::vector<Mark> marks_{{-1, 0, -1}};
+  int32_t round_ = 0;
+};
+
+// Both arguments must outlive it.
+class TokenClasses {
+ public:
+  TokenClasses(const TokenGroups& groups, Budget& budget) : groups_(groups), budget_(budget) {}
+
+  // Fills token_class, group_starts and group_classes of an automaton without states from these
+  // groups, which differ. Returns the number of each in the automaton: groups of equal tokens are
+  // one there. Classes are numbered by their lowest tokens.
+  std::vector<int32_t> name(const std::vector<int32_t>& groups, Automaton& out);
+
+ private:
+  // Lists of numbers, equal ones once.
+  struct Lists {
+    int32_t number_of(const std::vector<int32_t>& list);
+    std::pair<const int32_t*, const int32_t*> list(int32_t number) const {
+      const auto at = static_cast<size_t>(number);
+      return {content.data() + starts[at], content.data() + starts[at + 1]};
+    }
+    std::vector<int32_t> content;
+    std::vector<size_t> starts{0};
+    std::unordered_multimap<uint64_t, int32_t> numbers;
+  };
+
+  std::vector<uint8_t> needed_for(const std::vector<int32_t>& groups) const;
+  Partition split_nodes(const std::vector<uint8_t>& is_needed);
+  Partition split_tokens(const Partition& nodes, int32_t vocab_size);
+  std::vector<int32_t> list_parts(const std::vector<uint8_t>& is_needed, const Partition& nodes,
+                                  Lists& lists);
+
+  const TokenGroups& groups_;
+  Budget& budget_;
+  // The tokens of each part of nodes, and then the parts of tokens that they are.
+  std::vector<size_t> node_starts_;
+  std::vector<int32_t> node_tokens_;
+  std::vector<std::vector<int32_t>> token_parts_;
+};
+
+}  // namespace dlm::compile
