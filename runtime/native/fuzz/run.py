@@ -31,8 +31,8 @@ def find_clang() -> str | None:
     return next((name for name in names if shutil.which(name, path=TOOLS)), None)
 
 
-def build() -> Path:
-    """The folder of the targets."""
+def build(names: list[str]) -> Path:
+    """The folder of these targets."""
     clang = find_clang()
     if clang is None:
         raise SystemExit(
@@ -56,7 +56,7 @@ def build() -> Path:
         *compilers,
         *options,
     ]
-    targets = [f"fuzz_{target}" for target in TARGETS]
+    targets = [f"fuzz_{name}" for name in names]
     for command in (configure, ["cmake", "--build", str(folder), "--target", *targets]):
         subprocess.run(command, check=True, env=os.environ | {"PATH": TOOLS}, stdout=sys.stderr)
     return folder
@@ -94,9 +94,10 @@ def main() -> int:
     )
     arguments.add_argument("--seconds", type=int, default=60, help="of each target")
     chosen = arguments.parse_args()
-    folder, corpus = build(), REPOSITORY / "build" / "fuzz"
+    names = chosen.targets or TARGETS
+    folder, corpus = build(names), REPOSITORY / "build" / "fuzz"
     subprocess.run([sys.executable, str(HERE / "seeds.py"), str(corpus)], check=True)
-    held = [run(folder, target, chosen.seconds, corpus) for target in chosen.targets or TARGETS]
+    held = [run(folder, target, chosen.seconds, corpus) for target in names]
     return int(not all(held))
 
 
