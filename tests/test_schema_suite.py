@@ -88,6 +88,7 @@ def compact(instance: Any) -> bytes:
 REJECTIONS = {
     "other documents are never retrieved": "other document",
     "holds NUL": "NUL",
+    "no value is valid by it": "type",  # of the types that its keywords speak of
     "leads to different schemas": "dynamic reference",
     "within a negation": "negation",
     "of more than 1 is not supported without properties": "minProperties",
