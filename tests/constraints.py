@@ -98,11 +98,13 @@ def schema_content(schema: Any, **others: Any) -> Content:
 @dataclass(frozen=True)
 class ByteAutomaton:
     """``table`` int32 ``[Q, 256]``: the next state of each state by byte, -1 where there is none.
-    State 0 is the first. ``accepting`` bool ``[Q]``.
+    State 0 is the first. ``accepting`` bool ``[Q]``. ``distances`` int32 ``[Q]``: the fewest bytes
+    to an accepting state.
     """
 
     table: np.ndarray
     accepting: np.ndarray
+    distances: np.ndarray
 
     def matches(self, text: bytes | str) -> bool:
         """Whether all of the text is accepted."""
@@ -132,7 +134,8 @@ def byte_automaton(content: Content | str, limits: CompileLimits | None = None) 
             classes = found.group_classes[found.group_starts[group] : found.group_starts[group + 1]]
             table[state, np.isin(found.token_class, classes)] = found.edge_states[edge]
     # The last state is the one after the end token.
-    return ByteAutomaton(table[:-1, :256], table[:-1, _END] >= 0)
+    distances = np.asarray(found.distances[:-1], np.int32)
+    return ByteAutomaton(table[:-1, :256], table[:-1, _END] >= 0, distances)
 
 
 def following(automaton: Automaton, state: int, token: int) -> int:
@@ -151,7 +154,7 @@ def drawn_text(
     texts: ByteAutomaton, source: random.Random, length: int, is_ascii: bool = False
 ) -> str:
     """A random text of an automaton: about ``length`` random bytes, and then a shortest way to an
-    end.
+    end. Half of the bytes are drawn by the state that they lead to, so that rare ones are taken.
     """
     table = texts.table[:, :128] if is_ascii else texts.table
     distances = shortest_ends(texts, is_ascii)
@@ -164,6 +167,9 @@ def drawn_text(
             choices = choices[distances[table[state, choices]] < distances[state]]
         elif texts.accepting[state] and (not len(choices) or source.random() < 0.2):
             return drawn.decode()
+        if source.random() < 0.5:
+            states = np.unique(table[state, choices])
+            choices = choices[table[state, choices] == states[source.randrange(len(states))]]
         byte = int(choices[source.randrange(len(choices))])
         drawn.append(byte)
         state = int(table[state, byte])
@@ -185,7 +191,9 @@ def shortest_ends(texts: ByteAutomaton, is_ascii: bool = False) -> np.ndarray:
     """The fewest bytes from each state to an accepting one; the number of states if no text of
     ASCII leads there.
     """
-    table = texts.table[:, :128] if is_ascii else texts.table
+    if not is_ascii:
+        return texts.distances
+    table = texts.table[:, :128]
     distances = np.where(texts.accepting, 0, len(table))
     while True:
         following = np.where(table >= 0, distances[table], len(table)).min(axis=1)

@@ -17,7 +17,7 @@ from test_native import REPOSITORY, SOURCE, TOOLS, build, run, succeed, tool
 from test_native import sanitized as sanitized  # a fixture
 
 FUZZ = SOURCE / "fuzz"
-TARGETS = ("json", "bundle", "text", "automaton", "calls")
+TARGETS = ("json", "bundle", "text", "automaton", "compile", "calls")
 
 
 @pytest.fixture(scope="module")

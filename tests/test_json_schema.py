@@ -325,6 +325,25 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{}, {"b": 1}, {"a": 2}],
         [{"a": 1}, {"a": 1, "b": 2}],
     ),
+    "not of an object": (
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [1, {"b": 1}]}, "c": {"const": 1}},
+            "not": {"enum": [{}, {"a": 1}, {"c": 1, "a": {"b": 1.0}}]},
+        },
+        [{"c": 1}, {"a": {"b": 1}}, {"a": 1, "c": 1}],
+        [{}, {"a": 1}, {"a": {"b": 1}, "c": 1}],
+    ),
+    "not of an object without properties": (
+        {"not": {"const": {"a": 1}}},
+        [{}, [], "a"],
+        [{"a": 1}],
+    ),
+    "not of an array": (
+        {"type": "array", "items": {}, "not": {"enum": [[], [1, [True]]]}},
+        [[1], [1, []], [1, [1]], [1, [True], 1]],
+        [[], [1, [True]]],
+    ),
     "if, then and else": (
         {
             "type": "object",

@@ -21,7 +21,7 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError, SchemaWarnin
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 4  # of cached files. Increase it when equal content compiles to another automaton.
+_FORMAT = 5  # of cached files. Increase it when equal content compiles to another automaton.
 _HASH_BYTES = 32
 _MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the place of made_of in a file
 

@@ -28,8 +28,8 @@ def find_clang() -> str | None:
     return next((name for name in names if shutil.which(name, path=TOOLS)), None)
 
 
-def build() -> Path:
-    """Build the targets and return their folder."""
+def build(names: list[str]) -> Path:
+    """Build these targets and return their folder."""
     clang = find_clang()
     if clang is None:
         raise SystemExit(
@@ -53,7 +53,7 @@ def build() -> Path:
         *compilers,
         *options,
     ]
-    targets = [f"fuzz_{target}" for target in TARGETS]
+    targets = [f"fuzz_{name}" for name in names]
     for command in (configure, ["cmake", "--build", str(folder), "--target", *targets]):
         subprocess.run(command, check=True, env=os.environ | {"PATH": TOOLS}, stdout=sys.stderr)
     return folder
@@ -91,9 +91,10 @@ def main() -> int:
     )
     arguments.add_argument("--seconds", type=int, default=60, help="seconds per target")
     chosen = arguments.parse_args()
-    folder, corpus = build(), REPOSITORY / "build" / "fuzz"
+    names = chosen.targets or TARGETS
+    folder, corpus = build(names), REPOSITORY / "build" / "fuzz"
     subprocess.run([sys.executable, str(HERE / "seeds.py"), str(corpus)], check=True)
-    held = [run(folder, target, chosen.seconds, corpus) for target in chosen.targets or TARGETS]
+    held = [run(folder, target, chosen.seconds, corpus) for target in names]
     return int(not all(held))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
-from constraints import Longest, compiled, made_up_vocabulary  # noqa: E402
+from constraints import PIECES, Longest, compiled, made_up_vocabulary  # noqa: E402
 from tokenizers import Tokenizer as Learner  # noqa: E402
 from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 
@@ -160,6 +160,89 @@ def automata() -> dict[str, bytes]:
     }
 
 
+# Which options of fuzz_compile.cc, content, and texts around it.
+CONTENTS: tuple[tuple[tuple[int, ...], str, str, str], ...] = (
+    ((0, 0, 0, 0, 0, 0), r"(a|b){2,5}[^\s\pL]?\d+(?i:x)$", "", ""),
+    ((0, 0, 0, 2, 2, 3), r"\{\"a\":(12|true)\}", '{"a', "}"),
+    ((2, 0, 0, 1, 1, 0), '["on","off","one"]', "", ""),
+    ((3, 17, 2, 0, 1, 0), "", "", ""),
+    (
+        (4, 0, 3, 2, 0, 0),
+        '{"sequence":[{"text":"a"},{"either":[{"regex":"b+"},{"schema":{"const":1},"level":1}]},'
+        '{"repeat":{"json_object":true,"level":0},"low":0,"high":2}]}',
+        "",
+        "",
+    ),
+)
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"type": ["integer", "null"], "minimum": -3, "exclusiveMaximum": 12, "multipleOf": 2},
+    {"type": "number", "exclusiveMinimum": 0.5, "maximum": 2e1, "not": {"const": 1.5}},
+    {"type": "string", "minLength": 1, "maxLength": 4, "pattern": "^a|\\d$", "format": "date"},
+    {
+        "type": "array",
+        "prefixItems": [{"const": 1}, True],
+        "items": {"enum": [1, "a", [1.0], {"b": None}]},
+        "contains": {"type": "string"},
+        "minContains": 0,
+        "maxContains": 2,
+        "minItems": 1,
+        "maxItems": 3,
+    },
+    {"items": {"enum": [1, 2, 3]}, "uniqueItems": True, "unevaluatedItems": False},
+    {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"$ref": "#"}},
+        "patternProperties": {"^x": {"type": "boolean"}},
+        "additionalProperties": False,
+        "propertyNames": {"maxLength": 3},
+        "required": ["a"],
+        "minProperties": 1,
+        "maxProperties": 3,
+        "dependentRequired": {"b": ["a"]},
+        "dependentSchemas": {"a": {"maxProperties": 2}},
+    },
+    {
+        "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+        "then": {"required": ["b"]},
+        "else": {"not": {"additionalProperties": False}},
+        "properties": {"a": {}, "b": {}},
+        "unevaluatedProperties": False,
+    },
+    {
+        "oneOf": [{"type": "integer"}, {"minimum": 2}, {"$ref": "#/$defs/x"}],
+        "anyOf": [{"enum": [1, 2, "a"]}, {"$ref": "#y"}],
+        "allOf": [{"$dynamicRef": "#z"}],
+        "$defs": {"x": {"type": "string"}, "y": {"$anchor": "y"}, "z": {"$dynamicAnchor": "z"}},
+    },
+    {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "items": [{"type": "string"}],
+        "additionalItems": {"$ref": "#/definitions/x"},
+        "definitions": {"x": {"dependencies": {"a": ["b"], "b": {"required": ["a"]}}}},
+    },
+    {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "type": "number",
+        "minimum": 0,
+        "exclusiveMinimum": True,
+        "id": "http://a/b",
+    },
+)
+
+
+def compiled_contents() -> dict[str, bytes]:
+    """Constraints of every kind and keyword, in the form of fuzz_compile.cc."""
+    contents = list(CONTENTS)
+    for number, schema in enumerate(SCHEMAS):
+        chosen = (1, (0, 1, 16, 64)[number % 4], number % 5, number % 3, number % 2, 0)
+        contents.append((chosen, json.dumps(schema), "", ""))
+    return {
+        f"{number}": bytes(chosen)
+        + b"\0".join(text.encode() for text in (content, before, behind, *PIECES))
+        for number, (chosen, content, before, behind) in enumerate(contents)
+    }
+
+
 def seeds() -> dict[str, dict[str, bytes]]:
     """Every target's inputs by name."""
     text = texts()
@@ -183,13 +266,15 @@ def seeds() -> dict[str, dict[str, bytes]]:
         },
         "text": {name: bytes([len(spelled)]) + spelled + data for name, data in text.items()},
         "automaton": automata(),
+        "compile": compiled_contents(),
         "calls": {f"{number}": draw.randbytes(200 + 60 * number) for number in range(8)},
     }
 
 
 def words() -> str:
-    """libFuzzer's dictionary: the names in manifests."""
-    names = sorted(set(re.findall(r'"[\w.>=/-]+"', json.dumps(manifest(1)))))
+    """libFuzzer's dictionary: the names in manifests and schemas."""
+    described = json.dumps([manifest(1), *SCHEMAS])
+    names = sorted(set(re.findall(r'"[\w.>=/#$-]+"', described)))
     return "".join(f"{json.dumps(name)}\n" for name in names)
 
 

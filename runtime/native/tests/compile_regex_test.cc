@@ -116,6 +116,16 @@ void test_regex() {
   }
 }
 
+Node found_in_string(Expressions& expressions, std::string_view pattern) {
+  return pattern_in_string(expressions, pattern, Found::surely);
+}
+Node perhaps_in_string(Expressions& expressions, std::string_view pattern) {
+  return pattern_in_string(expressions, pattern, Found::perhaps);
+}
+Node found_in_text(Expressions& expressions, std::string_view pattern) {
+  return pattern_in_text(expressions, pattern, Found::surely);
+}
+
 void test_patterns() {
   check_texts(
       {
@@ -136,10 +146,39 @@ void test_patterns() {
           {__LINE__, "^{a}$", {"{a}"}, {"a"}},
           {__LINE__, "^(?i:A)b$", {"ab", "Ab"}, {"AB"}},
       },
-      pattern_in_string);
+      found_in_string);
+  check_texts(
+      {
+          {__LINE__, "^.$", {"a", "\\r", "\xE2\x80\xA8"}, {"\\n", "ab"}},
+          {__LINE__, "^a$", {"a", "a\\n"}, {"aa"}},
+          {__LINE__, "^\\d\\w$", {"1a", "\xD9\xA1\xC3\xA9"}, {"a1"}},
+          {__LINE__, "^\\D$", {"a", "\xD9\xA1"}, {"1"}},
+          {__LINE__, "a\\b", {"a-", "a\xC3\xA9"}, {"ab"}},
+      },
+      perhaps_in_string);
+  check_texts(
+      {
+          {__LINE__, "^.$", {"a"}, {"\\r", "\xE2\x80\xA8", "\\n"}},
+          {__LINE__,
+           "^[^\\d]\\D\\W$",
+           {"aa-"},
+           {"\xD9\xA1"
+            "aa-",
+            "a\xD9\xA1-", "aa\xC3\xA9"}},
+          {__LINE__, "^(?!.*a$).*$", {"b"}, {"a", "a\\n"}},
+          {__LINE__, "a\\b", {"a-"}, {"ab", "a\xC3\xA9"}},
+          {__LINE__,
+           "^\\s\\S$",
+           {" a",
+            "\xC2\xA0"
+            "a"},
+           {"\xEF\xBB\xBF"
+            "a"}},
+      },
+      found_in_string);
   for (const string source : {"(", ")", "[", "a**", "^*", "\\1", "\\k<a>", "(?<=ab)c", "(?>a)",
                               "\\Z", "\\u12", "[b-a]", "(?:(?=ab)a)*", "\\p{Nope}", "a{,3}"}) {
-    const string why = refusal([&](Expressions& e) { return pattern_in_string(e, source); });
+    const string why = refusal([&](Expressions& e) { return found_in_string(e, source); });
     check(why.rfind("pattern \"", 0) == 0, __LINE__, source + ": " + why);
   }
 }
@@ -309,7 +348,7 @@ void test_hostile_input() {
   };
   for (const string& source : sources) {
     const string name = source.substr(0, 40);
-    for (const auto& read : {read_regex, pattern_in_string, pattern_in_text}) {
+    for (const auto& read : {read_regex, found_in_string, perhaps_in_string, found_in_text}) {
       const string why =
           refusal([&, &read = read](Expressions& e) { return read(e, source); }, limits);
       check(why.size() < 2000, __LINE__, name);
@@ -321,7 +360,7 @@ void test_hostile_input() {
     string source;
     const size_t size = random() % 30;
     while (source.size() < size) source += letters[random() % letters.size()];
-    for (const auto& read : {read_regex, pattern_in_string}) {
+    for (const auto& read : {read_regex, found_in_string, perhaps_in_string}) {
       const string why =
           refusal([&, &read = read](Expressions& e) { return read(e, source); }, limits);
       check(why.size() < 2000, __LINE__, source);

@@ -18,13 +18,32 @@ namespace {
 constexpr int kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
-// The classes of ECMA-262: \d and \w are ASCII, \s is WhiteSpace and LineTerminator.
+// The classes of ECMA-262: \d and \w are ASCII, \s is WhiteSpace and LineTerminator; and what other
+// engines count to them too.
 const CodePoints kDigits{{'0', '9'}};
 const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
 const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
                          {0x2000, 0x200A}, {0x2028, 0x2029}, {0x202F, 0x202F}, {0x205F, 0x205F},
                          {0x3000, 0x3000}, {0xFEFF, 0xFEFF}};
+const CodePoints kZeroWidthSpace{{0xFEFF, 0xFEFF}};  // only ECMA-262 has it in \s
+const CodePoints kOtherSpaces{{0x1C, 0x1F}, {0x85, 0x85}, {0x180E, 0x180E}};
+const CodePoints kNewline{{'\n', '\n'}};
 const CodePoints kLineEnds{{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
+
+// Digits and word characters of any engine.
+const CodePoints& any_digits() {
+  static const CodePoints points = *unicode_property("Nd", std::nullopt);
+  return points;
+}
+const CodePoints& any_word() {
+  static const CodePoints points = [] {
+    CodePoints made{{0x200C, 0x200D}};
+    for (const char* const name : {"L", "M", "N", "Pc", "Alphabetic"})
+      made = joined(made, *unicode_property(name, std::nullopt));
+    return made;
+  }();
+  return points;
+}
 
 Node in_utf8(Expressions& expressions, const CodePoints& points) {
   return expressions.characters(points);
@@ -46,10 +65,11 @@ struct Term {
 
 class Reader {
  public:
-  Reader(Expressions& expressions, std::string_view pattern, Looks::Spell spell)
+  Reader(Expressions& expressions, std::string_view pattern, Looks::Spell spell, Found found)
       : expressions_(expressions),
         spell_(spell),
         pattern_(pattern),
+        is_wide_(found == Found::perhaps),
         looks_(expressions, spell, "pattern " + json::quoted(pattern)) {
     if (!is_utf8(pattern)) fail(DLM_INVALID_ARGUMENT, "the pattern is not UTF-8");
   }
@@ -149,7 +169,9 @@ class Reader {
         return of_set(bracketed());
       case '.':
         ++at_;
-        return of_set(flags_.dot_is_all ? complement({}) : complement(kLineEnds));
+        return of_set(complement(flags_.dot_is_all ? CodePoints{}
+                                 : is_wide_        ? kNewline
+                                                   : kLineEnds));
       case '^':
       case '$':
         ++at_;
@@ -199,7 +221,7 @@ class Reader {
     if (at < pattern_.size() && pattern_[at] == ',') {
       ++at;
       const bool has_high = number(high);
-      if (!has_low && has_high && at < pattern_.size() && pattern_[at] == '}')
+      if (!has_low && at < pattern_.size() && pattern_[at] == '}')
         refuse("{, without a lower count, which engines read differently: write 0,");
       if (!has_high) high = kUnbounded;
     }
@@ -213,23 +235,40 @@ class Reader {
 
   Term anchor(bool is_start) {
     Look look;
-    if (flags_.is_multiline) (is_start ? look.before : look.after)[0] = kLineEnds;
+    // To Python, $ is before a last \n too. That it is the last one is left out.
+    const bool is_before_newline = is_wide_ && !is_start && !flags_.is_multiline;
+    const bool has_set = flags_.is_multiline || is_before_newline;
+    CodePoints& set = (is_start ? look.before : look.after)[0];
+    if (has_set) set = is_wide_ && flags_.is_multiline ? kLineEnds : kNewline;
     for (size_t before = 0; before < 4; ++before)
       for (size_t after = 0; after < 4; ++after) {
         const size_t kind = is_start ? before : after;
-        look.holds[before][after] = kind == 0 || (kind == 1 && flags_.is_multiline);
+        look.holds[before][after] = kind == 0 || (kind == 1 && has_set);
       }
     Term made{looks_.look(std::move(look)), std::nullopt};
+    if (is_before_newline) made.set = kNewline;
     if (!flags_.is_multiline) (is_start ? made.is_start : made.is_end) = true;
     return made;
   }
 
   Term boundary(bool is_edge) {
     Look look;
-    look.before[0] = look.after[0] = folded(kWord);
+    // Characters of a word to all engines, and to some.
+    look.before[0] = look.after[0] = kWord;
+    look.before[1] = look.after[1] = intersection(any_word(), complement(kWord));
     for (size_t before = 0; before < 4; ++before)
-      for (size_t after = 0; after < 4; ++after)
-        look.holds[before][after] = ((before == 1) != (after == 1)) == is_edge;
+      for (size_t after = 0; after < 4; ++after) {
+        const auto is_word = [](size_t kind, bool to_some) {
+          return kind == 1 || (kind == 2 && to_some);
+        };
+        const auto holds = [&](bool to_some) {
+          return (is_word(before, to_some) != is_word(after, to_some)) == is_edge;
+        };
+        // To Python before 3.14, the empty text has no place without a boundary.
+        const bool is_unclear = !is_edge && before == 0 && after == 0;
+        look.holds[before][after] =
+            is_wide_ ? holds(false) || holds(true) : holds(false) && holds(true) && !is_unclear;
+      }
     return {looks_.look(std::move(look)), std::nullopt};
   }
 
@@ -252,7 +291,9 @@ class Reader {
       modifiers(place);
     }
     if (++depth_ > kDeepestGroup) refuse("groups nested more than 250 deep");
+    is_wide_ = is_wide_ != is_negative;
     Term inner = disjunction();
+    is_wide_ = is_wide_ != is_negative;
     if (!take(")")) {
       at_ = place;
       refuse("a group without its )");
@@ -315,6 +356,9 @@ class Reader {
   CodePoints bracketed() {
     const size_t place = at_ - 1;
     const bool is_negated = take("^");
+    if (is_at(']') && pattern_.find(']', at_ + 1) != std::string_view::npos)
+      refuse("] at the start of a class, which engines read differently: write \\]");
+    is_wide_ = is_wide_ != is_negated;
     CodePoints items;
     const auto add = [&](const CodePoints& set) {
       items.insert(items.end(), set.begin(), set.end());
@@ -345,6 +389,7 @@ class Reader {
         items.push_back({low[0].low, high[0].low});
       }
     }
+    is_wide_ = is_wide_ != is_negated;
     const CodePoints set = folded(normalised(std::move(items)));
     return is_negated ? complement(set) : set;
   }
@@ -358,6 +403,14 @@ class Reader {
     return escape();
   }
 
+  // \d, \w and \s to all engines, or to any.
+  static CodePoints letter_class(char32_t letter, bool is_wide) {
+    if (letter == 'd') return is_wide ? any_digits() : kDigits;
+    if (letter == 'w') return is_wide ? any_word() : kWord;
+    return is_wide ? joined(kSpaces, kOtherSpaces)
+                   : intersection(kSpaces, complement(kZeroWidthSpace));
+  }
+
   // What a backslash and the letters here stand for.
   CodePoints escape() {
     const char32_t letter = next();
@@ -365,17 +418,13 @@ class Reader {
     const char32_t after = is_end() ? 0 : static_cast<uint8_t>(pattern_[at_]);
     switch (letter) {
       case 'd':
-        return kDigits;
-      case 'D':
-        return complement(kDigits);
       case 'w':
-        return kWord;
-      case 'W':
-        return complement(kWord);
       case 's':
-        return kSpaces;
+        return letter_class(letter, is_wide_);
+      case 'D':
+      case 'W':
       case 'S':
-        return complement(kSpaces);
+        return complement(letter_class(letter | 0x20, !is_wide_));
       case 'p':
       case 'P':
         return property(letter == 'P');
@@ -465,17 +514,18 @@ class Reader {
   Looks looks_;
   size_t at_ = 0;
   int depth_ = 0;
+  bool is_wide_;  // sets have the characters that any engine has in them, not that all have
   Flags flags_;
 };
 
 }  // namespace
 
-Node pattern_in_string(Expressions& expressions, std::string_view pattern) {
-  return Reader(expressions, pattern, spelled).read();
+Node pattern_in_string(Expressions& expressions, std::string_view pattern, Found found) {
+  return Reader(expressions, pattern, spelled, found).read();
 }
 
-Node pattern_in_text(Expressions& expressions, std::string_view pattern) {
-  return Reader(expressions, pattern, in_utf8).read();
+Node pattern_in_text(Expressions& expressions, std::string_view pattern, Found found) {
+  return Reader(expressions, pattern, in_utf8, found).read();
 }
 
 }  // namespace dlm::compile

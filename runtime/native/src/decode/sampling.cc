@@ -178,7 +178,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   }
   temper(tempered, vocab_size, left_out);
   double sum = 1, second = 0, product = 0;
-  const auto count = [&](int32_t token) {
+  const auto count = [&, best = best](int32_t token) {  // C++17 captures no structured binding
     const double weight = weights_[token];
     if (weight == 0 || token == best) return;
     sum += weight;

@@ -2,6 +2,8 @@
 // kept once. formula_of_schema.cc makes those of a schema's keywords.
 #include "compile/schema/formula.h"
 
+#include <algorithm>
+
 #include "compile/schema/layout.h"
 
 namespace dlm::compile::schema {
@@ -133,6 +135,19 @@ Formula Formulas::values(const Schema& schema, Keyword keyword, bool positive) {
 }
 
 Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, bool positive) {
+  if (!positive) {
+    const auto containers =
+        std::stable_partition(found.begin(), found.end(), [](const Value* value) {
+          return value->kind() != Value::Kind::array && value->kind() != Value::Kind::object;
+        });
+    if (containers != found.end()) {
+      std::vector<Formula> parts;
+      for (auto at = containers; at != found.end(); ++at) parts.push_back(differs(**at, *schema));
+      found.erase(containers, found.end());
+      parts.push_back(values(std::move(found), schema, false));
+      return all(parts);
+    }
+  }
   ValueSet set;
   std::string content;
   for (const Value* const value : found) {
@@ -158,6 +173,47 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
   term.schema = schema;
   if (positive) term.is_typed = true, term.kinds = at->second->kinds;
   return add(std::move(term));
+}
+
+// That a value is not equal to an array or object: by its type, its size, or what is in it.
+Formula Formulas::differs(const Value& value, const Schema& schema) {
+  budget_.check();
+  const bool is_array = value.kind() == Value::Kind::array;
+  const uint8_t kind = is_array ? kArray : kObject;
+  const std::vector<Value>& inner = is_array ? value.elements() : value.members();
+  std::vector<Formula> ways, names;
+  for (size_t i = 0; i < inner.size(); ++i) {
+    if (is_array) {
+      Term term;
+      term.low = i, term.inner = false;
+      ways.push_back(all({range(Atom::item_count, schema, kArray, i + 1, kNoLimit, true),
+                          atom(Atom::item, constant(inner[i], schema), kArray, std::move(term))}));
+    } else {
+      const std::string& name = inner[i].key();
+      names.push_back(has(name, true, &schema));
+      ways.push_back(has(name, false, &schema));
+      ways.push_back(all({names.back(), member(name, constant(inner[i], schema), false)}));
+    }
+  }
+  if (is_array) {
+    ways.push_back(range(Atom::item_count, schema, kArray, inner.size(), inner.size(), false));
+  } else {  // all of the properties, and another one
+    names.push_back(range(Atom::property_count, schema, kObject, 0, inner.size(), false));
+    ways.push_back(all(names));
+  }
+  return any({type(static_cast<uint8_t>(kAllKinds & ~kind)), all({type(kind), any(ways)})});
+}
+
+// The schema of one value, at the place of a schema whose enum or const has it.
+const Schema& Formulas::constant(const Value& value, const Schema& schema) {
+  const auto [at, is_new] = constants_.try_emplace(&value);
+  if (is_new) {
+    bytes_ += sizeof(Schema);
+    budget_.check_memory(bytes_);
+    at->second.value = schema.value, at->second.resource = schema.resource;
+    at->second.keywords[static_cast<size_t>(Keyword::const_)] = &value;
+  }
+  return at->second;
 }
 
 Formula Formulas::rejected(const Schema& schema, Keyword keyword, uint8_t type_) {

@@ -124,6 +124,8 @@ class Formulas {
   Formula atom(Atom kind, const Schema& schema, uint8_t speaks_of, Term made = {});
   Formula values(const Schema& schema, Keyword keyword, bool positive);
   Formula values(std::vector<const json::Value*> values, const Schema* schema, bool positive);
+  Formula differs(const json::Value& value, const Schema& schema);
+  const Schema& constant(const json::Value& value, const Schema& schema);
   Formula one(const std::vector<Formula>& pairs);
   Formula several(const std::vector<Formula>& branches, size_t from, size_t to);
   Formula written(const Schema& schema, bool positive);
@@ -149,6 +151,7 @@ class Formulas {
   std::unordered_map<std::string, Formula> by_content_;
   std::deque<ValueSet> sets_;
   std::unordered_map<std::string, const ValueSet*> sets_by_content_;
+  std::unordered_map<const json::Value*, Schema> constants_;
   std::unordered_map<const Schema*, Formula> positive_, negative_;
   std::unordered_set<const Schema*> open_;
   std::unordered_map<uint64_t, Formula> restricted_;

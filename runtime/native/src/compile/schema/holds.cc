@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "compile/ecma_pattern.h"
 #include "compile/formats.h"
 #include "compile/schema/keywords.h"
 #include "compile/schema/layout.h"
@@ -87,11 +86,28 @@ bool Holds::text(Formula formula, const std::string& text_) {
   return connected(term, [&](Formula part) { return text(part, text_); });
 }
 
-bool Holds::matches(const std::string& pattern, const std::string& text_, const Schema& at) {
-  auto found = patterns_.find(pattern);
-  if (found == patterns_.end()) {
+bool Holds::matches(const std::string& pattern, const std::string& name, const Schema& at) {
+  const bool is_sure = matches(pattern, name, at, Found::surely);
+  // Engines agree about printable ASCII.
+  const bool is_plain = std::all_of(name.begin(), name.end(), [](char c) {
+    return static_cast<unsigned char>(c) >= ' ' && static_cast<unsigned char>(c) < 0x7F;
+  });
+  if (!is_plain && !is_sure && matches(pattern, name, at, Found::perhaps))
+    throw Error(DLM_INVALID_ARGUMENT,
+                "schema: " + formulas_.document().place(*at.value) + ": pattern " +
+                    json::quoted(pattern) + " matches the property " + json::quoted(name) +
+                    " to some validators and not to others: write the characters that it means "
+                    "instead of \\d, \\w, \\s, \\b, . or $");
+  return is_sure;
+}
+
+bool Holds::matches(const std::string& pattern, const std::string& text_, const Schema& at,
+                    Found found_) {
+  auto& patterns = patterns_[static_cast<size_t>(found_)];
+  auto found = patterns.find(pattern);
+  if (found == patterns.end()) {
     try {
-      found = patterns_.emplace(pattern, pattern_in_text(expressions_, pattern)).first;
+      found = patterns.emplace(pattern, pattern_in_text(expressions_, pattern, found_)).first;
     } catch (const Error& error) {
       throw Error(error.status(),
                   "schema: " + formulas_.document().place(*at.value) + ": " + error.what());
@@ -110,7 +126,8 @@ bool Holds::text_atom(const Term& term, const std::string& text_) {
     case Atom::length:
       return is_within(code_points(text_), term);
     case Atom::pattern:
-      return matches(term.text, text_, *term.schema) == term.positive;
+      return matches(term.text, text_, *term.schema,
+                     term.positive ? Found::surely : Found::perhaps) == term.positive;
     case Atom::format: {
       if (!is_format(term.text)) return true;
       auto found = formats_.find(term.text);

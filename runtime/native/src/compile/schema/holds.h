@@ -2,10 +2,12 @@
 // properties.
 #pragma once
 
+#include <array>
 #include <string>
 #include <unordered_map>
 
 #include "compile/automata.h"
+#include "compile/ecma_pattern.h"
 #include "compile/schema/formula.h"
 
 namespace dlm::compile::schema {
@@ -17,7 +19,8 @@ class Holds {
 
   bool value(Formula formula, const json::Value& value);
   bool text(Formula formula, const std::string& text);  // a string as the value
-  bool matches(const std::string& pattern, const std::string& text, const Schema& at);
+  // Whether a pattern is found in the name of a property. Throws if engines differ about it.
+  bool matches(const std::string& pattern, const std::string& name, const Schema& at);
 
   Automata& automata() { return automata_; }
 
@@ -28,13 +31,15 @@ class Holds {
   bool object(const Term& term, const json::Value& value);
   bool member(const Schema& schema, const json::Value& member);
   bool text_atom(const Term& term, const std::string& text);
+  bool matches(const std::string& pattern, const std::string& text, const Schema& at, Found found);
   template <typename Test>
   bool connected(const Term& term, const Test& test);
 
   Expressions& expressions_;
   Formulas& formulas_;
   Automata automata_;
-  std::unordered_map<std::string, Node> patterns_, formats_;
+  std::array<std::unordered_map<std::string, Node>, 2> patterns_;  // by Found
+  std::unordered_map<std::string, Node> formats_;
 };
 
 }  // namespace dlm::compile::schema

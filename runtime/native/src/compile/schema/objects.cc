@@ -160,13 +160,14 @@ Writer::Made Writer::more_properties(const Case& found, const std::vector<std::s
   std::unordered_set<std::string_view> split;
   for (const auto& [pattern, schema] : patterns) {
     if (!split.insert(pattern->key()).second) continue;
-    const Node matching = text_that_matches(pattern->key(), *schema);
+    const Node matching = text_that_matches(pattern->key(), *schema, true),
+               perhaps = text_that_matches(pattern->key(), *schema, false);
     std::vector<Class> made;
     for (Class& each : classes) {
       expressions_.budget().check_time();
       Class with{expressions_.both(each.names, matching), each.patterns};
       with.patterns.push_back(pattern);
-      each.names = expressions_.without(each.names, matching);
+      each.names = expressions_.without(each.names, perhaps);
       if (!holds_.automata().is_empty(each.names)) made.push_back(std::move(each));
       if (!holds_.automata().is_empty(with.names)) made.push_back(std::move(with));
     }
@@ -235,9 +236,9 @@ void Writer::exclude_names(const Case& found,
   }
 }
 
-Node Writer::text_that_matches(const std::string& pattern, const Schema& schema) {
+Node Writer::text_that_matches(const std::string& pattern, const Schema& schema, bool is_sure) {
   Term term;
-  term.atom = Atom::pattern, term.text = pattern, term.schema = &schema;
+  term.atom = Atom::pattern, term.text = pattern, term.schema = &schema, term.positive = is_sure;
   return string_that(term);
 }
 

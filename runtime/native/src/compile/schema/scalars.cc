@@ -226,12 +226,15 @@ Node Writer::other_numbers(const ValueSet& values) {
 // ---- Strings
 
 Node Writer::string_that(const Term& term) {
-  const std::string key = (term.atom == Atom::pattern ? "p" : "f") + term.text;
+  // A pattern that must not match leaves out what perhaps matches.
+  const Found found_ = term.positive ? Found::surely : Found::perhaps;
+  const char* const kind = term.atom == Atom::format ? "f" : term.positive ? "p" : "n";
+  const std::string key = kind + term.text;
   const auto known = patterns_.find(key);
   if (known != patterns_.end()) return known->second;
   Node inside;
   try {
-    inside = term.atom == Atom::pattern ? pattern_in_string(expressions_, term.text)
+    inside = term.atom == Atom::pattern ? pattern_in_string(expressions_, term.text, found_)
                                         : format_in_string(expressions_, term.text);
   } catch (const Error& error) {
     if (std::string_view(error.what()).substr(0, 6) == "regex:") throw;

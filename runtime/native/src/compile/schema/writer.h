@@ -133,7 +133,7 @@ class Writer {
   bool any_applied(const Schema& schema, const Case& found, uint8_t type,
                    const std::function<bool(const json::Value&)>& test);
   void exclude_names(const Case& found, const std::function<void(const std::string&)>& exclude);
-  Node text_that_matches(const std::string& pattern, const Schema& schema);
+  Node text_that_matches(const std::string& pattern, const Schema& schema, bool is_sure);
   Node end_of_row(const Row& row, bool is_array, const Layout::Around& around, uint64_t count);
   Node row(const Row& row, bool is_array, uint32_t level);
   Node row_in_any_order(const Row& row, bool is_array, uint32_t level);

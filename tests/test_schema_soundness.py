@@ -1,0 +1,60 @@
+"""Schemas of all keywords, nested: a text that is accepted is valid to jsonschema, whether formats
+are assertions or annotations to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from typing import Any
+
+import pytest
+from constraints import byte_automaton, drawn_texts, schema_content
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from jsonschema.validators import validator_for
+from referencing import Registry
+from schema_strategies import URIS, VALUES, documents
+
+from dlm_runtime import RequestError
+from dlm_runtime.constraints.compiled import CompileLimits
+
+LIMITS = CompileLimits(seconds=1, memory_bytes=256 << 20, states=4000)
+EXAMPLES = int(os.environ.get("DLM_SCHEMA_EXAMPLES", "60"))
+
+
+def judged_invalid(found: Any, text: str) -> str:
+    """Who says that a text is invalid; "" if no one does."""
+    value = json.loads(text)
+    kind = validator_for(found)
+    for name, checker in (("annotations", None), ("assertions", kind.FORMAT_CHECKER)):
+        validator = kind(found, registry=Registry(), format_checker=checker)
+        try:
+            if not validator.is_valid(value):
+                return f"formats are {name}"
+        except (RecursionError, TypeError):
+            # jsonschema does not end for some schemas that refer to themselves, and fails for
+            # additionalItems beside items that are a boolean.
+            return ""
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore::dlm_runtime.errors.SchemaWarning")
+@pytest.mark.parametrize("draft", URIS)
+def test_no_text_is_accepted_that_jsonschema_rejects(draft: int) -> None:
+    @settings(max_examples=EXAMPLES, deadline=None)
+    @given(found=documents(draft), seed=st.integers(0, 99), depth=st.sampled_from((0, 1, 2, None)))
+    def check(found: Any, seed: int, depth: int | None) -> None:
+        try:
+            texts = byte_automaton(schema_content(found, max_depth=depth), LIMITS)
+        except RequestError as err:
+            note(str(err))
+            return
+        listed = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in VALUES]
+        some = [text for text in listed if texts.matches(text)]
+        some += sorted(drawn_texts(texts, random.Random(seed), 12))
+        wrong = {text: said for text in some if (said := judged_invalid(found, text))}
+        assert wrong == {}
+
+    check()
