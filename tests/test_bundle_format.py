@@ -699,6 +699,11 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
     missed = []
     quantised = _read(llada_bundle)
     quantised["precision"] |= QUANTISED
+    quantised["source"]["hub"] = {
+        "repository": "org/name",
+        "revision": 40 * "a",
+        "files": {"config.json": 64 * "b"},
+    }
     _add_engine(quantised)
     _add_effort(quantised)
     assert [

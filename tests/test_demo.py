@@ -340,7 +340,7 @@ def test_a_hole_is_filled_so_that_the_text_around_it_is_valid(demo: Bundle, tmp_
 
 def test_a_closed_bundle_refuses_requests_and_ends_its_streams(demo_bundle: Path) -> None:
     bundle = dlm_runtime.open(demo_bundle, threads=1)
-    stream = bundle.stream(prompt=COMMAND, max_new_tokens=64)
+    stream = bundle.stream(prompt=COMMAND, max_new_tokens=64, preset="llada")
     next(stream)
     bundle.close()
     with pytest.raises(dlm_runtime.RequestError, match="closed"):

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from test_judge import EOS, POLICY, Scripted, answered, decode, no_text, text_sample
 
 import dlm_runtime
+from dlm_export.bundle.default_loop import FITTED, NOT_FITTED
 from dlm_export.bundle.manifest import read_manifest
 from dlm_export.cli import main
 from dlm_export.judging.sides.side import JudgeError
-from dlm_export.judging.tuning.default_loop import FITTED, NOT_FITTED, fastest
+from dlm_export.judging.tuning.default_loop import fastest
 from dlm_export.judging.tuning.effort_levels import (
     CAREFUL,
     LEVELS,

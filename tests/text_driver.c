@@ -140,6 +140,10 @@ static void test_generating(dlm_bundle* bundle) {
   CLAIM(dlm_session_create(bundle, WHY, &session) == DLM_OK);
   struct told told = {session, 0, 0, 0, DLM_OK, ""};
   dlm_request request = prompt_of(PROMPT, &told);
+  dlm_policy policy;
+  dlm_policy_init(&policy, sizeof policy); /* several passes, so that the text comes in pieces */
+  CLAIM(dlm_bundle_policy(bundle, "llada", NULL, WHY, &policy) == DLM_OK);
+  request.policy = &policy;
   const dlm_result* result = NULL;
   char whole[ROOM], stopped[ROOM];
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_OK);

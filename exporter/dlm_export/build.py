@@ -212,7 +212,7 @@ def _make_manifest(
         chat_template=text.chat_template,
         text=text.compiled,
         config_sha256=source.config_sha256,
-        hub=source.hub,
+        hub=None if source.hub is None else source.hub.as_dict(),
         json_layout=source.json_layout,
         call_format=source.call_format,
     )

@@ -17,6 +17,7 @@ import dlm_runtime
 from dlm_calibration.formats import FP16, FP32
 from dlm_calibration.pieces import Index
 from dlm_export import families, graph
+from dlm_export.bundle.default_loop import published_of, published_presets
 from dlm_export.bundle.folder import sha256
 from dlm_export.bundle.manifest import network_of
 from dlm_export.checkpoints import tokenizer
@@ -26,7 +27,6 @@ from dlm_export.checkpoints.tokenizer import TokenizerFiles
 from dlm_export.families.base import Overrides, Parameters
 from dlm_export.families.reading import new_tokens, text_option
 from dlm_export.graph import experts
-from dlm_export.judging.tuning.default_loop import published_of, published_presets
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.errors import BundleError

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
-from dlm_export.checkpoints.hub import Hub
-from dlm_export.judging.tuning.default_loop import published
+from dlm_export.bundle.default_loop import published
 from dlm_export.network.spec import CACHE_ROWS, NetworkSpec
 from dlm_runtime.errors import BundleError
 from dlm_runtime.manifest import MANIFEST_FILE, check_manifest
@@ -49,7 +48,7 @@ def make_manifest(
     chat_template: dict[str, Any] | None,
     text: dict[str, str] | None,
     config_sha256: str | None,
-    hub: Hub | None = None,
+    hub: dict[str, Any] | None = None,
     json_layout: str | None = None,
     call_format: str | None = None,
 ) -> dict[str, Any]:
@@ -100,9 +99,9 @@ def make_manifest(
     }
 
 
-def _source(config_sha256: str, hub: Hub | None) -> dict[str, Any]:
+def _source(config_sha256: str, hub: dict[str, Any] | None) -> dict[str, Any]:
     """The record of the checkpoint."""
-    return {"config_sha256": config_sha256} | ({} if hub is None else {"hub": hub.as_dict()})
+    return {"config_sha256": config_sha256} | ({} if hub is None else {"hub": hub})
 
 
 def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:

@@ -1,4 +1,4 @@
-"""The command line. It parses arguments, calls functions of other packages, and prints results.
+"""The command line: arguments in, printed results and exit codes out.
 
 ``app`` is the command itself, with its errors and exit codes. Each group of commands has a file:
 ``inspecting``, ``building``, ``judging``, ``fitting``, ``capturing``, ``running`` (with ``watch``),

@@ -24,9 +24,9 @@ import numpy as np
 
 from dlm_calibration.recipes import FORMATS
 from dlm_calibration.states import read_samples
+from dlm_export.bundle.default_loop import default_loop
 from dlm_export.bundle.manifest import network_of, table_bytes_of
 from dlm_export.graph import PRECISIONS
-from dlm_export.judging.tuning.default_loop import default_loop
 from dlm_export.machine import this_machine
 from dlm_export.network.spec import CACHE_ROWS
 from dlm_export.opening import Opening

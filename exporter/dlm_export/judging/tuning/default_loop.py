@@ -1,8 +1,7 @@
-"""The loop that a bundle runs if a request names none, and the manifest's record of the choice.
+"""Choice of the default loop by the evidence of effort levels.
 
-A new bundle runs the adaptive loop that was published for its family. Once effort levels are fitted,
-it runs the loop with the fewest passes whose quality is at least that of one token a pass on the
-same samples. If that loop is not a published preset, the presets get it as ``fitted``.
+It is the loop with the fewest passes whose quality is at least that of one token a pass on the same
+samples.
 """
 
 from __future__ import annotations
@@ -10,24 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dlm_export.bundle.default_loop import (
+    FITTED,
+    PUBLISHED,
+    published,
+    published_of,
+    published_presets,
+)
 from dlm_runtime import Policy
 
 if TYPE_CHECKING:
     from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
 
-FITTED = "fitted"
-"""Name of the preset that holds the default loop, if no published preset is that loop."""
 FEWEST_SAMPLES = 32
 """With fewer samples, equal quality may hide a loss of a tenth."""
 LEAST_SAVING = 0.1
 """A smaller share of passes is not worth a loss that the samples are too few to show."""
-PUBLISHED = "the adaptive loop published for this family"
-NOT_FITTED = f"{PUBLISHED}; `dlm-export effort` fits one to the bundle"
-
-
-def published(preset: str, reason: str = NOT_FITTED) -> dict[str, Any]:
-    """The manifest's ``default_loop`` for a published preset."""
-    return {"published": preset, "preset": preset, "changes": {}, "reason": reason}
 
 
 def fastest(levels: Levels) -> LevelPoint | None:
@@ -84,23 +81,3 @@ def _why_not(levels: Levels) -> str:
     if levels.careful.quality == 0:
         return f"on {levels.samples} samples, one token a pass gets nothing right"
     return f"on {levels.samples} samples, no faster loop is as good as one token a pass"
-
-
-def published_of(manifest: Mapping[str, Any]) -> str:
-    """The published preset that is the default if nothing is fitted."""
-    record = manifest.get("default_loop")
-    name: str = manifest["loop"]["default_preset"] if record is None else record["published"]
-    return name
-
-
-def default_loop(manifest: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The default loop as a published preset and the fields that differ from it."""
-    record = manifest.get("default_loop")
-    if record is None:
-        return manifest["loop"]["default_preset"], {}
-    return record["preset"], dict(record["changes"])
-
-
-def published_presets(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The presets without ``fitted``, which holds for one bundle alone."""
-    return {name: each for name, each in manifest["loop"]["presets"].items() if name != FITTED}

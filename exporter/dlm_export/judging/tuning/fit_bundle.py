@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dlm_export.bundle.default_loop import published_presets
 from dlm_export.bundle.folder import changing, sha256, write_manifest
 from dlm_export.bundle.manifest import network_of, read_manifest
 from dlm_export.judging.accuracy.files import recorded
 from dlm_export.judging.report.page import REPORT_FILE, require_matplotlib, write_report
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.prompts import decoder, new_tokens
-from dlm_export.judging.tuning.default_loop import published_presets
 from dlm_export.judging.tuning.effort_levels import Levels, fit_levels, level_units
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.outputs import replaced
