@@ -787,22 +787,3 @@ def test_every_layer_without_an_observation_is_named() -> None:
     with pytest.raises(CalibrationError, match="empty: no range"):
         observers["empty"].amax("max", levels="int8")
     assert observers["empty"].summary()["amax"] is None
-
-
-def test_the_drift_table_begins_with_the_largest_drift() -> None:
-    observers = Observers()
-    for name, amaxes in (
-        ("steady", {2: 1, 7: 1}),
-        ("drifting", {2: 5, 7: 1}),
-        ("once", {2: 1}),
-        ("unseen", {}),
-    ):
-        observers[name] = Observer(name, 1)
-        for bucket, amax in amaxes.items():
-            observers[name].add(np.array([[amax]], dtype=np.float32), np.array([True]), bucket)
-    table = observers.drift_table()
-    assert [(line["layer"], line["drift"]) for line in table] == [
-        ("drifting", 5.0),
-        ("steady", 1.0),
-        ("once", None),
-    ]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from constrained_reference import Constrained
 from constraints import Longest, compiled, following, made_up_vocabulary, schema_content
 from denoisers import under_native_loop
 from hypothesis import given, settings
@@ -27,7 +28,6 @@ from test_block_cache import network_of
 from test_visibility import random_denoiser, seeing
 
 from dlm_export.network import reference
-from dlm_export.network.constrained import Constrained
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.turns import Canvas, start_canvas
 from dlm_runtime import (

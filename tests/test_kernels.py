@@ -209,6 +209,7 @@ def test_kernels_fill_a_canvas_as_the_functions_do(
         with dlm_runtime.open(bundles[f"{family}-fp32"], threads=1) as opened:
             policy = {
                 "block_length": 8,
+                "commit": "static",
                 "steps_per_block": 4,
                 "cache": cache,
                 "score": score,

@@ -252,11 +252,6 @@ class Observers(dict[str, Observer]):
                 f"no calibration state ran {', '.join(missing)}: give states that do, or keep these layers in high precision"
             )
 
-    def drift_table(self) -> list[dict[str, Any]]:
-        """``summary()`` of each observed layer, largest drift first."""
-        table = [observer.summary() for observer in self.values() if observer.count]
-        return sorted(table, key=lambda line: -(line["drift"] or 0.0))
-
 
 # --- Ranges from counted magnitudes ---
 

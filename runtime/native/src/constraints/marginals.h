@@ -11,7 +11,7 @@
 // Sums are logarithms in double. If every text has a ruled-out or cut token, or the logarithms are
 // large (temperatures near 0, huge logits), they are computed again from exact sums of logits
 // (decode/exact_sum.h). So some legal token always has a share of its position.
-// exporter/dlm_export/network/constrained.py implements the same in exact arithmetic.
+// tests/constrained_reference.py implements the same in exact arithmetic.
 #pragma once
 
 #include <cstdint>

@@ -6,7 +6,7 @@
 // among those, the larger sum wins. Ties go to the text with the lowest tokens, compared from the
 // left. Sums are in double. If the best sum is ruled out or large, `solve` searches again with
 // exact sums (decode/exact_sum.h), so large logits never hide small ones.
-// exporter/dlm_export/network/constrained.py implements the same in exact arithmetic.
+// tests/constrained_reference.py implements the same in exact arithmetic.
 //
 // Rows of logits are long, so few logits are read. A class that no possible text uses at a place is
 // skipped. If a group contains the row's best token, that is the group's best. For large classes,
