@@ -186,7 +186,7 @@ FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("config.json: 12582913 bytes is too large",),
     ),
     "config.json is a pipe": (_pipe, ("config.json: not a plain file",)),
-    "no weights": (lambda c: (c / WEIGHTS).unlink(), (f"neither {WEIGHTS} nor {INDEX} is there",)),
+    "no weights": (lambda c: (c / WEIGHTS).unlink(), (f"has neither {WEIGHTS} nor {INDEX}",)),
     "pickled weights only": (_pickled, ("pytorch_model.bin", "pickled weights can run code")),
     "weights are truncated": (
         lambda c: os.truncate(c / WEIGHTS, (c / WEIGHTS).stat().st_size - 1000),
@@ -950,5 +950,5 @@ def test_a_process_of_its_own_prints_one_line_and_no_traceback(tmp_path: Path) -
     assert done.stdout == ""
     assert (
         done.stderr
-        == f"Error: {tmp_path}: not a bundle: it has no manifest.json. `dlm-export build` writes one.\n"
+        == f"Error: {tmp_path}: not a bundle: it has no manifest.json. `dlm-export build` writes bundles.\n"
     )

@@ -344,7 +344,7 @@ def test_a_call_of_another_row_size_is_refused(kernels: str) -> None:  # noqa: F
         feeds[3:5] = [np.zeros((1, 2, 5, 16 + wrong), NUMPY[cache_dtype])] * 2
         with pytest.raises(
             onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument,
-            match="do not fit each other",
+            match="heads do not match",
         ):
             _run(_call(cache_dtype, 2, 2), feeds, by_kernels=True)
 

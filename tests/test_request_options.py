@@ -140,6 +140,8 @@ WRONG: dict[str, list[Any]] = {
     "tool_choice": [5, "nobody", [], None, LONGER],
     "parallel_tool_calls": [1, "yes", []],
     "max_depth": [-1, HUGE, 1.5, "x", object()],
+    "any_order": [1, "yes", []],
+    "more_properties": [1, "yes", []],
     "call_format": [5, "odd", [], {}, object()],
     "seed": [-1, HUGE, 1.5, "x", None, object()],
     "threshold": ["x", None, HUGE, [], object()],
@@ -161,7 +163,7 @@ WRONG: dict[str, list[Any]] = {
 }
 NEEDS: dict[str, dict[str, Any]] = {
     name: {"tools": CALLS} for name in ("tool_choice", "parallel_tool_calls", "call_format")
-} | {"max_depth": {"json_object": True}}
+} | {name: {"json_object": True} for name in ("max_depth", "any_order", "more_properties")}
 
 
 def request_with(name: str, value: Any) -> dict[str, Any]:
@@ -202,7 +204,7 @@ def test_every_option_is_in_the_table() -> None:
         ),
         "policies of no fields": (
             lambda b: b.generate_batch(prompts=["a"], policies=[5]),
-            "policies: 5 is no dict",
+            "policies: 5 is not a dict",
         ),
         "policies by number": (
             lambda b: b.generate_batch(prompts=["a"], policies=[{5: 6}]),
@@ -242,7 +244,7 @@ def test_every_option_is_in_the_table() -> None:
         "tools": (lambda b: b.constraint(tools=CALLS), "or the result of Bundle.tools"),
         "a layout of a regex": (
             lambda b: b.constraint(regex="a", json_layout="lines"),
-            "not of regex: leave it out",
+            "not for regex: leave it out",
         ),
         "a layout of none": (
             lambda b: b.constraint(json_object=True, json_layout="wide"),
@@ -324,7 +326,7 @@ def test_max_depth_of_a_request_limits_a_recursive_schema(demo: Bundle) -> None:
     assert demo.generate(**request, max_depth=1).text == '{"n":{"n":1}}'
     with pytest.raises(RequestError, match="no text of the constraint starts with"):
         demo.generate(**request, max_depth=0)
-    with pytest.raises(RequestError, match="max_depth is of schema, json_object and tools"):
+    with pytest.raises(RequestError, match="max_depth is for schema, grammar, json_object"):
         demo.generate(prompt="kitchen", max_depth=1)
 
 

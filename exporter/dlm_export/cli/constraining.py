@@ -53,11 +53,9 @@ def kind_group(*more: Any) -> Any:
         option("--enum", multiple=True, metavar="TEXT", help="Write one of these; repeatable."),
         flag("--json-object", help="Write any JSON object."),
         file("--json-lines", "Write JSON Lines, each valid by this JSON Schema."),
-        file("--csv", "Write CSV with a header; rows valid by this JSON Schema."),
+        file("--csv", "Write CSV with a header; each row by this schema."),
         file("--xml", "Write the XML element of this JSON Schema."),
-        number(
-            "--max-depth", "Most nested levels of a recursive schema, grammar or free JSON.", 0, 64
-        ),
+        number("--max-depth", "Most nested levels of recursive schemas or free JSON.", 0, 64),
         flag("--any-order", help="Write properties of small JSON objects in any order."),
         flag("--more-properties", help="Also write properties that the schema only allows."),
         choice(
@@ -126,8 +124,8 @@ def compile_constraint(
 ) -> None:
     """Compile a constraint for the vocabulary of BUNDLE into a file for C programs.
 
-    Give one of --schema, --regex, --grammar, --enum, --json-object, --json-lines, --csv, --xml and
-    --tools. C programs read the file with dlm_automaton_compile.
+    Give one constraint, such as --schema, --regex, --grammar or --tools. C programs read the file
+    with dlm_automaton_compile.
 
     Example: dlm-export compile build/demo --schema call.schema.json -o call.automaton
     """
