@@ -61,7 +61,7 @@ class Reader {
     return true;
   }
 
-  // Spaces and comments, and line breaks too if `has_lines`.
+  // Skips spaces and comments. Also skips line breaks if `has_lines`.
   void skip(bool has_lines) {
     for (; !is_end(); ++at_) {
       if (is_at('#'))
@@ -213,7 +213,7 @@ class Reader {
     return is_negated ? complement(made) : made;
   }
 
-  // A character of a text or set, perhaps escaped.
+  // Parses a character of a text or set. It may be escaped.
   char32_t character(const char* end) {
     if (is_end()) refuse_here(end);
     if (!take("\\")) return next_char(text_, at_);
