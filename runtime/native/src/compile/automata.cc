@@ -16,8 +16,7 @@ using State = uint32_t;
 using Kind = Expressions::Kind;
 constexpr State kEnd = 0;  // the end of a text
 constexpr State kUnknown = UINT32_MAX;
-constexpr size_t kUnminimised =
-    8;  // states allowed before minimisation, as a multiple of the limit
+constexpr size_t kUnminimised = 8;  // most states before minimisation, times the limit
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
 

@@ -91,16 +91,16 @@ std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> te
   for (const int32_t added : file.added_ids)
     if (added >= 0 && static_cast<size_t>(added) < tokens.size())
       tokens[static_cast<size_t>(added)].clear();
-  return std::make_unique<const Vocabulary>(
-      std::move(tokens), vocab_size, std::move(ends), [text](std::string_view wanted) {
-        std::vector<int32_t> ids;
-        try {
-          text->encode(wanted, {}, ids);
-        } catch (const Error&) {  // the text contains a special token
-          return -1;
-        }
-        return ids.empty() ? -1 : ids.front();
-      });
+  return std::make_unique<const Vocabulary>(std::move(tokens), vocab_size, std::move(ends),
+                                            [text](std::string_view wanted) {
+                                              std::vector<int32_t> ids;
+                                              try {
+                                                text->encode(wanted, {}, ids);
+                                              } catch (const Error&) {  // it has a special token
+                                                return -1;
+                                              }
+                                              return ids.empty() ? -1 : ids.front();
+                                            });
 }
 
 }  // namespace dlm::compile

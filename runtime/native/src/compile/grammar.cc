@@ -177,8 +177,8 @@ class Compiler {
     order_.push_back(set);
   }
 
-  using Call =
-      std::pair<const GrammarPart*, bool>;  // a reference; whether it is at the end of its rule
+  // A reference, and whether it is at the end of its rule.
+  using Call = std::pair<const GrammarPart*, bool>;
 
   void calls_of(const GrammarChoices& choices, bool is_tail, std::vector<Call>& out) {
     for (const GrammarSequence& each : choices)

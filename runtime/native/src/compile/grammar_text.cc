@@ -169,7 +169,7 @@ class Reader {
       if (!take("}")) refuse_here("the } of a count");
       if (low > high) refuse("a count ends below its start");
     }
-    if (part.low != 1 || part.high != 1) {  // (x{2}){3}
+    if (part.low != 1 || part.high != 1) {  // as in (x{2}){3}: wrap it in a group
       GrammarPart group{GrammarPart::group};
       group.at = part.at;
       group.choices.emplace_back().push_back(std::move(part));
