@@ -37,7 +37,7 @@ enum class Atom : uint8_t {
   multiple,        // is a multiple of `number` (or not)
   length,          // has low..high code points
   pattern,         // matches the pattern `text` (or not)
-  format,          // `text`
+  format,          // has the format `text`
   item_count,      // low..high
   items,           // satisfies the item keywords of `schema`
   item,            // item `low`, if present, is valid by `schema` (or not: inner)
