@@ -172,9 +172,10 @@ Node Expressions::repeat(Node part, uint32_t low, uint32_t high) {
   if (part == nothing()) return low == 0 ? empty() : nothing();
   if (is_nullable(part)) low = 0;
   if (kind(part) == Kind::repeat) {
-    // (x{a,b}){c,d} equals x{a*c,b*d} if no number of x is skipped between k parts, which have at
-    // most b*k, and k + 1 parts, which have at least a*(k + 1). Checking the smallest k is enough.
-    // Without this rewrite, the copies of (x{1,100}){1,100} would overlap in thousands of ways.
+    // (x{a,b}){c,d} equals x{a*c,b*d} if it can repeat x any number of times in that range. k parts
+    // have at most b*k, and k + 1 parts at least a*(k + 1), so there must be no gap between them.
+    // Checking the smallest k is enough. Without this rewrite, the copies of (x{1,100}){1,100}
+    // would overlap in thousands of ways.
     const uint64_t a = this->low(part), b = this->high(part), fewest = low > 0 ? low : 1;
     const bool has_gap = (high > fewest && b != kUnbounded && fewest * b + 1 < (fewest + 1) * a) ||
                          (low == 0 && a > 1);

@@ -45,9 +45,9 @@ Node any_number(Expressions& expressions);
 // after the point. So they are still inside the bounds after a reader rounds them to doubles.
 //
 // Multiples of an integer are always integers. Some fractions, such as 0.01, have no exact double.
-// A number counts as a multiple of such a fraction if dividing them as doubles gives an integer. Of
-// these multiples, the result has the 10,000 nearest to zero inside the bounds, and integers of up
-// to six digits.
+// A number counts as a multiple of such a fraction if dividing them as doubles gives an integer.
+// The result has the 10,000 such multiples nearest to zero inside the bounds, and such integers of
+// up to six digits.
 Node numbers(Expressions& expressions, const NumberRange& range);
 
 }  // namespace dlm::compile

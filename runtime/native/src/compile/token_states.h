@@ -31,7 +31,7 @@ class TokenStates {
   // The part of the automaton that contains the state. -1 if the state takes too few bytes to be in
   // a part.
   int32_t part(int32_t state) const { return part_[static_cast<size_t>(state)]; }
-  // Whether many bytes lead from the state back to itself. Many walks reach such a state.
+  // Returns whether many bytes lead from the state back to itself. Many walks reach such a state.
   bool is_hub(int32_t state) const { return is_hub_[static_cast<size_t>(state)] != 0; }
   // The byte classes of each part: its states treat all bytes of one class alike.
   const std::vector<ByteClasses>& parts() const { return parts_; }

@@ -43,8 +43,8 @@ void Writer::assert_all(Case& found, std::vector<Formula> todo) {
   }
 }
 
-// Simplifies a formula by what the case has decided. If `names` is given, assumes that no other
-// properties are written.
+// Simplifies a formula, using the facts that the case has decided. If `names` is given, assumes
+// that no other properties are written.
 Formula Writer::reduced(Formula formula, const Case& found, const std::vector<std::string>* names) {
   expressions_.budget().check();
   if (found.asserted.count(formula) != 0) return Formulas::kYes;

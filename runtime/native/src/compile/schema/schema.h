@@ -21,8 +21,8 @@ namespace dlm::compile::schema {
 
 struct Options {
   Layout layout;
-  // How often a schema may contain itself, and how deep containers may nest where a schema allows
-  // any value. The default is 3, or less if the automaton would exceed the limits.
+  // Limits how often a schema may contain itself, and how deep containers may nest where a schema
+  // allows any value. The default is 3, or less if the automaton would exceed the limits.
   std::optional<uint32_t> max_depth;
   // If the automaton is estimated to have more states, depths and long strings are reduced. 0 means
   // a quarter of the limit.

@@ -47,7 +47,7 @@ class Writer {
   Made values(Formula formula, uint32_t level, uint32_t root);
   // Returns all objects.
   Made any_object(uint32_t level);
-  // Whether most_characters excluded some strings.
+  // Returns whether most_characters excluded some strings.
   bool has_cut_strings() const { return has_cut_strings_; }
 
  private:
