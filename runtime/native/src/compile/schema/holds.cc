@@ -30,9 +30,9 @@ bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
     *is_decided = false;
     return false;
   }
-  // `number` is a multiple if digits * 10^shift is a multiple of the other number's digits. If
-  // shift is negative, the other number's digits would need the factors of 10^-shift; they do not
-  // have them, because digits do not end in a zero.
+  // `number` is a multiple of `of` if its digits * 10^shift are a multiple of the digits of `of`.
+  // That is impossible for shift < 0: the digits of `number` would have to be divisible by
+  // 10^-shift, but they do not end in a zero.
   if (shift < 0) return false;
   const uint64_t divisor = std::stoull(of.digits);
   uint64_t rest = 0;

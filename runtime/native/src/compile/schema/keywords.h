@@ -25,7 +25,7 @@ inline ItemSchemas item_schemas(const Schema& schema) {
 }
 
 // Returns whether a keyword constrains values in the draft of its schema. Some readers treat other
-// keywords as annotations, but their authors expect values to obey them.
+// keywords as annotations, but schema authors expect values to obey them.
 inline bool is_of_draft(const Schema& schema, Keyword keyword) {
   const int draft = schema.draft();
   switch (keyword) {

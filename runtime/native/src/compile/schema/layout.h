@@ -31,7 +31,8 @@ struct Layout {
 // of numbers.
 std::string text_of(const json::Value& value, const Layout& layout, uint32_t level);
 
-// Returns a key that is the same for equal values only. 1 and 1.0 are equal; true and 1 are not.
+// Returns the key of a value. Two values have the same key exactly if they are equal. 1 and 1.0 are
+// equal; true and 1 are not.
 std::string key_of(const json::Value& value);
 
 // Returns the texts of a container that has `item` `low` to `high` times. For an object, `item` is

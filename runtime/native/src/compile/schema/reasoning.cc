@@ -259,9 +259,9 @@ const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, boo
   return found;
 }
 
-// Returns whether constants exclude all but one branch: either constants of the value, or constants
-// of a property that all branches require. Other differences are ignored, so the time grows with
-// the number of branches, not with its square.
+// Returns whether constants make the branches mutually exclusive. The constants are those of the
+// value itself, or those of one property that all branches require. Other differences are ignored,
+// so the time grows with the number of branches, not with its square.
 bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   std::vector<std::string> names;
   bool are_listed = listed(pairs[0]) != nullptr;

@@ -24,8 +24,8 @@ struct Options {
   // Limits how often a schema may contain itself, and how deep containers may nest where a schema
   // allows any value. The default is 3, or less if the automaton would exceed the limits.
   std::optional<uint32_t> max_depth;
-  // If the automaton is estimated to have more states, depths and long strings are reduced. 0 means
-  // a quarter of the limit.
+  // If the estimated number of states is higher than this, depths and the lengths of strings are
+  // reduced. 0 means a quarter of the limit.
   double most_states = 0;
   uint32_t level = 0;            // number of containers around the value
   bool any_order = false;        // any order of properties in objects with up to 6

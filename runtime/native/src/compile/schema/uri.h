@@ -1,5 +1,5 @@
-// Resolves URI references (RFC 3986, section 5.2) and parses JSON pointers (RFC 6901). This is pure
-// text processing: nothing is retrieved.
+// Resolves URI references (RFC 3986, section 5.2) and parses JSON pointers (RFC 6901). It only
+// processes text and never retrieves anything.
 #pragma once
 
 #include <optional>
