@@ -9,10 +9,10 @@
 namespace dlm::compile {
 namespace {
 
-constexpr size_t kMostClasses = 64;          // on each side
-constexpr size_t kMostBoundaries = 16;       // of states between two repetitions
-constexpr uint32_t kMostRepetitions = 1000;  // of a part that has conditions
-constexpr int kDeepest = 2000;               // nested calls
+constexpr size_t kMostClasses = 64;          // most classes on each side of a position
+constexpr size_t kMostBoundaries = 16;       // most states between two repetitions
+constexpr uint32_t kMostRepetitions = 1000;  // most repetitions of a part with conditions
+constexpr int kDeepest = 2000;               // most nested calls
 constexpr int kDeepestEdge = 64;
 
 // Counts the depth of nested calls.
