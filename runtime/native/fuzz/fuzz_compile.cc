@@ -54,7 +54,7 @@ void count_freed(const volatile void* pointer) {
 // The program's own vocabulary.
 struct Tokens {
   std::vector<std::string> texts;
-  uint8_t kind;  // of what is known of the tokenizer
+  uint8_t kind;  // selects how first_token() behaves
 };
 
 int32_t first_token(void* user, const char* string, size_t size) {

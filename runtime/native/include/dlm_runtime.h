@@ -441,7 +441,7 @@ DLM_API dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* mes
                                        size_t* size);
 DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* running requests keep it alive */
 
-/* What is known of an automaton. Valid as long as the automaton. */
+/* Properties of an automaton. Valid as long as the automaton exists. */
 typedef struct dlm_automaton_info {
   size_t struct_size;
   int32_t shortest;     /* tokens of the shortest text, 0 or more */
@@ -636,13 +636,13 @@ DLM_API dlm_status dlm_session_generate(dlm_session* session, const dlm_request*
 
 /* Runs several requests until they end, at most max_batch (1..4096) at a time. Each has its own
  * options. Requests that share a pass read the weights only once. On a CPU, all requests share
- * passes. With other engines, requests do if their canvases have the same length and, with a cache,
- * their masks are in the same blocks (never with store "reuse"); at the end of each block a request
- * then waits for the slowest. Each request gives the same result as alone, except for
- * floating-point noise of the engine. An invalid request ends the call before any pass. A request
- * that fails later ends alone. Returns the status of the first request that failed; the message has
- * its index, from 0. dlm_session_result returns the results. UNSUPPORTED if the engine takes fewer
- * at a time: "tensorrt" takes one. */
+ * passes. With other engines, requests share passes if their canvases have the same length. With a
+ * cache, their mask tokens must also be in the same blocks, and store must not be "reuse". At the
+ * end of each block, such a request waits for the slowest. Each request gives the same result as
+ * alone, except for floating-point noise of the engine. An invalid request ends the call before any
+ * pass. A request that fails later ends alone. Returns the status of the first request that failed;
+ * the message has its index, from 0. dlm_session_result returns the results. UNSUPPORTED if the
+ * engine takes fewer at a time: "tensorrt" takes one. */
 DLM_API dlm_status dlm_session_generate_batch(dlm_session* session,
                                               const dlm_request* const* requests,
                                               size_t request_count, int32_t max_batch);

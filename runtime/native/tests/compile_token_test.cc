@@ -262,7 +262,7 @@ void test_words_beside_any_text() {
   const Node any = e.repeat(e.set(letters), 0, kUnbounded), quote = e.bytes("\"");
   const Node words =
       e.either({e.bytes("banana"), e.bytes("abba"), e.bytes("anna"), e.bytes("nab")});
-  // What follows a word differs from what follows other texts, so the states of words remain.
+  // Words and other texts have different continuations, so the states of words are not merged.
   const Node texts = e.either(e.sequence({quote, words, quote, e.bytes("b")}),
                               e.sequence({quote, any, quote, e.bytes("nn")}));
   const Vocabulary vocabulary(tokens, static_cast<int32_t>(tokens.size()), {0}, nullptr);

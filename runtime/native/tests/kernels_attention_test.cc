@@ -78,7 +78,7 @@ std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
   return all;
 }
 
-// Rows of multiples of 2 ^ -5 below 4, which every cache stores exactly, and NaN.
+// Makes rows of NaN and of multiples of 2 ^ -5 below 4. Every cache stores these values exactly.
 Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
   const auto size = static_cast<size_t>(D), bytes = static_cast<size_t>(row_bytes(cache, D));
   const size_t element = cache == CacheType::fp32 ? 4 : cache == CacheType::fp16 ? 2 : 1;

@@ -89,8 +89,8 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
                                                           std::move(ends), std::move(first_token));
 }
 
-// A hash of what a program's vocabulary is made of. The callback counts by its address: it is only
-// called during calls that give it.
+// Hashes a vocabulary that the program passes. Of the callback, only the address is hashed: the
+// callback is called only during calls that pass it.
 std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   dlm::Sha256 hash;
   const auto add = [&](const auto& value) { hash.update(&value, sizeof value); };
@@ -145,7 +145,7 @@ dlm_automaton* made(dlm::Automaton automaton, const std::vector<std::string>& wa
   return out.release();
 }
 
-// What was compiled before.
+// Reads an automaton that was compiled earlier.
 dlm_automaton* read(const dlm_constraint& given) {
   require(given.content, "content");
   uint8_t made_of[32];

@@ -48,9 +48,9 @@ struct Manifest {
   std::string default_preset;
   Policies presets;           // strings are static
   Policies efforts;           // fitted effort levels, fewest passes first; may be empty
-  std::string effort_preset;  // the preset that they were fitted for
-  std::string text_path;      // of the compiled text file; empty: it is missing
-  std::string text_refusal;   // why it is missing
+  std::string effort_preset;  // the preset for which the levels were fitted
+  std::string text_path;      // path of the compiled text file; empty if it is missing
+  std::string text_refusal;   // the reason if it is missing
   std::string text_sha256;    // expected hash of the text file when it is read; empty: not checked
   std::vector<FileHash> unhashed;  // large files that check_hash must still check
 };

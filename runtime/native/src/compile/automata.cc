@@ -1,8 +1,8 @@
-// Automata of expressions: a non-deterministic automaton whose states are shared wherever a node is
-// followed by the same, then the subset construction.
+// Compiles expressions: builds a non-deterministic automaton, then applies the subset construction.
 //
-// Each node is entered with the state that follows it, and a pair of both is made once. Nodes of
-// both, without and characters are compiled first, and copied in.
+// Each pair of a node and the state that follows it is built once. So nodes with the same
+// continuation share states. Nodes of the kinds `both`, `without` and `characters` are compiled
+// first, and their automata are copied in.
 #include "compile/automata.h"
 
 #include <algorithm>
@@ -14,18 +14,20 @@ namespace {
 
 using State = uint32_t;
 using Kind = Expressions::Kind;
-constexpr State kEnd = 0;  // where a text ends
+constexpr State kEnd = 0;  // the end of a text
 constexpr State kUnknown = UINT32_MAX;
-constexpr size_t kUnminimised = 8;  // states before minimisation, as a multiple of the limit
+constexpr size_t kUnminimised = 8;  // most states before minimisation, times the limit
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
 
-// The automaton of one character of `points`. States stand for the bits that are still to come.
+// Builds the automaton that accepts one character of `points`. A state represents the bits of the
+// code point that have not been read yet.
 class Utf8 {
  public:
   ByteAutomaton make(const CodePoints& points, Budget& budget) {
     out_.starts.push_back(0);
-    // What leads into a sequence of n bytes, its first byte, and the code points of that byte.
+    // For UTF-8 sequences of 1, 2, 3 and 4 bytes: the code points, the fixed bits of the first
+    // byte, and the number of bits in the following bytes.
     struct Length {
       char32_t low, high;
       int lead, bits;
@@ -37,13 +39,14 @@ class Utf8 {
     std::vector<ByteEdge> first;
     for (const auto& [low, high, lead, bits] : kLengths)
       add_edges(first, points, low, high, lead, 0, bits, budget);
-    // The first state is the last that was made; the minimiser names them anew.
+    // The start state was added last. The minimiser renumbers all states.
     const int32_t start = add(first, false);
     return minimised(out_, start, budget);
   }
 
  private:
-  // Edges for the values low..high of `points`, by `lead` plus the bits from `bits` on.
+  // Adds edges for the values low..high in `points`. The byte of an edge is `lead` plus the bits of
+  // the value from bit `bits` up.
   void add_edges(std::vector<ByteEdge>& edges, const CodePoints& points, char32_t low,
                  char32_t high, int lead, char32_t base, int bits, Budget& budget) {
     auto range = std::lower_bound(
@@ -52,7 +55,7 @@ class Utf8 {
     while (low <= high && range != points.end() && range->low <= high) {
       budget.check();
       const char32_t from = std::max(low, range->low), to = std::min(high, range->high);
-      // Whole blocks of this range share what follows; others are cut out by their bits.
+      // Blocks that are completely inside the range share one state. Other blocks get a state each.
       const char32_t block = from >> bits, block_low = block << bits;
       const char32_t block_high = block_low + (char32_t{1} << bits) - 1;
       char32_t end = block;
@@ -73,7 +76,7 @@ class Utf8 {
     }
   }
 
-  // The state before the last `bits` bits, all of which may follow.
+  // Returns the state that accepts any values of the last `bits` bits.
   int32_t whole(int bits, Budget& budget) {
     int32_t& made = whole_[static_cast<size_t>(bits / 6)];
     if (made >= 0) return made;
@@ -107,10 +110,10 @@ struct Transition {
   State state;
 };
 
-// States are kEnd, have transitions, or are branches: they stand for the states that they list.
+// A state is kEnd, has transitions, or is a branch: a list of alternative states.
 struct Graph {
   struct Item {
-    uint32_t first, count;  // of transitions, or of branches
+    uint32_t first, count;  // a range of transitions, or of branches
     bool is_branch;
   };
   std::vector<Item> items;
@@ -138,19 +141,20 @@ class GraphMaker {
   }
 
  private:
-  // A node that is being entered. Expressions may nest deeper than the stack of a thread allows.
+  // A node that is being built. An explicit stack is used because expressions can nest deeper than
+  // the call stack of a thread allows.
   struct Frame {
     Node node;
-    State follows;   // the state that follows the node
-    uint32_t stage;  // how much of it is done
-    State loop;      // of a repetition without end: where it starts again
-    size_t held;     // of choices: where their states start in held_
+    State follows;   // state after the node
+    uint32_t stage;  // number of stages that are done
+    State loop;      // for unbounded repetitions: the state where the loop starts
+    size_t held;     // for choices: index in held_ of their first state
   };
 
-  // The state in front of `top` with kEnd after it.
+  // Builds `top`, followed by kEnd, and returns its start state.
   State enter(Node top) {
     std::vector<Frame> frames{{top, kEnd, 0, 0, 0}};
-    State result = kUnknown;  // of the frame that ended last
+    State result = kUnknown;  // of the frame that finished last
     while (!frames.empty()) {
       budget_.check();
       budget_.check_memory(graph_.bytes() + entered_.size() * 64 + frames.size() * sizeof(Frame));
@@ -216,7 +220,7 @@ class GraphMaker {
           break;
       }
       if (done == kUnknown) continue;
-      // frames may have grown only where done is unknown: the frame is still the last.
+      // This frame is still the last: a frame is pushed only if `done` is unknown.
       entered_.emplace(key(node, follows), done);
       result = done;
       frames.pop_back();
@@ -224,13 +228,15 @@ class GraphMaker {
     return result;
   }
 
-  // One more stage of a repetition: pushes the next copy of its part, or returns what is done.
+  // Does one more stage of a repetition. Pushes the next copy of the repeated part, or returns the
+  // start state if the repetition is complete.
   State repeat(std::vector<Frame>& frames, uint32_t stage, State result) {
     Frame& frame = frames.back();
     const Node part = expressions_.first(frame.node);
     const uint32_t low = expressions_.low(frame.node), high = expressions_.high(frame.node);
     if (high == kUnbounded) {
-      // Stage 0 makes the loop: a branch to the part, which comes back to it, and to what follows.
+      // Stage 0 creates the loop: a branch to the repeated part and to the state after the
+      // repetition. The part leads back to the branch.
       if (stage == 0) {
         frame.loop = add_branch({kUnknown, frame.follows});
         frames.push_back({part, frame.loop, 0, 0, 0});
@@ -240,11 +246,11 @@ class GraphMaker {
         graph_.branches[graph_.items[frame.loop].first] = result;
         if (low == 0) return frame.loop;
       }
-      if (stage >= low) return result;  // stage copies were made, the loop's among them
+      if (stage >= low) return result;  // `stage` copies exist, including the one in the loop
       frames.push_back({part, result, 0, 0, 0});
       return kUnknown;
     }
-    budget_.check_states(high);  // the automaton has at least one for each time
+    budget_.check_states(high);  // each repetition needs at least one state
     State next = stage == 0 ? frame.follows : result;
     if (stage > 0 && stage <= high - low) next = add_branch({result, frame.follows});
     if (stage == high) return next;
@@ -261,7 +267,7 @@ class GraphMaker {
     return static_cast<State>(graph_.items.size() - 1);
   }
 
-  // Adds a state without transitions; those that are appended next are its own.
+  // Adds a state without transitions. The transitions that are appended next belong to it.
   State add_state() {
     graph_.items.push_back({static_cast<uint32_t>(graph_.transitions.size()), 0, false});
     return static_cast<State>(graph_.items.size() - 1);
@@ -293,13 +299,13 @@ class GraphMaker {
     return state;
   }
 
-  // A copy of an automaton, whose accepting states stand for what follows as well.
+  // Copies an automaton. Its accepting states also continue with `follows`.
   State add_copy(const ByteAutomaton& part, State follows) {
     if (part.is_empty()) return add_branch({});
     const size_t count = part.states();
     const auto base = static_cast<State>(graph_.items.size());
     const auto degree = [&](size_t state) { return part.starts[state + 1] - part.starts[state]; };
-    // The states first, then branches for those that accept and go on.
+    // First the states, then a branch for each accepting state that has edges.
     std::vector<State> names(count);
     State next = base + static_cast<State>(count);
     for (size_t state = 0; state < count; ++state)
@@ -328,7 +334,7 @@ class GraphMaker {
 
 // ---- Deterministic ----------------------------------------------------------------------------
 
-// The subset construction. A subset holds states with transitions, and kEnd, ascending.
+// The subset construction. A subset is an ascending list of kEnd and states with transitions.
 class Subsets {
  public:
   Subsets(const Graph& graph, Budget& budget)
@@ -364,7 +370,8 @@ class Subsets {
       }
       return;
     }
-    // All transitions by their first byte; `active` are those that take the byte at hand.
+    // Sort all transitions by their first byte. `active_` holds those that include the current
+    // byte.
     transitions_.clear();
     for (size_t i = first; i < last; ++i) {
       const Graph::Item& item = graph_.items[content_[i]];
@@ -396,7 +403,7 @@ class Subsets {
     }
   }
 
-  // The number of the subset that the given states stand for.
+  // Returns the number of the subset for the given states; branches are replaced by their states.
   int32_t number_of(const State* states, size_t count) {
     if (count == 1 && alone_[states[0]] >= 0) return alone_[states[0]];
     ++round_;
@@ -444,10 +451,10 @@ class Subsets {
   Budget& budget_;
   ByteAutomaton out_;
   std::vector<State> content_;     // of all subsets
-  std::vector<size_t> begins_{0};  // of subset s the content [begins_[s], begins_[s + 1])
+  std::vector<size_t> begins_{0};  // subset s has content [begins_[s], begins_[s + 1])
   std::unordered_multimap<uint64_t, int32_t> numbers_;  // of subsets by hash
-  std::vector<uint32_t> seen_;                          // by state, the last round that met it
-  std::vector<int32_t> alone_;                          // the subset of each state by itself
+  std::vector<uint32_t> seen_;                          // by state: the last round that visited it
+  std::vector<int32_t> alone_;  // by state: the subset that contains only it
   uint32_t round_ = 0;
   std::vector<State> subset_, open_, targets_;
   std::vector<Transition> transitions_, active_;
@@ -457,7 +464,7 @@ class Subsets {
 
 const ByteAutomaton& Automata::of(Node node) {
   Budget& budget = expressions_.budget();
-  // Parts have lower numbers than what is made of them.
+  // The parts of a node have lower numbers than the node.
   std::vector<Node> needed, open{node};
   std::vector<uint8_t> seen(expressions_.size(), 0);
   while (!open.empty()) {

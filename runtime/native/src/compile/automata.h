@@ -1,4 +1,4 @@
-// Minimal automata of expressions.
+// Compiles expressions to minimal automata.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +10,12 @@
 
 namespace dlm::compile {
 
-// Automata of nodes. They are kept, with those that they are made of.
+// Compiles nodes to automata. It caches the automaton of each node, and those of the node's parts.
 class Automata {
  public:
   explicit Automata(const Expressions& expressions) : expressions_(expressions) {}
 
-  // Valid as long as this.
+  // Returns the minimal automaton of a node. The reference is valid while this object exists.
   const ByteAutomaton& of(Node node);
   bool is_empty(Node node) { return of(node).is_empty(); }
 

@@ -1,4 +1,4 @@
-// Limits of compiling one constraint, and what is left of them.
+// Limits for compiling one constraint, and a budget that checks them.
 #pragma once
 
 #include <time.h>
@@ -18,17 +18,18 @@ class TooLarge : public Error {
 };
 
 struct Limits {
-  double seconds = 30;                      // processor time of the thread, all stages together
-  size_t memory_bytes = size_t{192} << 20;  // of the stage that needs the most
+  double seconds = 30;                      // processor time of the thread, for all stages
+  size_t memory_bytes = size_t{192} << 20;  // per stage
   size_t states = size_t{1} << 17;          // of the result
   size_t edges = size_t{1} << 22;           // of the result
 };
 
-// Belongs to the thread that made it. Call a check in every loop that grows with the input: each
-// costs a few nanoseconds, and the clock is read at every 256th call only.
+// Measures the processor time of the thread that creates it, so only that thread may use it. Call
+// check() in every loop that grows with the input. A call costs a few nanoseconds, because only
+// every 256th call reads the clock.
 class Budget {
  public:
-  // what: starts the messages.
+  // `what` is the start of each error message.
   explicit Budget(const Limits& limits, const char* what = "regex")
       : limits_(limits), what_(what), end_(now() + limits.seconds) {}
 

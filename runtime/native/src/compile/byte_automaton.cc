@@ -8,20 +8,22 @@
 namespace dlm::compile {
 namespace {
 
-// The edge of a state's edges [first, last) that takes a byte, or last.
+// Returns the edge in [first, last) that takes the byte, or `last`.
 const ByteEdge* find_edge(const ByteEdge* first, const ByteEdge* last, uint8_t byte) {
   const ByteEdge* const edge = std::lower_bound(
       first, last, byte, [](const ByteEdge& each, uint8_t value) { return each.high < value; });
   return edge != last && edge->low <= byte ? edge : last;
 }
 
-// Pairs of states as states of one automaton, numbered as they are met.
+// The product of two automata. Its states are pairs of states, numbered in the order of their first
+// visit.
 class Product {
  public:
   Product(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget)
       : first_(first), second_(second), budget_(budget) {}
 
-  // is_both: texts of both; otherwise of first alone, where the second state may be -1.
+  // If is_both, accepts the texts that both automata accept. Otherwise, accepts the texts that only
+  // the first accepts; then the second state of a pair may be -1.
   ByteAutomaton make(bool is_both) {
     ByteAutomaton out;
     if (first_.is_empty()) return out;
@@ -125,7 +127,7 @@ ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
   for (size_t i = 0; i < before.size(); ++i) {
     first = texts.next(first, static_cast<uint8_t>(before[i]));
     if (first < 0) {
-      size_t good = i;  // of whole characters
+      size_t good = i;  // bytes up to the last whole character
       while (good > 0 && (static_cast<uint8_t>(before[good]) & 0xC0) == 0x80) --good;
       throw Error(DLM_INVALID_ARGUMENT, "no text of the constraint starts with " +
                                             json::quoted(before) + ", though some may with " +

@@ -45,7 +45,7 @@ schema::Texts texts_of(Expressions& expressions, const Constraint& constraint, d
   fail(DLM_INTERNAL, "a constraint of kind %d", static_cast<int>(constraint.kind));
 }
 
-// Ends the message about a text before that no constrained text starts with.
+// Returns a hint for the error that no text starts with `before`.
 std::string layout_hint(const Constraint& constraint) {
   if (constraint.kind == Constraint::regex || constraint.kind == Constraint::list ||
       constraint.kind == Constraint::grammar)
@@ -60,7 +60,7 @@ std::string layout_hint(const Constraint& constraint) {
 
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary) {
   Budget budget(constraint.limits, name_of(constraint.kind));
-  // The estimate of states may be too low: then again for a smaller one.
+  // The estimate of the states may be too low. If so, try again with a lower limit.
   for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);

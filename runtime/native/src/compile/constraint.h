@@ -1,4 +1,4 @@
-// From a constraint's content to its automaton over token ids.
+// Compiles the content of a constraint to an automaton over token ids.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,10 @@ struct Constraint {
 
   Kind kind;
   std::string_view content;
-  std::string before, behind;  // text around, which counts as part of the constrained text
+  std::string before, behind;  // fixed text around the output; part of the constrained text
   schema::Layout layout;
   std::optional<uint32_t> max_depth;
-  bool any_order = false, more_properties = false;  // of objects: schema.h
+  bool any_order = false, more_properties = false;  // for objects, see schema.h
   Limits limits;
 };
 
@@ -33,11 +33,12 @@ struct Compiled {
   std::vector<std::string> warnings;
 };
 
-// Throws Error(DLM_INVALID_ARGUMENT) for content that is not valid or not supported, and when a
-// limit is reached.
+// Compiles a constraint. Throws Error(DLM_INVALID_ARGUMENT) if the content is not valid or not
+// supported, or if it exceeds a limit.
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary);
 
-// The vocabulary of a compiled text file. Throws Error(DLM_UNSUPPORTED) if it is not byte-level.
+// Reads the vocabulary of a compiled text file. Throws Error(DLM_UNSUPPORTED) if the tokenizer is
+// not byte-level.
 std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> text,
                                                   int32_t vocab_size, std::vector<int32_t> ends);
 

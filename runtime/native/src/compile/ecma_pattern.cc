@@ -18,19 +18,19 @@ namespace {
 constexpr int kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
-// The classes of ECMA-262: \d and \w are ASCII, \s is WhiteSpace and LineTerminator; and what other
-// engines count to them too.
+// The classes of ECMA-262, and further characters that other engines include. In ECMA-262, \d and
+// \w are ASCII, and \s is WhiteSpace and LineTerminator.
 const CodePoints kDigits{{'0', '9'}};
 const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
 const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
                          {0x2000, 0x200A}, {0x2028, 0x2029}, {0x202F, 0x202F}, {0x205F, 0x205F},
                          {0x3000, 0x3000}, {0xFEFF, 0xFEFF}};
-const CodePoints kZeroWidthSpace{{0xFEFF, 0xFEFF}};  // only ECMA-262 has it in \s
+const CodePoints kZeroWidthSpace{{0xFEFF, 0xFEFF}};  // only ECMA-262 includes it in \s
 const CodePoints kOtherSpaces{{0x1C, 0x1F}, {0x85, 0x85}, {0x180E, 0x180E}};
 const CodePoints kNewline{{'\n', '\n'}};
 const CodePoints kLineEnds{{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
 
-// Digits and word characters of any engine.
+// Characters that at least one engine includes in \d, or in \w.
 const CodePoints& any_digits() {
   static const CodePoints points = *unicode_property("Nd", std::nullopt);
   return points;
@@ -53,8 +53,8 @@ struct Flags {
   bool ignores_case = false, is_multiline = false, dot_is_all = false;
 };
 
-// What was read, and what of it look-around can use: whether it is one character of a set, or one
-// of ^ and $ as well.
+// A parsed term. If it is a single character of a set, `set` has the set. If it is ^ or $, is_start
+// or is_end is set. Look-behind and look-ahead can use such terms.
 struct Term {
   Looks::Piece piece;
   std::optional<CodePoints> set;
@@ -75,7 +75,7 @@ class Reader {
   }
 
   Node read() {
-    // Not of ECMA-262, but of other engines, and its meaning is clear.
+    // ECMA-262 does not allow (?i) here, but other engines do, and its meaning is clear.
     if (take("(?i)")) flags_.ignores_case = true;
     const Term found = disjunction();
     if (at_ < pattern_.size()) refuse("an unmatched )");
@@ -154,7 +154,7 @@ class Reader {
       at_ = place;
       refuse("an anchor or look-around that is repeated");
     }
-    take("?");  // which match is found first makes no other set of strings
+    take("?");  // lazy quantifiers match the same strings
     if (is_at('*') || is_at('+') || is_at('?')) refuse("a second quantifier");
     return {looks_.repeat(made.piece, low, high), std::nullopt};
   }
@@ -199,7 +199,8 @@ class Reader {
     return of_set(folded({{point, point}}));
   }
 
-  // Reads * + ? {n} {n,} {n,m}. Other braces are characters, as in browsers.
+  // Parses the quantifiers * + ? {n} {n,} {n,m}. Other braces are literal characters, as in
+  // browsers.
   bool quantifier(uint32_t& low, uint32_t& high) {
     if (is_at('*') || is_at('+') || is_at('?')) {
       const char letter = pattern_[at_++];
@@ -235,7 +236,8 @@ class Reader {
 
   Term anchor(bool is_start) {
     Look look;
-    // To Python, $ is before a last \n too. That it is the last one is left out.
+    // In Python, $ also matches before a \n at the end. This code does not check that the \n is at
+    // the end.
     const bool is_before_newline = is_wide_ && !is_start && !flags_.is_multiline;
     const bool has_set = flags_.is_multiline || is_before_newline;
     CodePoints& set = (is_start ? look.before : look.after)[0];
@@ -253,7 +255,7 @@ class Reader {
 
   Term boundary(bool is_edge) {
     Look look;
-    // Characters of a word to all engines, and to some.
+    // Set 0: word characters in all engines. Set 1: word characters in some engines only.
     look.before[0] = look.after[0] = kWord;
     look.before[1] = look.after[1] = intersection(any_word(), complement(kWord));
     for (size_t before = 0; before < 4; ++before)
@@ -264,7 +266,7 @@ class Reader {
         const auto holds = [&](bool to_some) {
           return (is_word(before, to_some) != is_word(after, to_some)) == is_edge;
         };
-        // To Python before 3.14, the empty text has no place without a boundary.
+        // Before Python 3.14, \B does not match in an empty text.
         const bool is_unclear = !is_edge && before == 0 && after == 0;
         look.holds[before][after] =
             is_wide_ ? holds(false) || holds(true) : holds(false) && holds(true) && !is_unclear;
@@ -308,7 +310,7 @@ class Reader {
       at_ = place;
       refuse("look-behind of more than one character, which is not supported,");
     }
-    // The one character beside the place decides.
+    // Only the one neighbouring character matters.
     Look look;
     if (inner.set) (kind == ahead ? look.after : look.before)[0] = *inner.set;
     for (size_t before = 0; before < 4; ++before)
@@ -330,7 +332,7 @@ class Reader {
     at_ = end + 1;
   }
 
-  // The flags of (?i:...), (?s-m:...) and so on, up to the colon.
+  // Parses the flags of (?i:...), (?s-m:...) and so on, up to the colon.
   void modifiers(size_t place) {
     bool is_on = true;
     for (;;) {
@@ -379,7 +381,7 @@ class Reader {
       const auto is_character = [](const CodePoints& set) {
         return set.size() == 1 && set[0].low == set[0].high;
       };
-      if (!is_character(low) || !is_character(high)) {  // browsers read the - as a character
+      if (!is_character(low) || !is_character(high)) {  // browsers treat this - as a character
         add(low);
         add({{'-', '-'}});
         add(high);
@@ -403,7 +405,8 @@ class Reader {
     return escape();
   }
 
-  // \d, \w and \s to all engines, or to any.
+  // Returns \d, \w or \s. If is_wide, characters that at least one engine includes; otherwise those
+  // that all engines include.
   static CodePoints letter_class(char32_t letter, bool is_wide) {
     if (letter == 'd') return is_wide ? any_digits() : kDigits;
     if (letter == 'w') return is_wide ? any_word() : kWord;
@@ -411,7 +414,7 @@ class Reader {
                    : intersection(kSpaces, complement(kZeroWidthSpace));
   }
 
-  // What a backslash and the letters here stand for.
+  // Parses an escape after its backslash and returns its set of characters.
   CodePoints escape() {
     const char32_t letter = next();
     const auto of = [](char32_t point) { return CodePoints{{point, point}}; };
@@ -514,7 +517,9 @@ class Reader {
   Looks looks_;
   size_t at_ = 0;
   int depth_ = 0;
-  bool is_wide_;  // sets have the characters that any engine has in them, not that all have
+  // If set, classes contain the characters that at least one engine includes; otherwise those that
+  // all engines include.
+  bool is_wide_;
   Flags flags_;
 };
 

@@ -1,9 +1,9 @@
-// Regular languages of byte strings as a graph of nodes: what front ends write, and
-// byte_automaton.h compiles.
+// Represents regular languages of byte strings as a graph of nodes. Front ends build the graph;
+// automata.h compiles it.
 //
-// Equal nodes have one number, so that shared parts cost memory once, and the compiler works once
-// on a part that is followed by the same. For that, write sequences to the right: the rest of a
-// list of optional members is one node, however often it is used.
+// Equal nodes share one number. So a shared part is stored once, and is compiled once for each
+// different continuation. To share as much as possible, build sequences from right to left: for
+// example, the rest of a list of optional members is then one node, however often it is used.
 #pragma once
 
 #include <bitset>
@@ -21,16 +21,16 @@ namespace dlm::compile {
 using ByteSet = std::bitset<256>;
 
 struct CodePointRange {
-  char32_t low, high;  // both included
+  char32_t low, high;  // first and last, both included
   bool operator==(const CodePointRange& other) const {
     return low == other.low && high == other.high;
   }
 };
-using CodePoints = std::vector<CodePointRange>;  // ascending, neither overlapping nor adjacent
+using CodePoints = std::vector<CodePointRange>;  // ascending; no two overlap or touch
 
-// Sorts and joins ranges, whatever order they are in.
+// Sorts ranges and joins those that overlap or touch.
 CodePoints normalised(CodePoints ranges);
-// The other code points, without surrogates. `points` must be normalised.
+// Returns all code points outside `points`, except surrogates. `points` must be normalised.
 CodePoints complement(const CodePoints& points);
 
 using Node = uint32_t;
@@ -38,33 +38,33 @@ constexpr uint32_t kUnbounded = UINT32_MAX;
 
 class Expressions {
  public:
-  // The memory of the nodes counts in the budget, which must outlive this.
+  // The memory of the nodes counts against the budget, which must outlive this object.
   explicit Expressions(Budget& budget);
   Expressions(const Expressions&) = delete;
   Expressions& operator=(const Expressions&) = delete;
 
   enum class Kind : uint8_t {
-    nothing,     // no text
-    empty,       // the empty text
-    bytes,       // one text
+    nothing,     // matches no text
+    empty,       // matches the empty text
+    bytes,       // matches one text
     set,         // one byte of a set
-    characters,  // the UTF-8 of one code point of ranges
-    machine,     // what an automaton accepts
+    characters,  // one code point of a set of ranges, as UTF-8
+    machine,     // the texts that an automaton accepts
     sequence,    // first, then second
-    either,      // one of several, ascending by number
-    repeat,      // first, low to high times
-    both,        // texts of first that are of second too
-    without      // texts of first that are not of second
+    either,      // any of several nodes, in ascending order
+    repeat,      // first, repeated low to high times
+    both,        // texts that match first and second
+    without      // texts that match first and not second
   };
 
   Node nothing() const { return 0; }
   Node empty() const { return 1; }
   Node bytes(std::string_view text);
   Node set(const ByteSet& bytes);
-  Node characters(const CodePoints& points);     // normalised; surrogates are left out
-  Node machine(const ByteAutomaton& automaton);  // which need not be minimal
+  Node characters(const CodePoints& points);     // must be normalised; drops surrogates
+  Node machine(const ByteAutomaton& automaton);  // need not be minimal
   Node sequence(Node first, Node second);
-  Node sequence(const std::vector<Node>& parts);  // to the right
+  Node sequence(const std::vector<Node>& parts);  // built from right to left
   Node either(Node first, Node second);
   Node either(std::vector<Node> choices);
   Node repeat(Node part, uint32_t low, uint32_t high);  // high may be kUnbounded
@@ -75,7 +75,7 @@ class Expressions {
   Budget& budget() const { return budget_; }
   size_t size() const { return nodes_.size(); }
 
-  // For the compiler.
+  // Used by the compiler to read the nodes.
   Kind kind(Node node) const { return nodes_[node].kind; }
   Node first(Node node) const { return nodes_[node].first; }
   Node second(Node node) const { return nodes_[node].second; }

@@ -18,7 +18,7 @@ string many(const string& item, int low, int high) {
 
 // ---- Dates (RFC 3339) ----
 
-// Years 0001 to 9999: Python's dates have no year 0.
+// Years 0001 to 9999, because Python's dates have no year 0.
 string date() {
   const string year = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)";
   const string fours = "(?:0[48]|[2468][048]|[13579][26])";
@@ -28,7 +28,7 @@ string date() {
          fours + "|" + fours + "00)-02-29)";
 }
 
-// Without leap seconds, which few readers know.
+// Without leap seconds, because few readers support them.
 string time() {
   return "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?"
          "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])";
@@ -46,8 +46,8 @@ string duration() {
 
 // ---- Hosts ----
 
-// A label of a host name, of up to `most` characters, without -- as its third and fourth: that
-// marks Punycode, which readers decode and check.
+// A label of a host name with up to `most` characters. The third and fourth characters must not be
+// "--": that marks Punycode, which readers decode and check.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
   const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +
@@ -55,18 +55,19 @@ string label(int most) {
   return end + "(?:" + end + "|" + any + "(?:" + rest + "))?";
 }
 
-// A host name of at least `fewest` labels, and at most 253 characters (RFC 1123, RFC 5890).
+// A host name of at least `fewest` labels and at most 253 characters (RFC 1123, RFC 5890).
 //
-// Counting the characters of all labels takes too many states. So it has up to three labels of 63
-// characters, a fourth of 61 after these, or up to eight of 30 each.
+// Counting the characters of all labels would take too many states. So a host name has one of three
+// forms: up to three labels of at most 63 characters, three such labels and a fourth of at most 61,
+// or up to eight labels of at most 30.
 string host(int fewest) {
   const string long_label = label(63) + "\\.";
   return "(?:" + many(long_label, fewest - 1, 2) + label(63) + "|" + many(long_label, 3, 3) +
          label(61) + "|" + many(label(30) + "\\.", fewest - 1, 7) + label(30) + ")";
 }
 
-// Letters of common scripts that IDNA 2008 allows as they are, without those that are written from
-// the right. Twelve of them stay below 63 characters in Punycode.
+// Letters of common left-to-right scripts that IDNA 2008 allows unchanged. Twelve of them take less
+// than 63 characters in Punycode.
 const char kLetters[] =
     "a-z0-9\\u{DF}-\\u{F6}\\u{F8}-\\u{FF}\\u{3B1}-\\u{3C9}\\u{430}-\\u{45F}\\u{3041}-\\u{3096}"
     "\\u{30A1}-\\u{30FA}\\u{4E00}-\\u{9FA5}\\u{AC00}-\\u{D7A3}";
@@ -80,7 +81,7 @@ const char kByte[] = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
 
 string ipv4() { return string(kByte) + "(?:\\." + kByte + "){3}"; }
 
-// As in RFC 3986, without zones.
+// IPv6 addresses of RFC 3986, without zones.
 string ipv6() {
   const string group = "[0-9A-Fa-f]{1,4}", part = "(?:" + group + ":)";
   const string last = "(?:" + group + ":" + group + "|" + ipv4() + ")";
@@ -97,7 +98,7 @@ string ipv6() {
 
 // ---- Mail ----
 
-// RFC 5321 without quoted names: words with points between them, up to `most` characters before the
+// RFC 5321 without quoted names: words separated by points, with up to `most` characters before the
 // @.
 Node mail(Expressions& e, const string& letters, int most, const string& host_name) {
   const string word = "[" + letters + "!#$%\\&'*+/=?\\^_`{|}\\~-]+";
@@ -112,7 +113,7 @@ Node email(Expressions& e) { return mail(e, "A-Za-z0-9", 64, host(2)); }
 struct Uri {
   string character, segment, tail, authority;
 
-  // `letters` are those beyond ASCII.
+  // `letters` has the letters outside ASCII.
   explicit Uri(const string& letters) {
     const string escape = "%[0-9A-Fa-f]{2}";
     const string plain = "A-Za-z0-9._\\~!$\\&'()*+,;=\\-" + letters;
@@ -125,7 +126,7 @@ struct Uri {
         "(?:[A-Za-z0-9._\\~-]+@)?(?:" + (letters.empty() ? host(1) : international_host(1)) +
         "|\\[" + ipv6() + "\\])(?:" + port + ")?";
   }
-  // A path after an authority; with it, or without.
+  // The rest of a URI after the scheme: a path, with or without an authority.
   string hierarchy() const {
     return "(?://" + authority + "(?:/" + segment + ")*|/(?:" + character + "+(?:/" + segment +
            ")*)?";
@@ -134,7 +135,8 @@ struct Uri {
     return "[A-Za-z][A-Za-z0-9+.-]*:" + hierarchy() + "|" + character + "+(?:/" + segment + ")*)" +
            tail;
   }
-  // A reference may be empty. Its first segment has no colon, which would end a scheme.
+  // A reference may be empty. Its first segment must not contain a colon, because a colon would end
+  // a scheme.
   string reference() const {
     string first = character;
     first.erase(first.find(":@]"), 1);
@@ -154,10 +156,10 @@ string uri_template() {
          variable + ")*\\})*";
 }
 
-// Simple expressions, which all engines read: groups inside one group at most, and no ranges but
-// those of letters and digits.
+// Simple regular expressions that all engines accept: groups nest at most twice, and the only
+// ranges are those of letters and digits.
 string expression() {
-  // JSON writes a backslash as two.
+  // JSON escapes each backslash as two.
   const string plain = "(?:[A-Za-z0-9 _:;,<>@%=!'/`.-]|\\\\\\\\[dDwWsS.*+?()\\[\\]{}|^$/])";
   const string set = "\\[\\^?(?:[a-z0-9A-Z_ ,:;.@/]|a-z|A-Z|0-9|\\\\\\\\[dws])+\\]";
   const string counts = "(?:[*+?]|\\{[1-9][0-9]?,?\\})?";
@@ -169,7 +171,7 @@ string expression() {
   return "\\^?" + all + "(?:\\|" + all + ")*\\$?";
 }
 
-// RFC 6901: any characters, with ~ and / escaped.
+// RFC 6901: any characters; ~ and / are escaped.
 Node pointer(Expressions& e) {
   const Node escape = e.sequence(e.bytes("~"), e.either(e.bytes("0"), e.bytes("1")));
   const Node letter = spelled(e, complement({{'/', '/'}, {'~', '~'}}));
@@ -214,11 +216,11 @@ bool is_format(std::string_view name) {
 
 Node format_in_string(Expressions& e, std::string_view name) {
   if (name == "email") return email(e);
-  if (name == "idn-email")  // of 64 bytes before the @, by three bytes a letter
+  if (name == "idn-email")  // 64 bytes before the @, at three bytes per letter
     return e.either(email(e), mail(e, "A-Z" + string(kLetters), 21, international_host(2)));
   if (name == "json-pointer") return pointer(e);
   if (name == "relative-json-pointer")
-    // jsonschema takes no digit after a zero.
+    // The validator jsonschema accepts no digit after a zero.
     return e.sequence(regex(e, "0|[1-9]{1,8}0?"), e.either(e.bytes("#"), pointer(e)));
   return regex(e, written(name));
 }

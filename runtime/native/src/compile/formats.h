@@ -1,5 +1,5 @@
-// The formats of JSON Schema
-// (https://json-schema.org/draft/2020-12/json-schema-validation#section-7) as regular languages.
+// The formats of JSON Schema as regular languages
+// (https://json-schema.org/draft/2020-12/json-schema-validation#section-7).
 #pragma once
 
 #include <string_view>
@@ -8,11 +8,11 @@
 
 namespace dlm::compile {
 
-// Whether `name` is a format of the specification. Other formats are annotations.
+// Returns whether the specification defines the format `name`. Other formats are annotations.
 bool is_format(std::string_view name);
 
-// Insides of JSON strings (json_text.h) of a format: strings that every validator accepts, and
-// not all that some do. `is_format(name)` must hold.
+// Returns the JSON strings of a format, without their quotes (json_text.h). Every validator accepts
+// these strings. Strings that only some validators accept are left out. Requires is_format(name).
 Node format_in_string(Expressions& expressions, std::string_view name);
 
 }  // namespace dlm::compile

@@ -13,13 +13,13 @@
 namespace dlm::compile {
 namespace {
 
-constexpr uint32_t kMostDepth = 10'000;  // of max_depth
+constexpr uint32_t kMostDepth = 10'000;  // largest max_depth
 constexpr uint32_t kUsualDepth = 3;
 
-using Graph = std::vector<std::vector<uint32_t>>;  // of each rule, the rules that it leads to
+using Graph = std::vector<std::vector<uint32_t>>;  // by rule: the rules that it refers to
 
-// The strongly connected components of a graph, by Tarjan: the number of each vertex's component.
-// Components that others lead to have lower numbers.
+// The strongly connected components of a graph, found with Tarjan's algorithm. `numbers` has the
+// component of each vertex. If one component leads to another, the other has the lower number.
 struct Components {
   std::vector<uint32_t> numbers;
   uint32_t count = 0;
@@ -31,7 +31,7 @@ struct Components {
   }
 
  private:
-  void visit(uint32_t at) {  // recurses as often as there are rules, which are few
+  void visit(uint32_t at) {  // recursion depth is at most the number of rules, which is small
     order_[at] = low_[at] = ++visited_;
     open_.push_back(at);
     for (const uint32_t to : graph_[at]) {
@@ -53,9 +53,10 @@ struct Components {
   uint32_t visited_ = 0;
 };
 
-// Rules that end with each other are a set of linear equations, and their texts are regular. Other
-// references are calls. A call that leads back to where it came from goes one level deeper, and
-// there is no level below the last.
+// Compiles rules to regular languages. Rules that refer to each other only at their ends are a
+// system of linear equations, and its solution is regular. All other references are calls. A call
+// that leads back to its caller goes one level deeper. At the deepest level, such calls match no
+// text.
 class Compiler {
  public:
   Compiler(Expressions& expressions, std::string_view text)
@@ -79,7 +80,7 @@ class Compiler {
     for (uint32_t level = is_recursive() ? max_depth + 1 : 1; level-- > 0;) {
       std::vector<Node> made(grammar_.rules.size(), expressions_.nothing());
       for (const uint32_t set : order_) solve(set, made, below);
-      if (made == below) break;  // no deeper level adds a text
+      if (made == below) break;  // deeper levels add no text
       below = std::move(made);
     }
     return below[grammar_.root];
@@ -88,7 +89,8 @@ class Compiler {
  private:
   enum class State : uint8_t { unknown, open, done };
 
-  // The texts of a part that ends a rule: `whole`, and those with a rule after them, by its number.
+  // The texts of a part at the end of a rule. `whole` has the complete texts. `before` has, for
+  // each rule, the texts that come before a reference to that rule.
   struct Linear {
     Node whole;
     std::map<uint32_t, Node> before;
@@ -122,7 +124,7 @@ class Compiler {
     });
   }
 
-  // The rules that a text of `choices` may start with.
+  // Collects the rules that can start a text of `choices`.
   void starts_of(const GrammarChoices& choices, const std::vector<uint8_t>& nullable,
                  std::vector<const GrammarPart*>& out) {
     for (const GrammarSequence& each : choices)
@@ -159,7 +161,8 @@ class Compiler {
                   "' starts with itself. Write a repetition, such as item (\",\" item)*");
   }
 
-  // Puts sets into order_ after those that they call, and finds calls that lead back.
+  // Adds the set to order_ after the sets that it calls. Also finds calls that lead back to their
+  // caller.
   void order_calls(uint32_t set) {
     states_[set] = State::open;
     std::vector<Call> calls;
@@ -174,7 +177,8 @@ class Compiler {
     order_.push_back(set);
   }
 
-  using Call = std::pair<const GrammarPart*, bool>;  // a reference, and whether it ends its rule
+  // A reference, and whether it is at the end of its rule.
+  using Call = std::pair<const GrammarPart*, bool>;
 
   void calls_of(const GrammarChoices& choices, bool is_tail, std::vector<Call>& out) {
     for (const GrammarSequence& each : choices)
@@ -188,13 +192,13 @@ class Compiler {
 
   // ---- Texts ----
 
-  // The texts of all rules of a set, from those of the sets that they call: `made` has them at the
-  // same level, `below` at the next.
+  // Computes the texts of all rules of a set. `made` has the texts of the called sets at the same
+  // level, `below` those at the next level.
   void solve(uint32_t set, std::vector<Node>& made, const std::vector<Node>& below) {
     std::map<uint32_t, Linear> equations;
     for (const uint32_t rule : members_[set])
       equations.emplace(rule, choices(grammar_.rules[rule].choices, set, true, made, below));
-    // x = a x + b has the texts a* b (Arden). It goes into all other equations.
+    // The solution of x = a x + b is a* b (Arden's rule). Substitute it into all other equations.
     for (const uint32_t rule : members_[set]) {
       Linear solved = equations.at(rule);
       if (const auto own = solved.before.find(rule); own != solved.before.end()) {
@@ -267,16 +271,16 @@ class Compiler {
   Expressions& expressions_;
   const std::string_view text_;
   const GrammarText grammar_;
-  std::vector<uint32_t> sets_;                     // of each rule: the set that it is in
-  Graph members_;                                  // of each set: its rules
-  std::vector<State> states_;                      // of each set
-  std::vector<uint32_t> order_;                    // sets that root leads to, called ones first
+  std::vector<uint32_t> sets_;                     // by rule: its set
+  Graph members_;                                  // by set: its rules
+  std::vector<State> states_;                      // by set
+  std::vector<uint32_t> order_;                    // sets reachable from root, called ones first
   std::unordered_set<const GrammarPart*> deeper_;  // references that go one level deeper
 };
 
-// About how many states a node needs: those of its parts, as often as they are used.
+// Estimates the states that a node needs. Parts count as often as they are used.
 double unfolded_states(const Expressions& expressions, Node root) {
-  std::vector<double> sizes(root + 1, 1);  // parts of a node have lower numbers
+  std::vector<double> sizes(root + 1, 1);  // the parts of a node have lower numbers
   for (Node node = 0; node <= root; ++node) {
     double& size = sizes[node];
     switch (expressions.kind(node)) {

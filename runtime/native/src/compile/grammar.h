@@ -1,5 +1,5 @@
-// Grammars in GBNF, the notation of llama.cpp
-// (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md), as regular languages.
+// Compiles grammars in GBNF, the notation of llama.cpp, to regular languages
+// (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md).
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@
 
 namespace dlm::compile {
 
-// The texts of the rule `root`. Recursion at the end of a rule is exact. Other recursive references
-// may be inside each other `max_depth` times; by default 3 times, or less if the automaton would be
-// too large for the limits. Throws "grammar: line L, column C: ..." for text that is not a grammar,
-// and for what is not supported.
+// Returns the texts that match the rule `root`. Recursion at the end of a rule is exact. Other
+// recursive references may nest up to `max_depth` times. The default is 3, or less if the automaton
+// would exceed the limits. Throws "grammar: line L, column C: ..." if the text is not a grammar or
+// uses something unsupported.
 Node grammar(Expressions& expressions, std::string_view text,
              std::optional<uint32_t> max_depth = std::nullopt);
 

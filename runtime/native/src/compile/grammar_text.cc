@@ -61,7 +61,7 @@ class Reader {
     return true;
   }
 
-  // Spaces and comments, and line breaks too if `has_lines`.
+  // Skips spaces and comments. Also skips line breaks if `has_lines`.
   void skip(bool has_lines) {
     for (; !is_end(); ++at_) {
       if (is_at('#'))
@@ -169,7 +169,7 @@ class Reader {
       if (!take("}")) refuse_here("the } of a count");
       if (low > high) refuse("a count ends below its start");
     }
-    if (part.low != 1 || part.high != 1) {  // (x{2}){3}
+    if (part.low != 1 || part.high != 1) {  // as in (x{2}){3}: wrap it in a group
       GrammarPart group{GrammarPart::group};
       group.at = part.at;
       group.choices.emplace_back().push_back(std::move(part));
@@ -213,7 +213,7 @@ class Reader {
     return is_negated ? complement(made) : made;
   }
 
-  // A character of a text or set, perhaps escaped.
+  // Parses a character of a text or set. It may be escaped.
   char32_t character(const char* end) {
     if (is_end()) refuse_here(end);
     if (!take("\\")) return next_char(text_, at_);

@@ -1,4 +1,4 @@
-// Reads the text of a grammar in GBNF: its rules, and which parts they have.
+// Parses the text of a GBNF grammar into rules and their parts.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ using GrammarChoices = std::vector<GrammarSequence>;
 
 struct GrammarPart {
   enum Kind : uint8_t { node, rule, group } kind;
-  Node texts = 0;               // of `node`
-  uint32_t number = 0;          // of `rule`: its index
-  GrammarChoices choices = {};  // of `group`
-  uint32_t low = 1, high = 1;   // how often it is there
-  size_t at = 0;                // where it starts in the text
+  Node texts = 0;               // for kind `node`
+  uint32_t number = 0;          // for kind `rule`: index of the rule
+  GrammarChoices choices = {};  // for kind `group`
+  uint32_t low = 1, high = 1;   // fewest and most repetitions
+  size_t at = 0;                // byte offset in the grammar's text
 };
 
 struct GrammarRule {
@@ -35,10 +35,11 @@ struct GrammarText {
   uint32_t root;
 };
 
-// Throws an Error as `refuse_grammar` does.
+// Parses a grammar. Reports errors with refuse_grammar().
 GrammarText read_grammar(Expressions& expressions, std::string_view text);
 
-// Throws Error(DLM_INVALID_ARGUMENT): "grammar: line L, column C: " and the reason.
+// Throws Error(DLM_INVALID_ARGUMENT) with the message "grammar: line L, column C: " + `why`. `at`
+// is a byte offset in `text`.
 [[noreturn]] void refuse_grammar(std::string_view text, size_t at, const std::string& why);
 
 }  // namespace dlm::compile

@@ -13,23 +13,23 @@ namespace dlm::compile {
 namespace {
 
 constexpr int64_t kMostExponent = 100000;
-constexpr size_t kMostWholeDigits = 400;  // of bounds
-// With nine digits before the point, a number of six after it stays as it is in a double.
+constexpr size_t kMostWholeDigits = 400;  // digits of a bound before the point
+// A double keeps six digits after the point if at most nine digits are before it.
 constexpr size_t kFractionDigits = 6;
-constexpr size_t kExactDigits = 15;  // decimal digits that every double keeps
+constexpr size_t kExactDigits = 15;  // decimal digits that a double always keeps
 constexpr uint64_t kMostRemainders = 5000;
-constexpr int64_t kMostListed = 10000;  // multiples of a fraction
-constexpr double kMostNearest = 1e6;    // that these may start from
+constexpr int64_t kMostListed = 10000;  // listed multiples of a fraction
+constexpr double kMostNearest = 1e6;    // largest value from which these may start
 constexpr int64_t kSixDigits = 1000000;
 
 [[noreturn]] void refuse(const char* reason) { throw Error(DLM_INVALID_ARGUMENT, reason); }
 
-// An end of a range of numbers from zero on.
+// A bound of a range of non-negative numbers.
 struct Bound {
-  std::string whole = "0";  // without zeros in front
-  std::string fraction;     // with zeros behind, to the digits that numbers are written with
+  std::string whole = "0";  // without leading zeros
+  std::string fraction;     // padded with zeros to the number of written digits
   bool is_excluded = false;
-  bool is_plain = true;  // an integer to readers, not a double
+  bool is_plain = true;  // readers parse it as an integer, not a double
 };
 
 Bound bound_of(const Decimal& value, bool is_excluded) {
@@ -54,8 +54,9 @@ Bound bound_of(const Decimal& value, bool is_excluded) {
   return bound;
 }
 
-// A number next to a bound of more digits than doubles keep may be rounded beyond it. Moves such a
-// bound by one unit of the last digit that they keep, away from what is outside.
+// A bound can have more digits than a double keeps. Then a number next to it may be rounded past
+// it. This function moves such a bound into the range by one unit of the last digit that a double
+// keeps.
 void keep_away(Bound& bound, bool is_low) {
   std::string digits = bound.whole + bound.fraction;
   const size_t places = bound.fraction.size();
@@ -74,15 +75,17 @@ void keep_away(Bound& bound, bool is_low) {
   bound.is_excluded = false;
 }
 
-// The texts of numbers from zero on, between two bounds. A text of `n` digits before the point is
-// compared digit by digit: is_low says that all digits so far are those of the lower bound.
+// The texts of non-negative numbers between two bounds. Numbers are compared to the bounds digit by
+// digit. is_low means that all digits so far equal those of the lower bound; is_high is the same
+// for the upper bound.
 class Naturals {
  public:
   Naturals(Expressions& expressions, const Bound& low, const std::optional<Bound>& high,
            size_t fraction_digits)
       : expressions_(expressions), low_(low), has_high_(high.has_value()), most_(fraction_digits) {
     if (high) high_ = *high;
-    // What is between two texts of `most_` digits moves to the next of them.
+    // Cut the bounds to `most_` digits after the point. A lower bound that is cut becomes excluded,
+    // and an upper bound that is cut becomes included.
     const auto cut = [&](Bound& bound, bool is_low) {
       const bool is_between = bound.fraction.size() > most_ &&
                               bound.fraction.find_first_not_of('0', most_) != std::string::npos;
@@ -110,7 +113,7 @@ class Naturals {
   }
 
  private:
-  using Tight = std::array<std::array<Node, 2>, 2>;  // [is_low][is_high]: what may follow
+  using Tight = std::array<std::array<Node, 2>, 2>;  // [is_low][is_high]: the texts that may follow
 
   static ByteSet set(char low, char high) {
     ByteSet bytes;
@@ -118,14 +121,14 @@ class Naturals {
     return bytes;
   }
 
-  // Any number of more than `digits` and at most `most + 1` digits before the point.
+  // Numbers with more than `digits` and at most `most + 1` digits before the point.
   Node longer(size_t digits, uint32_t most) {
     return expressions_.sequence({expressions_.set(set('1', '9')),
                                   expressions_.repeat(digit_, static_cast<uint32_t>(digits), most),
                                   fractions_[0][0]});
   }
 
-  // One more digit, and then `after`.
+  // One more digit, followed by `after`.
   Node step(bool is_low, bool is_high, char low, char high, bool is_first, const Tight& after) {
     std::vector<Node> choices;
     const char least = is_low ? low : '0', most = is_high ? high : '9';
@@ -151,7 +154,8 @@ class Naturals {
     return expressions_.either(std::move(choices));
   }
 
-  // Whether a number may end before digit `from` of the fraction, as if zeros followed.
+  // Returns whether a number may end before digit `from` of the fraction. The missing digits count
+  // as zeros.
   bool may_end(bool is_low, bool is_high, size_t from) const {
     const auto is_zero = [&](const Bound& bound) {
       return bound.fraction.find_first_not_of('0', from) == std::string::npos;
@@ -161,7 +165,7 @@ class Naturals {
   }
 
   void make_fractions() {
-    Tight after{};  // behind the last digit
+    Tight after{};  // texts after the last digit
     for (size_t from = most_;; --from) {
       Tight made{};
       for (const bool is_low : {false, true})
@@ -206,7 +210,7 @@ class Naturals {
 
 Node naturals(Expressions& expressions, Bound low, std::optional<Bound> high, size_t most,
               bool integers) {
-  size_t excluded_digits = 0;  // before the point
+  size_t excluded_digits = 0;  // digits before the point
   const auto prepare = [&](Bound& bound, bool is_low) {
     const size_t whole = bound.whole.size(), digits = whole + bound.fraction.size();
     const bool is_exact = integers && bound.is_plain;
@@ -236,7 +240,7 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
   }
   if (!range.low || sign(range.low) < 0) {
     Bound low;
-    low.is_excluded = true;  // zero has no sign
+    low.is_excluded = true;  // zero is written without a sign
     if (range.high && sign(range.high) < 0) low = bound_of(*range.high, range.high_excluded);
     std::optional<Bound> high;
     if (range.low) high = bound_of(*range.low, range.low_excluded);
@@ -248,17 +252,18 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
 
 // ---- Multiples ----
 
-// Texts whose digits are a multiple of `divisor` if zeros make those after the point `places` ones.
-// What numbers look like otherwise is for another language to say.
+// Builds texts that are a multiple of `divisor` in units of 10^-places. Missing digits after the
+// point count as zeros. The texts may be malformed numbers: intersect them with a language of
+// numbers.
 Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   if (divisor > kMostRemainders) refuse("multipleOf with so many digits is not supported");
-  // State 0 is the first. The others are a remainder in a phase: before the point, or after so many
-  // characters from the point on.
+  // State 0 is the start state. Every other state is a pair of a phase and a remainder. Phase 0 is
+  // before the point. Phase n means that n characters were read from the point on.
   const size_t phases = places == 0 ? 1 : places + 2;
   const auto state = [&](size_t phase, uint64_t remainder) {
     return static_cast<int32_t>(1 + phase * divisor + remainder % divisor);
   };
-  std::vector<uint64_t> powers{1 % divisor};  // of ten
+  std::vector<uint64_t> powers{1 % divisor};  // powers of ten
   for (size_t i = 0; i < places; ++i) powers.push_back(powers.back() * 10 % divisor);
   ByteAutomaton automaton;
   const auto digits = [&](size_t phase, uint64_t remainder) {
@@ -285,7 +290,7 @@ Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   return expressions.machine(automaton);
 }
 
-// The digits of a number, which has to be small.
+// Parses the digits of a small number.
 uint64_t number_of(const std::string& digits) {
   if (digits.size() > 9) refuse("multipleOf with so many digits is not supported");
   return std::strtoull(digits.c_str(), nullptr, 10);
@@ -297,7 +302,7 @@ uint64_t power(uint64_t base, size_t exponent) {
   return made;
 }
 
-// The integers of a range that are multiples of an integer.
+// Returns the integers that are multiples of an integer.
 Node integer_multiples(Expressions& e, const Decimal& divisor) {
   const Node tens = with_remainder(e, number_of(divisor.digits), 0);
   if (divisor.exponent == 0) return tens;
@@ -308,7 +313,7 @@ Node integer_multiples(Expressions& e, const Decimal& divisor) {
       e.sequence(tens, e.bytes(std::string(static_cast<size_t>(divisor.exponent), '0'))));
 }
 
-// Numbers of up to so many digits before and after the point.
+// Returns numbers with up to `digits` digits before the point and `places` after it.
 Node with_digits(Expressions& e, size_t digits, size_t places) {
   NumberRange range;
   range.integers = places == 0;
@@ -317,13 +322,13 @@ Node with_digits(Expressions& e, size_t digits, size_t places) {
   return in_range(e, range, places);
 }
 
-// Whether a division in doubles gives an integer.
+// Returns whether dividing as doubles gives an integer.
 bool divides(const std::string& multiple, double divisor) {
   const double quotient = std::strtod(multiple.c_str(), nullptr) / divisor;
   return std::isfinite(quotient) && quotient == std::trunc(quotient);
 }
 
-// `count` units of 10^-places, as JSON writes them.
+// Writes `count` * 10^-places as JSON does.
 std::string written(int64_t count, size_t places) {
   std::string digits = std::to_string(std::abs(count));
   if (digits.size() <= places) digits.insert(0, places + 1 - digits.size(), '0');
@@ -333,7 +338,7 @@ std::string written(int64_t count, size_t places) {
   return count < 0 ? "-" + digits : digits;
 }
 
-// Multiples of a fraction that is no sum of halves, quarters and so on, among those of `range`.
+// Multiples of a fraction that has no exact double, limited to those inside `range`.
 Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, size_t places) {
   const auto tens = static_cast<int64_t>(power(10, places));
   const double divisor = static_cast<double>(units) / static_cast<double>(tens);
@@ -355,7 +360,7 @@ Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, 
       if (divides(text, divisor)) choices.push_back(e.bytes(text));
     }
   }
-  // Integers below a million, if doubles divide all of them well.
+  // Integers below a million, if dividing all of them as doubles gives exact results.
   int64_t step = units;
   for (int64_t other = tens; other != 0;) step = std::exchange(other, step % other);
   step = units / step;
@@ -474,7 +479,7 @@ Node numbers(Expressions& e, const NumberRange& range) {
       continue;
     }
     made = e.both(made, integer_multiples(e, divisor));
-    // Validators divide in doubles by a divisor that is written as one.
+    // Validators use doubles if the divisor is written as one.
     if (!divisor.is_plain) made = e.both(made, with_digits(e, kExactDigits, 0));
   }
   return made;

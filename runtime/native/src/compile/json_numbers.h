@@ -1,4 +1,4 @@
-// How JSON text spells the numbers of a range, as regular languages.
+// Builds regular languages of the numbers in a range, as JSON writes them.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +11,20 @@
 
 namespace dlm::compile {
 
-// A decimal number without loss: digits * 10^exponent. `digits` has no zero at either end, and is
-// empty for zero.
+// An exact decimal number: digits * 10^exponent. `digits` neither starts nor ends with a zero. It
+// is empty if the number is zero.
 struct Decimal {
   bool is_negative = false;
-  bool is_plain = true;  // written without point and exponent
+  bool is_plain = true;  // the text has neither a point nor an exponent
   std::string digits;
   int64_t exponent = 0;
 
-  // Reads a number as JSON writes it. Throws for exponents beyond 100,000.
+  // Parses a JSON number. Throws if the exponent is beyond 100,000.
   static Decimal parse(std::string_view number);
   bool is_integer() const { return exponent >= 0; }
   bool is_zero() const { return digits.empty(); }
-  // Below zero if this is less than `other`, 0 if they are equal.
+  // Returns a negative value, 0 or a positive value if this is less than, equal to or greater than
+  // `other`.
   int compare(const Decimal& other) const;
 };
 
@@ -31,19 +32,22 @@ struct NumberRange {
   std::optional<Decimal> low, high;
   bool low_excluded = false, high_excluded = false;
   bool integers = false;
-  std::vector<Decimal> multiples;  // each is above zero, and divides the numbers
+  std::vector<Decimal> multiples;  // each is positive; numbers must be multiples of all
 };
 
-// Any number, with up to two digits of exponent: readers of JSON keep such numbers finite.
+// Returns the texts of all numbers with at most two digits in the exponent. JSON readers parse such
+// numbers to finite values.
 Node any_number(Expressions& expressions);
-// The numbers of a range. Integers are written without fraction and exponent, other bounded
-// numbers without exponent and with few digits after the point, so that a reader that rounds to a
-// double still finds them inside the bounds. nothing() for an empty range. Throws a reason for what
-// is not supported.
+// Returns the texts of the numbers in a range, or nothing() if the range is empty. Throws if the
+// range is not supported; the message is the reason alone.
 //
-// Multiples of an integer are integers. Multiples of a fraction whose double is not exact, such as
-// 0.01, are those whose division gives an integer in doubles, among the 10,000 next to zero inside
-// the bounds, and integers of up to six digits.
+// Integers have no fraction and no exponent. Other bounded numbers have no exponent, and few digits
+// after the point. So they are still inside the bounds after a reader rounds them to doubles.
+//
+// Multiples of an integer are always integers. Some fractions, such as 0.01, have no exact double.
+// A number counts as a multiple of such a fraction if dividing them as doubles gives an integer.
+// The result has the 10,000 such multiples nearest to zero inside the bounds, and such integers of
+// up to six digits.
 Node numbers(Expressions& expressions, const NumberRange& range);
 
 }  // namespace dlm::compile

@@ -10,7 +10,7 @@
 namespace dlm::compile {
 namespace {
 
-// Escapes of two characters.
+// The escapes that have two characters.
 constexpr std::pair<char32_t, const char*> kEscapes[] = {
     {8, "\\b"}, {9, "\\t"}, {10, "\\n"}, {12, "\\f"}, {13, "\\r"}, {'"', "\\\""}, {'\\', "\\\\"}};
 

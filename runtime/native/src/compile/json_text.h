@@ -1,8 +1,8 @@
-// How JSON text spells characters and strings, as regular languages.
+// Builds regular languages of characters and strings, as JSON writes them.
 //
-// A character of a string is written as itself wherever JSON allows that, or with an escape of two
-// characters, as json.dumps(ensure_ascii=False) writes it. Characters that would need \uXXXX are
-// not written at all, nor are DEL and the controls U+0080 to U+009F.
+// A character is written as itself where JSON allows that, and otherwise as an escape of two
+// characters, like json.dumps(ensure_ascii=False) does. Strings never contain characters that need
+// \uXXXX, DEL, or the controls U+0080 to U+009F.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,13 @@
 
 namespace dlm::compile {
 
-// One code point of `points` inside a JSON string.
+// One code point of `points` in a JSON string.
 Node spelled(Expressions& expressions, const CodePoints& points);
-// Any one code point inside a JSON string.
+// Any single code point in a JSON string.
 Node any_character(Expressions& expressions);
-// A string of `low` to `high` code points, with its quotes.
+// A string of `low` to `high` code points, including its quotes.
 Node any_string(Expressions& expressions, uint32_t low = 0, uint32_t high = kUnbounded);
-// The JSON text of a string, with its quotes, as json.dumps(ensure_ascii=False) writes it. `text`
-// is UTF-8.
+// Returns `text` (UTF-8) as a quoted JSON string, like json.dumps(ensure_ascii=False).
 std::string json_string(std::string_view text);
 
 }  // namespace dlm::compile

@@ -9,13 +9,13 @@
 namespace dlm::compile {
 namespace {
 
-constexpr size_t kMostClasses = 64;          // before, and after
-constexpr size_t kMostBoundaries = 16;       // between two repetitions
-constexpr uint32_t kMostRepetitions = 1000;  // of a part with conditions
-constexpr int kDeepest = 2000;               // calls inside each other
+constexpr size_t kMostClasses = 64;          // most classes on each side of a position
+constexpr size_t kMostBoundaries = 16;       // most states between two repetitions
+constexpr uint32_t kMostRepetitions = 1000;  // most repetitions of a part with conditions
+constexpr int kDeepest = 2000;               // most nested calls
 constexpr int kDeepestEdge = 64;
 
-// Counts how deep calls are inside each other.
+// Counts the depth of nested calls.
 struct Deeper {
   explicit Deeper(int& depth) : depth_(++depth) {}
   ~Deeper() { --depth_; }
@@ -74,7 +74,7 @@ Looks::Piece Looks::ahead(Piece piece, bool is_negative) {
 }
 
 Looks::Piece Looks::sequence(std::vector<Piece> parts) {
-  // Neighbours without conditions are one node, made from the right.
+  // Join neighbours without conditions into one node, from right to left.
   std::vector<Piece> merged;
   for (auto part = parts.rbegin(); part != parts.rend(); ++part) {
     if (part->item == 0 && !merged.empty() && merged.back().item == 0)
@@ -114,7 +114,7 @@ Looks::Piece Looks::repeat(Piece part, uint32_t low, uint32_t high) {
   return add(std::move(item));
 }
 
-// Divides classes so that none has characters of different kinds.
+// Splits classes until all characters of a class are of the same kind.
 void Looks::divide(const std::array<CodePoints, 2>& sets, std::vector<CodePoints>& classes) const {
   for (const CodePoints& set : sets) {
     if (set.empty()) continue;
@@ -187,7 +187,7 @@ Node Looks::edged(Node node, Side side, const CodePoints& points, int depth) {
   if (node == e.nothing() || node == e.empty()) return e.nothing();
   const K kind = e.kind(node);
   if (kind == K::characters) return e.characters(intersection(e.code_points(node), points));
-  // A backslash may be the start of an escape. Automata know.
+  // If there is a backslash, it may start an escape. Then use automata, which handle escapes.
   if (kind == K::bytes && e.text(node).find('\\') == std::string::npos) {
     const std::string& text = e.text(node);
     size_t at = 0;
@@ -239,7 +239,7 @@ Looks::Rest Looks::rest_from(Piece piece, const Rest& rest) {
   if (depth_ > kDeepest) refuse("anchors or look-around are nested too deeply");
   expressions_.budget().check();
   if (piece.item == 0) return rest_from_node(piece.node, rest);
-  const Item& item = items_[piece.item];  // items are not added any more
+  const Item& item = items_[piece.item];  // no items are added at this point
   switch (item.kind) {
     case Kind::look:
       return rest_from_look(item.look, rest);
@@ -267,7 +267,7 @@ Looks::Rest Looks::rest_from_node(Node node, const Rest& rest) {
   if (node == e.empty()) return rest;
   if (std::all_of(rest.begin(), rest.end(), [&](Node each) { return each == rest[0]; }))
     return Rest(rest.size(), e.sequence(node, rest[0]));
-  std::map<Node, uint64_t> targets;  // the classes that the text may end with, by what follows
+  std::map<Node, uint64_t> targets;  // for each continuation: the classes of the last character
   for (size_t before = 1; before < rest.size(); ++before)
     targets[rest[before]] |= uint64_t{1} << (before - 1);
   std::vector<Node> choices;
@@ -325,7 +325,7 @@ Looks::Rest Looks::rest_from_repeat(const Item& item, Piece piece, const Rest& r
   return made;
 }
 
-// Any number of repetitions, whose count starts from 0, then the rest.
+// Unbounded repetitions, counted from 0, followed by `rest`.
 Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
   Expressions& e = expressions_;
   const Item& item = items_[piece.item];
@@ -410,7 +410,7 @@ Node Looks::in_turn(const First& first, bool first_looks_after, const Second& se
   return e.either(std::move(choices));
 }
 
-// The parts of a sequence from `from` on.
+// Returns the texts of the parts of a sequence from index `from` on.
 Node Looks::tail(const Item& item, Piece piece, size_t from, size_t before, size_t after) {
   const Piece part = item.parts[from];
   if (from + 1 == item.parts.size()) return texts(part, before, after);
@@ -446,8 +446,9 @@ Node Looks::repeated(Piece piece, uint32_t low, uint32_t high, size_t before, si
   return known_[key] = made;
 }
 
-// Any number of repetitions. What is before and after each place between two of them decides which
-// texts may follow there.
+// Returns the texts of any number of repetitions. A state is a position between two repetitions,
+// with the classes of the characters before and after it. The state determines which texts may
+// follow.
 Node Looks::endless(Piece piece, size_t before, size_t after) {
   Expressions& e = expressions_;
   Item& item = items_[piece.item];
@@ -471,7 +472,7 @@ Node Looks::endless(Piece piece, size_t before, size_t after) {
   return known_[key] = e.either(std::move(choices));
 }
 
-// Finds the texts of any number of repetitions from each place between two to each (Kleene 1956).
+// Finds the texts between each pair of states, over any number of repetitions (Kleene 1956).
 void Looks::close(Item& item) {
   Expressions& e = expressions_;
   const Piece part = item.parts[0];

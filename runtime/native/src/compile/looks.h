@@ -1,6 +1,6 @@
-// Expressions with conditions on what is around a place: anchors, word boundaries, look-ahead and
-// look-behind. The parsers of both syntaxes build pieces of them, and node() makes languages of
-// these, without copying the parts that have no conditions.
+// Compiles expressions with conditions on neighbouring characters: anchors, word boundaries,
+// look-ahead and look-behind. The parsers of both regex syntaxes build pieces, and node() turns a
+// piece into a language. Parts without conditions are not copied.
 #pragma once
 
 #include <array>
@@ -14,8 +14,9 @@
 
 namespace dlm::compile {
 
-// A condition on the characters beside a place. Each of the two is one of four kinds: 0: there is
-// none, the text ends; 1: of the first set; 2: of the second set; 3: another.
+// A condition on the characters before and after a position. Each of the two characters is of one
+// of four kinds. 0: no character, because the text ends there. 1: in the first set. 2: in the
+// second set. 3: any other character.
 struct Look {
   std::array<CodePoints, 2> before, after;
   std::array<std::array<bool, 4>, 4> holds{};  // [kind before][kind after]
@@ -23,26 +24,26 @@ struct Look {
 
 class Looks {
  public:
-  // How texts spell the characters: a node for one character of a set.
+  // Makes a node for one character of a set, in the spelling of the texts.
   using Spell = Node (*)(Expressions&, const CodePoints&);
 
-  // `subject` opens the messages of errors, as in "regex".
+  // `subject` is the start of error messages, for example "regex".
   Looks(Expressions& expressions, Spell spell, std::string subject);
 
-  // A part of an expression. Parts without conditions are nodes.
+  // A part of an expression. A part without conditions is a plain node.
   struct Piece {
     Node node = 0;
-    uint32_t item = 0;  // 0: a node
+    uint32_t item = 0;  // 0: this is a plain node
   };
   Piece plain(Node node) const { return {node, 0}; }
   Piece look(Look look);
-  // What follows starts with `piece` ("ahead"), or does not.
+  // Requires that `piece` matches the text that follows, or does not match it if `is_negative`.
   Piece ahead(Piece piece, bool is_negative);
   Piece sequence(std::vector<Piece> parts);
   Piece either(std::vector<Piece> choices);
   Piece repeat(Piece part, uint32_t low, uint32_t high);
 
-  // The whole texts that match. To be called once, at the end.
+  // Returns all texts that `piece` matches as a whole. Call it once, after building all pieces.
   Node node(Piece piece);
 
  private:
@@ -53,13 +54,13 @@ class Looks {
     uint32_t low = 0, high = 0;
     std::vector<Piece> parts = {};
     Look look = {};
-    std::vector<Node> steps = {};  // of an endless repetition: from each boundary to each
+    std::vector<Node> steps = {};  // see close()
   };
-  // The languages of all that is from a place on, by what is before it: 0: nothing; otherwise one
-  // of the classes before, from 1 on.
+  // The texts that can follow a position, indexed by the character before it. Index 0: no
+  // character. Index 1 and up: the class of the character, from `before_`.
   using Rest = std::vector<Node>;
-  // Item, its part or fewest repetitions, most repetitions, and what is before and after: 0: the
-  // end of the text; from 1 on: classes.
+  // The item; the index of its part or its fewest repetitions; its most repetitions; the classes of
+  // the characters before and after. Class 0 is the end of the text.
   using Key = std::tuple<uint32_t, size_t, uint32_t, size_t, size_t>;
 
   Piece add(Item item);
@@ -71,8 +72,9 @@ class Looks {
   bool holds(const Look& look, size_t before, size_t after) const;
 
   enum class Side : uint8_t { start, end };
-  // Texts of `node` that are not empty; of these those that start with a character of one of the
-  // classes after, or end with one of the classes before. Bit i of `classes` is class i + 1.
+  // not_empty() returns the texts of `node` except the empty one. edged() returns those of them
+  // that start with a character of some classes of `after_`, or that end with a character of some
+  // classes of `before_`. Bit i of `classes` selects class i + 1.
   Node not_empty(Node node, int depth = 0);
   Node edged(Node node, Side side, uint64_t classes);
   Node edged(Node node, Side side, const CodePoints& points, int depth);
@@ -99,7 +101,7 @@ class Looks {
   template <class First, class Second>
   Node in_turn(const First& first, bool first_looks_after, const Second& second,
                bool second_looks_before, size_t before, size_t after);
-  // Places between two repetitions, which differ by what is before and after them.
+  // The number of classes to tell apart at a position between two repetitions.
   size_t classes_before(const Item& item) const { return item.looks_before ? before_.size() : 1; }
   size_t classes_after(const Item& item) const { return item.looks_after ? after_.size() : 1; }
   [[noreturn]] void refuse(const char* what) const;
@@ -107,9 +109,9 @@ class Looks {
   Expressions& expressions_;
   const Spell spell_;
   const std::string subject_;
-  std::vector<Item> items_{Item{}};         // the first stands for none
-  std::vector<CodePoints> before_, after_;  // classes: all characters of one are alike to all looks
-  Node any_texts_ = 0;                      // of any length
+  std::vector<Item> items_{Item{}};         // index 0 is unused
+  std::vector<CodePoints> before_, after_;  // no Look tells characters of one class apart
+  Node any_texts_ = 0;                      // all texts of any length
   int depth_ = 0;
   std::map<Key, Node> known_;
   std::map<std::tuple<Node, Side, uint64_t>, Node> known_edges_;

@@ -1,9 +1,11 @@
-// Minimisation, one strongly connected component at a time, from the ends of texts to their starts.
+// Minimises an automaton, one strongly connected component at a time, from the ends of texts to
+// their starts.
 //
-// A state outside cycles equals a state that leads to equal states: one look-up finds it, as in
-// Revuz (1992). The states of a component are told apart by partition refinement, after Hopcroft
-// (1971), and the component as a whole then equals states that were found before, or none of it
-// does. Real constraints are mostly outside cycles, so that most states are looked at once.
+// Outside cycles, two states are equal if they lead to equal states. One look-up finds an equal
+// state, as in Revuz (1992). Inside a component, partition refinement separates the states that
+// differ (Hopcroft 1971). Afterwards, either the whole component equals states that were found
+// before, or none of its states do. Most states of real constraints are outside cycles, so most
+// states are visited once.
 #include <algorithm>
 #include <unordered_map>
 
@@ -39,7 +41,7 @@ class Minimiser {
   }
 
  private:
-  // The fewest bytes from each state to the end of a text; -1: there is none.
+  // Computes the fewest bytes from each state to the end of a text. -1 means that there is no end.
   void measure_distances() {
     std::vector<uint32_t> begins(raw_.states() + 2);
     for (const ByteEdge& edge : raw_.edges) ++begins[index(edge.state) + 2];
@@ -66,7 +68,8 @@ class Minimiser {
     }
   }
 
-  // Tarjan (1972) with a stack of its own: a component is complete after all that it leads to.
+  // Tarjan's algorithm (1972) with an explicit stack. A component is complete after all components
+  // that it leads to.
   void visit_components() {
     struct Frame {
       int32_t state;
@@ -124,7 +127,8 @@ class Minimiser {
     if (!merge_component()) add_component();
   }
 
-  // Fills edges_ with the state's edges to states that end, each named by `name`.
+  // Fills edges_ with the state's edges to states that can reach an end. `name` renames the
+  // targets.
   template <class Name>
   void edges_of(int32_t state, Name name) {
     edges_.clear();
@@ -152,7 +156,7 @@ class Minimiser {
            equal(made_.edges.data() + from, edges_.data(), edges_.size());
   }
 
-  // The made state with edges_; it is added if there is none.
+  // Returns the new state that has the edges edges_. Adds it if it does not exist.
   int32_t find_or_add(bool accepting) {
     const uint64_t hash = hash_edges(accepting);
     for (auto [at, last] = by_edges_.equal_range(hash); at != last; ++at)
@@ -171,11 +175,11 @@ class Minimiser {
     return made;
   }
 
-  // Gives each member its class in class_, from 0: equal states have one class. Edges that leave
-  // the component keep the made states that they lead to, as ~state.
+  // Assigns each member a class in class_, starting from 0. Equal states get the same class. An
+  // edge that leaves the component is written as ~state, where `state` is a new state.
   //
-  // When a class splits, its largest part keeps the number, and only states before the other parts
-  // are looked at again. So each state is looked at O(log n) times.
+  // When a class splits, its largest part keeps the number. Only states that lead to the other
+  // parts are visited again. So each state is visited O(log n) times.
   void refine() {
     const size_t count = members_.size();
     if (local_.empty()) local_.assign(raw_.states(), 0);
@@ -183,7 +187,7 @@ class Minimiser {
     class_.assign(count, 0);
     parts_.clear();
     {
-      std::unordered_map<int32_t, int32_t> seeds;  // equal states are as far from an end
+      std::unordered_map<int32_t, int32_t> seeds;  // equal states have the same distance to an end
       for (size_t i = 0; i < count; ++i) {
         const int32_t distance = distances_[index(members_[i])];
         const auto at = seeds.try_emplace(distance, static_cast<int32_t>(seeds.size())).first;
@@ -219,7 +223,7 @@ class Minimiser {
                                                 : ~canonical_[index(to)];
   }
 
-  // Members by the members that they are led to from.
+  // Lists, for each member, the members that have an edge to it.
   void list_sources() {
     const size_t count = members_.size();
     begins_.assign(count + 2, 0);
@@ -237,12 +241,13 @@ class Minimiser {
     each_edge([&](int32_t from, size_t to) { sources_[begins_[to + 1]++] = from; });
   }
 
-  // Splits the classes of `changed` by where their members lead, by the classes as they are now.
+  // Splits the classes of `changed` by the current classes of the states that their members lead
+  // to.
   template <class Relabelled>
   void split(const std::vector<int32_t>& changed, Relabelled relabelled) {
     struct Signature {
       uint64_t hash;
-      int32_t number;        // of the class
+      int32_t number;        // of the member's class
       uint32_t start, size;  // in `content`
       int32_t member;
     };
@@ -256,7 +261,7 @@ class Minimiser {
                             static_cast<uint32_t>(edges_.size()), member});
       content.insert(content.end(), edges_.begin(), edges_.end());
     }
-    const auto compare = [&](const Signature& a, const Signature& b) {  // < 0, 0, > 0
+    const auto compare = [&](const Signature& a, const Signature& b) {  // returns < 0, 0 or > 0
       if (a.number != b.number) return a.number < b.number ? -1 : 1;
       if (a.hash != b.hash) return a.hash < b.hash ? -1 : 1;
       if (a.size != b.size) return a.size < b.size ? -1 : 1;
@@ -286,8 +291,8 @@ class Minimiser {
       for (size_t i = 1; i < runs.size(); ++i)
         if (runs[i].second - runs[i].first > runs[largest].second - runs[largest].first)
           largest = i;
-      // The states that were not looked at are a part of their own: they lead to numbers that
-      // were kept, and the others do not.
+      // States that were not visited form one part. They lead only to classes that kept their
+      // numbers, and the visited states do not.
       const bool keeps_unchanged = unchanged >= runs[largest].second - runs[largest].first;
       std::vector<std::vector<int32_t>> others;
       for (size_t i = 0; i < runs.size(); ++i) {
@@ -334,7 +339,7 @@ class Minimiser {
     parts_[index(number)].push_back(member);
   }
 
-  // What equal states share, and few others do.
+  // A hash that is the same for equal states, and differs for most others.
   uint64_t hash_shape(bool accepting, int32_t distance) const {
     uint64_t hash = mixed(accepting, static_cast<uint64_t>(distance));
     int first = -2, last = -2;
@@ -348,8 +353,8 @@ class Minimiser {
     return mixed(hash, static_cast<uint64_t>(first) << 16 | static_cast<uint16_t>(last));
   }
 
-  // Whether the component equals made states; canonical_ then has them. If one member does, all
-  // do, as each is reached from each.
+  // Returns whether the component equals new states that exist already. If so, fills canonical_. It
+  // is enough to compare one member, because every member can reach every other.
   bool merge_component() {
     const int32_t pivot = parts_.front().front();
     const int32_t state = members_[index(pivot)];
@@ -373,7 +378,7 @@ class Minimiser {
     return false;
   }
 
-  // Compares a class with its image, edge by edge; classes that it leads to get images.
+  // Compares a class with its image edge by edge. Assigns images to the classes that it leads to.
   bool matches_image(int32_t number, std::vector<int32_t>& images, std::vector<int32_t>& open) {
     const int32_t state = members_[index(parts_[index(number)].front())];
     const int32_t image = images[index(number)];
@@ -419,7 +424,7 @@ class Minimiser {
     for (size_t i = 0; i < members_.size(); ++i) canonical_[index(members_[i])] = base + class_[i];
   }
 
-  // What was made, in breadth-first order.
+  // Returns the new automaton with its states in breadth-first order.
   ByteAutomaton in_order() {
     ByteAutomaton out;
     std::vector<int32_t> renamed(made_.states(), kNone), order{canonical_[index(first_)]};
@@ -446,16 +451,16 @@ class Minimiser {
   const int32_t first_;
   Budget& budget_;
   std::vector<int32_t> distances_, component_;  // [raw states]
-  std::vector<int32_t> canonical_;              // the made state of each that is finished
+  std::vector<int32_t> canonical_;              // the new state of each finished state
   int32_t components_ = 0;
   ByteAutomaton made_;
-  std::unordered_multimap<uint64_t, int32_t> by_edges_, by_shape_;  // made states
-  std::vector<ByteEdge> edges_;                                     // of the state at hand
+  std::unordered_multimap<uint64_t, int32_t> by_edges_, by_shape_;  // new states
+  std::vector<ByteEdge> edges_;                                     // of the current state
 
-  // Of the component at hand. Members are numbered as in members_.
+  // Data of the current component. Members are numbered as in members_.
   std::vector<int32_t> members_, local_, class_;
   std::vector<std::vector<int32_t>> parts_;  // the members of each class
-  std::vector<size_t> place_;                // of a member in its part
+  std::vector<size_t> place_;                // the index of each member in its part
   std::vector<uint32_t> begins_;
   std::vector<int32_t> sources_;
 };

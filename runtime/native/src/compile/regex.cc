@@ -13,7 +13,7 @@
 namespace dlm::compile {
 namespace {
 
-constexpr size_t kDeepestGroup = 250;  // as in Rust
+constexpr size_t kDeepestGroup = 250;  // the limit of Rust's regex crate
 constexpr uint32_t kMostCount = 1000000;
 
 Node in_utf8(Expressions& expressions, const CodePoints& points) {
@@ -45,7 +45,7 @@ class Reader : RegexText {
     size_t place = 0;
     RegexFlags flags_outside;
     std::vector<Looks::Piece> choices = {}, parts = {};
-    bool can_repeat = false;  // whether the last part can
+    bool can_repeat = false;  // whether the last part can be repeated
   };
 
   // ---- Terms ----
@@ -129,7 +129,7 @@ class Reader : RegexText {
     const CodePoints feed{{'\n', '\n'}}, carriage{{'\r', '\r'}};
     const bool has_crlf = is_multiline && flags_.has_crlf;
     if (is_multiline) {
-      // With the flag R nothing is between \r and \n.
+      // With the flag R, no line starts or ends between \r and \n.
       look.before = is_start || has_crlf ? std::array{is_start ? feed : carriage, CodePoints{}}
                                          : std::array<CodePoints, 2>{};
       look.after =
@@ -179,7 +179,7 @@ class Reader : RegexText {
       at_ = place;
       refuse("nothing to repeat");
     }
-    take("?");  // lazy ones have the same texts
+    take("?");  // lazy quantifiers match the same texts
     group.parts.back() = looks_.repeat(group.parts.back(), low, high);
   }
 
@@ -254,7 +254,7 @@ class Reader : RegexText {
     ++at_;
   }
 
-  // Returns ) for flags of the rest of the group, : for those of a new one.
+  // Returns ) if the flags apply to the rest of the group, : if they start a new group.
   char read_flags() {
     RegexFlags flags = flags_;
     bool is_on = true, is_empty = true, has_minus = false;
@@ -292,7 +292,7 @@ class Reader : RegexText {
         case 'x':
           flags.is_verbose = is_on;
           break;
-        case 'U':  // which of the matches is found first makes no other set of texts
+        case 'U':  // swapping greedy and lazy does not change the set of texts
           break;
         default:
           refuse("a flag that is none of imsRUux");

@@ -1,4 +1,4 @@
-// Regular expressions in the syntax of Rust's regex crate
+// Compiles regular expressions in the syntax of Rust's regex crate
 // (https://docs.rs/regex/latest/regex/#syntax).
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace dlm::compile {
 
-// The texts, as UTF-8, that `expression` matches as a whole. Throws "regex: ..." with the place for
-// an expression that is not valid, or that no automaton can decide.
+// Returns the UTF-8 texts that `expression` matches as a whole. Throws "regex: ..." with the
+// position if the expression is not valid, or if an automaton cannot match it.
 Node regex(Expressions& expressions, std::string_view expression);
 
 }  // namespace dlm::compile

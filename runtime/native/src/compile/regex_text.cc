@@ -45,7 +45,7 @@ void RegexText::refuse(const std::string& what) const {
   fail(DLM_INVALID_ARGUMENT, "regex: %s at character %zu", what.c_str(), place);
 }
 
-// White space and comments, with the flag x.
+// Skips white space and comments if the flag x is set.
 void RegexText::skip() {
   if (!flags_.is_verbose) return;
   while (!is_end()) {
@@ -69,7 +69,7 @@ CodePoints RegexText::folded(const CodePoints& points) const {
   return normalised(std::move(all));
 }
 
-// \d, \p{...} and the like, from the letter on.
+// Parses \d, \p{...} and similar sets, starting at the letter.
 bool RegexText::escaped_set(CodePoints& set) {
   const char letter = text_[at_];
   if (std::string_view("dDsSwW").find(letter) != std::string_view::npos) {
@@ -96,7 +96,7 @@ bool RegexText::escaped_set(CodePoints& set) {
   return true;
 }
 
-// `is_negated` changes for a name with !=.
+// A name with != inverts `is_negated`.
 CodePoints RegexText::property(bool& is_negated) {
   skip();
   std::string name;
@@ -127,7 +127,7 @@ CodePoints RegexText::property(bool& is_negated) {
   return *std::move(found);
 }
 
-// A character after a backslash.
+// Parses the rest of an escaped character, after the backslash.
 char32_t RegexText::escaped_character() {
   const char32_t letter = next("an escape");
   switch (letter) {
@@ -238,7 +238,7 @@ void RegexText::open_class(std::vector<OpenClass>& open) {
   if (made.items.empty() && take("]")) made.items.push_back({']', ']'});
 }
 
-// Ends the operand on the right of the last operator, and starts that of the next.
+// Ends the right operand of the last operator, applies that operator, and starts the next operand.
 void RegexText::operate(OpenClass& open, char operation) const {
   CodePoints right = normalised(std::move(open.items));
   open.items.clear();
@@ -258,7 +258,7 @@ void RegexText::operate(OpenClass& open, char operation) const {
   open.operation = operation;
 }
 
-// [:alpha:] and the like, if it is here.
+// Parses [:alpha:] or a similar ASCII class, if there is one here.
 bool RegexText::ascii_class(CodePoints& items) {
   static const std::pair<std::string_view, CodePoints> kClasses[] = {
       {"alnum", {{'0', '9'}, {'A', 'Z'}, {'a', 'z'}}},
@@ -290,7 +290,8 @@ bool RegexText::ascii_class(CodePoints& items) {
   return false;
 }
 
-// One character or set of a class. Whether it is a character that a range can have.
+// Parses one character or set of a class. Returns whether it is a character, which a range may
+// start with.
 bool RegexText::class_item(CodePoints& set, char32_t& point) {
   if (!take("\\")) {
     point = next("a class");
@@ -309,7 +310,7 @@ void RegexText::range(CodePoints& items) {
   char32_t low = 0, high = 0;
   const bool is_character = class_item(set, low);
   skip();
-  size_t after = at_ + 1;  // the character after a -
+  size_t after = at_ + 1;  // index of the character after a -
   if (is_at('-')) {
     const size_t here = std::exchange(at_, after);
     skip();

@@ -1,5 +1,5 @@
-// The text of a regular expression in Rust's syntax: its characters, escapes and classes. regex.cc
-// reads the rest.
+// Parses characters, escapes and classes of a regular expression in Rust's syntax. regex.cc parses
+// the rest.
 #pragma once
 
 #include <string>
@@ -27,17 +27,18 @@ class RegexText {
   bool is_at(char letter) const { return !is_end() && text_[at_] == letter; }
   bool is_at_space() const;
   bool take(std::string_view wanted);
-  char32_t next(const char* what);  // `what` names where it must not end
-  // White space and comments, with the flag x.
+  char32_t next(const char* what);  // `what` describes the context if the text ends here
+  // Skips white space and comments if the flag x is set.
   void skip();
 
-  // With the characters that are equal to one of the set, with the flag i.
+  // With the flag i, adds the characters that differ from one of the set only in case.
   CodePoints folded(const CodePoints& points) const;
-  // \d, \p{...} and the like, from the letter on, if one is here.
+  // Parses \d, \p{...} and similar sets, starting at the letter. Returns false if there is no such
+  // set here.
   bool escaped_set(CodePoints& set);
-  // A character after a backslash.
+  // Parses the rest of an escaped character, after the backslash.
   char32_t escaped_character();
-  // A class, from its [ on.
+  // Parses a class, starting at its [.
   CodePoints bracketed();
 
   Budget& budget_;
@@ -46,12 +47,12 @@ class RegexText {
   RegexFlags flags_;
 
  private:
-  // A class, or one inside it, while it is read.
+  // A class, or a nested class, that is being parsed.
   struct OpenClass {
     bool is_negated = false;
-    CodePoints items = {};  // since the last operator
+    CodePoints items = {};  // after the last operator
     CodePoints left = {};   // before the last operator
-    char operation = 0;     // & - ~; 0: none
+    char operation = 0;     // the last operator: & - or ~; 0: no operator yet
   };
 
   CodePoints property(bool& is_negated);

@@ -1,5 +1,5 @@
-// Makes the automaton of token ids from the edges that the walks over tokens found: drops what
-// leads nowhere, and names states, classes and groups.
+// Builds the automaton of token ids from the edges that the walks over tokens found. Drops states
+// and edges that lead to no end of a text. Numbers the states, classes and groups.
 #include "compile/token_automaton.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int32_t kNone = -1;
 
-// Makes an automaton of edges between states of `texts`.
+// Builds an automaton from the edges between states of `texts`.
 class Assembly {
  public:
   Assembly(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenEdges edges,
@@ -31,7 +31,7 @@ class Assembly {
     const std::vector<int32_t> distances = measure();
     Automaton out{};
     out.vocab_size = vocabulary_.vocab_size();
-    // Groups that are left, in the order in which they are met.
+    // The groups that remain, in the order of their first use.
     std::vector<int32_t> used(index(groups_.size()), kNone), groups;
     std::vector<int32_t> renamed(texts_.states(), kNone);
     for (size_t state = 0; state < texts_.states(); ++state) {
@@ -77,8 +77,8 @@ class Assembly {
   }
 
  private:
-  // The fewest tokens from each state to where a text may end, -1 if there is no way. After it,
-  // only states and edges on a text's path are left in edges_.is_met and edges_.rows.
+  // Returns the fewest tokens from each state to the end of a text, or -1 if there is no path. Also
+  // removes states and edges that are on no such path; edges_ keeps the others.
   std::vector<int32_t> measure() {
     const size_t states = texts_.states();
     std::vector<uint32_t> begins(states + 2);

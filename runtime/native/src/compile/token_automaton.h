@@ -1,4 +1,4 @@
-// The tokens that lead from state to state of a byte automaton.
+// Turns an automaton over bytes into an automaton over token ids.
 #pragma once
 
 #include "compile/budget.h"
@@ -8,11 +8,15 @@
 
 namespace dlm::compile {
 
-// The automaton of token ids whose texts `texts` accepts. Where a text may end, any number of end
-// tokens may follow. Where only one text can follow a state, only the token that the tokenizer
-// starts it with leads on, and tokens that go beyond it: so the loop can tell such tokens in
-// advance, and the texts stay what they are. Throws when no tokens make such a text, and when a
-// limit is reached. `texts` must be minimal, and not empty.
+// Returns an automaton over token ids that accepts the texts of `texts`. At each end of a text, it
+// accepts any number of end tokens.
+//
+// If only one text can follow a state, the state has few edges: one for the token with which the
+// tokenizer starts that text, and others for tokens that are longer than that text. So the decoding
+// loop can predict forced tokens. The accepted texts do not change.
+//
+// `texts` must be minimal and not empty. Throws if no tokens make an accepted text, or if a limit
+// is exceeded.
 Automaton token_automaton(const ByteAutomaton& texts, const Vocabulary& vocabulary, Budget& budget);
 
 }  // namespace dlm::compile

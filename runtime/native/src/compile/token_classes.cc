@@ -1,8 +1,9 @@
-// Names classes of tokens.
+// Assigns classes to tokens.
 //
-// Nodes are told apart first, by the sets that they are in, and tokens then by their nodes: there
-// are far fewer of both than tokens in all groups. This tells more tokens apart than groups do,
-// because sets are parts of groups. So classes that are in the same groups are joined in the end.
+// First, nodes are separated by the sets that contain them. Then tokens are separated by their
+// nodes. This is cheaper than visiting all tokens of all groups, because there are far fewer nodes
+// and sets. It separates more tokens than needed, because sets are parts of groups. So at the end,
+// classes that are in the same groups are joined.
 #include "compile/token_classes.h"
 
 #include <algorithm>
@@ -56,7 +57,7 @@ int32_t TokenClasses::Lists::number_of(const std::vector<int32_t>& list) {
   return number;
 }
 
-// Whether each set is one of these groups, or a part of one.
+// Returns for each set whether it is one of `groups` or a part of one.
 std::vector<uint8_t> TokenClasses::needed_for(const std::vector<int32_t>& groups) const {
   std::vector<uint8_t> is_needed(index(groups_.size()), 0);
   for (const int32_t group : groups) is_needed[index(group)] = 1;
@@ -82,7 +83,8 @@ Partition TokenClasses::split_nodes(const std::vector<uint8_t>& is_needed) {
   return nodes;
 }
 
-// Also lists the tokens of each part of nodes, and the parts of tokens that these are.
+// Splits tokens by the parts of their nodes. Also fills the lists of tokens of each part of nodes,
+// and of the parts of tokens that contain them.
 Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size) {
   node_starts_.assign(index(nodes.parts()) + 2, 0);
   groups_.each_node([&](int32_t node, const int32_t* first, const int32_t* last) {
@@ -122,7 +124,7 @@ Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size)
   return tokens;
 }
 
-// Lists the parts of tokens that each set consists of, and returns the number of each set's list.
+// Lists the parts of tokens in each set. Returns the number of each set's list.
 std::vector<int32_t> TokenClasses::list_parts(const std::vector<uint8_t>& is_needed,
                                               const Partition& nodes, Lists& lists) {
   std::vector<int32_t> list_of(index(groups_.size()), kNone);
@@ -160,7 +162,7 @@ std::vector<int32_t> TokenClasses::name(const std::vector<int32_t>& groups, Auto
   Lists lists;
   const std::vector<int32_t> list_of = list_parts(is_needed, nodes, lists);
 
-  // Parts of tokens by the groups that they are in.
+  // Number the parts of tokens by the groups that contain them.
   std::vector<int32_t> number_of(lists.starts.size(), kNone), numbers, used;
   for (const int32_t group : groups) {
     int32_t& number = number_of[index(list_of[index(group)])];

@@ -1,4 +1,5 @@
-// Classes of tokens that are in the same groups, and groups as lists of classes.
+// Partitions tokens into classes that belong to the same groups, and writes groups as lists of
+// classes.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +12,14 @@
 
 namespace dlm::compile {
 
-// A partition of 0..n-1 that is made finer. Part 0 is first all of them, and keeps those that were
-// in no set.
+// A partition of 0..n-1 that can be refined. At first, part 0 contains all members. Later, it
+// contains the members that were in no set.
 class Partition {
  public:
   explicit Partition(int32_t count) : part_of_(static_cast<size_t>(count), 0), sizes_{count} {}
 
-  // Splits each part into what is in a set and what is not. each(see) calls see(member) for each
-  // member of the set, in any order; it is called twice.
+  // Splits each part into its members inside a set and its members outside it. each(see) must call
+  // see(member) for each member of the set, in any order. split() calls `each` twice.
   template <class Each>
   void split(const Each& each);
   int32_t part(int32_t member) const { return part_of_[static_cast<size_t>(member)]; }
@@ -26,25 +27,26 @@ class Partition {
 
  private:
   struct Mark {
-    int32_t round, count, fresh;  // fresh: the part for members that are in the set
+    int32_t round, count, fresh;  // fresh: the new part, for members in the set
   };
   std::vector<int32_t> part_of_, sizes_;
   std::vector<Mark> marks_{{-1, 0, -1}};
   int32_t round_ = 0;
 };
 
-// Both arguments must outlive it.
+// Both arguments must outlive this object.
 class TokenClasses {
  public:
   TokenClasses(const TokenGroups& groups, Budget& budget) : groups_(groups), budget_(budget) {}
 
-  // Fills token_class, group_starts and group_classes of an automaton without states from these
-  // groups, which differ. Returns the number of each in the automaton: groups of equal tokens are
-  // one there. Classes are numbered by their lowest tokens.
+  // Fills token_class, group_starts and group_classes of an automaton that has no states yet.
+  // `groups` must not have duplicates. Returns the number of each group in the automaton. Groups
+  // with the same tokens get the same number. Classes are numbered in the order of their lowest
+  // tokens.
   std::vector<int32_t> name(const std::vector<int32_t>& groups, Automaton& out);
 
  private:
-  // Lists of numbers, equal ones once.
+  // Stores lists of numbers. Equal lists are stored once.
   struct Lists {
     int32_t number_of(const std::vector<int32_t>& list);
     std::pair<const int32_t*, const int32_t*> list(int32_t number) const {
@@ -64,7 +66,7 @@ class TokenClasses {
 
   const TokenGroups& groups_;
   Budget& budget_;
-  // The tokens of each part of nodes, and then the parts of tokens that they are.
+  // The tokens of each part of nodes, and the parts of tokens that contain them.
   std::vector<size_t> node_starts_;
   std::vector<int32_t> node_tokens_;
   std::vector<std::vector<int32_t>> token_parts_;

@@ -1,5 +1,5 @@
-// Tables over the states of a byte automaton: where bytes lead, which text must follow, and which
-// states tell bytes apart alike.
+// Computes tables about the states of a byte automaton: the next state of each byte, the text that
+// must follow, and the states that treat bytes alike.
 #include "compile/token_states.h"
 
 #include <algorithm>
@@ -12,10 +12,10 @@
 namespace dlm::compile {
 namespace {
 
-// A state inside a string takes nearly all bytes, most of them to one state. States of words and
-// numbers take few.
+// A state inside a string takes nearly all bytes, and most of them lead to one state. States inside
+// words and numbers take few bytes.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
-constexpr int32_t kEncodedBytes = 96;  // of a text that has to follow, the tokenizer gets so many
+constexpr int32_t kEncodedBytes = 96;  // most bytes of a forced text that the tokenizer is given
 constexpr int32_t kNone = -1;
 
 Kinds kinds_of(const ByteAutomaton& texts) {
@@ -81,7 +81,7 @@ void TokenStates::find_parts() {
   part_.assign(states, kNone);
   is_hub_.assign(states, 0);
   std::vector<uint8_t> is_wide(states, 0);
-  std::unordered_map<int32_t, int> alike;  // bytes by the state that they lead to
+  std::unordered_map<int32_t, int> alike;  // number of bytes that lead to each state
   for (size_t state = 0; state < states; ++state) {
     budget_.check();
     int bytes = 0, most = 0;
@@ -95,8 +95,8 @@ void TokenStates::find_parts() {
       is_hub_[state] = back->second >= kBytesAlike;
     is_wide[state] = bytes >= kManyBytes && most >= kBytesAlike;
   }
-  // Parts are connected: a tree that tells bytes apart as all of an automaton does would not
-  // join many tokens.
+  // Each part is connected. A single tree for all states would have to tell too many bytes apart,
+  // so it would not merge many tokens.
   std::vector<int32_t> leader(states);
   for (size_t state = 0; state < states; ++state) leader[state] = static_cast<int32_t>(state);
   const auto find = [&](int32_t state) {
@@ -114,7 +114,7 @@ void TokenStates::find_parts() {
   for (size_t state = 0; state < states; ++state)
     if (is_wide[state])
       members[find(static_cast<int32_t>(state))].push_back(static_cast<int32_t>(state));
-  std::map<ByteClasses, int32_t> known;  // parts that tell bytes apart alike are one
+  std::map<ByteClasses, int32_t> known;  // parts with equal byte classes are one part
   for (size_t state = 0; state < states; ++state) {
     const auto at = members.find(static_cast<int32_t>(state));
     if (at == members.end() || at->second.size() < 2) continue;
@@ -125,10 +125,10 @@ void TokenStates::find_parts() {
   }
 }
 
-// Bytes are of one class if all of these states lead to the same state by them.
+// Bytes are in one class if each of these states has the same next state for all of them.
 ByteClasses TokenStates::classes_of(const std::vector<int32_t>& states) {
   std::vector<int16_t> number(kinds_.count, 0);
-  std::vector<size_t> first{0};  // kind of each number
+  std::vector<size_t> first{0};  // a kind of each class
   for (const int32_t state : states) {
     budget_.check();
     bool holds = true;
@@ -146,7 +146,7 @@ ByteClasses TokenStates::classes_of(const std::vector<int32_t>& states) {
   }
   ByteClasses out;
   for (size_t byte = 0; byte < 256; ++byte) out[byte] = number[kinds_.of[byte]];
-  // A byte that none of them takes is left out.
+  // Leave out bytes that none of the states takes.
   for (size_t kind = 0; kind < kinds_.count; ++kind) {
     if (std::any_of(states.begin(), states.end(),
                     [&](int32_t state) { return next(state, kind) >= 0; }))

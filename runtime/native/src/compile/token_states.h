@@ -1,4 +1,4 @@
-// What the walks over tokens need to know of the states of a byte automaton.
+// Tables about the states of a byte automaton, used by the walks over tokens.
 #pragma once
 
 #include <array>
@@ -13,28 +13,30 @@
 
 namespace dlm::compile {
 
-// Bytes of one kind lead to the same state from each state.
+// Groups bytes into kinds. In each state, all bytes of one kind lead to the same next state.
 struct Kinds {
   std::array<uint8_t, 256> of{};    // the kind of each byte
   std::array<uint8_t, 256> byte{};  // the lowest byte of each kind
   size_t count = 0;
 };
 
-// Both arguments must outlive it.
+// Both arguments must outlive this object.
 class TokenStates {
  public:
   TokenStates(const ByteAutomaton& texts, Budget& budget);
 
   int32_t next_by_byte(int32_t state, uint8_t byte) const { return next(state, kinds_.of[byte]); }
-  // How many bytes have to follow the state, as only one text can.
+  // The number of bytes that must follow the state, because only one text can.
   int32_t forced(int32_t state) const { return forced_[static_cast<size_t>(state)]; }
-  // The part that the state is of, -1 for states that take few bytes.
+  // The part of the automaton that contains the state. -1 if the state takes too few bytes to be in
+  // a part.
   int32_t part(int32_t state) const { return part_[static_cast<size_t>(state)]; }
-  // Whether many bytes lead from the state back to it, so that many walks come there.
+  // Returns whether many bytes lead from the state back to itself. Many walks reach such a state.
   bool is_hub(int32_t state) const { return is_hub_[static_cast<size_t>(state)] != 0; }
-  // How the states of each part tell bytes apart.
+  // The byte classes of each part: its states treat all bytes of one class alike.
   const std::vector<ByteClasses>& parts() const { return parts_; }
-  // The text that has to follow a state, as far as the tokenizer gets it: whole characters.
+  // The text that must follow a state. It is cut to whole characters and to the length that the
+  // tokenizer is given.
   std::string text_after(int32_t state) const;
   // The memory of the table of next states.
   size_t bytes() const { return table_.size() * sizeof(int32_t); }
@@ -51,7 +53,7 @@ class TokenStates {
   const ByteAutomaton& texts_;
   Budget& budget_;
   const Kinds kinds_;
-  std::vector<int32_t> table_;  // [states, kinds]: the next state, -1: none
+  std::vector<int32_t> table_;  // [states, kinds]: the next state, or -1
   std::vector<int32_t> forced_, part_;
   std::vector<uint8_t> is_hub_;
   std::vector<ByteClasses> parts_;

@@ -1,16 +1,18 @@
-// Walks the tokens from state to state.
+// Walks the tokens from state to state, starting only from states that tokens reach. Three things
+// keep the walks short:
 //
-// Only states that tokens lead to are walked from. Two things keep the walks short:
-//
-// - A state that takes many bytes to few states, as inside a string, is walked over a tree of
-//   tokens whose bytes are told apart only as far as such states around it do. "hello" and "world"
-//   are one there. Where a token leaves these states, the walk goes on over the tree by bytes.
-// - What follows a node is the same for all states that come to the same place there. It is walked
-//   once, and kept as sets of tokens, where many states do: where a token leaves the part, and
-//   where it comes to a state that most bytes lead back to. A state inside one of 100 listed words,
-//   which any other text may replace, shares nearly all of its tokens with the others.
+// - Some states take many bytes and lead to few states, for example inside a string. Such states
+//   are walked over a tree of tokens that tells bytes apart only as far as these states do. In that
+//   tree, "hello" and "world" are one path. If a token leaves these states, the walk continues over
+//   the tree by bytes.
+// - If several states reach the same state at the same node, the walk continues in the same way.
+//   That walk is done once and stored as sets of tokens. This happens where a token leaves the
+//   part, and where it reaches a state to which most bytes lead back. Suppose that a text is one of
+//   100 listed words or any other string: then a state inside a word shares nearly all of its
+//   tokens with the other states.
 // - The tokens from one state to another are a list of nodes and sets. Equal lists are one group,
-//   however many states share it: the tokens of n characters, in a counted string.
+//   no matter how many states use it. For example, a string with a counted length uses one group
+//   for all tokens of n characters.
 #include "compile/token_walks.h"
 
 #include <algorithm>
@@ -21,9 +23,9 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kCheckedNodes = 4096;  // of a walk between two looks at the clock
-constexpr int32_t kSharedNodes = 8;      // below a node, for which keeping its steps is worth it
-constexpr int kMostNesting = 16;         // of walks that start inside others
+constexpr int32_t kCheckedNodes = 4096;  // nodes that a walk visits between two checks of the clock
+constexpr int32_t kSharedNodes = 8;      // steps of larger subtrees are stored
+constexpr int kMostNesting = 16;         // nested walks
 constexpr int32_t kNone = -1;
 
 }  // namespace
@@ -102,7 +104,7 @@ void TokenWalks::sort_steps(const std::vector<Step>& steps) {
   for (const int32_t to : targets_) slot_[index(to)] = kNone;
 }
 
-// Fills steps_ with all tokens that lead on from a state.
+// Fills steps_ with the tokens that can follow a state.
 void TokenWalks::walk(int32_t state) {
   steps_.clear();
   if (const int32_t number = table_.part(state); number >= 0) {
@@ -128,8 +130,8 @@ void TokenWalks::walk(int32_t state) {
   }
 }
 
-// Steps of the nodes [first, end) of the tree by bytes, whose parent has `depth` bytes and leads
-// to `state`.
+// Appends the steps of the nodes [first, end) of the tree by bytes. Their parent has `depth` bytes
+// and leads to `state`.
 void TokenWalks::walk_bytes(int32_t first, int32_t end, int32_t depth, int32_t state,
                             std::vector<Step>& out) {
   if (states_.size() < 64) states_.resize(64);
@@ -156,8 +158,8 @@ void TokenWalks::walk_bytes(int32_t first, int32_t end, int32_t depth, int32_t s
   }
 }
 
-// Steps of the nodes [first, end) of a part's tree, whose parent leads to `start`, a state of the
-// part.
+// Appends the steps of the nodes [first, end) of a part's tree. Their parent leads to `start`, a
+// state of the part.
 void TokenWalks::walk_part(int32_t number, int32_t first, int32_t end, int32_t start,
                            std::vector<Step>& out) {
   const TokenTree& tree = *parts_[index(number)].tree;
@@ -166,7 +168,7 @@ void TokenWalks::walk_part(int32_t number, int32_t first, int32_t end, int32_t s
   const uint8_t* const bytes = tree.bytes.data();
   const int32_t *const depths = tree.depths.data(), *const behind = tree.behind.data(),
                        *const starts = tree.token_starts.data();
-  const int32_t depth = depths[first];  // of children of the parent
+  const int32_t depth = depths[first];  // depth of the parent's children
   std::vector<int32_t> states(64);
   states[0] = start;
   int32_t left = kCheckedNodes;
@@ -195,7 +197,7 @@ void TokenWalks::walk_part(int32_t number, int32_t first, int32_t end, int32_t s
   }
 }
 
-// Of each node of a tree by classes, whether no token goes on from the nodes that it stands for.
+// Returns for each node of a tree by classes whether all nodes that it merges are leaves.
 std::vector<uint8_t> TokenWalks::ends_of(const TokenTree& tree) const {
   std::vector<uint8_t> is_end(index(tree.size()), 1);
   for (int32_t node = 0; node < tree.size(); ++node)

@@ -18,7 +18,7 @@ uint32_t read_number(const uint8_t*& at) {
   }
 }
 
-// The places of kUnicodeSets where each set starts.
+// Returns where each set starts in kUnicodeSets.
 const std::vector<const uint8_t*>& set_starts() {
   static const auto starts = [] {
     std::vector<const uint8_t*> made;
@@ -33,7 +33,7 @@ const std::vector<const uint8_t*>& set_starts() {
   return starts;
 }
 
-// The points where the set begins or ends, ascending.
+// Returns the code points where the set begins or ends, in ascending order.
 std::vector<uint32_t> set_edges(size_t set) {
   const uint8_t* at = set_starts()[set];
   std::vector<std::vector<uint32_t>> lists(1);
@@ -69,8 +69,8 @@ std::optional<CodePoints> by_key(const std::string& key) {
   return unicode_set(found->set);
 }
 
-// As regex-syntax compares names. ISO_Comment's name "isc" would be that of the category C without
-// "is".
+// Normalises a name as regex-syntax does. It keeps the "is" of "isc": that is a name of
+// ISO_Comment, and without "is" it would be the category C.
 std::string plain_name(std::string_view name) {
   const bool has_is =
       name.size() >= 2 && (name[0] == 'i' || name[0] == 'I') && (name[1] == 's' || name[1] == 'S');
@@ -91,9 +91,9 @@ std::optional<CodePoints> general_category(const std::string& name) {
   return by_key("gc=" + name);
 }
 
-// Characters of all versions up to the one that `value` names.
+// Returns the characters of all Unicode versions up to the one that `value` names.
 std::optional<CodePoints> age(const std::string& value) {
-  const auto version = [](std::string_view key) {  // "6.3": 603; 0: another spelling
+  const auto version = [](std::string_view key) {  // "6.3" gives 603; other spellings give 0
     unsigned major = 0, minor = 0;
     return std::sscanf(std::string(key).c_str(), "%2u.%1u", &major, &minor) == 2
                ? 100 * major + minor
@@ -118,7 +118,7 @@ std::optional<CodePoints> age(const std::string& value) {
   return points;
 }
 
-// Groups of characters that are equal when case is ignored, each ascending.
+// Returns groups of characters that are equal if case is ignored. Each group is ascending.
 const std::vector<std::vector<char32_t>>& case_folds() {
   static const auto folds = [] {
     std::vector<std::vector<char32_t>> made;

@@ -1,4 +1,4 @@
-// Sets of code points: properties of Unicode by name, cases, and operations on sets.
+// Sets of code points: Unicode properties by name, case folding, and set operations.
 #pragma once
 
 #include <optional>
@@ -13,8 +13,8 @@ CodePoints intersection(const CodePoints& first, const CodePoints& second);
 CodePoints joined(const CodePoints& first, const CodePoints& second);
 bool contains(const CodePoints& points, char32_t point);
 
-// The set of \p{name}, or of \p{name=value} if `value` is there. Names are compared without case,
-// spaces, - and _ (UAX #44, LM3). No set: there is no such property.
+// Returns the set of \p{name}, or of \p{name=value} if `value` is given. Names are compared without
+// case, spaces, - and _ (UAX #44, LM3). Returns nullopt if there is no such property.
 std::optional<CodePoints> unicode_property(std::string_view name,
                                            std::optional<std::string_view> value = std::nullopt);
 
@@ -23,7 +23,7 @@ const CodePoints& unicode_word();
 const CodePoints& unicode_digits();  // \d: decimal numbers
 const CodePoints& unicode_spaces();  // \s: White_Space
 
-// The set with every character that simple case folding makes equal to one of it.
+// Adds every character that simple case folding maps to the same character as one of the set.
 CodePoints with_all_cases(const CodePoints& points);
 
 }  // namespace dlm::compile

@@ -9,9 +9,9 @@
 namespace dlm::compile {
 namespace {
 
-constexpr size_t kKept = 8;  // trees by classes, each of a few MB
+constexpr size_t kKept = 8;  // cached trees by classes; each takes a few MB
 
-// Closes the nodes of a path: `node` is the next that does not go on from them.
+// Removes nodes deeper than `depth` from a path. `node` is the first node after their subtrees.
 void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t node) {
   while (path.size() > depth) {
     tree.behind[index(path.back())] = node;
@@ -42,7 +42,7 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens, int32_t vocab_size,
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return tokens_[index(a)] < tokens_[index(b)]; });
   node_of_.assign(index(vocab_size_), -1);
-  std::vector<int32_t> path;  // the nodes of the text before
+  std::vector<int32_t> path;  // nodes of the previous text
   std::string_view before;
   for (const int32_t token : order) {
     const std::string_view text = tokens_[index(token)];
@@ -92,8 +92,8 @@ std::shared_ptr<const TokenTree> Vocabulary::by_classes(const ByteClasses& class
 
 TokenTree Vocabulary::collapsed(const ByteClasses& classes, Budget& budget) const {
   TokenTree out;
-  // The nodes that go on from those of one made node, by class: [next, last) of `found` are still
-  // to be made.
+  // The children of the nodes that one new node merges, sorted by class. The entries [next, last)
+  // of `found` still have to be processed.
   struct Level {
     int32_t made;
     size_t next, last;
@@ -101,7 +101,7 @@ TokenTree Vocabulary::collapsed(const ByteClasses& classes, Budget& budget) cons
   std::vector<int32_t> found, unsorted;
   std::array<size_t, 257> counts{};
   const auto class_of = [&](int32_t node) { return classes[tree_.bytes[index(node)]]; };
-  // Appends the children of [first, last), which follow each other, to `found`, by class.
+  // Appends the children of the nodes [first, last) to `found`, sorted by class.
   const auto open_children = [&](const int32_t* first, const int32_t* last) {
     unsorted.clear();
     counts.fill(0);
@@ -122,7 +122,7 @@ TokenTree Vocabulary::collapsed(const ByteClasses& classes, Budget& budget) cons
       found[base + counts[static_cast<size_t>(class_of(child))]++] = child;
     return base;
   };
-  std::vector<uint8_t> lowest(256, 0);  // byte of each class
+  std::vector<uint8_t> lowest(256, 0);  // lowest byte of each class
   for (size_t byte = 256; byte-- > 0;)
     if (classes[byte] >= 0) lowest[static_cast<size_t>(classes[byte])] = static_cast<uint8_t>(byte);
   std::vector<Level> levels;

@@ -1,7 +1,7 @@
-// The texts of a tokenizer's tokens as a tree: what the token stage walks over.
+// The texts of a tokenizer's tokens as a tree. The walks of token_walks.h use it.
 //
-// Only byte-level vocabularies are exact in this: each token is a string of bytes, and a text's
-// bytes are those of its tokens.
+// It is exact only for byte-level vocabularies. There, each token is a string of bytes, and the
+// bytes of a text are the bytes of its tokens.
 #pragma once
 
 #include <array>
@@ -19,17 +19,17 @@
 
 namespace dlm::compile {
 
-// A class for each byte, -1 for bytes that are left out.
+// The class of each byte. -1 for bytes that are left out.
 using ByteClasses = std::array<int16_t, 256>;
 
-// Beginnings of tokens as nodes, each before those that go on from it. Nodes of one parent differ
-// in their byte, or in the class of it.
+// A tree of the prefixes of all tokens. Parents come before their children. The children of a node
+// differ in their last byte, or in the class of that byte.
 struct TokenTree {
-  std::vector<uint8_t> bytes;   // [nodes]: the last byte of each; of a class, its lowest
-  std::vector<int32_t> depths;  // [nodes]: bytes
-  std::vector<int32_t> behind;  // [nodes]: the next node that does not go on from it
-  std::vector<int32_t> token_starts, tokens;  // the tokens of node n: [starts[n], starts[n + 1])
-  // Of a tree by classes: the nodes of the tree by bytes that node n stands for.
+  std::vector<uint8_t> bytes;   // [nodes]: the last byte, or the lowest one of its class
+  std::vector<int32_t> depths;  // [nodes]: length in bytes
+  std::vector<int32_t> behind;  // [nodes]: the first node after its subtree
+  std::vector<int32_t> token_starts, tokens;  // node n has [starts[n], starts[n + 1])
+  // Only in a tree by classes: the nodes of the tree by bytes that node n merges.
   std::vector<int32_t> node_starts, nodes;
 
   int32_t size() const { return static_cast<int32_t>(bytes.size()); }
@@ -40,11 +40,12 @@ struct TokenTree {
 
 class Vocabulary {
  public:
-  // The first token of a text by the tokenizer, or -1.
+  // Returns the first token of the tokenized text, or -1.
   using FirstToken = std::function<int32_t(std::string_view text)>;
 
-  // tokens: the text of each id; empty: it never stands inside a text. `ends` are end tokens, which
-  // stand behind texts; there must be one. Throws Error(DLM_INVALID_ARGUMENT).
+  // `tokens` has the text of each id. It is empty for tokens that never occur inside a text. `ends`
+  // has the end tokens, which may follow a text; there must be at least one. Throws
+  // Error(DLM_INVALID_ARGUMENT).
   Vocabulary(std::vector<std::string> tokens, int32_t vocab_size, std::vector<int32_t> ends,
              FirstToken first_token);
   Vocabulary(const Vocabulary&) = delete;
@@ -54,12 +55,12 @@ class Vocabulary {
   const std::vector<int32_t>& ends() const { return ends_; }
   const TokenTree& tree() const { return tree_; }
 
-  // The node of the token that the tokenizer starts this text with; -1 if it is not known, or is
-  // not how the text starts.
+  // Returns the node of the first token of the tokenized text. Returns -1 if that token is unknown
+  // or if the text does not start with it.
   int32_t first_node(std::string_view text) const;
 
-  // The tree of tokens whose bytes are told apart by class only. The last ones are kept; any number
-  // of threads may ask.
+  // Returns the tree of tokens in which bytes of one class are not told apart. The trees that were
+  // used last are cached. Any number of threads may call this.
   std::shared_ptr<const TokenTree> by_classes(const ByteClasses& classes, Budget& budget) const;
 
  private:
@@ -70,14 +71,14 @@ class Vocabulary {
   const std::vector<int32_t> ends_;
   const FirstToken first_token_;
   TokenTree tree_;
-  std::vector<int32_t> node_of_;  // [vocab_size], -1: none
+  std::vector<int32_t> node_of_;  // [vocab_size]: -1 if the token has no node
 
   struct Kept {
     ByteClasses classes;
     std::shared_ptr<const TokenTree> tree;
   };
   mutable std::mutex mutex_;
-  mutable std::list<Kept> kept_;  // the last used first
+  mutable std::list<Kept> kept_;  // most recently used first
 };
 
 }  // namespace dlm::compile

@@ -143,8 +143,8 @@ class Texts {
   Texts(const Automaton& automaton, int32_t left_out)
       : ways_(automaton), rounded_(automaton, left_out), exact_(automaton, left_out) {}
 
-  // Sums over all paths from `state` to a state of `ends` (1 or 0 per state); false if there is
-  // none. Call it before the functions below. Without logits, tokens are equally likely.
+  // Sums over all paths from `state` to a state of `ends` (1 or 0 per state); false if there is no
+  // path. Call it before the functions below. Without logits, tokens are equally likely.
   bool sum(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
            const Sampling& sampling);
 

@@ -28,9 +28,9 @@ class Member {
   Member& operator=(const Member&) = delete;
 
   Request& request;
-  Needs needs;                      // of the next pass, once the runner has found its positions
-  size_t first_row = 0, apart = 0;  // of the last pass: see predictions_of
-  uint64_t cache_bytes = 0;         // of its keys and values now
+  Needs needs;                      // for the next pass; set when the runner knows its positions
+  size_t first_row = 0, apart = 0;  // for the last pass; see predictions_of
+  uint64_t cache_bytes = 0;         // current size of its keys and values
   // The cache keeps the rows outside this range, and no row was stored since that was set. Empty
   // otherwise; then the next pass that reads the cache must set it.
   Range kept{0, 0};

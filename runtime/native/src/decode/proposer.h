@@ -43,7 +43,7 @@ struct Turn {
 struct Proposals {
   std::vector<int32_t> tokens;  // never the mask token
   std::vector<double> scores;   // higher is surer: in 0..1, or an entropy of at most 0
-  std::vector<double> probs;    // of the tokens, in the softmax of the denoiser's logits
+  std::vector<double> probs;    // probability of each token in the softmax of the logits
   std::vector<double> losses;   // ln p of the row's best token minus ln p of the proposed one: the
                                 // cost of a constraint, filled by the loop
 

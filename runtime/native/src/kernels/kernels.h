@@ -35,7 +35,7 @@ constexpr int64_t kDot = 4;     // products that one instruction adds
 constexpr int64_t kPairs =
     2 * kDot;  // inputs whose INT4 codes share bytes; group sizes are multiples of it
 constexpr int64_t kGroup = 16;             // inputs of a column that share a scale in NVFP4
-constexpr int64_t kMostInputs = 1 << 16;   // of a linear layer: sums of products fit 32 bits
+constexpr int64_t kMostInputs = 1 << 16;   // inputs of a linear layer; sums of products fit 32 bits
 constexpr int64_t kLargestHeadSize = 512;  // largest head size for attention
 constexpr int64_t kRowScaleBytes = 2;      // after the codes of a row of an INT8 cache
 
@@ -189,7 +189,7 @@ struct CachedAttention {
   }
   int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
 
-  // True if the segments cover the tokens and lie within past. The kernel needs that.
+  // True if the segments cover the tokens and are inside past. The kernel requires this.
   bool has_good_segments() const;
 
   // The last position that a query at `position` sees, if it has a row in the tables.
@@ -272,8 +272,8 @@ const std::vector<KernelSet>& list_kernel_sets();
 // The sets that run here.
 std::vector<const Kernels*> list_kernels();
 
-// The fastest set, or the one that DLM_KERNELS names; nullptr if there is none, or if it says so.
-// Throws Error for any other name.
+// Returns the set that DLM_KERNELS names, by default the fastest one. Returns nullptr if no set
+// runs here, or if DLM_KERNELS is "none". Throws Error for an unknown name.
 const Kernels* find_kernels();
 
 }  // namespace dlm

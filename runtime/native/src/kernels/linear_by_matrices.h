@@ -101,7 +101,7 @@ struct MatrixProduct {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // Of all tiles, each padded to 32 rows, and rows padded to whole products.
+  // These arrays have all tiles. Tiles are padded to 32 rows, and rows to whole products.
   int8_t* codes;     // [K / step, 32, step]
   int32_t* offsets;  // [groups, 32]: added to the sums over a group
   float* scales;     // [32]

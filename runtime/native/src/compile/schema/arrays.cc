@@ -1,4 +1,4 @@
-// Arrays of one case: first items with schemas of their own, and all others.
+// Writes the arrays of one case: first items that each have a schema, and all other items.
 #include <algorithm>
 
 #include "compile/schema/keywords.h"
@@ -7,14 +7,14 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr size_t kMostMatches = 3;       // contains and its like, of one array
-constexpr size_t kMostStates = 20'000;   // of items and how many of them match
-constexpr size_t kMostMixed = 6;         // items that differ and may come in any order
-constexpr uint64_t kMostIntegers = 100;  // of a range that is a finite set
+constexpr size_t kMostMatches = 3;       // keywords such as contains, per array
+constexpr size_t kMostStates = 20'000;   // states that count items and matching items
+constexpr size_t kMostMixed = 6;         // different items that may come in any order
+constexpr uint64_t kMostIntegers = 100;  // integers of a range that is listed as a set
 
 }  // namespace
 
-// What the item at an index satisfies, and whether a schema speaks of it.
+// Returns the formula of the item at an index, and whether a schema describes the item.
 std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   std::vector<Formula> parts;
   bool is_described = false;
@@ -37,8 +37,8 @@ std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   return {formulas_.all(parts), is_described};
 }
 
-// The number of first items that a schema's keywords and what they apply to the same array
-// evaluate, so that unevaluatedItems of `by` does not speak of them.
+// Returns how many first items a schema evaluates, including the schemas that it applies to the
+// same array. unevaluatedItems of `by` does not apply to these items.
 size_t Writer::evaluated_items(const Schema& schema, const Schema& by, const Case& found) {
   expressions_.budget().check();
   if (schema.is_boolean()) return 0;
@@ -114,7 +114,7 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
     const auto [formula, is_described] = item(found, i);
     const Made made = value(formula, inner, is_described);
     if (made.node == expressions_.nothing()) {
-      // The array ends before an item that no value is valid for.
+      // The array must end before an item that has no valid value.
       if (low > i) return {};
       high = static_cast<uint32_t>(i);
       break;
@@ -153,8 +153,8 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
   return {expressions_.sequence(expressions_.bytes("["), behind), size};
 }
 
-// An array some of whose items match schemas a number of times. A state is the number of items, as
-// far as it matters, and of those that match each schema.
+// Writes an array in which a given number of items match given schemas. A state consists of the
+// number of items and the number of matching items of each schema, as far as they matter.
 Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
                                         const Place& place, size_t prefix, uint64_t low,
                                         uint32_t high) {
@@ -164,7 +164,7 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   size_t last = std::max<size_t>({prefix, 1, static_cast<size_t>(low)});
   for (const Term* const term : matches) last = std::max<size_t>(last, term->first + 1);
   if (high != kUnbounded) last = high;
-  std::vector<uint64_t> most;  // matching items that are counted
+  std::vector<uint64_t> most;  // matching items to count, per schema
   double states = static_cast<double>(last + 1);
   for (const Term* const term : matches) {
     most.push_back(term->high == kNoLimit ? term->low : term->high);
@@ -201,7 +201,8 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
         if (is_matching) {
           is_possible = is_possible && is_counted && counts[m] < most[m];
           ++next[m];
-          // Items that need not be told from others are counted only up to what is needed.
+          // Without a lower limit, an item that counts as matching need not match: the upper limit
+          // still holds.
           if (term.low > 0) parts.push_back(formulas_.of(*term.schema, term.inner));
         } else if (is_counted && term.high != kNoLimit) {
           parts.push_back(formulas_.of(*term.schema, !term.inner));
@@ -229,7 +230,7 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   return {expressions_.sequence(expressions_.bytes("["), items), size};
 }
 
-// The values of a formula that has few, each once, by their keys; false if there are many.
+// Collects the distinct values of a formula, by key. Returns false if there are too many.
 bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>& keyed,
                     std::vector<std::string>& order) {
   const Term& term = formulas_[formula];
@@ -249,7 +250,7 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     return std::all_of(ways.begin(), ways.end(),
                        [&](Formula way) { return finite(way, level, keyed, order); });
   }
-  // A type alone, or a range of integers.
+  // Only a type, or a range of integers.
   std::optional<Decimal> low, high;
   bool is_low_excluded = false, is_high_excluded = false;
   for (const Formula part : formulas_.conjuncts(formula)) {
@@ -281,7 +282,7 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     if (to - from >= static_cast<int64_t>(kMostIntegers)) return false;
     for (int64_t number = from; number <= to; ++number) {
       const std::string text = std::to_string(number);
-      // The key that key_of() gives the same number.
+      // Make the same key that key_of() makes for this number.
       const Decimal decimal = Decimal::parse(text);
       add(decimal.is_zero() ? "#0"
                             : (decimal.is_negative ? "#-" : "#") + decimal.digits + "e" +
@@ -294,8 +295,8 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
   return true;
 }
 
-// An array of items of a finite set that all differ: few of them in any order, more of them in the
-// order of the set.
+// Writes an array of distinct items from a finite set. A few items may come in any order. More
+// items come in the order of the set.
 std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, uint64_t high,
                                                  const Place& place) {
   std::map<std::string, Node> keyed;

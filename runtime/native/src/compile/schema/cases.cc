@@ -6,9 +6,9 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr size_t kMostCases = 4096;  // of one array or object
+constexpr size_t kMostCases = 4096;  // cases of one array or object
 constexpr size_t kMostCasesInAll = 50'000;
-constexpr size_t kMostClauses = 64;  // that one choice or object makes
+constexpr size_t kMostClauses = 64;  // clauses of one choice or object
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
@@ -16,7 +16,7 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 
 }  // namespace
 
-// Adds what must hold. Choices and atoms are kept once.
+// Adds formulas that must hold to a case. Each choice and each atom is stored once.
 void Writer::assert_all(Case& found, std::vector<Formula> todo) {
   std::reverse(todo.begin(), todo.end());
   while (!todo.empty() && !found.is_dead) {
@@ -43,7 +43,8 @@ void Writer::assert_all(Case& found, std::vector<Formula> todo) {
   }
 }
 
-// A formula as far as the case decides it. With names, no other properties are written.
+// Simplifies a formula, using the facts that the case has decided. If `names` is given, assumes
+// that no other properties are written.
 Formula Writer::reduced(Formula formula, const Case& found, const std::vector<std::string>* names) {
   expressions_.budget().check();
   if (found.asserted.count(formula) != 0) return Formulas::kYes;
@@ -82,7 +83,8 @@ Formula Writer::reduced(Formula formula, const Case& found, const std::vector<st
   return formula;
 }
 
-// That one of some properties breaks patternProperties or additionalProperties.
+// Returns a formula that is true if one of the named properties violates patternProperties or
+// additionalProperties.
 Formula Writer::violation(const Term& term, const std::vector<std::string>& names) {
   const Schema& schema = *term.schema;
   std::vector<Formula> ways;
@@ -107,7 +109,7 @@ Formula Writer::violation(const Term& term, const std::vector<std::string>& name
   return formulas_.any(ways);
 }
 
-// The same for a choice of the case, which is asserted itself.
+// Like reduced(), but for a choice that the case asserts.
 Formula Writer::reduced_choice(Formula choice, const Case& found,
                                const std::vector<std::string>& names) {
   std::vector<Formula> ways;
@@ -116,7 +118,7 @@ Formula Writer::reduced_choice(Formula choice, const Case& found,
   return formulas_.any(ways);
 }
 
-// Takes away what is decided. Returns whether something changed.
+// Removes decided choices. Returns whether something changed.
 bool Writer::propagate(Case& found) {
   std::vector<Formula> choices;
   choices.swap(found.choices);
@@ -130,7 +132,8 @@ bool Writer::propagate(Case& found) {
       if (rest == Formulas::kYes) is_true = true;
       if (rest != Formulas::kNo) left.push_back(way);
     }
-    // What is decided need not be known as a choice, whose names no other property may have.
+    // A decided choice is no longer asserted. So the properties that it names are not reserved any
+    // more.
     if (is_true || left.size() <= 1) found.asserted.erase(choices[i]);
     if (is_true) {
       is_changed = true;
@@ -145,8 +148,8 @@ bool Writer::propagate(Case& found) {
   return is_changed;
 }
 
-// Whether a branch says what is inside an array or object, or names a property that is not among
-// `names`.
+// Returns whether a branch constrains the content of an array or object. If `with_names`, also
+// returns true if it requires a property that is not in `names`.
 bool Writer::adds_structure(Formula formula, const std::vector<std::string>& names,
                             bool with_names) {
   expressions_.budget().check();
@@ -170,8 +173,8 @@ bool Writer::adds_structure(Formula formula, const std::vector<std::string>& nam
   }
 }
 
-// Adds clauses that together say what a choice says, if it speaks of nothing but which of some
-// properties are there.
+// Converts a choice to clauses and adds them. Works only if the choice is just about which of the
+// named properties are present; otherwise returns false.
 bool Writer::clauses_of(Formula choice, const std::vector<std::string>& names,
                         std::vector<Clause>& out) {
   std::vector<Clause> made = {{}};
@@ -195,7 +198,7 @@ bool Writer::clauses_of(Formula choice, const std::vector<std::string>& names,
   return out.size() <= kMostClauses;
 }
 
-// The names that properties lists, in order, and then the other required ones.
+// Returns the names in `properties`, in order, followed by the other required names.
 std::vector<std::string> Writer::names_of(const Case& found) {
   std::vector<std::string> names;
   std::unordered_set<std::string_view> seen;
@@ -244,7 +247,7 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
     if (found.is_dead) continue;
     if (type == kObject && expand_violation(found, names, open)) continue;
     if (!found.choices.empty() && formulas_.listed(formulas_.all(found.atoms)) == nullptr) {
-      // All choices are about which properties are there, or they have become certain.
+      // All remaining choices are about which properties are present, or have become certain.
       std::vector<Clause> clauses;
       bool is_changed = false;
       std::optional<size_t> other;
@@ -252,7 +255,7 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
       for (size_t i = 0; i < found.choices.size() && !other.has_value(); ++i) {
         const Formula rest = reduced_choice(found.choices[i], found, names);
         if (rest == Formulas::kYes) {
-          // The way that is open without further properties is the one that is taken.
+          // Take the alternative that is true without further properties.
           for (const Formula way : formulas_.alternatives(found.choices[i])) {
             if (reduced(way, found, &names) != Formulas::kYes) continue;
             certain.push_back(way);
@@ -270,7 +273,7 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
         continue;
       }
       if (is_changed) {
-        // Once more with what is certain; the choices that it decides go.
+        // Repeat with the certain alternatives. This removes the choices that they decide.
         assert_all(found, certain);
         open.push_back(std::move(found));
         continue;
@@ -287,8 +290,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
   return either(out);
 }
 
-// The choice to split a case by before anything else; none if all that is left to say is which of
-// the case's properties are there.
+// Returns the choice by which to split a case next. Returns nullopt if the remaining choices are
+// only about which properties are present.
 std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
                                           const std::vector<std::string>& names) {
   if (formulas_.listed(formulas_.all(found.atoms)) != nullptr) return std::nullopt;
@@ -301,8 +304,8 @@ std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
   return std::nullopt;
 }
 
-// Replaces a violation that a case asserts by its ways among `names`, the properties that are
-// written. Returns false if there is none, or if the values of the case are listed.
+// Replaces an asserted violation with its alternatives among `names`, the properties that are
+// written. Returns false if the case asserts no violation or lists its values.
 bool Writer::expand_violation(Case& found, const std::vector<std::string>& names,
                               std::vector<Case>& open) {
   const auto at = std::find_if(found.atoms.begin(), found.atoms.end(), [&](Formula part) {
@@ -325,7 +328,7 @@ bool Writer::expand_violation(Case& found, const std::vector<std::string>& names
 
 void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
   const std::vector<Formula> ways = formulas_.alternatives(found.choices[choice]);
-  // The last one goes first, so that the first one is written first.
+  // Push the last alternative first, so that the first one is written first.
   for (size_t i = ways.size(); i-- > 0;) {
     expressions_.budget().check();
     Case made = found;
@@ -336,8 +339,8 @@ void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
   }
 }
 
-// The same for a choice that says more of properties than whether they are there; its ways are
-// those that are left when no others than `names` are written.
+// Like split(), but for a choice that constrains more than the presence of properties. Splits by
+// the alternatives that remain if only `names` are written.
 void Writer::split_with_names(const Case& found, size_t choice,
                               const std::vector<std::string>& names, std::vector<Case>& open) {
   const Formula rest = reduced_choice(found.choices[choice], found, names);
@@ -402,7 +405,7 @@ Writer::Made Writer::listed_values(const Case& found, const ValueSet& values, co
   return {expressions_.either(std::move(nodes)), size};
 }
 
-// Whether a formula is known to hold in a case. False if that is not known.
+// Returns whether a formula is known to hold in a case. Returns false if this is unknown.
 bool Writer::is_asserted(Formula formula, const Case& found, uint8_t type) {
   for (const Formula part : formulas_.conjuncts(formulas_.restricted(formula, type))) {
     if (found.asserted.count(part) != 0) continue;

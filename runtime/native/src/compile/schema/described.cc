@@ -12,9 +12,9 @@ namespace {
 using json::Value;
 
 constexpr uint32_t kUsualDepth = 3;
-constexpr int kMostReferences = 100;  // one after the other
+constexpr int kMostReferences = 100;  // longest chain of references
 
-// JSON strings without their quotes, and with characters for escapes.
+// Removes the quotes of JSON strings and decodes their escapes.
 ByteAutomaton unquoted(const ByteAutomaton& strings, Budget& budget) {
   constexpr std::pair<char, char> kEscapes[] = {{'b', '\b'}, {'f', '\f'}, {'n', '\n'}, {'r', '\r'},
                                                 {'t', '\t'}, {'"', '"'},  {'\\', '\\'}};
@@ -81,7 +81,7 @@ bool Described::is_of_type(const Schema& resolved, std::string_view type) {
 }
 
 void Described::allow(const Schema& schema, std::initializer_list<Keyword> keywords) {
-  // Those from Keyword::schema on say where a schema is, and assert nothing.
+  // The keywords from Keyword::schema on identify a schema; they assert nothing.
   for (size_t i = 0; i < static_cast<size_t>(Keyword::schema); ++i) {
     const auto keyword = static_cast<Keyword>(i);
     if (schema[keyword] != nullptr &&

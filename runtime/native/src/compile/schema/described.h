@@ -1,5 +1,5 @@
-// What formats other than JSON read from a JSON Schema: the properties of objects, and the texts of
-// strings, numbers, booleans and nulls as they are outside of JSON.
+// Reads JSON Schemas for formats other than JSON: the properties of objects, and the plain texts of
+// strings, numbers, booleans and nulls.
 #pragma once
 
 #include <initializer_list>
@@ -27,30 +27,30 @@ struct Property {
 
 class Described {
  public:
-  // format: its name, for messages.
+  // `format` is the name of the format in messages.
   Described(Expressions& expressions, const json::Value& schema, const Options& options,
             const char* format);
 
   const Schema& root() { return document_.root(); }
-  // The schema itself, or the one that its $ref leads to.
+  // Returns the schema, or the target of its $ref.
   const Schema& resolved(const Schema& schema);
-  // Whether its `type` is this one.
+  // Returns whether the keyword `type` is exactly this type.
   static bool is_of_type(const Schema& resolved, std::string_view type);
-  // Refuses all keywords that assert something, but the given ones.
+  // Throws if the schema has a keyword that asserts something and is not in `keywords`.
   void allow(const Schema& schema, std::initializer_list<Keyword> keywords);
-  // Of an object, in the schema's order.
+  // Returns the properties of an object in the schema's order.
   std::vector<Property> properties(const Schema& object);
-  // Texts of the values of a schema that allows neither arrays nor objects: strings without quotes
-  // and escapes. null is the empty text.
+  // Returns the texts of a schema's values. Strings have no quotes and no escapes, and null is the
+  // empty text. The schema must allow neither arrays nor objects.
   Node scalars(const Schema& schema);
   [[noreturn]] void refuse(const Schema& at, const std::string& why);
-  // Whether a schema can contain itself.
+  // Returns whether the schema can contain itself.
   bool is_recursive(const Schema& schema) { return !recursion_.below(*schema.value).empty(); }
 
   Expressions& expressions() { return expressions_; }
   Automata& automata() { return automata_; }
   Document& document() { return document_; }
-  // Of the result. Throws if there is no text.
+  // Returns the texts of a node with the warnings. Throws if there is no text.
   Texts texts(Node node);
 
  private:
@@ -63,8 +63,8 @@ class Described {
   const char* const format_;
 };
 
-// The texts of a node, with some bytes written in another way. None of the spellings may start with
-// another one, or with a byte that is not in the list.
+// Returns the texts of a node with some bytes replaced by other spellings. A spelling must not be a
+// prefix of another one. It must not start with a byte that is outside the list.
 using Spellings = std::vector<std::pair<uint8_t, std::string_view>>;
 Node respelled(Expressions& expressions, Automata& automata, Node node, const Spellings& spellings);
 

@@ -1,5 +1,5 @@
-// Reads a schema's document: its resources and drafts, the place of each value, and the subschemas
-// at these places. keyword_shapes.cc reads their keywords, references.cc follows their references.
+// Reads a schema's document: its resources and drafts, the place of each value, and the subschemas.
+// keyword_shapes.cc reads the keywords, and references.cc resolves the references.
 #include "compile/schema/document.h"
 
 #include <optional>
@@ -15,9 +15,9 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-constexpr int kMostNesting = 256;       // of the schema's JSON text
-constexpr size_t kMostText = 16 << 20;  // bytes of it
-constexpr size_t kBytesPerByte = 100;   // of memory, of its text (base/json.h)
+constexpr int kMostNesting = 256;       // nesting of the schema's JSON text
+constexpr size_t kMostText = 16 << 20;  // bytes of the text
+constexpr size_t kBytesPerByte = 100;   // bytes of memory per byte of text (base/json.h)
 constexpr size_t kMostShown = 60;       // characters of a value in a message
 
 int draft_of(const Value& value, int otherwise, bool* is_named) {
@@ -40,7 +40,7 @@ int draft_of(const Value& value, int otherwise, bool* is_named) {
   return otherwise;
 }
 
-// Appends JSON text until it is longer than a message shows.
+// Appends JSON text. Stops if the text is longer than a message shows.
 void append_shown(const Value& value, std::string& out) {
   if (out.size() > 4 * kMostShown) return;
   switch (value.kind()) {
@@ -74,7 +74,7 @@ void append_shown(const Value& value, std::string& out) {
   }
 }
 
-// The first `most` code points of a text, and dots if there are more.
+// Returns the first `most` code points of a text, with dots if there are more.
 std::string cut(const std::string& text, size_t most) {
   size_t points = 0;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -118,7 +118,7 @@ void Document::read_root() {
   index(*root_, nullptr, resources_[0].get(), true);
 }
 
-// The resource that an object begins, or the one around it.
+// Returns the resource that an object starts, or the resource around it.
 Resource* Document::resource_of(const Value& value, Resource* around) {
   bool is_named = around->names_draft;
   const bool is_root = around->root == &value;

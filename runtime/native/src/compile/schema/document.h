@@ -1,7 +1,7 @@
-// A JSON Schema as a document: its parts, their keywords, and where their references lead.
+// Reads a JSON Schema as a document: its subschemas, their keywords, and the targets of references.
 //
-// References lead only to places in the document; other documents are never retrieved. Keywords are
-// read by the draft that `$schema` names; the default is Draft 2020-12.
+// References must lead to places inside the document. Other documents are never retrieved.
+// `$schema` selects the draft by which keywords are read; the default is Draft 2020-12.
 #pragma once
 
 #include <array>
@@ -75,7 +75,7 @@ enum class Keyword : uint8_t {
 
 constexpr int kDraft4 = 4, kDraft6 = 6, kDraft7 = 7, kDraft2019 = 2019, kDraft2020 = 2020;
 
-// The kinds of values, as bits of a mask. A fraction is a number that is not an integer.
+// The kinds of values, as a bit mask. A fraction is a number that is not an integer.
 enum Kinds : uint8_t {
   kNull = 1,
   kBoolean = 2,
@@ -88,21 +88,21 @@ enum Kinds : uint8_t {
   kAllKinds = 127
 };
 
-// A part of the document with an $id, and the document as a whole.
+// A part of the document that has an $id, or the whole document.
 struct Resource {
   const json::Value* root;
   std::string uri;  // without fragment
   int draft;
-  bool names_draft;  // a $schema names the draft
+  bool names_draft;  // a $schema selects the draft
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
-// A subschema. Its keywords have the shapes that the specification asks for.
+// A subschema. The values of its keywords have been checked against the specification.
 struct Schema {
   const json::Value* value;
   const Resource* resource;
   std::array<const json::Value*, static_cast<size_t>(Keyword::count)> keywords{};
-  // Members of "properties" by name.
+  // The members of "properties", by name.
   std::unordered_map<std::string_view, const json::Value*> properties;
 
   const json::Value* operator[](Keyword keyword) const {
@@ -114,26 +114,28 @@ struct Schema {
 
 class Document {
  public:
-  // Reads a schema's text. Throws Error(DLM_INVALID_ARGUMENT) if it is not JSON or not a schema.
+  // Parses the text of a schema. Throws Error(DLM_INVALID_ARGUMENT) if it is not JSON or not a
+  // schema.
   Document(std::string_view text, Budget& budget);
-  // The same for JSON that is read; `root` must outlive this.
+  // Reads a schema from parsed JSON. `root` must outlive this object.
   Document(const json::Value& root, Budget& budget);
 
   const Schema& root() { return schema(*root_); }
-  // The subschema that a value of the document is; the same object each time.
+  // Returns the subschema at a value of the document. Each call returns the same object.
   const Schema& schema(const json::Value& value);
-  // Where $ref, $dynamicRef or $recursiveRef of a schema lead. Throws if they leave the document.
+  // Returns the target of a schema's $ref, $dynamicRef or $recursiveRef. Throws if the target is
+  // outside the document.
   const Schema& target(const Schema& from, Keyword keyword);
 
-  // "#/properties/a": the place of a value of the document.
+  // Returns the place of a value in the document, for example "#/properties/a".
   std::string place(const json::Value& value) const;
   // Throws "schema: #/a: keyword 'x' <why>".
   [[noreturn]] void refuse(const Schema& at, Keyword keyword, const std::string& why) const;
   void warn(const std::string& text);
   const std::vector<std::string>& warnings() const { return warnings_; }
 
-  // The values that references below a value lead to, at any depth. Those that lead nowhere are
-  // left out.
+  // Returns the targets of all references below a value, at any depth. Leaves out references
+  // without a valid target.
   std::vector<const json::Value*> destinations_below(const json::Value& value);
   static std::string_view name(Keyword keyword);
 
@@ -159,7 +161,7 @@ class Document {
   const json::Value* root_;
   std::vector<std::unique_ptr<Resource>> resources_;
   std::unordered_map<std::string, Resource*> by_uri_;
-  std::unordered_map<const json::Value*, Place> places_;  // of arrays and objects
+  std::unordered_map<const json::Value*, Place> places_;  // only arrays and objects
   std::vector<const json::Value*> references_;  // objects with a $ref or the like, in order
   std::unordered_map<const json::Value*, std::vector<const json::Value*>> destinations_;
   std::unordered_map<const json::Value*, std::unique_ptr<Schema>> schemas_;
@@ -167,7 +169,7 @@ class Document {
   std::unordered_set<std::string> warned_;
 };
 
-// The start of a value's JSON text, for messages.
+// Returns the start of a value's JSON text, for messages.
 std::string shown(const json::Value& value);
 
 }  // namespace dlm::compile::schema

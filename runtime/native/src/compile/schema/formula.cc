@@ -1,5 +1,5 @@
-// Makes formulas: their atoms, and conjunctions and disjunctions of others, simplified and each
-// kept once. formula_of_schema.cc makes those of a schema's keywords.
+// Builds formulas: atoms, conjunctions and disjunctions. They are simplified and each is stored
+// once. formula_of_schema.cc builds the formulas of a schema's keywords.
 #include "compile/schema/formula.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace {
 
 using json::Value;
 
-// Atoms that one schema's keywords make, and that no other schema makes.
+// Returns whether an atom depends on the keywords of one specific schema.
 bool belongs_to_schema(Atom atom) {
   switch (atom) {
     case Atom::items:
@@ -154,7 +154,7 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
     budget_.check();
     std::string key = key_of(*value);
     if (!set.lookup.insert(key).second) continue;
-    // Equal values may be written in different ways.
+    // Identify a value by its address, because equal values may be written in different ways.
     content.append(reinterpret_cast<const char*>(&value), sizeof value);
     set.values.push_back(value);
     set.keys.push_back(std::move(key));
@@ -175,7 +175,7 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
   return add(std::move(term));
 }
 
-// That a value is not equal to an array or object: by its type, its size, or what is in it.
+// Returns a formula for values that differ from an array or object in type, size or content.
 Formula Formulas::differs(const Value& value, const Schema& schema) {
   budget_.check();
   const bool is_array = value.kind() == Value::Kind::array;
@@ -197,14 +197,14 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
   }
   if (is_array) {
     ways.push_back(range(Atom::item_count, schema, kArray, inner.size(), inner.size(), false));
-  } else {  // all of the properties, and another one
+  } else {  // all these properties and at least one more
     names.push_back(range(Atom::property_count, schema, kObject, 0, inner.size(), false));
     ways.push_back(all(names));
   }
   return any({type(static_cast<uint8_t>(kAllKinds & ~kind)), all({type(kind), any(ways)})});
 }
 
-// The schema of one value, at the place of a schema whose enum or const has it.
+// Returns a schema for one value, located at the schema whose enum or const has the value.
 const Schema& Formulas::constant(const Value& value, const Schema& schema) {
   const auto [at, is_new] = constants_.try_emplace(&value);
   if (is_new) {
@@ -233,7 +233,7 @@ uint64_t Formulas::count(const Schema& schema, Keyword keyword, uint64_t otherwi
   return found;
 }
 
-// low..high of something that values of one type have, or the opposite.
+// States that a count of values of one type is in low..high, or outside it.
 Formula Formulas::range(Atom kind, const Schema& schema, uint8_t type_, uint64_t low, uint64_t high,
                         bool positive) {
   const auto within = [&](uint64_t from, uint64_t to) {
@@ -358,11 +358,11 @@ Formula Formulas::any(const std::vector<Formula>& parts) {
   return made.parts.size() == 1 ? made.parts[0] : add(std::move(made));
 }
 
-// Exactly one of branches, each given with its negation.
+// True if exactly one branch holds. `pairs` has each branch and its negation.
 Formula Formulas::one(const std::vector<Formula>& pairs) {
   Term made;
   made.op = Op::one, made.kinds = 0, made.is_typed = true;
-  std::vector<Formula> others;  // that must hold beside the branches
+  std::vector<Formula> others;  // conditions in addition to the branches
   Formula always = kNo;
   size_t always_true = 0;
   for (size_t i = 0; i < pairs.size(); i += 2) {
@@ -391,7 +391,7 @@ Formula Formulas::one(const std::vector<Formula>& pairs) {
   return all(others);
 }
 
-// At least two of some branches.
+// True if at least two of the branches [from, to) hold.
 Formula Formulas::several(const std::vector<Formula>& branches, size_t from, size_t to) {
   if (to - from < 2) return kNo;
   const size_t middle = from + (to - from) / 2;

@@ -1,8 +1,9 @@
 // Schemas as logical formulas about one value, in negation normal form.
 //
-// A formula is true only for values that are valid; it may be false for some that are valid, where
-// a keyword says something that no formula here can say exactly. So the formula of a schema's
-// negation is made separately, and is true only for values that are not valid.
+// If a formula is true for a value, the value is valid. The opposite need not hold: where no
+// formula can express a keyword exactly, the formula may be false for some valid values. So the
+// formula of a schema's negation is built separately. If it is true for a value, the value is
+// invalid.
 #pragma once
 
 #include <cstdint>
@@ -23,42 +24,44 @@ using Formula = uint32_t;
 
 enum class Op : uint8_t { no, yes, atom, all, any, one };
 
-// What an atom says. All but `enter`, `type` and `values` speak of values of some kinds, and are
-// true for the others.
+// The statements that atoms make. Atoms other than `enter`, `type` and `values` apply to values of
+// some kinds, and are true for values of all other kinds. "(or not)" describes an atom whose
+// `positive` is false, or whose `inner` is false if the line says so. Keywords are those of
+// `schema`.
 enum class Atom : uint8_t {
-  enter,           // a reference leads to a counted target (low: its number) here
-  type,            // of one of `kinds`; low != 0: 1.0 is not an integer (Draft 4)
-  values,          // one of a list, or none of it (positive == false)
-  integer,         // an integer, or a fraction; low as that of type
-  bound,           // high == 0: at least `number`, else at most; low != 0: not `number` itself
-  multiple,        // of `number`, or not
-  length,          // low..high code points
-  pattern,         // `text`, or not
-  format,          // `text`
+  enter,           // a reference leads to a counted target (low: its number)
+  type,            // is one of `kinds`; low != 0: 1.0 is not an integer (Draft 4)
+  values,          // is in a list of values (or not)
+  integer,         // is an integer (or a fraction); `low` as for type
+  bound,           // high == 0: at least `number`, else at most; low != 0: exclusive
+  multiple,        // is a multiple of `number` (or not)
+  length,          // has low..high code points
+  pattern,         // matches the pattern `text` (or not)
+  format,          // has the format `text`
   item_count,      // low..high
-  items,           // those of the keywords of `schema`
-  item,            // the one at index low, if it is there, is valid by `schema` (or not: inner)
-  matches,         // low..high items from index `first` on are valid by `schema` (or not: inner)
+  items,           // satisfies the item keywords of `schema`
+  item,            // item `low`, if present, is valid by `schema` (or not: inner)
+  matches,         // low..high items from `first` on are valid by `schema` (or not: inner)
   unique,          // all items differ
   property_count,  // low..high
-  has,             // a property `text`, or not
-  members,         // properties, patternProperties and additionalProperties of `schema`
-  member,          // the property `text`, if it is there, is valid by `schema` (or not: inner)
-  violates,        // a property breaks patternProperties or additionalProperties of `schema`
-  names,           // propertyNames of `schema`
+  has,             // has the property `text` (or not)
+  members,         // satisfies properties, patternProperties and additionalProperties
+  member,          // property `text`, if present, is valid by `schema` (or not: inner)
+  violates,        // a property violates patternProperties or additionalProperties
+  names,           // satisfies propertyNames of `schema`
   unevaluated_items,
   unevaluated_properties,
-  rejected  // what no formula says: `keyword` of `schema`
+  rejected  // no formula can express `keyword` of `schema`
 };
 
 constexpr uint64_t kNoLimit = UINT64_MAX;
 
-// Values of an enum, without repetitions, by their keys.
+// The distinct values of an enum, with their keys.
 struct ValueSet {
   std::vector<const json::Value*> values;
   std::vector<std::string> keys;
   std::unordered_set<std::string> lookup;
-  uint8_t kinds = 0;  // of the values; of a number that is written with a fraction, both
+  uint8_t kinds = 0;  // of the values; both number kinds if written with a fraction
 };
 
 struct Term {
@@ -66,16 +69,16 @@ struct Term {
   Atom atom = Atom::enter;
   bool positive = true;
   bool inner = true;
-  uint8_t kinds = kAllKinds;  // that the term allows, at most
-  uint8_t speaks_of = 0;      // kinds that its keywords speak of
-  bool is_typed = false;      // says itself which kinds are allowed
+  uint8_t kinds = kAllKinds;  // a superset of the kinds that the term allows
+  uint8_t speaks_of = 0;      // kinds to which its keywords apply
+  bool is_typed = false;      // itself limits the allowed kinds
   Keyword keyword = Keyword::count;
   const Schema* schema = nullptr;
   uint64_t low = 0, high = kNoLimit, first = 0;
   std::string text;
   Decimal number;
   const ValueSet* values = nullptr;
-  std::vector<Formula> parts;  // of all, any; of one: each branch, and its negation
+  std::vector<Formula> parts;  // for all and any; for one: each branch and its negation
 };
 
 class Formulas {
@@ -85,37 +88,38 @@ class Formulas {
   static constexpr Formula kNo = 0, kYes = 1;
   const Term& operator[](Formula formula) const { return terms_[formula]; }
 
-  // Of a schema, or of its negation.
+  // Returns the formula of a schema, or of its negation.
   Formula of(const Schema& schema, bool positive);
   Formula all(const std::vector<Formula>& parts);
   Formula any(const std::vector<Formula>& parts);
   Formula has(const std::string& name, bool positive, const Schema* schema);
-  // That a property, if it is there, is valid by a schema, or not valid.
+  // States that a property, if present, is valid (or invalid) by a schema.
   Formula member(const std::string& name, const Schema& schema, bool is_valid);
 
-  // The conjuncts of a formula.
+  // Returns the conjuncts of a formula.
   std::vector<Formula> conjuncts(Formula formula) const;
-  // The disjuncts of an any or one.
+  // Returns the disjuncts of a formula of kind `any` or `one`.
   const std::vector<Formula>& alternatives(Formula formula);
-  // The formula for a value that is of one type: kNull, kBoolean, kNumber, kString, kArray,
+  // Returns the formula for a value of one type: kNull, kBoolean, kNumber, kString, kArray or
   // kObject.
   Formula restricted(Formula formula, uint8_t type);
-  // The formula without what enters a target too deep; `counts` has the times that each is open.
+  // Removes branches that enter a target too deeply. `counts` has how often each target is open.
   Formula entered(Formula formula, const std::vector<std::pair<uint32_t, uint32_t>>& counts,
                   uint32_t max_depth);
-  // The numbers of targets that a formula enters or leads to below the value.
+  // Returns the numbers of the targets that a formula enters, or can reach below the value.
   const std::vector<uint32_t>& numbers(Formula formula);
 
-  // Whether each value of `one` surely satisfies `other`.
+  // Returns whether each value of `one` certainly satisfies `other`.
   bool implies(Formula one, Formula other, int depth = 8);
-  // What the property of a value of `formula` satisfies, as far as that is simple to say.
+  // Returns a formula for a property of a value of `formula`. It has the conditions that are simple
+  // to derive.
   Formula property(Formula formula, const std::string& name);
 
-  // The values that a conjunct of a formula lists; nullptr if there is no such list.
+  // Returns the values that a conjunct of a formula lists, or nullptr if there is no such list.
   const ValueSet* listed(Formula formula) const;
 
   Document& document() { return document_; }
-  // The kinds of one value.
+  // Returns the kinds of one value.
   static uint8_t kinds_of(const json::Value& value);
 
  private:

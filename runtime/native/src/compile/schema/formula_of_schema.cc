@@ -1,4 +1,4 @@
-// The formula of a schema, or of its negation: what each of its keywords says.
+// Builds the formula of a schema, or of its negation, from its keywords.
 #include <string_view>
 #include <tuple>
 
@@ -28,8 +28,8 @@ Formula Formulas::of(const Schema& schema, bool positive) {
 
 Formula Formulas::written(const Schema& schema, bool positive) {
   std::vector<Formula> out;
-  // Until Draft 7, $ref hides its siblings; many schemas and readers count them all the same. So
-  // they count for what is valid, and not for what is not.
+  // Up to Draft 7, the siblings of $ref are ignored, but many schemas and readers use them anyway.
+  // So they are required in valid values, but violating them does not make a value surely invalid.
   const bool hides_siblings = !positive && schema.draft() <= kDraft7 && schema[Keyword::ref];
   if (hides_siblings) return reference(schema, Keyword::ref, false);
   if (const Value* const types = schema[Keyword::type]) {
@@ -109,7 +109,8 @@ void Formulas::strings_of(const Schema& schema, bool positive, std::vector<Formu
     const Formula found = atom(Atom::pattern, schema, kString, std::move(term));
     out.push_back(positive ? found : all({type(kString), found}));
   }
-  // To some readers a format is an annotation: no string is surely invalid by it.
+  // Some readers treat a format as an annotation, so violating it does not make a string surely
+  // invalid.
   if (const Value* const format = schema[Keyword::format]; format != nullptr && positive) {
     Term term;
     term.text = format->string();

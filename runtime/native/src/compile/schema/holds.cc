@@ -19,18 +19,20 @@ size_t code_points(const std::string& text) {
 
 bool is_within(uint64_t count, const Term& term) { return count >= term.low && count <= term.high; }
 
-// Whether one number is a multiple of another. `is_decided` becomes false if that would take long.
+// Returns whether a number is a multiple of another. Sets `is_decided` to false if computing it
+// would take long.
 bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
   if (number.is_zero()) return true;
   const int64_t shift = number.exponent - of.exponent;
   constexpr int64_t kMost = 400;
-  constexpr size_t kMostDigits = 18;  // what is left over, times ten, fits into 64 bits
+  constexpr size_t kMostDigits = 18;  // a remainder times ten fits into 64 bits
   if (shift > kMost || shift < -kMost || of.digits.size() > kMostDigits) {
     *is_decided = false;
     return false;
   }
-  // number / of is a whole number: digits * 10^shift is a multiple of the other's digits. Digits
-  // have no zero at the end, so with shift < 0 the other one must have the factors of 10^-shift.
+  // `number` is a multiple of `of` if its digits * 10^shift are a multiple of the digits of `of`.
+  // That is impossible for shift < 0: the digits of `number` would have to be divisible by
+  // 10^-shift, but they do not end in a zero.
   if (shift < 0) return false;
   const uint64_t divisor = std::stoull(of.digits);
   uint64_t rest = 0;
@@ -55,7 +57,7 @@ bool Holds::connected(const Term& term, const Test& test) {
     case Op::any:
       return std::any_of(parts.begin(), parts.end(), test);
     case Op::one: {
-      // A branch, and the negations of all others.
+      // The parts are pairs: a branch and its negation.
       size_t valid = 0, undecided = 0;
       for (size_t i = 0; i < parts.size() && valid < 2; i += 2) {
         if (test(parts[i])) {
@@ -88,7 +90,7 @@ bool Holds::text(Formula formula, const std::string& text_) {
 
 bool Holds::matches(const std::string& pattern, const std::string& name, const Schema& at) {
   const bool is_sure = matches(pattern, name, at, Found::surely);
-  // Engines agree about printable ASCII.
+  // All engines agree on printable ASCII.
   const bool is_plain = std::all_of(name.begin(), name.end(), [](char c) {
     return static_cast<unsigned char>(c) >= ' ' && static_cast<unsigned char>(c) < 0x7F;
   });
@@ -149,7 +151,7 @@ bool Holds::text_atom(const Term& term, const std::string& text_) {
 bool Holds::atom(const Term& term, const Value& value_) {
   if (term.atom == Atom::type) {
     const uint8_t kinds = formulas_.kinds_of(value_);
-    // A number such as 1.0 is an integer, but not in Draft 4.
+    // A number such as 1.0 is an integer, except in Draft 4.
     if (kinds == kNumber)
       return (term.kinds & kNumber) == kNumber ||
              ((term.kinds & kNumber) == kInteger && term.low == 0);
@@ -238,7 +240,7 @@ bool Holds::array(const Term& term, const Value& value_) {
   }
 }
 
-// Whether a property breaks neither patternProperties nor additionalProperties of a schema.
+// Returns whether a property satisfies patternProperties and additionalProperties of a schema.
 bool Holds::member(const Schema& schema, const Value& member_) {
   bool is_listed = schema.properties.count(member_.key()) != 0;
   Document& document = formulas_.document();
@@ -279,7 +281,7 @@ bool Holds::object(const Term& term, const Value& value_) {
                     each.key());
       });
     case Atom::violates: {
-      // A property that is surely invalid.
+      // True if a property is surely invalid.
       const Schema& schema = *term.schema;
       return std::any_of(members.begin(), members.end(), [&](const Value& each) {
         bool is_listed = schema.properties.count(each.key()) != 0, is_invalid = false;

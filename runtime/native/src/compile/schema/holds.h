@@ -1,5 +1,5 @@
-// Decides whether single values satisfy a formula: those of enum and const, and names of
-// properties.
+// Decides whether a single value satisfies a formula. It is used for the values of enum and const,
+// and for the names of properties.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@ class Holds {
       : expressions_(expressions), formulas_(formulas), automata_(expressions) {}
 
   bool value(Formula formula, const json::Value& value);
-  bool text(Formula formula, const std::string& text);  // a string as the value
-  // Whether a pattern is found in the name of a property. Throws if engines differ about it.
+  bool text(Formula formula, const std::string& text);  // for a string as the value
+  // Returns whether a pattern is found in the name of a property. Throws if engines disagree.
   bool matches(const std::string& pattern, const std::string& name, const Schema& at);
 
   Automata& automata() { return automata_; }
@@ -38,7 +38,7 @@ class Holds {
   Expressions& expressions_;
   Formulas& formulas_;
   Automata automata_;
-  std::array<std::unordered_map<std::string, Node>, 2> patterns_;  // by Found
+  std::array<std::unordered_map<std::string, Node>, 2> patterns_;  // indexed by Found
   std::unordered_map<std::string, Node> formats_;
 };
 

@@ -1,5 +1,5 @@
-// Reads the keywords of a subschema: their names, the shapes of their values, and a warning for a
-// name that looks misspelled.
+// Reads the keywords of a subschema: checks their names and the shapes of their values, and warns
+// about names that look misspelled.
 #include "compile/schema/keyword_shapes.h"
 
 #include <algorithm>
@@ -17,14 +17,14 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-constexpr size_t kShortestWord = 4;  // of a keyword that a misspelled one may mean
+constexpr size_t kShortestWord = 4;  // shortest keyword to suggest for a misspelled one
 
 struct Entry {
   const char* name;
   Shape shape;
 };
 
-// In the order of Keyword.
+// In the same order as Keyword.
 constexpr Entry kEntries[] = {
     {"type", Shape::types},
     {"enum", Shape::list},
@@ -79,7 +79,7 @@ constexpr Entry kEntries[] = {
     {"definitions", Shape::any},
 };
 static_assert(std::size(kEntries) == static_cast<size_t>(Keyword::count));
-// Annotations of the specification and of OpenAPI, which are no misspelled keywords.
+// Annotations of the specification and of OpenAPI. They are not misspelled keywords.
 const std::unordered_set<std::string_view>& annotations() {
   static const auto* const made = new std::unordered_set<std::string_view>{"$vocabulary",
                                                                            "$comment",
@@ -115,8 +115,8 @@ bool is_type(const Value& value) {
          std::find(std::begin(kTypes), std::end(kTypes), value.string()) != std::end(kTypes);
 }
 
-// The Damerau-Levenshtein distance of two words that does not edit a swapped pair again; case
-// counts as one edit in all.
+// Returns the restricted Damerau-Levenshtein distance of two words, which does not edit a swapped
+// pair again. Differences in case count as one edit in total.
 size_t distance(std::string_view one, std::string_view other) {
   const auto lower = [](std::string_view text) {
     std::string out(text);
@@ -186,7 +186,7 @@ void Document::check_shape(const Schema& schema, Keyword keyword, const Value& v
     return !number.is_negative && number.is_integer();
   };
   const Shape shape = shape_of(keyword);
-  // Draft 4 and documents that name no draft.
+  // The schema is Draft 4, or the document selects no draft.
   const bool may_be_older = !schema.resource->names_draft;
   switch (shape) {
     case Shape::any:

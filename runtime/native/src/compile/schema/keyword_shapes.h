@@ -1,4 +1,4 @@
-// The shapes that the specification asks for in the values of keywords, which also say where
+// The shapes that the specification requires for the values of keywords. They also determine where
 // subschemas are.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace dlm::compile::schema {
 
-// What a keyword's value has to be.
+// The required shape of a keyword's value.
 enum class Shape : uint8_t {
   any,
   boolean,
@@ -25,12 +25,12 @@ enum class Shape : uint8_t {
   schemas,
   map,
   items,          // a schema, or a list of them before Draft 2020-12
-  names_by_name,  // of dependentRequired
-  dependencies    // of each name, a schema or names
+  names_by_name,  // for dependentRequired
+  dependencies    // for each name: a schema or a list of names
 };
 
 Shape shape_of(Keyword keyword);
-// The keywords by their names.
+// Returns the keywords by name.
 const std::unordered_map<std::string_view, Keyword>& keywords();
 
 inline bool is_schema(const json::Value& value) {

@@ -1,17 +1,17 @@
-// What the keywords of a subschema say, in the form that several readers of them need.
+// Reads keywords of a subschema in the form that several callers need.
 #pragma once
 
 #include "compile/schema/document.h"
 
 namespace dlm::compile::schema {
 
-// The schemas of an array's items: those of the first ones, and of all others.
+// The schemas of an array's items: a list for the first items, and one schema for all others.
 struct ItemSchemas {
   const json::Value* prefix = nullptr;  // a list, or nullptr
   const json::Value* others = nullptr;
 
   size_t count() const { return prefix == nullptr ? 0 : prefix->elements().size(); }
-  // The schema of the item at an index; nullptr: any value.
+  // Returns the schema of the item at an index, or nullptr if any value is allowed.
   const json::Value* at(size_t index) const {
     return index < count() ? &prefix->elements()[index] : others;
   }
@@ -24,8 +24,8 @@ inline ItemSchemas item_schemas(const Schema& schema) {
   return {schema[Keyword::prefix_items], items};
 }
 
-// Whether a keyword constrains values in the draft of its schema. Others are annotations to some
-// readers, and meant to be obeyed all the same.
+// Returns whether a keyword constrains values in the draft of its schema. Some readers treat other
+// keywords as annotations, but schema authors expect values to obey them.
 inline bool is_of_draft(const Schema& schema, Keyword keyword) {
   const int draft = schema.draft();
   switch (keyword) {

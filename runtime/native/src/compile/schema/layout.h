@@ -1,4 +1,4 @@
-// Layouts of JSON text: the white space that a writer puts between its parts.
+// Layouts of JSON text: the white space between its parts.
 #pragma once
 
 #include <cstdint>
@@ -12,27 +12,31 @@ namespace dlm::compile::schema {
 struct Layout {
   std::string item_separator = ",";  // between items of an array and between properties
   std::string key_separator = ":";   // between a property's name and its value
-  int32_t indent = -1;     // spaces per level, each item on its own line; below 0: no line breaks
-  bool has_lines = false;  // each item of an array that is the whole text has its own line
+  // Spaces per level, with each item on its own line. Negative: no line breaks.
+  int32_t indent = -1;
+  bool has_lines = false;  // each item of a top-level array is on its own line
 
   // The text after the opening bracket, between two items, and before the closing bracket of a
-  // container that is not empty; `level` containers are around it. Empty ones are [] and {}.
+  // container that is not empty. `level` is the number of containers around it. Empty containers
+  // are written as [] and {}.
   struct Around {
     std::string start, between, end;
   };
   Around around(uint32_t level, bool is_array) const;
-  // Levels with the same number are written in the same way.
+  // Returns a number for the layout of a level. Levels with the same number have the same layout.
   uint32_t kind_of_level(uint32_t level) const;
 };
 
-// A JSON value in a layout, with characters escaped only where JSON requires it, and its numbers
-// as the document has them.
+// Writes a JSON value in a layout. Escapes characters only if JSON requires it. Keeps the spelling
+// of numbers.
 std::string text_of(const json::Value& value, const Layout& layout, uint32_t level);
 
-// A text that is the same for equal values alone: those of 1 and 1.0 are, of true and 1 are not.
+// Returns the key of a value. Two values have the same key exactly if they are equal. 1 and 1.0 are
+// equal; true and 1 are not.
 std::string key_of(const json::Value& value);
 
-// A container in a layout. `item` is an item, or a property with its name, `low` to `high` times.
+// Returns the texts of a container that has `item` `low` to `high` times. For an object, `item` is
+// a property with its name.
 Node container(Expressions& expressions, const Layout::Around& around, bool is_array, Node item,
                uint32_t low, uint32_t high);
 

@@ -1,4 +1,4 @@
-// Objects of one case: a row of properties in the schema's order.
+// Writes the objects of one case: a row of properties in the schema's order.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -9,9 +9,10 @@ namespace {
 
 using json::Value;
 
-constexpr size_t kMostNameClasses = 64;  // that patternProperties tell apart
+constexpr size_t kMostNameClasses = 64;  // classes of names that patternProperties separates
 
-// The states that a name needs at least, with its quotes, colon, value and comma.
+// The fewest states of a property, excluding the characters of its name: quotes, colon, value and
+// comma.
 constexpr size_t kStatesBesideName = 6;
 
 }  // namespace
@@ -28,9 +29,9 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
   });
 }
 
-// Whether a schema's keywords and what they apply to the same object evaluate a property, so that
-// unevaluatedProperties of `by` does not speak of it. Without a name: one that exactly `patterns`
-// match and no properties list.
+// Returns whether a schema evaluates a property, including the schemas that it applies to the same
+// object. unevaluatedProperties of `by` does not apply to such a property. If `name` is null, the
+// property is any one that matches exactly `patterns` and is not listed in `properties`.
 bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
                           const std::vector<const Value*>& patterns, const Case& found) {
   expressions_.budget().check();
@@ -54,7 +55,7 @@ bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::str
   return any_applied(schema, found, kObject, is_by);
 }
 
-// Whether a test is true for one of the schemas that apply to the same value for sure.
+// Returns whether `test` is true for one of the schemas that certainly apply to the same value.
 bool Writer::any_applied(const Schema& schema, const Case& found, uint8_t type,
                          const std::function<bool(const Value&)>& test) {
   for (const Keyword keyword : {Keyword::ref, Keyword::dynamic_ref, Keyword::recursive_ref}) {
@@ -123,7 +124,8 @@ Writer::Made Writer::property(const Case& found, const std::string& name, const 
   return value(formulas_.all(parts), place, is_described);
 }
 
-// Properties that no schema lists; with `are_all` not only those that patternProperties speaks of.
+// Writes properties that no schema lists. Without `are_all`, only those that match
+// patternProperties.
 Writer::Made Writer::more_properties(const Case& found, const std::vector<std::string>& names,
                                      bool are_all, const Place& place) {
   struct Class {
@@ -215,7 +217,7 @@ Writer::Made Writer::more_properties(const Case& found, const std::vector<std::s
   return either(out);
 }
 
-// Properties that a case speaks of anywhere are not among those that no schema lists.
+// Excludes the names that the case mentions anywhere from the properties that no schema lists.
 void Writer::exclude_names(const Case& found,
                            const std::function<void(const std::string&)>& exclude) {
   std::vector<Formula> todo(found.asserted.begin(), found.asserted.end());
@@ -253,7 +255,7 @@ Writer::Made Writer::object(const Case& found, const std::vector<std::string>& n
     if (term.high != kNoLimit)
       made.high = std::min<uint64_t>(made.high, high_count(term, Keyword::max_properties));
   }
-  if (names.empty() && made.low > 1)  // a name may be written twice
+  if (names.empty() && made.low > 1)  // the same name may be written several times
     document_.refuse(*fewest->schema, Keyword::min_properties,
                      "of more than 1 is not supported without properties");
   size_t states = 0;

@@ -1,5 +1,5 @@
-// What follows from formulas without looking at values: which keywords matter for a type, which
-// branches exclude each other, and which references are too deep.
+// Reasons about formulas without looking at values: finds the keywords that matter for a type, the
+// branches that exclude each other, and the references that are too deep.
 #include <algorithm>
 
 #include "compile/schema/formula.h"
@@ -226,9 +226,9 @@ bool Formulas::implies(Formula one_, Formula other, int depth) {
   return false;
 }
 
-// Values that a formula excludes: each value that is not one of them satisfies it. With a name:
-// objects that have this property, with a value that is not one of them.
-// `is_typed` tells whether the formula asks for the type object itself.
+// Returns a set of values such that every value outside the set satisfies the formula. With a name,
+// every object satisfies the formula if it has this property with a value outside the set.
+// `is_typed` receives whether the formula itself requires the type object.
 const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, bool within,
                                    bool* is_typed) {
   const Term& term = terms_[formula];
@@ -259,8 +259,9 @@ const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, boo
   return found;
 }
 
-// Whether constants, or constants of one property that all branches require, tell them apart.
-// Only that is decided here: it takes time in proportion to the branches, not to their square.
+// Returns whether constants make the branches mutually exclusive. The constants are those of the
+// value itself, or those of one property that all branches require. Other differences are ignored,
+// so the time grows with the number of branches, not with its square.
 bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   std::vector<std::string> names;
   bool are_listed = listed(pairs[0]) != nullptr;
@@ -274,7 +275,7 @@ bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   for (size_t number = 0; number < names.size(); ++number) {
     const bool within = !(are_listed && number == 0);
     const std::string& name = names[number];
-    std::unordered_map<std::string_view, size_t> owners;  // the branch that excludes a value
+    std::unordered_map<std::string_view, size_t> owners;  // the branch that excludes each value
     std::vector<const ValueSet*> sets;
     bool is_decided = true, are_objects = true, is_any_typed = false;
     for (size_t i = 0; i < pairs.size() && is_decided; i += 2) {

@@ -1,4 +1,4 @@
-// CSV and XML that a JSON Schema describes, as regular languages.
+// Builds regular languages of CSV and XML that a JSON Schema describes.
 #pragma once
 
 #include <cstdint>
@@ -10,27 +10,27 @@
 
 namespace dlm::compile::schema {
 
-// Members "low" and "high" of a description, 0..`most`: how often something is there. Without
-// "high": any number of times.
+// Reads the members "low" and "high" of a description, each in 0..`most`. Without "high", there is
+// no upper limit.
 std::pair<uint32_t, uint32_t> counts(const json::Value& description, uint32_t low, int64_t most);
 
-// A part `low` to `high` times, with a separator between each two.
+// Returns a part repeated `low` to `high` times, with a separator between repetitions.
 Node separated(Expressions& expressions, Node part, Node separator, uint32_t low, uint32_t high);
 
 // Both functions below throw Error(DLM_INVALID_ARGUMENT) with the place and the keyword.
 
-// A table by RFC 4180. `description` has these members:
+// Returns the texts of a table (RFC 4180). `description` has these members:
 //   "csv"        a schema of a row: an object whose properties are the columns
-//   "header"     whether the first line has the names of the columns (true)
+//   "header"     true (default) if the first line has the names of the columns
 //   "delimiter"  "," (default), ";", "|" or a tab
-//   "line_end"   what is between two lines: "\n" (default) or "\r\n"
-//   "low", "high"  how many rows there are (1, any number)
-// Fields are quoted only where they have to be. A null, or a property that is left out, is an empty
-// field.
+//   "line_end"   "\n" (default) or "\r\n"
+//   "low", "high"  fewest (default: 1) and most (default: unlimited) rows
+// Fields are quoted only if necessary. A null, or a property that is left out, is written as an
+// empty field.
 Texts csv_texts(Expressions& expressions, const json::Value& description, const Options& options);
 
-// An element, without white space between elements. Properties are child elements in the schema's
-// order; an array repeats its element. The keyword `xml` of OpenAPI
+// Returns the texts of an element, without white space between elements. Properties are child
+// elements in the schema's order. An array repeats its element. The keyword `xml` of OpenAPI
 // (https://spec.openapis.org/oas/v3.1.0#xml-object) sets names, attributes and wrapped arrays.
 Texts xml_texts(Expressions& expressions, const json::Value& schema, const Options& options);
 

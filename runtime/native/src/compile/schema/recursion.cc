@@ -5,7 +5,7 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr uint64_t kMostCombinations = 4096;  // of the counts of one cycle's targets
+constexpr uint64_t kMostCombinations = 4096;  // combinations of counts in one cycle
 
 void unite(std::vector<uint32_t>& into, const std::vector<uint32_t>& others) {
   std::vector<uint32_t> merged;
@@ -92,7 +92,7 @@ void Recursion::count(uint32_t max_depth) {
   numbers_.assign(count, kNotCounted);
   reached_.assign(components_, {});
   below_.clear();
-  // Whether all of the members that `which` marks may be counted one by one.
+  // Returns whether the members that `which` marks are few enough to be counted separately.
   const auto is_few = [&](const std::vector<uint32_t>& some, const std::vector<uint8_t>& which) {
     uint64_t combinations = 1;
     for (const uint32_t at : some) {

@@ -1,5 +1,5 @@
-// Which references of a document are recursive, and which of their targets have to be counted so
-// that no schema contains itself more than a number of times.
+// Finds the recursive references of a document, and chooses the targets to count so that no schema
+// contains itself more often than allowed.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,15 @@ class Recursion {
  public:
   Recursion(Document& document, Budget& budget);
 
-  // Chooses what is counted: all targets within cycles. If a cycle has too many for `max_depth`,
-  // only enough of them to break it; if there are still too many, these have one number together.
+  // Chooses the targets to count. By default, these are all targets in cycles. If a cycle has too
+  // many of them for `max_depth`, only enough targets to break the cycle are counted. If these are
+  // still too many, they share one number.
   void count(uint32_t max_depth);
 
-  // The number of a target that is counted, else kNotCounted.
+  // Returns the number of a counted target, otherwise kNotCounted.
   uint32_t number(const json::Value& target) const;
-  // The numbers that references below a value lead to, directly or through others; ascending.
+  // Returns the numbers of the targets that references below a value reach, directly or through
+  // other references. Ascending.
   const std::vector<uint32_t>& below(const json::Value& value);
 
  private:
@@ -37,10 +39,10 @@ class Recursion {
   std::vector<std::vector<uint32_t>> edges_;
   std::vector<uint32_t> component_;  // in reverse topological order
   std::vector<uint8_t> is_cyclic_;   // the vertex is within a cycle
-  std::vector<uint8_t> is_head_;     // an edge of the depth-first search goes back to it
+  std::vector<uint8_t> is_head_;     // a back edge of the depth-first search leads to it
   uint32_t components_ = 0;
-  std::vector<uint32_t> numbers_;               // of vertices
-  std::vector<std::vector<uint32_t>> reached_;  // numbers that a component reaches
+  std::vector<uint32_t> numbers_;               // by vertex
+  std::vector<std::vector<uint32_t>> reached_;  // by component: the numbers that it reaches
   std::unordered_map<const json::Value*, std::vector<uint32_t>> below_;
 };
 

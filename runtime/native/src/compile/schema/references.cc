@@ -1,4 +1,4 @@
-// Where the references of a document lead: $ref, $dynamicRef and $recursiveRef.
+// Resolves the references of a document: $ref, $dynamicRef and $recursiveRef.
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -24,7 +24,7 @@ const std::vector<const Value*>& Document::destinations(const Value& holder) {
     try {
       at->second.push_back(&target_value(from, keyword));
     } catch (const Error&) {
-      // It is an error only where the schema is used.
+      // A missing target is an error only if the schema is used.
     }
   }
   return at->second;
@@ -98,7 +98,7 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   if (found == nullptr) refuse_it("leads nowhere");
   if (keyword == Keyword::ref) return *found;
 
-  // The outermost schema of the dynamic scope with the same anchor is what counts. The root is
+  // The outermost schema of the dynamic scope that has the same anchor is the target. The root is
   // always the outermost.
   std::vector<const Value*> same;
   if (keyword == Keyword::dynamic_ref) {

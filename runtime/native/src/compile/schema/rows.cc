@@ -1,5 +1,5 @@
-// Rows of optional parts between brackets, as automata from left to right: properties of an object,
-// or items that must all differ.
+// Writes rows of optional parts between brackets as automata, from left to right. The parts are
+// properties of an object, or items that must all differ.
 #include <algorithm>
 #include <map>
 
@@ -7,13 +7,13 @@
 
 namespace dlm::compile::schema {
 
-// What follows `count` parts when no slot is left: more parts, and the closing bracket.
+// Returns what follows `count` parts after the last slot: more parts, and the closing bracket.
 Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& around,
                         uint64_t count) {
   const Node closing = expressions_.bytes(is_array ? "]" : "}");
   const Node ended = expressions_.sequence(expressions_.bytes(around.end), closing);
   const Node between = expressions_.sequence(expressions_.bytes(around.between), row.more);
-  // Further names may be the same name again, so they count once.
+  // Further properties may all have the same name, so together they count as one.
   const uint64_t missing = row.low > count ? row.low - count : 0;
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
@@ -35,12 +35,12 @@ Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& aro
 
 Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
-  // A state: how many parts there are, as far as that matters, and which clauses hold.
+  // A state has the number of parts, as far as it matters, and the clauses that hold.
   using State = std::pair<uint64_t, uint64_t>;
   const uint64_t most_counted = row.high != kNoLimit ? row.high : std::max<uint64_t>(row.low, 1);
   const size_t slots = row.slots.size();
-  std::vector<std::vector<std::pair<size_t, bool>>> literals(slots);  // of each slot: clauses
-  std::vector<uint64_t> closed(slots, 0);  // clauses that no later slot can make true
+  std::vector<std::vector<std::pair<size_t, bool>>> literals(slots);  // by slot: its clauses
+  std::vector<uint64_t> closed(slots, 0);  // by slot: clauses that no later slot can make true
   for (size_t c = 0; c < row.clauses.size(); ++c) {
     size_t last = 0;
     for (const Literal& literal : row.clauses[c]) {
@@ -105,7 +105,7 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   return expressions_.sequence(expressions_.bytes(is_array ? "[" : "{"), behind[0]);
 }
 
-// The same for few slots, which may come in any order.
+// Like row(), but for a few slots in any order.
 Node Writer::row_in_any_order(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
   std::vector<Slot> slots;

@@ -1,5 +1,5 @@
-// Strings, numbers, booleans and null of a formula: each atom is a language, and connectives are
-// intersections and unions of them.
+// Writes strings, numbers, booleans and null. Each atom is a language. Conjunctions and
+// disjunctions are intersections and unions.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -9,7 +9,7 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr uint64_t kMostCount = 10'000;  // of characters, items and properties
+constexpr uint64_t kMostCount = 10'000;  // largest count of characters, items or properties
 
 Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint32_t most) {
   ByteSet set;
@@ -17,8 +17,8 @@ Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint
   return expressions.repeat(expressions.set(set), fewest, most);
 }
 
-// Numbers without an exponent that a double tells apart: up to 15 digits, of which a fraction has
-// up to 6.
+// Bounds for numbers without an exponent that doubles tell apart: up to 15 digits, of which up to 6
+// are after the point.
 constexpr uint32_t kWholeDigits = 9, kFractionDigits = 6, kMostDigits = 15;
 
 Node whole_number(Expressions& expressions, uint32_t most) {
@@ -36,7 +36,7 @@ Node plain_numbers(Expressions& expressions) {
       expressions.sequence(whole_number(expressions, kWholeDigits), fraction));
 }
 
-// Those of them that are no integers.
+// Such numbers that are not integers.
 Node plain_fractions(Expressions& expressions) {
   const Node zeros = digits(expressions, '0', '0', 1, kFractionDigits);
   const Node fraction =
@@ -47,7 +47,7 @@ Node plain_fractions(Expressions& expressions) {
 
 }  // namespace
 
-// Raises the lower end of a count, which is exact or refused.
+// Returns the lower end of a count. Throws if it is too large, because a lower end must be exact.
 uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   if (term.low > kMostCount)
     document_.refuse(
@@ -56,7 +56,7 @@ uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   return static_cast<uint32_t>(term.low);
 }
 
-// The upper end of a count. Of larger ones, what is longer is left out.
+// Returns the upper end of a count. If it is too large, warns and leaves out longer values.
 uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   if (term.high == kNoLimit) return kUnbounded;
   if (term.high > kMostCount)
@@ -191,18 +191,18 @@ Node Writer::not_multiple(const Term& term) {
   return expressions_.either(others, plain_fractions(expressions_));
 }
 
-// Numbers without exponent that equal none of some values.
+// Numbers without an exponent that differ from all given values.
 Node Writer::other_numbers(const ValueSet& values) {
   std::vector<Node> excluded;
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
-    // A double may be equal to it that is written with fewer digits.
+    // A number with fewer digits may round to the same double.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      constexpr int64_t kMostZeros = 400;  // a JSON number that a double holds has fewer
+      constexpr int64_t kMostZeros = 400;  // JSON numbers that fit in a double have fewer zeros
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {
       const auto places = static_cast<size_t>(-number.exponent);
@@ -226,7 +226,7 @@ Node Writer::other_numbers(const ValueSet& values) {
 // ---- Strings
 
 Node Writer::string_that(const Term& term) {
-  // A pattern that must not match leaves out what perhaps matches.
+  // A pattern that must not match excludes strings that match in any engine.
   const Found found_ = term.positive ? Found::surely : Found::perhaps;
   const char* const kind = term.atom == Atom::format ? "f" : term.positive ? "p" : "n";
   const std::string key = kind + term.text;

@@ -15,20 +15,20 @@ namespace {
 
 using json::Value;
 
-constexpr uint32_t kMostDepth = 10'000;  // of max_depth
+constexpr uint32_t kMostDepth = 10'000;  // largest max_depth
 constexpr size_t kMostTree = 16 << 20;   // bytes of a tree's text
-constexpr int kMostNesting = 300;        // of its JSON
+constexpr int kMostNesting = 300;        // nesting of the tree's JSON
 constexpr int64_t kMostLines = 1'000'000;
 
 struct Extent {
   uint32_t recursion, any, characters;
 };
-// What to try until the automaton looks small enough. Long strings are the first to go: few blocks
-// have room for them.
+// The extents to try, in order, until the automaton is estimated to be small enough. Long strings
+// are cut first, because few blocks have room for them.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
 constexpr double kComfort = 4;       // the first try takes a quarter of the limit of states
-constexpr double kWorthwhile = 0.9;  // of the size, what smaller extents must come to
+constexpr double kWorthwhile = 0.9;  // smaller extents must reduce the size to this share
 
 void check_depth(const Options& options) {
   if (options.max_depth.has_value() && *options.max_depth > kMostDepth)
@@ -85,7 +85,7 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
     for (size_t i = 1; i + 1 < extents.size() && out.is_smallest && out.size <= limit; ++i)
       if (Texts larger = make(extents[i]); larger.size <= limit) out = std::move(larger);
   }
-  // Far too large, though the estimate may be too high.
+  // Reject only far larger estimates, because an estimate may be too high.
   constexpr double kTooMany = 100;
   if (out.size > kTooMany * states)
     throw Error(DLM_INVALID_ARGUMENT,
@@ -166,7 +166,7 @@ class Tree {
         "or repeat");
   }
 
-  // The texts of the root, which node() returned.
+  // Returns the texts of `root`, the result of node().
   Texts texts(Node root) const { return {root, warnings_, size_, is_smallest_}; }
 
  private:
@@ -177,7 +177,7 @@ class Tree {
     return options;
   }
 
-  // Values of a schema, each on its own line, with a line break between them.
+  // Returns values of a schema, one per line, separated by line breaks.
   Texts lines_of(const Value& schema, std::pair<uint32_t, uint32_t> times) {
     const auto [low, high] = times;
     Options options = options_;
@@ -209,7 +209,7 @@ class Tree {
   Expressions& expressions_;
   const Options& options_;
   std::vector<std::string> warnings_;
-  double size_ = 0;  // of all schemas
+  double size_ = 0;  // sum over all schemas
   bool is_smallest_ = true;
 };
 

@@ -1,9 +1,11 @@
-// JSON Schemas, and texts that are made of them, as regular languages: what the C ABI compiles.
+// Compiles JSON Schemas, and texts made of several of them, to regular languages. The C API uses
+// it.
 //
-// All assertions of a schema are kept, or rejected by name: a text of the language is always valid.
-// But some valid texts are not in the language. Objects have their properties in the schema's order
-// and only those that it names; strings use the short escapes; the layout says where white space
-// is. https://json-schema.org/draft/2020-12/json-schema-validation names the keywords.
+// Every assertion of a schema is either enforced or rejected with an error that names it. So every
+// text of the language is valid. Not every valid text is in the language: objects have only the
+// properties that the schema names, in the schema's order; strings use short escapes; the layout
+// sets the white space. https://json-schema.org/draft/2020-12/json-schema-validation defines the
+// keywords.
 #pragma once
 
 #include <cstdint>
@@ -19,34 +21,33 @@ namespace dlm::compile::schema {
 
 struct Options {
   Layout layout;
-  // The number of times that a schema may contain itself, and of containers that may be inside each
-  // other where a schema allows any value. By default 3, or less if the automaton would be too
-  // large for the limits.
+  // Limits how often a schema may contain itself, and how deep containers may nest where a schema
+  // allows any value. The default is 3, or less if the automaton would exceed the limits.
   std::optional<uint32_t> max_depth;
-  // If the automaton seems to have more states, depths are smaller, and long strings shorter. 0: a
-  // quarter of the limit.
+  // If the estimated number of states is higher than this, depths and the lengths of strings are
+  // reduced. 0 means a quarter of the limit.
   double most_states = 0;
-  uint32_t level = 0;            // containers around the value
-  bool any_order = false;        // objects of up to 6 properties have them in any order
+  uint32_t level = 0;            // number of containers around the value
+  bool any_order = false;        // any order of properties in objects with up to 6
   bool more_properties = false;  // also those that the schema allows but does not name
 };
 
 struct Texts {
   Node node;
-  std::vector<std::string> warnings;  // of keywords that look misspelled, and of what is left out
-  double size = 0;                    // an estimate of the states
-  bool is_smallest = true;            // a smaller most_states changes nothing
+  std::vector<std::string> warnings;  // about misspelled keywords and values that are left out
+  double size = 0;                    // estimated number of states
+  bool is_smallest = true;            // a smaller most_states would not reduce it
 };
 
 // All functions below throw Error(DLM_INVALID_ARGUMENT) with the place and the keyword.
 
-// Values that are valid by a JSON Schema.
+// Returns the values that are valid by a JSON Schema.
 Texts schema_texts(Expressions& expressions, std::string_view schema, const Options& options);
 
-// Any JSON object.
+// Returns all JSON objects.
 Texts object_texts(Expressions& expressions, const Options& options);
 
-// The texts of a JSON list of strings, as they are.
+// Returns the strings of a JSON list, unquoted.
 Texts listed_texts(Expressions& expressions, std::string_view list);
 
 // A text with JSON inside, as a tree of JSON objects, each with one of these members:

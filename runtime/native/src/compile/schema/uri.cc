@@ -28,7 +28,7 @@ Uri split(std::string_view text) {
   return uri;
 }
 
-// Section 5.2.4: takes "." and ".." out of a path.
+// Removes "." and ".." from a path (section 5.2.4).
 std::string without_dots(std::string_view path) {
   std::vector<std::string_view> kept;
   const bool is_absolute = !path.empty() && path[0] == '/';
@@ -89,7 +89,7 @@ std::string resolved(std::string_view base, std::string_view reference,
   std::string path;
   if (to.has_scheme || to.has_authority || (!to.path.empty() && to.path[0] == '/')) {
     path = to.has_scheme && !to.has_authority && to.path.substr(0, 1) != "/"
-               ? std::string(to.path)  // such as that of a URN
+               ? std::string(to.path)  // for example the path of a URN
                : without_dots(to.path);
   } else if (to.path.empty()) {
     path = from.path;

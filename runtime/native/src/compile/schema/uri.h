@@ -1,5 +1,5 @@
-// References between URIs (RFC 3986, section 5.2) and JSON pointers (RFC 6901), as text alone:
-// nothing is ever retrieved.
+// Resolves URI references (RFC 3986, section 5.2) and parses JSON pointers (RFC 6901). It only
+// processes text and never retrieves anything.
 #pragma once
 
 #include <optional>
@@ -9,12 +9,13 @@
 
 namespace dlm::compile::schema {
 
-// The URI that `reference` means in a document of URI `base`, without its fragment; `fragment`
-// receives that, with its percent-encoding undone (nullopt for a wrong encoding).
+// Returns the URI of `reference` in a document with URI `base`, without its fragment. `fragment`
+// receives the decoded fragment, or nullopt if its percent-encoding is invalid.
 std::string resolved(std::string_view base, std::string_view reference,
                      std::optional<std::string>& fragment);
 
-// The steps of a JSON pointer that starts with "/" or is empty; nullopt if it is not well-formed.
+// Returns the steps of a JSON pointer, which is empty or starts with "/". Returns nullopt if it is
+// malformed.
 std::optional<std::vector<std::string>> pointer_steps(std::string_view pointer);
 
 }  // namespace dlm::compile::schema

@@ -5,8 +5,8 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr uint32_t kMostLevels = 200;  // of values inside each other
-constexpr size_t kMostSplits = 4096;   // of one formula without a type
+constexpr uint32_t kMostLevels = 200;  // nested values
+constexpr size_t kMostSplits = 4096;   // splits of one formula without a type
 constexpr double kSizeOfString = 10, kSizeOfNumber = 12, kSizeOfCharacter = 10;
 
 }  // namespace
@@ -31,7 +31,7 @@ Writer::Made Writer::either(const std::vector<Made>& some) {
   return {expressions_.either(std::move(nodes)), size};
 }
 
-// Any value; `around` of the containers that may be inside each other are already open.
+// Returns any value. `around` is the number of unconstrained containers around it.
 Writer::Made Writer::anything(uint32_t level, uint32_t around) {
   const uint32_t depth = options_.any_depth > around ? options_.any_depth - around : 0;
   const std::pair<uint32_t, uint32_t> key{options_.layout.kind_of_level(level), depth};
@@ -68,7 +68,7 @@ Writer::Made Writer::any_object(uint32_t level) {
           inner.size + kSizeOfString};
 }
 
-// `is_described`: a schema speaks of the value, though it may allow all values.
+// `is_described` means that a schema describes the value, even if it allows all values.
 Writer::Made Writer::value(Formula formula, const Place& place, bool is_described) {
   formula = formulas_.entered(formula, place.counts, options_.max_depth);
   if (formula == Formulas::kNo) return {};
@@ -100,8 +100,8 @@ Writer::Made Writer::written(Formula formula, const Place& place) {
   const Term& term = formulas_[formula];
   uint8_t kinds = term.kinds;
   if (!term.is_typed) {
-    // Without a type, only values of the types that the keywords speak of are written, as far as
-    // each branch has such keywords.
+    // If no type is given, write only values of the types to which the keywords apply. Each branch
+    // of a choice is handled separately, because its keywords may apply to other types.
     size_t splits = 1, at = parts.size();
     for (size_t i = parts.size(); i-- > 0;) {
       const Op op = formulas_[parts[i]].op;
@@ -138,7 +138,7 @@ Writer::Made Writer::written(Formula formula, const Place& place) {
         for (const std::string& each : set->keys) size += static_cast<double>(each.size());
       }
       uint64_t characters = 0;
-      double states = kSizeOfCharacter;  // of each
+      double states = kSizeOfCharacter;  // states of each character
       for (const Formula part : formulas_.conjuncts(found)) {
         const Term& each = formulas_[part];
         if (each.op != Op::atom) continue;

@@ -1,8 +1,8 @@
-// Writes the texts of a formula's values as a regular language.
+// Writes the values of a formula as a regular language.
 //
-// A conjunction is split into cases until each case is a list of atoms; then an object is a row of
-// properties in the schema's order, and an array a row of items. Within a case, only properties
-// that its schemas name are written. Equal formulas at places that are written alike are one node.
+// A conjunction is split into cases until each case is a list of atoms. For each case, an object is
+// a row of properties in the schema's order, and an array is a row of items. A case writes only
+// properties that its schemas name. Equal formulas at places with the same layout share one node.
 #pragma once
 
 #include <functional>
@@ -22,18 +22,19 @@ namespace dlm::compile::schema {
 
 struct WriterOptions {
   Layout layout;
-  uint32_t max_depth = 3;  // times that a schema may contain itself
-  uint32_t any_depth = 3;  // containers inside each other, of values that are left open
-  uint32_t most_characters = kUnbounded;  // of a string of limited length, unless it needs more
-  bool any_order = false;                 // of up to kMostInAnyOrder properties
-  bool more_properties = false;           // those that the schema allows but does not name
+  uint32_t max_depth = 3;  // how often a schema may contain itself
+  uint32_t any_depth = 3;  // nesting depth of unconstrained values
+  // Most characters of strings with a maximum length, unless their minimum is larger.
+  uint32_t most_characters = kUnbounded;
+  bool any_order = false;        // any order of properties in objects with up to kMostInAnyOrder
+  bool more_properties = false;  // also those that the schema allows but does not name
 };
 
 constexpr size_t kMostInAnyOrder = 6;
 
 class Writer {
  public:
-  // `size` is an estimate of the states that the node needs.
+  // A node and the estimated number of states that it needs.
   struct Made {
     Node node = 0;
     double size = 0;
@@ -41,32 +42,32 @@ class Writer {
 
   Writer(Expressions& expressions, Formulas& formulas, const WriterOptions& options);
 
-  // Values of a formula with `level` containers around them; `root` is the number of the schema
-  // that they are all of, or kNotCounted.
+  // Returns the values of a formula with `level` containers around them. `root` is the number of
+  // their schema, or kNotCounted.
   Made values(Formula formula, uint32_t level, uint32_t root);
-  // Any object.
+  // Returns all objects.
   Made any_object(uint32_t level);
-  // Whether most_characters left strings out.
+  // Returns whether most_characters excluded some strings.
   bool has_cut_strings() const { return has_cut_strings_; }
 
  private:
   using Counts = std::vector<std::pair<uint32_t, uint32_t>>;  // by number, ascending
 
-  // Where a value stands.
+  // The position of a value.
   struct Place {
     uint32_t level;
-    Counts counts;  // how often each counted schema is open
+    Counts counts;  // how often each counted schema is open around the value
   };
 
   // One case of an array or object.
   struct Case {
     std::vector<Formula> atoms, choices;
-    std::unordered_set<Formula> asserted;  // atoms, and choices that were taken
+    std::unordered_set<Formula> asserted;  // the atoms and choices that the case requires
     std::map<std::string, bool, std::less<>> has;
     bool is_dead = false;
   };
 
-  // A property of an object, or an item of an array without repetitions.
+  // A property of an object, or an item of an array whose items differ.
   struct Slot {
     Node node;
     bool is_required;
@@ -79,9 +80,9 @@ class Writer {
   using Clause = std::vector<Literal>;
   struct Row {
     std::vector<Slot> slots;
-    std::vector<Clause> clauses;  // of each, one literal holds at least
+    std::vector<Clause> clauses;  // in each clause, at least one literal holds
     uint64_t low = 0, high = kNoLimit;
-    Node more = 0;  // further properties behind the slots
+    Node more = 0;  // further properties after the slots
   };
 
   Made value(Formula formula, const Place& place, bool is_described);

@@ -16,12 +16,12 @@ using json::Value;
 
 constexpr uint32_t kUsualDepth = 3, kMostNesting = 300;
 
-// XML 1.0, production 2.
+// The characters of XML 1.0 (production 2).
 const CodePoints kCharacters = {
     {0x9, 0xA}, {0xD, 0xD}, {0x20, 0xD7FF}, {0xE000, 0xFFFD}, {0x10000, 0x10FFFF}};
 
-// Readers turn line breaks into \n, and in attributes white space into spaces, unless they are
-// written as references.
+// Readers normalise line breaks to \n. In attributes, they normalise white space to spaces.
+// Character references are not normalised.
 const Spellings kInElements = {{'&', "&amp;"}, {'<', "&lt;"}, {'>', "&gt;"}, {'\r', "&#13;"}};
 const Spellings kInAttributes = {{'&', "&amp;"},  {'<', "&lt;"},  {'>', "&gt;"},  {'\r', "&#13;"},
                                  {'\n', "&#10;"}, {'\t', "&#9;"}, {'"', "&quot;"}};
@@ -56,7 +56,7 @@ class Elements {
   }
 
  private:
-  // The member `key` of the keyword xml, of a schema or of the one that it refers to.
+  // Returns the member `key` of the keyword xml, from a schema or from the target of its $ref.
   const Value* xml(const Schema& schema, const char* key) {
     for (const Schema* at : {&schema, &described_.resolved(schema)}) {
       const Value* const found = at->is_boolean() ? nullptr : at->value->find("xml");
@@ -99,7 +99,7 @@ class Elements {
     return node;
   }
 
-  // Attributes, the end of the start tag, and what is inside.
+  // Writes the attributes, the end of the start tag, and the content.
   Node content(const Schema& schema, uint32_t level) {
     const Node closed = expressions_.bytes(">");
     if (is_array(schema))
@@ -163,7 +163,7 @@ class Elements {
   Expressions& expressions_;
   Described described_;
   const uint32_t max_depth_;
-  std::unordered_map<const Schema*, uint32_t> open_;  // how often each is around
+  std::unordered_map<const Schema*, uint32_t> open_;  // how often each schema is open
   std::map<std::pair<const Value*, std::string>, Node> kept_;
 };
 
