@@ -194,7 +194,7 @@ def test_blank_lines_are_skipped_and_reading_ends_at_the_limit(
             "line 2: it has none of these keys: prompt and completion, messages, text",
         ),
         (b'{"text": ["a"]}', "line 2: text is a list, expected a string"),
-        (b'{"text": ""}', "line 2: no text"),
+        (b'{"text": ""}', "line 2: there is no text"),
         (b'{"text": "\\ud800"}', "line 2: .*rejects this text"),
         (b'{"prompt": "a", "completion": null}', "line 2: completion is a NoneType"),
         (b'{"prompt": "a", "completion": " "}', "line 2: the completion is empty"),

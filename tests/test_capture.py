@@ -290,7 +290,7 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
         _replace(
             "bias=c.include_qkv_bias)\n        self.k_proj", "bias=False)\n        self.k_proj"
         ),
-        "does not know model.transformer.blocks.0.q_proj.bias, model.transformer.blocks.1.q_proj.bias: it is not",
+        "does not know model.transformer.blocks.0.q_proj.bias, model.transformer.blocks.1.q_proj.bias: it does not",
     ),
     "a class that does not load": (
         _replace("self.post_init()", "raise KeyError('rope')"),
@@ -298,7 +298,7 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
     ),
     "a class that does not run": (
         _replace("assert not use_cache", "raise OSError('no')"),
-        r"does not run with .*OSError: no.*is of transformers 4\.46\.2: try that version",
+        r"does not run with .*OSError: no.*was written by transformers 4\.46\.2: try that version",
     ),
     "no logits": (_replace("(logits=", "(scores="), "does not run with .*no attribute 'logits'"),
     "logits of another size": (

@@ -285,7 +285,7 @@ def fitted(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     assert result.exit_code == 0, result.output
     assert "agreement with one token a pass" in result.stdout
     assert "3 samples are few" in result.stdout
-    assert "no --data: judged by made-up samples" in result.stderr
+    assert "no --data: judged on made-up samples" in result.stderr
     return copied
 
 

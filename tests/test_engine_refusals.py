@@ -51,13 +51,13 @@ BUILD_REFUSALS = [
     (("--target", "cpu,thor", "--precision", "fp16"), ["build two"]),
     (
         ("--target", "thor", "--builder", "tensorrt_rtx"),
-        ["tensorrt_rtx does not build for thor (SM 11.0)", "tensorrt does"],
+        ["tensorrt_rtx does not build for thor (SM 11.0)", "use tensorrt"],
     ),
     (("--target", "h100", "--canvas", "513"), ["--canvas 513", "512 tokens"]),
     (("--target", "h100", "--canvas", "64", "--block", "65"), ["--block 65", "64 tokens"]),
     (
         ("--target", "h100", "--precision", "fp16", "--activations", "bf16"),
-        ["for quantised bundles"],
+        ["--activations needs a quantised precision"],
     ),
     (("--target", "h100", "--no-engine", "--workspace", "64"), ["--workspace", "--no-engine"]),
     (("--target", "cpu", "--canvas", "64"), ["--canvas", "for GPUs"]),
@@ -133,7 +133,7 @@ DEVICE_REFUSALS = [
     (
         ("--target", "agx-orin"),
         2,
-        ["graph of opset 23", "TensorRT 10.3 cannot parse", "bundle with --target agx-orin"],
+        ["graph has opset 23", "TensorRT 10.3 cannot parse", "bundle with --target agx-orin"],
     ),
     (("--target", "rtx5090,rtx5090"), 2, ["rtx5090 is given more than once"]),
 ]

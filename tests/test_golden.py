@@ -191,7 +191,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, bytes]], st
                 "{'descr': '<i8', 'fortran_order': False, 'shape': (140737488355328,), }",
             )
         },
-        r"tokens says \[140737488355328\], but has",
+        r"tokens claims shape \[140737488355328\], but has",
     ),
     "a negative shape": (
         lambda a: {
@@ -234,7 +234,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, bytes]], st
     "NaN logits": (_array("logits", lambda x: _with(x, (5, 5), np.nan)), "NaN or infinite logits"),
     "fewer logits than rows": (
         _array("logits", lambda x: x[:-1]),
-        r"logits \[319, 160\] of 320 rows",
+        r"logits \[319, 160\] for 320 rows",
     ),
     "provenance that is no JSON": (
         lambda _: {"provenance": _npy(np.frombuffer(b"{", np.uint8))},
@@ -246,11 +246,11 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, bytes]], st
     ),
     "a newer version": (
         _edit(lambda v: v["format"].update(version=2)),
-        "golden file of version 2; this dlm-export reads 1",
+        "golden file of version 2; this dlm-export reads version 1",
     ),
     "an unknown kind": (
         _edit(lambda v: v.update(kind="oracle")),
-        "kind 'oracle' is none of released code",
+        "kind 'oracle' is not one of released code",
     ),
     "a missing field": (_edit(lambda v: v.pop("versions")), "expected .*versions"),
     "escapes for the terminal": (

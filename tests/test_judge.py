@@ -652,19 +652,23 @@ def judgement() -> Judgement:
         (
             Budgets(max_ce_increase=0.02),
             Budgets(max_ce_increase=0.019),
-            "cross-entropy rises by 2.00%, at most 1.90%",
+            "cross-entropy rises by 2.00%, the limit is 1.90%",
         ),
         (
             Budgets(min_top1=0.95),
             Budgets(min_top1=0.96),
-            "top-1 agreement is 95.00%, at least 96.00%",
+            "top-1 agreement is 95.00%, the minimum is 96.00%",
         ),
         (
             Budgets(max_nfe_ratio=1.1),
             Budgets(max_nfe_ratio=1.05),
-            "NFE ratio is 1.1000, at most 1.0500",
+            "NFE ratio is 1.1000, the limit is 1.0500",
         ),
-        (Budgets(min_task=0.8), Budgets(min_task=0.81), "task score is 80.00%, at least 81.00%"),
+        (
+            Budgets(min_task=0.8),
+            Budgets(min_task=0.81),
+            "task score is 80.00%, the minimum is 81.00%",
+        ),
     ],
 )
 def test_a_budget_is_kept_up_to_its_limit(

@@ -61,7 +61,12 @@ def test_texts_of_schemas_are_in_the_layout(layout: str) -> None:
         texts = byte_automaton(schema_content(random_document(source), layout=LAYOUTS[layout]))
         for _ in range(20):
             text = drawn_text(texts, source, source.randrange(120))
-            assert skeleton(text) == skeleton(reference(json.loads(text), layout))
+            # A text may have a name twice.
+        value = json.loads(
+            text,
+            object_pairs_hook=lambda pairs: {f"{i}{p[0]}": p[1] for i, p in enumerate(pairs)},
+        )
+        assert skeleton(text) == skeleton(reference(value, layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,7 +85,12 @@ def test_any_object_is_in_the_layout(layout: str) -> None:
     source = random.Random(3)
     for _ in range(50):
         text = drawn_text(texts, source, source.randrange(60))
-        assert skeleton(text) == skeleton(reference(json.loads(text), layout))
+        # A text may have a name twice.
+        value = json.loads(
+            text,
+            object_pairs_hook=lambda pairs: {f"{i}{p[0]}": p[1] for i, p in enumerate(pairs)},
+        )
+        assert skeleton(text) == skeleton(reference(value, layout))
 
 
 def test_values_inside_other_containers_are_indented_by_their_level() -> None:

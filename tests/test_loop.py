@@ -442,7 +442,7 @@ def test_failures_of_a_pass_end_the_request_and_leave_the_bundle_usable() -> Non
     [
         (7, 0.5, "predicted the invalid token"),
         (8, 0.5, "predicted the invalid token"),
-        (-1, 0.5, "outside"),
+        (-1, 0.5, "invalid token -1"),
         (0, float("nan"), "not finite"),
     ],
 )

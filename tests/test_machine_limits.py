@@ -197,7 +197,7 @@ def test_an_onnxruntime_that_is_too_old_is_named_before_it_is_used(
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("gcc is not installed")
-    source, fake = tmp_path / "fake.c", tmp_path / "libonnxruntime.so"
+    source, fake = tmp_path / "fake.c", tmp_path / f"libonnxruntime-{version}.so"
     source.write_text(
         "#include <stdlib.h>\n"
         f'static const char *get_version(void) {{ return "{version}"; }}\n'

@@ -422,10 +422,10 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
     ("text", "says"),
     [
         ('layers = {"blocks.9.mlp" = "int8-dynamic"}', "no layer matches 'blocks.9.mlp'"),
-        ('layers = {"blocks.*" = "int3"}', "format of 'blocks.*' is 'int3', one of"),
+        ('layers = {"blocks.*" = "int3"}', "format of 'blocks.*' is 'int3', expected one of"),
         (
             'observer = "p99"\nlayers = {"blocks.*" = "fp8"}',
-            "observer is 'p99', one of max, percentile",
+            "observer is 'p99', expected one of max, percentile",
         ),
         ('smoothing = 2\nlayers = {"blocks.*" = "fp8"}', "smoothing 2 is outside 0..1"),
         (

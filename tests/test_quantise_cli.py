@@ -426,7 +426,7 @@ def test_verify_refuses_budgets_that_it_would_not_judge(
 ) -> None:
     result = _run("verify", llada_bundle, "--checkpoint", llada_checkpoint, "--min-top1", "0.9")
     assert result.exit_code == 2
-    assert "--min-top1 needs a quantised precision" in result.stderr
+    assert "--min-top1 is for quantised bundles" in result.stderr
     (tmp_path / "report").write_text("")
     assert (
         _run(

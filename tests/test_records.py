@@ -237,7 +237,7 @@ def test_a_bundle_takes_records_and_grammars(demo: Bundle) -> None:
     assert said in ("yes", "no")
     for kind in ("grammar", "csv", "xml"):
         value = 'root ::= "x"' if kind == "grammar" else ORDER
-        with pytest.raises(RequestError, match=f"any_order is of .* not of {kind}"):
+        with pytest.raises(RequestError, match=f"any_order is for .* not for {kind}"):
             demo.constraint(**{kind: value}, any_order=True)
 
 

@@ -250,7 +250,7 @@ def test_what_cannot_be_is_said(demo: Bundle) -> None:
         match=r"max_pass_ms = 50 needs this machine's cost .* `dlm-export bench BUNDLE --cost`",
     ):
         demo.scheduler(max_pass_ms=50)
-    with pytest.raises(RequestError, match="max_pass_ms = nan is no time"):
+    with pytest.raises(RequestError, match="max_pass_ms = nan is not a time"):
         demo.scheduler(max_pass_ms=float("nan"))
     with pytest.raises(RequestError, match="max_pass_ms = 'soon' is not a number"):
         demo.scheduler(max_pass_ms="soon")
@@ -307,7 +307,7 @@ def test_a_cost_is_what_bench_wrote(tmp_path: Path) -> None:
     ):
         PassCost.read(file)
     file.write_text('{"cost": {"pass_ms": -1, "token_ms": 0, "row_ms": 0, "pair_ms": "2"}}')
-    with pytest.raises(RequestError, match=r"cost: pass_ms = -1 is no time"):
+    with pytest.raises(RequestError, match=r"cost: pass_ms = -1 is not a time"):
         PassCost.read(file)
     with pytest.raises(RequestError, match="no such file"):
         PassCost.read(tmp_path / "none.json")

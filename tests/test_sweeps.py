@@ -287,7 +287,7 @@ def test_too_little_memory_for_a_layer_is_told_with_what_would_do(
     ) as err:
         build(llada_checkpoint, tmp_path / "bundle", _options(memory_bytes=1000))
     assert not (tmp_path / "bundle").exists()
-    enough = int(str(err.value).split(" takes ")[1].split(" bytes")[0].replace(",", ""))
+    enough = int(str(err.value).split(" needs ")[1].split(" bytes")[0].replace(",", ""))
     build(llada_checkpoint, tmp_path / "bundle", _options(memory_bytes=2 * enough))
 
 

@@ -218,7 +218,7 @@ BAD: dict[str, tuple[dict[str, Any], Overrides, str]] = {
     "a block of nothing, said": (
         sdar_config(),
         Overrides(attention_block=0),
-        "--attention-block 0: blocks have at least one",
+        "--attention-block is 0; blocks have at least one",
     ),
     "heads that do not divide": (
         sdar_config(num_key_value_heads=3),

@@ -185,7 +185,7 @@ def test_another_value_of_the_variable_is_rejected(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DLM_HASH_FILES", "1")
-    with pytest.raises(RequestError, match='"1"; choose "changed" or "always"'):
+    with pytest.raises(RequestError, match='"1"; set "changed" or "always"'):
         open_bundle(bundle)
 
 

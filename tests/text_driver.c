@@ -46,7 +46,7 @@ static void test_null_is_refused_by_name(dlm_bundle* bundle, const dlm_text* tex
   REFUSED(dlm_text_encode(text, PROMPT, 3, 0, WHY, tokens, 4, NULL), DLM_INVALID_ARGUMENT,
           "count is NULL");
   REFUSED(dlm_text_encode(text, PROMPT, (size_t)1 << 29, 0, WHY, tokens, 4, &size),
-          DLM_INVALID_ARGUMENT, "at most");
+          DLM_INVALID_ARGUMENT, "more than the limit");
   REFUSED(dlm_text_decode(text, NULL, 4, WHY, out, 4, &size), DLM_INVALID_ARGUMENT,
           "tokens is NULL");
   REFUSED(dlm_text_decode(text, tokens, 4, WHY, NULL, 4, &size), DLM_INVALID_ARGUMENT,
@@ -160,7 +160,7 @@ static void test_generating(dlm_bundle* bundle) {
         strcmp(result->text, whole) == 0);
   chat.prompt = PROMPT; /* beside the messages */
   CLAIM(dlm_session_generate(session, &chat, &result) == DLM_INVALID_ARGUMENT && result == NULL);
-  CLAIM(strstr(dlm_session_last_error(session), "give one") != NULL);
+  CLAIM(strstr(dlm_session_last_error(session), "set one") != NULL);
   /* Stop strings: the text ends before the first of them, and no further pass is made. */
   const int32_t passes = told.steps;
   const char* const stops[] = {"no such text", "kitchen"};
