@@ -517,18 +517,22 @@ def test_draws_of_the_service_are_those_of_the_seed(service: Service, demo_bundl
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_stream_tells_the_same_text_in_pieces(
-    service: Service, answers: dict[str, str], chat: bool
+    started: Callable[..., Any], demo_bundle: Path, chat: bool
 ) -> None:
+    given: dict[str, Any] = {"chat": CHAT["messages"]} if chat else {"prompt": PROMPTS[0]}
+    with dlm_runtime.open(demo_bundle) as bundle:
+        expected = bundle.generate(max_new_tokens=NEW_TOKENS, preset="llada", **given).text
     wish = CHAT if chat else {"prompt": PROMPTS[0], "max_tokens": NEW_TOKENS}
-    response, content = service.ask(
-        "POST", "/v1/chat/completions" if chat else "/v1/completions", wish | {"stream": True}
-    )
+    with started("--preset", "llada") as service:
+        response, content = service.ask(
+            "POST", "/v1/chat/completions" if chat else "/v1/completions", wish | {"stream": True}
+        )
     assert (response.status, response.getheader("Content-Type")) == (200, "text/event-stream")
     *events, last = content.decode().removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
     choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
     pieces = [choice["delta"]["content"] if chat else choice["text"] for choice in choices]
-    assert "".join(pieces) == answers[f"chat: {PROMPTS[1]}" if chat else PROMPTS[0]]
+    assert "".join(pieces) == expected
     assert len([piece for piece in pieces if piece]) > 1
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
     assert not chat or choices[0]["delta"]["role"] == "assistant"

@@ -1,4 +1,4 @@
-"""Comparisons: a bundle and its source in, figures and a verdict out.
+"""Compares a bundle with its source, and reports figures and a verdict.
 
 Each folder imports only those listed before it: ``report`` (HTML pages), ``sides`` (the things to
 compare), ``parity`` (does the bundle compute the same numbers as torch or the released code?),
