@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dlm_calibration.metrics import Decode
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export.judging.accuracy.evidence import Evidence
 from dlm_export.judging.accuracy.verdict import Judgement
 from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer

@@ -19,17 +19,8 @@ from hypothesis import strategies as st
 
 from dlm_calibration.errors import CalibrationError
 from dlm_calibration.observers import SMALLEST_AMAX, Observer, Observers
-from dlm_calibration.states import (
-    MASK_RATIOS,
-    TRAJECTORY_POINTS,
-    Sample,
-    State,
-    builtin_samples,
-    make_states,
-    mask_share,
-    read_samples,
-    samples_sha256,
-)
+from dlm_calibration.samples import Sample, builtin_samples, read_samples, samples_sha256
+from dlm_calibration.states import MASK_RATIOS, TRAJECTORY_POINTS, State, make_states, mask_share
 from dlm_runtime.text.tokenizer import Tokenizer
 
 EOS, MASK, USER, ASSISTANT = range(4)  # the demo's

@@ -20,7 +20,8 @@ from denoisers import load
 from judging import judge
 
 import dlm_runtime
-from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
+from dlm_calibration.samples import Sample
+from dlm_calibration.states import MASK_RATIOS, random_tokens
 from dlm_export.judging.accuracy import frontier
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.bundle import BundlePredictor, scores

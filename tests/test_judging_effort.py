@@ -27,7 +27,8 @@ from test_judge import (
     text_sample,
 )
 
-from dlm_calibration.states import MASK_RATIOS, Sample, random_tokens
+from dlm_calibration.samples import Sample
+from dlm_calibration.states import MASK_RATIOS, random_tokens
 from dlm_export import families
 from dlm_export.judging.accuracy import rounds
 from dlm_export.judging.accuracy.evidence import Evidence

@@ -11,7 +11,7 @@ import test_judging_effort
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export import families
 from dlm_export.network import lockstep, reference
 from dlm_export.network.layered import MemoryLimitError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Commitment, Frontier, Rows, Run
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 
 VOCAB = 7
 MASK = 5

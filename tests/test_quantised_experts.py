@@ -23,7 +23,8 @@ from mixtures import read_tensors
 from test_llada_moe import rewritten
 
 from dlm_calibration.recipes import RECIPES, Recipe
-from dlm_calibration.states import Sample, State
+from dlm_calibration.samples import Sample
+from dlm_calibration.states import State
 from dlm_export import families
 from dlm_export.build import BuildOptions, BuildReport, QuantiseOptions, build
 from dlm_export.building import writing

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from dlm_calibration.states import MASK_RATIOS, Sample
+from dlm_calibration.samples import Sample
+from dlm_calibration.states import MASK_RATIOS
 
 RESAMPLES = 1000  # of the bootstrap; 25 of them lie beyond each end of a 95% interval
 LEVEL = 0.95

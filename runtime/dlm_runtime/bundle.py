@@ -27,6 +27,7 @@ from dlm_runtime.generation.request import (
     RequestOptions,
     cancel_of,
     count_of,
+    entries_of,
     token_ids,
 )
 from dlm_runtime.generation.results import Event, Generation
@@ -342,13 +343,13 @@ class Bundle:
             raise RequestError(
                 f"{chosen[0][0]} is one string: give a list with an entry for each request"
             )
-        entries = _entries(chosen[0][0], chosen[0][1])
+        entries = entries_of(chosen[0][0], chosen[0][1])
         count = len(entries)
-        each = [{}] * count if policies is None else _entries("policies", policies)
+        each = [{}] * count if policies is None else entries_of("policies", policies)
         cancels: Sequence[Any] = (
             [cancel] * count
             if cancel is None or hasattr(cancel, "is_set")
-            else _entries("cancel", cancel)
+            else entries_of("cancel", cancel)
         )
         for name, values in (("policies", each), ("cancel", cancels)):
             if len(values) != count:
@@ -587,18 +588,6 @@ class Bundle:
             max_pass_ms,
             cost,
         )
-
-
-def _entries(name: str, values: Any) -> Sequence[Any]:
-    """Check an argument that has one entry per request. Raises RequestError."""
-    if (
-        isinstance(values, (str, bytes, Mapping))
-        or not hasattr(values, "__len__")
-        or not hasattr(values, "__getitem__")
-    ):
-        raise RequestError(f"{name} = {shown(values)}: give a list with an entry for each request")
-    found: Sequence[Any] = values
-    return found
 
 
 @functools.cache

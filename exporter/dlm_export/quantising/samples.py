@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dlm_calibration.states import (
-    Sample,
-    State,
-    Trajectories,
-    builtin_samples,
-    make_states,
-    random_tokens,
-    read_samples,
-    samples_sha256,
-)
+from dlm_calibration.samples import Sample, builtin_samples, read_samples, samples_sha256
+from dlm_calibration.states import State, Trajectories, make_states, random_tokens
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import Canvas, start_canvas
 from dlm_runtime.errors import RequestError

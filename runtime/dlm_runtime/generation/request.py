@@ -505,3 +505,15 @@ def native_policy(policy: Policy) -> Any:
         if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
             raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")
     return native
+
+
+def entries_of(name: str, values: Any) -> Sequence[Any]:
+    """Check an argument that has one entry per request. Raises RequestError."""
+    if (
+        isinstance(values, (str, bytes, Mapping))
+        or not hasattr(values, "__len__")
+        or not hasattr(values, "__getitem__")
+    ):
+        raise RequestError(f"{name} = {shown(values)}: give a list with an entry for each request")
+    found: Sequence[Any] = values
+    return found

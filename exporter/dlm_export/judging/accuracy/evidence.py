@@ -17,7 +17,8 @@ import numpy as np
 
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Frontier, Run
-from dlm_calibration.states import MASK_RATIOS, Sample, samples_sha256
+from dlm_calibration.samples import Sample, samples_sha256
+from dlm_calibration.states import MASK_RATIOS
 from dlm_export.judging.accuracy.frontier import Met, follow, meet, meet_within, predict_commitment
 from dlm_export.judging.accuracy.masked import Masked, compare_masked, masked_canvases
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dlm_calibration.metrics import Commitment
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.prompts import asked_of
 from dlm_export.judging.sides.side import (
     Predictor,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlm_calibration import metrics
-from dlm_calibration.states import MASK_RATIOS, Sample, mask_share, pad_to_blocks
+from dlm_calibration.samples import Sample
+from dlm_calibration.states import MASK_RATIOS, mask_share, pad_to_blocks
 from dlm_export.judging.sides.side import JudgeError, Scorer, View, finite_logits
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dlm_calibration.metrics import Frontier, summarise
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export import families
 from dlm_export.judging.accuracy.frontier import meet_within, predict_commitment
 from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases

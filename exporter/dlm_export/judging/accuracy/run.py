@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dlm_runtime
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export.bundle.manifest import network_of
 from dlm_export.judging.accuracy.evidence import Evidence
 from dlm_export.judging.accuracy.files import recorded

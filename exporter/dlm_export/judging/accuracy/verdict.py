@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dlm_calibration import metrics
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.side import JudgeError
 from dlm_runtime.errors import DlmError, ExitCode
 

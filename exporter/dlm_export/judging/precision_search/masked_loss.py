@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dlm_calibration.metrics import summarise
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export.judging.accuracy.masked import compare_masked, masked_canvases
 from dlm_export.judging.sides.side import Scorer, Seer
 from dlm_runtime.policy import Policy

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from dlm_calibration.recipes import FORMATS, HIGH, Recipe, RecipeError
+from dlm_calibration.samples import Sample
 from dlm_calibration.sensitivity import Choice, Point, trade_off
-from dlm_calibration.states import Sample, State
+from dlm_calibration.states import State
 from dlm_export.families import weights
 from dlm_export.graph.quantise import misfit
 from dlm_export.judging.accuracy.verdict import AccuracyError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import dlm_runtime
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.side import JudgeError
 from dlm_export.network.spec import NetworkSpec
 from dlm_runtime.policy import Policy

@@ -21,7 +21,7 @@ import numpy as np
 
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Run
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.prompts import prompt_of
 from dlm_export.judging.sides.side import Generator, JudgeError
 from dlm_export.judging.tuning.default_loop import with_fitted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import dlm_runtime
-from dlm_calibration.states import Sample
+from dlm_calibration.samples import Sample
 from dlm_export import families
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.prompts import decoder, new_tokens

@@ -15,7 +15,8 @@ import numpy as np
 
 from dlm_calibration import metrics
 from dlm_calibration.metrics import Decode, Run
-from dlm_calibration.states import MASK_RATIOS, Sample
+from dlm_calibration.samples import Sample
+from dlm_calibration.states import MASK_RATIOS
 from dlm_export.judging.sides.prompts import prompt_of
 from dlm_export.judging.sides.side import Generator, JudgeError, check_comparable
 from dlm_runtime import Policy
