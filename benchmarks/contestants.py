@@ -51,8 +51,9 @@ class Contestant(ABC):
 
     @abstractmethod
     def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
-        """Prepare a pass of ``T`` tokens over ``S`` cached ones that scores ``R`` rows. Calling the
-        result runs it and returns its seconds.
+        """Prepare a pass of ``T`` tokens that attend to ``S`` cached tokens, with ``R`` scored rows.
+
+        Returns a function that runs the pass and returns its seconds.
         """
 
     @abstractmethod

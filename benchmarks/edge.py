@@ -5,9 +5,9 @@
 The shapes are Qwen3's with a tied embedding, as SDAR has them, with random weights. Each model runs
 in its own process, and all take turns.
 
-- "pass of T": this runtime computes T tokens over 256 cached ones and scores all of them.
-- "prompt of T": this runtime computes T tokens over an empty cache and scores the last one, which
-  is what llama.cpp does for a prompt.
+- "pass of T": this runtime computes and scores T tokens, which attend to 256 cached tokens.
+- "prompt of T": this runtime computes T tokens with an empty cache and scores the last one, as
+  llama.cpp does for a prompt.
 - "llama.cpp token": one token after 256 others, decoded autoregressively.
 - "plain read": as many threads read the mapped file of the weights once.
 
