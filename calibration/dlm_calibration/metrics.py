@@ -173,10 +173,11 @@ def ratio(above: float, below: float) -> float | None:
 
 
 def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[float, float] | None:
-    """95% bootstrap interval of ``sum(above) / sum(below)`` over pairs ``[N]`` drawn with
-    replacement.
+    """95% bootstrap interval of ``sum(above) / sum(below)``.
 
-    Pairs stay together, so difficulty that both share cancels. ``None`` if a resample has no ratio.
+    Each resample draws N pairs ``(above[i], below[i])`` with replacement. Both values of a pair
+    belong to the same sample, so the sample's difficulty cancels in the ratio. Returns ``None`` if
+    the ratio of a resample is undefined.
     """
     rng = np.random.default_rng(seed)
     found = []

@@ -265,10 +265,10 @@ def _completed(
     completion: str | None,
     eos_token_id: int | None,
 ) -> Sample:
-    """Prompt, completion and the end token, if there is one; or the prompt alone. Raises
-    ValueError.
+    """Encode a prompt and its completion as a sample, with an end token if ``eos_token_id`` is given.
 
-    Samples are trusted text, so special tokens in them are encoded as such.
+    Without a completion, the sample has only the prompt. Samples are trusted text, so the text of a
+    special token is encoded as that token. Raises ValueError if the completion is empty.
     """
     if completion is not None and not completion.strip():
         raise ValueError("the completion is empty: leave this line out")
@@ -285,7 +285,9 @@ def _completed(
 
 
 def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> Sample:
-    """A plain text sample; special tokens in it are encoded as such. Raises ValueError."""
+    """Encode plain text as a sample. The text of a special token is encoded as that token. Raises
+    ValueError if the text is empty.
+    """
     plain, wrapped = tokenizer.encode_plain(text, True), tokenizer.encode(text, True)
     if not plain:
         raise ValueError("there is no text: leave this line out")

@@ -1,8 +1,9 @@
 """Calibration canvases: samples, randomly masked samples, or canvases of a denoiser's own runs.
 
-Masked states follow the forward process of masked diffusion (arXiv:2502.09992, section 2.1) at
-stratified mask ratios, which cover every bucket. Trajectories add canvases that this process never
-draws: easy positions are already committed. Clean text is a third source.
+Masked states follow the forward process of masked diffusion (arXiv:2502.09992, section 2.1). Their
+mask ratios are stratified, so that every bucket has states. Trajectories are canvases of a run, on
+which the easy positions are already committed. The forward process hardly ever draws such canvases.
+Clean text is a third source.
 """
 
 from __future__ import annotations
@@ -210,10 +211,10 @@ def mask_independently(
     rng: np.random.Generator,
     protected: int = 0,
 ) -> np.ndarray:
-    """A copy of ``tokens`` ``[L]``; each position after the first ``protected`` is masked with this
-    probability.
+    """Return a copy of ``tokens`` ``[L]`` with random mask tokens.
 
-    At least one position is masked. Raises ValueError if the ratio is outside (0, 1] or no position
+    Each position after the first ``protected`` ones is masked with probability ``mask_ratio``. At
+    least one position is masked. Raises ValueError if the ratio is outside (0, 1] or no position
     can be masked.
     """
     _check_maskable(tokens, mask_ratio, protected)
@@ -231,11 +232,11 @@ def mask_share(
     rng: np.random.Generator,
     protected: int = 0,
 ) -> np.ndarray:
-    """A copy of ``tokens`` ``[L]`` with this share of the positions after the first ``protected``
-    masked, at least one.
+    """Return a copy of ``tokens`` ``[L]`` with a fixed number of random mask tokens.
 
-    This is independent masking with a fixed count (arXiv:2502.09992, section 2.4), so short
-    canvases stay in their mask ratio's bucket. Raises ValueError if the ratio is outside (0, 1] or
+    The share ``mask_ratio`` of the positions after the first ``protected`` ones is masked, but at
+    least one position. The fixed number (arXiv:2502.09992, section 2.4) keeps short canvases in the
+    bucket of their mask ratio. Raises ValueError if the ratio is outside (0, 1] or
     no position can be masked.
     """
     _check_maskable(tokens, mask_ratio, protected)

@@ -96,9 +96,10 @@ def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> 
 
 
 def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
-    """The algorithm that a matrix is stored with; ``None`` in full precision.
+    """Return the algorithm with which a matrix was quantised; ``None`` for full precision.
 
-    The file's type decides, whatever the exclusion patterns say.
+    A matrix that the file stores as BF16, F16 or F32 has full precision, even if no exclusion
+    pattern of hf_quant_config.json names the matrix.
     """
     info = checkpoint.tensors.get(tensor)
     if checkpoint.quantisation is None or (info is not None and info.dtype in WEIGHT_DTYPES):
@@ -120,7 +121,7 @@ def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
 
 
 def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised:
-    """The codes and scales of a weight, whose tensors must have been checked.
+    """Return the codes and scales of a weight. Its tensors must have been checked before.
 
     Raises CheckpointError for NaN codes, and for scales that are not finite and positive (group
     scales may be zero).

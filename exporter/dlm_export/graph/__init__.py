@@ -1,14 +1,15 @@
 """Turns a network description into ONNX files.
 
-``trace`` makes one graph for every pass of a denoiser. ``repeat`` copies its layers, ``experts``
-lays out mixtures, ``quantise`` quantises layers, and ``fuse`` inserts calls of our operators
-(``functions``). ``caches`` stores keys and values in fewer bytes, ``widen`` runs bf16 graphs in
-fp32 on CPUs, ``cuda`` lists what ONNX Runtime can run on a GPU, and ``write`` writes graph and
-weights. This module imports neither torch nor onnx, because a board that builds its own engine
-reads it too.
+``trace`` makes a single graph that computes all passes of a denoiser. ``repeat`` copies its layers,
+``experts`` lays out the weights of mixtures of experts, ``quantise`` quantises layers, and ``fuse``
+inserts calls of our operators (``functions``). ``caches`` stores keys and values in fewer bytes,
+``widen`` makes bf16 graphs compute in fp32 on CPUs, ``cuda`` lists the operators that ONNX Runtime
+can run on a GPU, and ``write`` writes the graph and its weights. This module does not import torch
+or onnx, because boards that build their own engines also import this module.
 
-Inputs and outputs of a graph, with ``B`` rows, ``T`` tokens of this pass, ``S`` cached tokens,
-``R`` scored rows, ``K`` candidates, and ``Hkv`` key heads of size ``D`` in layer ``i``:
+The table lists the inputs and outputs of a graph. A pass has ``B`` canvases, ``T`` tokens, ``S``
+cached tokens, ``R`` scored rows and ``K`` candidates. Layer ``i`` has ``Hkv`` key heads of size
+``D``.
 
 =====================================  ==========================  =================================================
 ``input_ids``, ``position_ids``        int64 ``[B, T]``            a slice of the canvas, absolute positions
@@ -23,8 +24,9 @@ Inputs and outputs of a graph, with ``B`` rows, ``T`` tokens of this pass, ``S``
 ``present_key.i``, ``present_value.i`` ``[B, Hkv, T, D]``          the T new rows
 =====================================  ==========================  =================================================
 
-Graphs use opset 23, where Attention, RotaryEmbedding and RMSNormalization are single nodes. For
-TensorRT before 10.14, whose parser lacks these three, they use elementary operators of opset 21.
+Graphs use opset 23, where Attention, RotaryEmbedding and RMSNormalization are single nodes. The
+parser of TensorRT before 10.14 lacks these three operators, so graphs for these versions use
+elementary operators of opset 21.
 """
 
 from __future__ import annotations

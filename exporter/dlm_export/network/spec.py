@@ -1,11 +1,11 @@
-"""Describes a denoiser as plain data, layer by layer. Needs no torch.
+"""Describes a denoiser as plain data, layer by layer. This module does not need torch.
 
-A family's adapter reads a ``NetworkSpec`` from a checkpoint, and a bundle's manifest stores it
-(``as_dict``, ``from_dict``). Everything else is derived from it: the torch modules (``denoiser``),
-the tensors that a checkpoint must contain (``parameters``), the matrices that can be quantised and
-the places where their input scales fold (``linear_layers``), the cache (``cache_shapes``), and the
-work and memory of a pass (``planning.roofline``, ``tensorrt.estimate``). Sizes count heads,
-features or tokens.
+A family's adapter reads a ``NetworkSpec`` from a checkpoint, and a bundle's manifest stores the
+spec (``as_dict``, ``from_dict``). Other code derives everything else from the spec: the torch
+modules (``denoiser``), the tensors that a checkpoint must contain (``parameters``), the matrices
+that can be quantised and the places where their input scales can be folded (``linear_layers``), the
+cache (``cache_shapes``), and the work and memory of a pass (``planning.roofline``,
+``tensorrt.estimate``). The units of sizes are heads, features or tokens.
 
 A description may use features that ``Denoiser`` does not support yet; ``Denoiser`` rejects them by
 name.
@@ -272,8 +272,9 @@ class NetworkSpec:
         return next(iter(self.eos_token_ids), None)
 
     def difference(self, other: NetworkSpec, but: Sequence[str] = ()) -> str | None:
-        """Describe the first field that differs from ``other``; ``None`` if all fields except ``but``
-        are equal.
+        """Describe the first field that differs from ``other``. Ignores the fields ``but``.
+
+        Returns ``None`` if all other fields are equal.
         """
         names = [field.name for field in fields(self) if field.name not in but]
         return next(

@@ -1,7 +1,8 @@
-"""Schedules the unmasking loop: its passes, its steps, and which scored positions commit.
+"""Schedules the unmasking loop: decides which passes and steps run, and which scored positions
+commit.
 
-Uses numpy only and needs no denoiser. The reference loop uses ``turns``, and so does code that
-replays canvases of a finished run.
+This module uses only numpy and needs no denoiser. The reference loop uses ``turns``. Code that
+replays the canvases of a finished run uses it too.
 
 Rules that the papers leave open: every step commits at least one token, and equal scores commit
 from left to right. Scores are compared with thresholds in float64.
@@ -254,8 +255,10 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
 
 
 def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
-    """Choose which of a turn's positions commit: bool ``[M]``, from predicted tokens int64 and
-    scores float64 ``[M]``.
+    """Choose which positions of a turn to commit. Returns bool ``[M]``.
+
+    ``guess`` int64 ``[M]`` has the predicted token of each position, and ``score`` float64 ``[M]``
+    has its score.
     """
     if turn.standing is not None:
         changed: np.ndarray = (guess != turn.standing) & (score > policy.edit_threshold)

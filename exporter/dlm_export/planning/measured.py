@@ -26,7 +26,7 @@ class MeasuredError(DlmError):
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """A pass timed by ``dlm-export bench``, and its limit from the roofline."""
+    """A pass timed by ``dlm-export bench``, and the shortest time that the roofline allows."""
 
     made: PassSize
     ms: float
@@ -38,8 +38,9 @@ class MeasuredPass:
 
 
 def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float:
-    """Measured time divided by the limit: of the same pass if it was measured, otherwise
-    interpolated.
+    """Return the measured time of a pass divided by its limit.
+
+    If this pass was not measured, the ratio is interpolated from the measured passes.
 
     Logarithms of the ratios are averaged, weighted by the inverse squared distance (Shepard 1968)
     between logarithms of T, S + T and R + 1. The result never leaves the measured range.
@@ -74,8 +75,9 @@ class MeasuredGeneration:
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of ``dlm-export bench`` for this machine and one bundle; ``parameters`` is the
-    denoiser's count.
+    """Results of ``dlm-export bench`` for one bundle on this machine.
+
+    ``parameters`` is the number of the denoiser's parameters.
     """
 
     file: str
@@ -87,8 +89,9 @@ class Measured:
     generation: MeasuredGeneration
 
     def leave_one_out(self) -> list[float]:
-        """The relative error of each pass's time predicted from the other passes; empty for a
-        single pass.
+        """Predict the time of each pass from the other passes. Returns the relative errors.
+
+        The list is empty if there is only one pass.
         """
         return [
             interpolated_ratio([other for other in self.passes if other is not each], each.made)

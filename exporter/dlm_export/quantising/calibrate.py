@@ -1,11 +1,12 @@
-"""Computes the numbers of a quantised graph from a recipe and states: ranges, folded scales,
-weights.
+"""Computes the activation ranges, folded scales and quantised weights of a graph, from a recipe and
+calibration states.
 
-All states pass through the denoiser layer by layer (``network.layered``), with an observer on the
-input of each quantised matrix. In each layer, smoothing and AWQ first fold scales into norms and
-neighbouring matrices. The folded layer computes the same function; it is observed, and its matrices
-are solved before the next layer is read. The network's ``LinearSpec`` says which matrices share an
-input and where its scales can be folded.
+The denoiser runs layer by layer on all states (``network.layered``). An observer records the input
+of each quantised matrix. In each layer, smoothing and AWQ first fold scales into norms and
+neighbouring matrices. The folded layer computes the same function as before. Observers then record
+the folded layer's inputs, and the layer's matrices are solved before the next layer is read. The
+network's ``LinearSpec`` says which matrices share an input, and where scales of that input can be
+folded.
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
 
 
 class _Seen:
-    """Passes layer inputs to observers, together with which positions are masked."""
+    """Gives layer inputs to observers, and tells them which positions are masked."""
 
     def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
         self.states = states
@@ -323,9 +324,10 @@ class _Seen:
         numbers: Sequence[int],
         rows: np.ndarray | slice = slice(None),
     ) -> None:
-        """Pass ``x`` ``[B, L, K]`` of the canvases ``numbers`` to a site's observer.
+        """Give the layer inputs ``x`` ``[B, L, K]`` to a site's observer.
 
-        ``rows`` selects rows of each canvas. ``turn``: the layer's input is rotated.
+        ``numbers`` has the index of each canvas among the states. ``rows`` selects the positions of
+        a canvas that ``x`` covers. If ``turn`` is true, ``x`` is rotated first.
         """
         wide = x.float().cpu().numpy()
         if turn:

@@ -1,8 +1,9 @@
 """Handles Python's signals, and cancellation by other threads, between the passes of a native call.
 
-Python runs signal handlers only on the main thread, while it runs Python code; a whole generation
-would pass first. So the library calls back before every pass. The handlers run then, and an
-exception of a handler ends the call.
+Python runs signal handlers only on the main thread, and only while this thread runs Python code. A
+native call would therefore delay handlers until a whole generation is done. To avoid this, the
+library calls a Python function before every pass. Signal handlers run during that function. If a
+handler raises an exception, the native call ends.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ Cancels: TypeAlias = Sequence[threading.Event | None]
 def _answers(
     session: C.c_void_p, raised: list[BaseException], cancels: Cancels
 ) -> Generator[int, None, None]:
-    """Yields 0 until a handler has raised, then 1. Cancels requests whose event is set.
+    """Yields 0 until a signal handler has raised an exception, then 1. Cancels requests whose event is
+    set.
 
-    It is a generator because a handler may run at the first instruction of a function, before its
-    ``try``, and ctypes drops exceptions that leave a callback. A generator resumes inside its
-    ``try``.
+    This is a generator because a handler may run at the first instruction of a function, before the
+    function enters its ``try``, and ctypes drops exceptions that leave a callback. A generator
+    resumes inside its ``try``.
     """
     try:
         while True:
@@ -43,8 +45,8 @@ def _answers(
 
 @contextmanager
 def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[None]:
-    """Run signal handlers before each pass of the session's calls. Raises a handler's exception
-    once its call has ended.
+    """Run signal handlers before each pass of the session's calls. If a handler raised an exception,
+    raise this exception after the native call has ended.
 
     ``cancels`` has an event, or None, for each request of the session.
     """

@@ -1,7 +1,8 @@
 """Fits the commit threshold again, because quantisation shifts confidence.
 
-A preset's threshold changes only if samples show that another one is better, by paired bootstrap
-intervals. Both sides generate with each threshold tried.
+A preset's threshold changes only if paired bootstrap intervals over samples show that another
+threshold is better. The reference generates at the preset's threshold. The candidate also generates
+at other thresholds.
 """
 
 from __future__ import annotations
@@ -86,8 +87,10 @@ def check_policy(policy: Policy) -> None:
 
 
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:
-    """Maximum number of generations in ``refit_threshold``: both sides' own, one token per pass,
-    and a bisection.
+    """Return the maximum number of generations that ``refit_threshold`` runs.
+
+    For each sample, it runs the reference and the candidate at the policy's threshold, the reference
+    at one token per pass, and the candidate at each threshold of a bisection.
     """
     sides = [sum(t < policy.threshold for t in grid), sum(t > policy.threshold for t in grid)]
     return samples * (3 + math.ceil(math.log2(max(sides) + 1)))
@@ -119,8 +122,7 @@ def refit_threshold(
     seed: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """Find out whether the candidate needs another threshold than the policy's, and which of
-    ``grid``.
+    """Find the threshold for the candidate: the policy's own, or a better one from ``grid``.
 
     Quality is the task score if every sample has an answer and ``decode`` returns text. Otherwise
     it is the share of tokens equal to the reference's own at one token per pass, on only as many
