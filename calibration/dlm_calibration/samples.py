@@ -265,7 +265,7 @@ def _completed(
     completion: str | None,
     eos_token_id: int | None,
 ) -> Sample:
-    """Encode a prompt and its completion as a sample, with an end token if ``eos_token_id`` is given.
+    """Encode a prompt and its completion as a sample. ``eos_token_id``, if given, is appended.
 
     Without a completion, the sample has only the prompt. Samples are trusted text, so the text of a
     special token is encoded as that token. Raises ValueError if the completion is empty.

@@ -23,8 +23,8 @@ Cancels: TypeAlias = Sequence[threading.Event | None]
 def _answers(
     session: C.c_void_p, raised: list[BaseException], cancels: Cancels
 ) -> Generator[int, None, None]:
-    """Yields 0 until a signal handler has raised an exception, then 1. Cancels requests whose event is
-    set.
+    """Yields 0 until a signal handler has raised an exception, then 1. Cancels requests whose event
+    is set.
 
     This is a generator because a handler may run at the first instruction of a function, before the
     function enters its ``try``, and ctypes drops exceptions that leave a callback. A generator
@@ -45,8 +45,8 @@ def _answers(
 
 @contextmanager
 def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[None]:
-    """Run signal handlers before each pass of the session's calls. If a handler raised an exception,
-    raise this exception after the native call has ended.
+    """Run signal handlers before each pass of the session's calls. If a handler raised an
+    exception, raise this exception after the native call has ended.
 
     ``cancels`` has an event, or None, for each request of the session.
     """

@@ -73,7 +73,7 @@ Weight make_weight(Numbers& numbers, int64_t K, int64_t N, int64_t group_size = 
   return weight;
 }
 
-// The results of a layer by one kernel or by plain loops, one for each output.
+// Computes a layer with `kernels`. Returns one result per weight, or only one if `is_gated`.
 std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& parallel,
                                const Floats& x, int64_t rows, const std::vector<Weight>& weights,
                                bool is_gated) {
@@ -95,8 +95,8 @@ std::vector<Floats> run_linear(const dlm::Kernels& kernels, dlm::Parallel& paral
   return results;
 }
 
-// One product in the arithmetic of the exporter's functions.py; any other order of the sums gives
-// the same.
+// Computes one product with the arithmetic of the exporter's functions.py. The order of the sums
+// does not change the result.
 Floats multiply(const Floats& x, int64_t rows, const Weight& weight) {
   const int64_t K = weight.inputs, N = weight.columns;
   Floats y;

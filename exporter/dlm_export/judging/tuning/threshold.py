@@ -89,8 +89,8 @@ def check_policy(policy: Policy) -> None:
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:
     """Return the maximum number of generations that ``refit_threshold`` runs.
 
-    For each sample, it runs the reference and the candidate at the policy's threshold, the reference
-    at one token per pass, and the candidate at each threshold of a bisection.
+    For each sample, the reference and the candidate run at the policy's threshold, the reference
+    runs at one token per pass, and the candidate runs at each threshold of a bisection.
     """
     sides = [sum(t < policy.threshold for t in grid), sum(t > policy.threshold for t in grid)]
     return samples * (3 + math.ceil(math.log2(max(sides) + 1)))

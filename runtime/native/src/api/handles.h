@@ -1,4 +1,5 @@
-// Shared by the files of the C ABI: handles, argument checks, and the exception boundary.
+// Code that all files of the C ABI share: handles, argument checks, and the function that turns
+// exceptions into statuses.
 #pragma once
 
 #include <array>
@@ -58,7 +59,8 @@ inline void copy_message(const char* text, char* message, size_t capacity) {
   make_one_line(message, std::strlen(message));
 }
 
-// Runs `body` and turns an exception into a status and a message for `report`. ThreadExit passes.
+// Runs `body`. If `body` throws an exception, returns the status of the exception and calls
+// `report` with its message. Exception: ThreadExit is thrown on to the caller.
 template <typename Body, typename Report>
 dlm_status guarded(Body body, Report report) {
   try {
@@ -105,7 +107,8 @@ Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 // Returns the bundle's text tables; the first call reads the file.
 const dlm_text& text_of(dlm_bundle& bundle);
 
-// Encodes a chat. special_tokens: in message contents, the text of a special token is that token.
+// Encodes a chat. If `special_tokens` is true, the text of a special token in a message's content
+// is encoded as that token.
 std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count,
                                  bool special_tokens);
 

@@ -54,9 +54,9 @@ Bound bound_of(const Decimal& value, bool is_excluded) {
   return bound;
 }
 
-// A bound can have more digits than a double keeps. Then a number next to it may be rounded past
-// it. This function moves such a bound into the range by one unit of the last digit that a double
-// keeps.
+// Moves a bound into the range by one unit of the last digit that a double keeps. Use this function
+// for a bound with more digits than a double keeps: a number close to such a bound may be rounded
+// to a double on the other side of the bound.
 void keep_away(Bound& bound, bool is_low) {
   std::string digits = bound.whole + bound.fraction;
   const size_t places = bound.fraction.size();

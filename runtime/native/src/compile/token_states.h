@@ -26,14 +26,15 @@ class TokenStates {
   TokenStates(const ByteAutomaton& texts, Budget& budget);
 
   int32_t next_by_byte(int32_t state, uint8_t byte) const { return next(state, kinds_.of[byte]); }
-  // The number of bytes that must follow the state, because only one text can.
+  // The number of bytes after the state that are forced, because no other bytes are allowed.
   int32_t forced(int32_t state) const { return forced_[static_cast<size_t>(state)]; }
-  // The part of the automaton that contains the state. -1 if the state takes too few bytes to be in
-  // a part.
+  // The number of the part of the automaton that contains the state, or -1. In each state of a
+  // part, many bytes are allowed, and many of them lead to the same state. The states of a part are
+  // connected, or have the same byte classes.
   int32_t part(int32_t state) const { return part_[static_cast<size_t>(state)]; }
   // Returns whether many bytes lead from the state back to itself. Many walks reach such a state.
   bool is_hub(int32_t state) const { return is_hub_[static_cast<size_t>(state)] != 0; }
-  // The byte classes of each part: its states treat all bytes of one class alike.
+  // The byte classes of each part. The states of a part treat all bytes of one class alike.
   const std::vector<ByteClasses>& parts() const { return parts_; }
   // The text that must follow a state. It is cut to whole characters and to the length that the
   // tokenizer is given.

@@ -1,7 +1,7 @@
-// The texts of a tokenizer's tokens as a tree. The walks of token_walks.h use it.
+// A tree of the texts of a tokenizer's tokens, used by the walks of token_walks.h.
 //
-// It is exact only for byte-level vocabularies. There, each token is a string of bytes, and the
-// bytes of a text are the bytes of its tokens.
+// The tree is exact only for byte-level vocabularies. In such a vocabulary, each token is a string
+// of bytes, and the bytes of a text are the bytes of its tokens.
 #pragma once
 
 #include <array>
@@ -29,7 +29,8 @@ struct TokenTree {
   std::vector<int32_t> depths;  // [nodes]: length in bytes
   std::vector<int32_t> behind;  // [nodes]: the first node after its subtree
   std::vector<int32_t> token_starts, tokens;  // node n has [starts[n], starts[n + 1])
-  // Only in a tree by classes: the nodes of the tree by bytes that node n merges.
+  // Empty in a tree by bytes. In a tree by classes, node n stands for several nodes of the tree by
+  // bytes: nodes[node_starts[n]] to nodes[node_starts[n + 1] - 1].
   std::vector<int32_t> node_starts, nodes;
 
   int32_t size() const { return static_cast<int32_t>(bytes.size()); }

@@ -1,5 +1,6 @@
-// The exact weight of a text: the number of its tokens that are ruled out or cut, and the exact sum
-// of the other tokens' logits. A sum in double would lose small logits next to large ones.
+// Defines the exact weight of a text. The weight is the number of the text's tokens that are ruled
+// out or cut, together with the exact sum of the other tokens' logits. A sum in double would lose
+// small logits next to large ones.
 #pragma once
 
 #include <array>
@@ -10,7 +11,8 @@
 
 namespace dlm {
 
-// A finite float is an integer below 2^277 times 2^-149, so 320 bits can hold a sum of 2^40 floats.
+// An exact sum of floats, as an integer of 320 bits in units of 2^-149. A finite float is less than
+// 2^277 of these units, so 320 bits can hold the sum of 2^40 floats.
 class ExactSum {
  public:
   ExactSum() = default;

@@ -1,8 +1,8 @@
 // Draws a token from a row of logits.
 //
-// Log form (Gumbel, 1954; LLaDA's loop, arXiv:2502.09992): the token with the largest l/T - ln(-ln
-// u), in fp64, is a draw from softmax(l/T). u is a pure function of seed, step, position and token.
-// So a draw is the same on any engine, with any number of threads and in any batch, and a small
+// A draw from softmax(l/T) is the token with the largest l/T - ln(-ln u), computed in fp64 (Gumbel,
+// 1954; LLaDA's loop, arXiv:2502.09992). u is a pure function of seed, step, position and token. So
+// a draw is the same on any engine, with any number of threads and in any batch, and a small
 // change of the logits changes few draws.
 #pragma once
 
@@ -20,7 +20,8 @@ struct Sampling {
   int32_t top_k;
 };
 
-// Keys the random numbers of a draw: one per request, pass and canvas position.
+// The random numbers of a draw depend only on this key: the request's seed, the pass, and the
+// canvas position.
 struct DrawKey {
   uint64_t seed;
   uint32_t step, position;
@@ -29,7 +30,8 @@ struct DrawKey {
 // A token this far below the best tempered logit cannot win: noise is in -ln(53 ln 2)..53 ln 2.
 constexpr double kFarthest = 42;
 
-// Finds the token with the largest noise plus log weight among those it sees, at least one.
+// Finds the token with the largest sum of noise and log weight, among the tokens passed to `see`.
+// Pass at least one token.
 class Winner {
  public:
   explicit Winner(const DrawKey& key) : key_(key) {}
@@ -73,13 +75,15 @@ struct Draw {
   double margin, entropy;  // of the distribution: p1 - p2, sum p ln p
 };
 
-// The outputs of a draw: the token and whether logits are finite; prob and margin too; entropy too.
+// The fields that a draw computes. `token`: only the token. `distribution`: also prob and
+// margin. `entropy`: also the entropy. All of them report bad logits by NaN.
 enum class Told { token, distribution, entropy };
 
 // Draws tokens other than `left_out` from logits [vocab_size]. Owns its scratch memory.
 class Sampler {
  public:
-  // Fields that were not asked for are NaN for bad logits, and otherwise undefined.
+  // If a logit is NaN or +inf, or if all are -inf, all fields but the token are NaN. Otherwise,
+  // fields that `told` does not request are undefined.
   Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling,
             const DrawKey& key, Told told);
 

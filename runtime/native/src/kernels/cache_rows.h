@@ -1,5 +1,5 @@
-// Storage formats of cached rows (the keys or values of one position and head). `Rows` is Fp16Rows
-// or Int8Rows:
+// Storage formats of cached rows. A row has the keys or values of one position and head. Each
+// format is a class, Fp16Rows or Int8Rows, with these functions:
 //
 //   bytes(D)             bytes of a row of D numbers
 //   widen(row, D, out)   converts a row to floats
@@ -39,9 +39,8 @@ struct Fp16Rows {
   }
 };
 
-// A row's codes, then m and e. Its scale is (128 + m) * 2 ^ (e + 1); e = 127 makes it infinite, so
-// that codes of 0 become NaN. Both are in -128..127, so each is a byte with its highest bit
-// flipped.
+// A row has its codes, then m and e. The row's scale is (128 + m) * 2 ^ (e + 1). If e is 127, the
+// scale is infinite, so that codes of 0 become NaN. m and e are stored as signed bytes.
 struct Int8Rows {
   static int64_t bytes(int64_t size) { return size + dlm::kRowScaleBytes; }
 
@@ -65,8 +64,8 @@ struct Int8Rows {
     float wanted;
     __builtin_memcpy(&wanted, &bits, sizeof wanted);
     wanted = (wanted < kSmallestRow ? kSmallestRow : wanted) / 127.0f;
-    // The smallest scale that is not below `wanted`: up to 255 times a power of two it uses that
-    // power, above it the next one.
+    // Rounds `wanted` up to a scale that a row can store: a mantissa of 128 to 255, times a power
+    // of two. If the mantissa would exceed 255, the next power of two is used.
     int32_t wanted_bits;
     __builtin_memcpy(&wanted_bits, &wanted, sizeof wanted_bits);
     const int32_t exponent = ((wanted_bits + 0xffff) >> 23) - 7;

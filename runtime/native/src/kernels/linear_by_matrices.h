@@ -1,10 +1,11 @@
-// INT8 and INT4 linear layers of many rows, with the registers of `matrix`, which must be included
-// before. Vectors (kernels/linear.h) multiply few rows, and groups that do not fit the registers.
-// The results are bit-identical.
+// Computes INT8 and INT4 linear layers of many rows with matrix registers. Include the header that
+// defines `matrix` before this one. If there are few rows, or if groups do not fit the registers,
+// vectors multiply instead (kernels/linear.h). Both methods give bit-identical results.
 //
-// A tile is 32 rows, or two registers of 16. A panel is two registers wide, and its bytes have
-// their layout. The sums of all four products (two by two) are in registers, so each byte is loaded
-// once for 32 of the other side.
+// A tile has 32 rows, which fill two registers of 16 rows. A panel has 32 columns, which also fill
+// two registers, and its bytes are stored in the layout of the registers. Four more registers hold
+// the sums of the two by two products. So each loaded byte of one side is multiplied by 32 bytes of
+// the other side.
 #pragma once
 
 #include "kernels/linear.h"
@@ -226,8 +227,9 @@ struct MatrixProduct {
         [&](auto v) __attribute__((always_inline)) { to[v] = load_scales(from + v * kLanes); });
   }
 
-  // Adds the group's offsets to a tile's sums and calls body with each vector: its index in [32,
-  // 32], its number in the row, and the sums.
+  // Adds the offsets of the group to the sums of a tile. Then calls `body` for each vector of sums,
+  // with three arguments: the index of the vector's first sum in [32, 32], the number of the vector
+  // in its row, and the vector itself.
   template <class Body>
   [[gnu::always_inline]] void each_sum(int64_t tile, int64_t group, Body body) const {
     alignas(64) int32_t sums[kMatrixRows * kPanel];

@@ -1,9 +1,9 @@
-// Schemas as logical formulas about one value, in negation normal form.
+// Expresses a schema as a logical formula about one value, in negation normal form.
 //
-// If a formula is true for a value, the value is valid. The opposite need not hold: where no
-// formula can express a keyword exactly, the formula may be false for some valid values. So the
-// formula of a schema's negation is built separately. If it is true for a value, the value is
-// invalid.
+// If the formula of a schema is true for a value, the value is valid. The formula may be false for
+// some valid values, because some keywords cannot be expressed exactly. So the negation of the
+// formula does not describe the invalid values. A second formula is built for them: if the second
+// formula is true for a value, the value is invalid.
 #pragma once
 
 #include <cstdint>

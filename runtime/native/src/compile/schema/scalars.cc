@@ -17,8 +17,8 @@ Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint
   return expressions.repeat(expressions.set(set), fewest, most);
 }
 
-// Bounds for numbers without an exponent that doubles tell apart: up to 15 digits, of which up to 6
-// are after the point.
+// The most digits of a number that is written without an exponent: up to 15 digits for an integer,
+// otherwise up to 9 digits before the point and 6 after it. A double tells such numbers apart.
 constexpr uint32_t kWholeDigits = 9, kFractionDigits = 6, kMostDigits = 15;
 
 Node whole_number(Expressions& expressions, uint32_t most) {
@@ -36,7 +36,7 @@ Node plain_numbers(Expressions& expressions) {
       expressions.sequence(whole_number(expressions, kWholeDigits), fraction));
 }
 
-// Such numbers that are not integers.
+// Numbers within these bounds that are not integers.
 Node plain_fractions(Expressions& expressions) {
   const Node zeros = digits(expressions, '0', '0', 1, kFractionDigits);
   const Node fraction =

@@ -94,14 +94,16 @@ dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   return is_bad ? DLM_BAD_BUNDLE : DLM_ENGINE_FAILED;
 }
 
-// The library's messages when a device has no memory left, from its arena or CUDA.
+// Returns whether a message of ONNX Runtime says that a device has no memory left. Such messages
+// come from ONNX Runtime's memory arena or from CUDA.
 bool is_out_of_memory(const std::string& message) {
   const char* const signs[] = {"Failed to allocate memory", "Available memory of", "out of memory"};
   return std::any_of(std::begin(signs), std::end(signs),
                      [&](const char* sign) { return message.find(sign) != std::string::npos; });
 }
 
-// Makes the library reject a session that needs the CPU, and its error for that.
+// A session option, and a part of the error if ONNX Runtime rejects a session because of this
+// option. The option makes ONNX Runtime reject sessions that would run some operators on the CPU.
 constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
                kFallbackRefused[] = "assigned to the default CPU EP";
 
