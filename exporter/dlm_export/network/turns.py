@@ -42,11 +42,11 @@ def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int)
 class Turn:
     """The loop's next action: one pass over ``span``, then a commit to the block ``[start, end)``.
 
-    ``passes`` counts the request's earlier passes, ``step`` those for these positions.
-    ``positions`` int64 ``[M]``, ascending, are scored; they are empty if the pass only fills the
-    cache. ``planned`` is the number of commits in the schedule. With ``is_forced``, the first
-    position commits whatever its score. If the turn edits decided tokens, ``standing`` int64
-    ``[M]`` holds the current ones.
+    ``passes`` counts all earlier passes of the request, and ``step`` the earlier passes for the same
+    positions. ``positions`` int64 ``[M]`` are the scored positions in ascending order, or empty if
+    the pass only fills the cache. ``planned`` is the number of commits in the schedule. With
+    ``is_forced``, the first position commits whatever its score. If the turn edits decided tokens,
+    ``standing`` int64 ``[M]`` holds the current tokens.
     """
 
     start: int
@@ -123,7 +123,9 @@ def turns(
 def _edits(
     canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int
 ) -> Iterator[Turn]:
-    """Passes over a finished block that may change its tokens, until one changes none (LLaDA2.1)."""
+    """Yield passes that may edit the tokens of a finished block, until a pass changes no token
+    (LLaDA2.1).
+    """
     positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
         standing = canvas.tokens[positions]
@@ -140,7 +142,7 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One recorded pass: the canvas it saw, int64 ``[L]``, its rows, and its scored rows ``[R]``."""
+    """One recorded pass: its input canvas int64 ``[L]``, its rows, and its scored rows ``[R]``."""
 
     canvas: np.ndarray
     span: Span
@@ -152,8 +154,8 @@ Walk = Sequence[Step]
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """Number of the ``masked`` positions that Dream commits at ``step`` of ``steps``; all at the
-    last step.
+    """Return how many of ``masked`` positions Dream commits at ``step`` of ``steps``. The last step
+    commits all of them.
     """
     if step >= steps - 1:
         return masked

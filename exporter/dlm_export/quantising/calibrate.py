@@ -43,8 +43,8 @@ from dlm_export.quantising.solved import Solved
 from dlm_export.workplace import Workplace
 
 LARGE = 500_000_000
-"""Denoisers with more parameters are calibrated in bf16 where that is fast: it is exact enough for
-ranges. Judging uses fp32.
+"""Denoisers with more parameters are calibrated in bf16 on devices where bf16 is fast, because bf16
+is exact enough for ranges. Judging uses fp32.
 """
 
 
@@ -71,12 +71,12 @@ def calibrate(
     fewest_tokens: int = FEWEST_TOKENS,
     is_dense: bool = False,
 ) -> Quantisation:
-    """Find a recipe's numbers.
+    """Find the ranges, scales and weights of a recipe.
 
     Args:
         parameters: The source's parameters.
-        network: Its description.
-        recipe: What to find.
+        network: The source's description.
+        recipe: How to quantise.
         formats: Layer -> format.
         states: Calibration states; may be empty unless ``recipe.needs_states``.
         on_done: Called ``units(...)`` times.
@@ -411,7 +411,7 @@ def simulate(
 
     Args:
         modules: Modules of the denoiser, by their paths in it.
-        done: The quantised numbers.
+        done: The result of ``calibrate`` or ``take_stored``.
         layers: Layers to change; ``None`` changes all, and the embedding table if it is quantised.
 
     Returns:

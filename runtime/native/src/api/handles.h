@@ -60,7 +60,7 @@ inline void copy_message(const char* text, char* message, size_t capacity) {
 }
 
 // Runs `body`. If `body` throws an exception, returns the status of the exception and calls
-// `report` with its message. Exception: ThreadExit is thrown on to the caller.
+// `report` with its message. A ThreadExit is thrown on to the caller instead.
 template <typename Body, typename Report>
 dlm_status guarded(Body body, Report report) {
   try {

@@ -479,7 +479,7 @@ Node numbers(Expressions& e, const NumberRange& range) {
       continue;
     }
     made = e.both(made, integer_multiples(e, divisor));
-    // Validators use doubles if the divisor is written as one.
+    // Validators use doubles if the divisor is written as a double.
     if (!divisor.is_plain) made = e.both(made, with_digits(e, kExactDigits, 0));
   }
   return made;

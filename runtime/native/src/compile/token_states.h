@@ -36,8 +36,8 @@ class TokenStates {
   bool is_hub(int32_t state) const { return is_hub_[static_cast<size_t>(state)] != 0; }
   // The byte classes of each part. The states of a part treat all bytes of one class alike.
   const std::vector<ByteClasses>& parts() const { return parts_; }
-  // The text that must follow a state. It is cut to whole characters and to the length that the
-  // tokenizer is given.
+  // The text that must follow a state. The text is cut to whole characters and to the length that
+  // the tokenizer is given.
   std::string text_after(int32_t state) const;
   // The memory of the table of next states.
   size_t bytes() const { return table_.size() * sizeof(int32_t); }

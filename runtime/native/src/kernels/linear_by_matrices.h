@@ -21,7 +21,7 @@ constexpr int64_t kUnpackedInputs =
 
 // Up to this many rows, vectors multiply; registers would be padded with empty rows. A row takes 16
 // cycles per 2048 weights, so 16 rows take 256. In that time a core cannot read more weights from
-// memory (at 3 GHz that is 24 GB/s, or 12 for INT4; its share is less).
+// memory (at 3 GHz that is 24 GB/s, or 12 for INT4; a core's share of the bandwidth is less).
 constexpr int64_t kFewRows = 16;
 
 // In both formats, row codes are signed bytes and weights unsigned bytes. A product takes kStep

@@ -48,7 +48,7 @@ struct Library {
   std::string version;
 };
 
-// `provider`: the one that will run the graph.
+// `provider`: the execution provider that will run the graph.
 Library load_library(const std::string& given, const ProviderChoice& provider) {
   // The official builds store a device id and send telemetry from CreateEnv on. Only this variable
   // stops it in time (their docs/Privacy.md). A value that the program has set stays.
