@@ -23,7 +23,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Point:
-    """A complete assignment: layer -> format, its predicted loss (sum over layers) and its cost."""
+    """A format for every layer, with the predicted loss and the cost of this assignment.
+
+    ``formats`` maps layers to formats. The predicted loss is the sum over layers.
+    """
 
     formats: dict[str, str]
     loss: float
@@ -31,7 +34,7 @@ class Point:
 
 
 def efficient(choices: list[Choice]) -> list[Choice]:
-    """The useful choices, most expensive first: the lower convex hull of loss over cost.
+    """Return the lower convex hull of loss over cost, most expensive choice first.
 
     If costs are equal, the smaller loss wins, then the smaller name, so the result does not depend on
     the input order.

@@ -1,4 +1,4 @@
-"""The ``Bundle`` class: generates text with an open bundle. Threads may share one."""
+"""Defines the ``Bundle`` class, which generates text. Several threads may share a ``Bundle``."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class Bundle:
 
         Args:
             preset: Name of a preset. If None, the bundle's default.
-            effort: "instant", "low", "medium" or "high": the policy fitted for this level. If None, the preset itself.
+            effort: "instant", "low", "medium" or "high": the policy fitted for this level. If None, the preset's policy.
             changes: Fields of ``Policy``, by name.
 
         Raises:

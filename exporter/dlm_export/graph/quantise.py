@@ -1,10 +1,10 @@
 """Quantises layers in a graph: replaces the operands of MatMul nodes and leaves the rest unchanged.
 
 Layers are found by the module path in the node's metadata (``graph.LAYER_KEY``), never by a
-weight's name. Weights are declared here with shape and type only; ``write_graph`` asks for them one
-at a time. A graph has two forms, over identical initialisers: one for ONNX Runtime on a
-CPU, where accuracy is measured, and one for TensorRT's parser. For ONNX Runtime's CUDA provider
-there is one form: INT8 and INT4 weights use ``com.microsoft::MatMulNBits``, which has CPU and CUDA
+weight's name. Here, weights have only a shape and a type; ``write_graph`` asks for their
+values, one weight at a time. A graph has two forms with identical initialisers: one for ONNX
+Runtime on a CPU, where accuracy is measured, and one for TensorRT's parser. For ONNX Runtime's CUDA
+provider there is one form: INT8 and INT4 weights use ``com.microsoft::MatMulNBits``, which has CPU and CUDA
 kernels; other layers are written as below.
 
 ==============  ========================================================================================================

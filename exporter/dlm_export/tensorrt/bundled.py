@@ -1,7 +1,8 @@
-"""Adds an engine to an existing bundle, or removes one, under the bundle's lock and by renames.
+"""Adds an engine to an existing bundle, or removes an engine from it. Holds the bundle's lock, and
+replaces files by renaming.
 
-If the process is killed at any moment, the bundle can still be opened: its manifest never lists a
-missing or different engine.
+If the process is killed at any moment, the bundle can still be opened, because its manifest never
+lists a missing or different engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares a bundle with a golden file. Needs neither torch nor the checkpoint."""
+"""Compares a bundle with a golden file. This module needs neither torch nor the checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def check(
 ) -> Parity:
     """Compare an unquantised bundle with the golden file that was read from ``path``.
 
-    Raises GoldenError if they belong to different checkpoints, or if the bundle is quantised.
+    Raises GoldenError if the bundle and the file belong to different checkpoints, or if the bundle
+    is quantised.
     """
     progress = progress or Silent()
     manifest = read_manifest(folder)

@@ -1,4 +1,4 @@
-// The C ABI of schedulers and jobs: any thread submits, one thread makes the passes.
+// The C ABI of schedulers and jobs. Any thread may submit a job. One thread makes the passes.
 #include <algorithm>
 #include <chrono>
 #include <cmath>

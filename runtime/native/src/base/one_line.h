@@ -1,4 +1,4 @@
-// Messages for callers: one line each, safe to print on a terminal.
+// Makes messages for callers safe to print on a terminal. Each message is one line.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,9 @@
 
 namespace dlm {
 
-// A message may quote a file and must not control the terminal that prints it: control characters
-// become spaces, and U+0080 to U+009F become two question marks.
+// A message may quote text of a file. This text must not control the terminal that prints the
+// message. So control characters become spaces, and each of U+0080 to U+009F becomes two question
+// marks.
 inline void make_one_line(char* text, size_t size) noexcept {
   for (size_t i = 0; i < size; ++i) {
     const auto byte = static_cast<unsigned char>(text[i]);

@@ -2,8 +2,8 @@
 //
 // First, nodes are separated by the sets that contain them. Then tokens are separated by their
 // nodes. This is cheaper than visiting all tokens of all groups, because there are far fewer nodes
-// and sets. It separates more tokens than needed, because sets are parts of groups. So at the end,
-// classes that are in the same groups are joined.
+// and sets. The two steps separate more tokens than needed, because sets are parts of groups. So at
+// the end, classes that are in the same groups are joined.
 #include "compile/token_classes.h"
 
 #include <algorithm>
