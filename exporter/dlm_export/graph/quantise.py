@@ -4,8 +4,8 @@ Layers are found by the module path in the node's metadata (``graph.LAYER_KEY``)
 weight's name. Here, weights have only a shape and a type; ``write_graph`` asks for their
 values, one weight at a time. A graph has two forms with identical initialisers: one for ONNX
 Runtime on a CPU, where accuracy is measured, and one for TensorRT's parser. For ONNX Runtime's CUDA
-provider there is one form: INT8 and INT4 weights use ``com.microsoft::MatMulNBits``, which has CPU and CUDA
-kernels; other layers are written as below.
+provider there is one form: INT8 and INT4 weights use ``com.microsoft::MatMulNBits``, which has CPU
+and CUDA kernels; other layers are written as below.
 
 ==============  ========================================================================================================
 int8-dynamic    ``dlm_export::Int8Linear``: one scale per column and, in each pass, one per row of the input. Integer

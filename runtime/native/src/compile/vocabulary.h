@@ -29,7 +29,7 @@ struct TokenTree {
   std::vector<int32_t> depths;  // [nodes]: length in bytes
   std::vector<int32_t> behind;  // [nodes]: the first node after its subtree
   std::vector<int32_t> token_starts, tokens;  // node n has [starts[n], starts[n + 1])
-  // Empty in a tree by bytes. In a tree by classes, node n stands for several nodes of the tree by
+  // Empty in a tree by bytes. In a tree by classes, node n merges several nodes of the tree by
   // bytes: nodes[node_starts[n]] to nodes[node_starts[n + 1] - 1].
   std::vector<int32_t> node_starts, nodes;
 

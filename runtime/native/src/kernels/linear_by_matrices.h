@@ -3,9 +3,9 @@
 // vectors multiply instead (kernels/linear.h). Both methods give bit-identical results.
 //
 // A tile has 32 rows, which fill two registers of 16 rows. A panel has 32 columns, which also fill
-// two registers, and its bytes are stored in the layout of the registers. Four more registers hold
-// the sums of the two by two products. So each loaded byte of one side is multiplied by 32 bytes of
-// the other side.
+// two registers. Its bytes are stored in the layout of the registers. Four more registers hold the
+// sums of the two by two products. So each loaded byte of one side is multiplied by 32 bytes of the
+// other side.
 #pragma once
 
 #include "kernels/linear.h"
