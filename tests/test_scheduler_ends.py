@@ -304,12 +304,21 @@ def test_a_forgotten_scheduler_ends_its_thread_and_lets_go_of_its_bundle() -> No
 
 
 def test_a_scheduler_that_is_collected_by_its_own_thread_does_not_wait_for_itself() -> None:
-    denoiser = ArithmeticDenoiser()
+    denoiser: Any = ArithmeticDenoiser()
+    armed, predict = threading.Event(), denoiser.predict
+
+    def predict_when_armed(*row: int) -> tuple[int, float]:
+        assert armed.wait(WAIT_S)
+        found: tuple[int, float] = predict(*row)
+        return found
+
+    denoiser.predict = predict_when_armed  # no pass before the job's callback is in place
     before = threading.active_count()
     scheduler: Any = denoiser.bundle.scheduler()
     job: Any = scheduler.submit(tokens=[5], max_new_tokens=24, events=True)
     kept = [scheduler, job]
     job._step = lambda _: kept.clear()
+    armed.set()
     del scheduler, job
     # Threads of earlier tests may end meanwhile.
     wait_for(lambda: gc.collect() >= 0 and threading.active_count() <= before)
