@@ -218,7 +218,7 @@ def test_mixtures_that_cannot_be_are_refused() -> None:
         with pytest.raises(ValueError, match="experts"):
             ExpertsSpec(**{"count": 8, "active": 2, "size": 4} | changes)
     for told, wrong in (
-        ("score is", {"score": "linear"}),
+        ("score linear", {"score": "linear"}),
         ("bias both", {"bias": "both"}),
         ("of 1 groups", {"active_groups": 2}),
     ):

@@ -136,9 +136,8 @@ def test_a_bundle_of_a_causal_network_computes_what_torch_does(
 ) -> None:
     source = open_source(dream_checkpoint)
     network = seeing(source.network, [("causal", None), ("block", 4)])
-    source = replace(
-        source, network=network, presets=presets_for(network.visible_block, network.shift)
-    )
+    presets = presets_for(network.visible_block, network.shift)
+    source = replace(source, network=network, presets=presets, default_preset=next(iter(presets)))
     report = build_from(
         source, tmp_path / "bundle"
     )  # proves parity, of loops with the cache of blocks too
