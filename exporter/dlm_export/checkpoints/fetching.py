@@ -85,12 +85,13 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
                 if fnmatch.fnmatch(file.rfilename, WEIGHTS):
                     _fetch_header(name, info.sha, file, folder / file.rfilename)
                 else:
-                    shutil.copyfile(_fetch(name, info.sha, file), folder / file.rfilename)
+                    path, _ = _fetch(name, info.sha, file)
+                    shutil.copyfile(path, folder / file.rfilename)
             yield Located(folder, Hub(name.repository, info.sha, {}))
     else:
-        paths = {file.rfilename: _fetch(name, info.sha, file) for file in wanted}
-        hashes = {file: sha256(path) for file, path in paths.items()}
-        yield Located(paths["config.json"].parent, Hub(name.repository, info.sha, hashes))
+        found = {file.rfilename: _fetch(name, info.sha, file) for file in wanted}
+        hashes = {file: digest for file, (_, digest) in found.items()}
+        yield Located(found["config.json"][0].parent, Hub(name.repository, info.sha, hashes))
 
 
 def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
@@ -110,8 +111,10 @@ def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
     return sorted(found, key=lambda file: (file.rfilename.endswith(".safetensors"), file.rfilename))
 
 
-def _fetch(name: HubName, commit: str, file: RepoSibling) -> Path:
-    """The path of a whole file in the cache. Raises HubError, and removes a damaged file."""
+def _fetch(name: HubName, commit: str, file: RepoSibling) -> tuple[Path, str]:
+    """The path of a whole file in the cache, and its SHA-256. Raises HubError, and removes a
+    damaged file.
+    """
     import huggingface_hub
 
     with _one_sentence(name, file.rfilename):
@@ -120,7 +123,8 @@ def _fetch(name: HubName, commit: str, file: RepoSibling) -> Path:
                 name.repository, file.rfilename, revision=commit, library_name="dlm-export"
             )
         )
-    if not _is_intact(path, file):
+    digest = sha256(path)
+    if not _is_intact(path, digest, file):
         path.resolve().unlink()
         path.unlink(missing_ok=True)
         raise HubError(
@@ -128,13 +132,13 @@ def _fetch(name: HubName, commit: str, file: RepoSibling) -> Path:
             "run the command again",
             is_input=False,
         )
-    return path
+    return path, digest
 
 
-def _is_intact(path: Path, file: RepoSibling) -> bool:
+def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
     """Compare a file with its hash on the hub: SHA-256 of large files, git's SHA-1 of others."""
     if file.lfs is not None:
-        return sha256(path) == file.lfs.sha256
+        return digest == file.lfs.sha256
     data = path.read_bytes()
     # git's identifier of a blob, not a signature.
     found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
