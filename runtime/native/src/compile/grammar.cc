@@ -8,13 +8,11 @@
 #include <vector>
 
 #include "base/error.h"
+#include "compile/depths.h"
 #include "compile/grammar_text.h"
 
 namespace dlm::compile {
 namespace {
-
-constexpr uint32_t kMostDepth = 10'000;  // largest max_depth
-constexpr uint32_t kUsualDepth = 3;
 
 using Graph = std::vector<std::vector<uint32_t>>;  // by rule: the rules that it refers to
 
@@ -309,9 +307,7 @@ double unfolded_states(const Expressions& expressions, Node root) {
 }  // namespace
 
 Node grammar(Expressions& expressions, std::string_view text, std::optional<uint32_t> max_depth) {
-  if (max_depth.value_or(0) > kMostDepth)
-    fail(DLM_INVALID_ARGUMENT, "max_depth: give an integer from 0 to %u, not %u", kMostDepth,
-         *max_depth);
+  check_max_depth(max_depth);
   Compiler compiler(expressions, text);
   uint32_t depth = max_depth.value_or(kUsualDepth);
   Node made = compiler.texts(depth);

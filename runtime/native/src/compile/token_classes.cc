@@ -43,20 +43,6 @@ void Partition::split(const Each& each) {
   ++round_;
 }
 
-int32_t TokenClasses::Lists::number_of(const std::vector<int32_t>& list) {
-  uint64_t hash = list.size();
-  for (const int32_t each : list) hash = mixed(hash, static_cast<uint64_t>(each));
-  for (auto [at, last] = numbers.equal_range(hash); at != last; ++at) {
-    const auto [first, end] = this->list(at->second);
-    if (std::equal(list.begin(), list.end(), first, end)) return at->second;
-  }
-  const auto number = static_cast<int32_t>(starts.size()) - 1;
-  numbers.emplace(hash, number);
-  content.insert(content.end(), list.begin(), list.end());
-  starts.push_back(content.size());
-  return number;
-}
-
 // Returns for each set whether it is one of `groups` or a part of one.
 std::vector<uint8_t> TokenClasses::needed_for(const std::vector<int32_t>& groups) const {
   std::vector<uint8_t> is_needed(index(groups_.size()), 0);
@@ -150,7 +136,7 @@ std::vector<int32_t> TokenClasses::list_parts(const std::vector<uint8_t>& is_nee
     });
     std::sort(parts.begin(), parts.end());
     list_of[index(group)] = lists.number_of(parts);
-    budget_.check_memory(lists.content.size() * 2 * sizeof(int32_t));
+    budget_.check_memory(lists.elements() * 2 * sizeof(int32_t));
   }
   return list_of;
 }
@@ -163,7 +149,7 @@ std::vector<int32_t> TokenClasses::name(const std::vector<int32_t>& groups, Auto
   const std::vector<int32_t> list_of = list_parts(is_needed, nodes, lists);
 
   // Number the parts of tokens by the groups that contain them.
-  std::vector<int32_t> number_of(lists.starts.size(), kNone), numbers, used;
+  std::vector<int32_t> number_of(index(lists.size()), kNone), numbers, used;
   for (const int32_t group : groups) {
     int32_t& number = number_of[index(list_of[index(group)])];
     if (number < 0) {

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "compile/budget.h"
+#include "compile/lists.h"
 #include "compile/token_walks.h"
 #include "constraints/automaton.h"
 
@@ -46,18 +46,6 @@ class TokenClasses {
   std::vector<int32_t> name(const std::vector<int32_t>& groups, Automaton& out);
 
  private:
-  // Stores lists of numbers. Equal lists are stored once.
-  struct Lists {
-    int32_t number_of(const std::vector<int32_t>& list);
-    std::pair<const int32_t*, const int32_t*> list(int32_t number) const {
-      const auto at = static_cast<size_t>(number);
-      return {content.data() + starts[at], content.data() + starts[at + 1]};
-    }
-    std::vector<int32_t> content;
-    std::vector<size_t> starts{0};
-    std::unordered_multimap<uint64_t, int32_t> numbers;
-  };
-
   std::vector<uint8_t> needed_for(const std::vector<int32_t>& groups) const;
   Partition split_nodes(const std::vector<uint8_t>& is_needed);
   Partition split_tokens(const Partition& nodes, int32_t vocab_size);

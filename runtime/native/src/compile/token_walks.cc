@@ -30,21 +30,6 @@ constexpr int32_t kNone = -1;
 
 }  // namespace
 
-int32_t TokenGroups::group_of(const std::vector<int32_t>& items) {
-  uint64_t hash = items.size();
-  for (const int32_t item : items) hash = mixed(hash, static_cast<uint64_t>(item));
-  for (auto [at, last] = numbers_.equal_range(hash); at != last; ++at) {
-    const auto first = content_.begin() + static_cast<ptrdiff_t>(begins_[index(at->second)]);
-    const auto end = content_.begin() + static_cast<ptrdiff_t>(begins_[index(at->second) + 1]);
-    if (std::equal(items.begin(), items.end(), first, end)) return at->second;
-  }
-  const auto number = static_cast<int32_t>(begins_.size()) - 1;
-  numbers_.emplace(hash, number);
-  content_.insert(content_.end(), items.begin(), items.end());
-  begins_.push_back(content_.size());
-  return number;
-}
-
 TokenWalks::TokenWalks(const ByteAutomaton& texts, const Vocabulary& vocabulary, Budget& budget)
     : vocabulary_(vocabulary),
       tree_(vocabulary.tree()),

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "compile/budget.h"
+#include "compile/lists.h"
 #include "compile/token_states.h"
 #include "compile/vocabulary.h"
 
@@ -29,15 +30,17 @@ class TokenGroups {
     return base;
   }
   // Returns the number of the set with these items; adds the set if it is new.
-  int32_t group_of(const std::vector<int32_t>& items);
-  int32_t size() const { return static_cast<int32_t>(begins_.size()) - 1; }
+  int32_t group_of(const std::vector<int32_t>& items) { return items_.number_of(items); }
+  int32_t size() const { return items_.size(); }
   int32_t node_count() const { return node_count_; }
-  size_t bytes() const { return content_.size() * sizeof(int32_t) + begins_.size() * 48; }
+  size_t bytes() const {
+    return items_.elements() * sizeof(int32_t) + (index(items_.size()) + 1) * 48;
+  }
 
   template <class See>
   void each_item(int32_t group, See see) const {
-    const auto at = static_cast<size_t>(group);
-    for (size_t i = begins_[at]; i < begins_[at + 1]; ++i) see(content_[i]);
+    const auto [first, end] = items_.list(group);
+    std::for_each(first, end, see);
   }
   // Visits all nodes in ascending order: see(number, first token, last token).
   template <class See>
@@ -54,9 +57,7 @@ class TokenGroups {
   // Each tree with the number of its first node.
   std::vector<std::pair<int32_t, const TokenTree*>> trees_;
   int32_t node_count_ = 0;
-  std::vector<int32_t> content_;   // the items of all groups
-  std::vector<size_t> begins_{0};  // group g has content [begins_[g], begins_[g + 1])
-  std::unordered_multimap<uint64_t, int32_t> numbers_;
+  Lists items_;  // by group
 };
 
 struct TokenEdge {

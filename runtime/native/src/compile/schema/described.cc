@@ -4,6 +4,7 @@
 #include <array>
 
 #include "base/error.h"
+#include "compile/depths.h"
 #include "compile/numbers.h"
 
 namespace dlm::compile::schema {
@@ -11,7 +12,6 @@ namespace {
 
 using json::Value;
 
-constexpr uint32_t kUsualDepth = 3;
 constexpr int kMostReferences = 100;  // longest chain of references
 
 // Removes the quotes of JSON strings and decodes their escapes.

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/json.h"
+#include "compile/depths.h"
 #include "compile/grammar.h"
 #include "compile/regex.h"
 #include "compile/schema/records.h"
@@ -15,9 +16,8 @@ namespace {
 
 using json::Value;
 
-constexpr uint32_t kMostDepth = 10'000;  // largest max_depth
-constexpr size_t kMostTree = 16 << 20;   // bytes of a tree's text
-constexpr int kMostNesting = 300;        // nesting of the tree's JSON
+constexpr size_t kMostTree = 16 << 20;  // bytes of a tree's text
+constexpr int kMostNesting = 300;       // nesting of the tree's JSON
 constexpr int64_t kMostLines = 1'000'000;
 
 struct Extent {
@@ -30,11 +30,7 @@ constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {
 constexpr double kComfort = 4;       // the first try takes a quarter of the limit of states
 constexpr double kWorthwhile = 0.9;  // smaller extents must reduce the size to this share
 
-void check_depth(const Options& options) {
-  if (options.max_depth.has_value() && *options.max_depth > kMostDepth)
-    fail(DLM_INVALID_ARGUMENT, "max_depth: give an integer from 0 to %u, not %u", kMostDepth,
-         *options.max_depth);
-}
+void check_depth(const Options& options) { check_max_depth(options.max_depth); }
 
 WriterOptions writer_options(const Options& options, const Extent& extent) {
   WriterOptions out;

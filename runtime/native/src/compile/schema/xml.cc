@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "compile/depths.h"
 #include "compile/schema/described.h"
 #include "compile/schema/records.h"
 
@@ -14,7 +15,7 @@ namespace {
 
 using json::Value;
 
-constexpr uint32_t kUsualDepth = 3, kMostNesting = 300;
+constexpr uint32_t kMostNesting = 300;
 
 // The characters of XML 1.0 (production 2).
 const CodePoints kCharacters = {
