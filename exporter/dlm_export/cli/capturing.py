@@ -12,6 +12,7 @@ from dlm_export.cli.options import (
     SOURCE,
     command,
     flag,
+    force_option,
     group,
     json_option,
     number,
@@ -32,7 +33,7 @@ from dlm_export.cli.values import overrides, taken
         output_option("File to write; its name ends in .npz."),
         flag("--trust-remote-code", help="Run the Python files in the checkpoint's folder."),
         flag("--trunk", help="Use transformers' class of the same layers, with a mask."),
-        flag("--force", help="Replace the file if it exists."),
+        force_option,
         json_option,
     ),
     group(

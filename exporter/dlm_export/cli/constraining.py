@@ -26,18 +26,10 @@ from dlm_export.cli.options import (
 )
 from dlm_export.cli.printing import format_bytes, print_json
 from dlm_export.cli.values import read_json_file, read_text_file
+from dlm_runtime.generation.request import JSON_KINDS, KINDS
 
-_KINDS = {
-    "schema": "--schema",
-    "regex": "--regex",
-    "grammar": "--grammar",
-    "enum": "--enum",
-    "json_object": "--json-object",
-    "json_lines": "--json-lines",
-    "csv": "--csv",
-    "xml": "--xml",
-}
-_OF_JSON = {"schema", "json_object", "json_lines"}
+_KINDS = {name: f"--{name.replace('_', '-')}" for name in KINDS}
+_OF_JSON = {*JSON_KINDS} - {"tools"}
 constrain_from_option = number(
     "--constrain-from", "With --infill: constrain the text from this character on.", 0
 )

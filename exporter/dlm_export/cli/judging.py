@@ -18,6 +18,7 @@ from dlm_export.cli.options import (
     file,
     flag,
     folder,
+    force_option,
     group,
     json_option,
     judge_group,
@@ -219,7 +220,7 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
     group(
         "Common options",
         output_option("Page to write, such as compare.html."),
-        flag("--force", help="Replace the page if it exists."),
+        force_option,
         flag("--speed", help="Also time the bundles here, in turns; all are open at once."),
         number("--rounds", "Timed generations of each.  [default: 5]", 3, 1000),
         preset_option,

@@ -17,7 +17,7 @@ from dlm_export.cli.options import (
     SOURCE,
     command,
     file,
-    flag,
+    force_option,
     group,
     json_option,
     number,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     group(
         "Plot",
         file("--plot", "Write growth with canvas, batch and size: .png, .svg.", OUTPUT),
-        flag("--force", help="Replace the plot if it exists."),
+        force_option,
     ),
     source_group,
 )

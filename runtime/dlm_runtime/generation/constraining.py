@@ -22,16 +22,24 @@ from dlm_runtime.constraints.records import Csv, JsonLines
 from dlm_runtime.constraints.vocabulary import Vocabulary, read_vocabulary
 from dlm_runtime.errors import ConstraintWarning, RequestError, shown
 from dlm_runtime.generation.handle import Handle
-from dlm_runtime.generation.request import Options, count_of, layout_of, listed, text_of, texts_of
+from dlm_runtime.generation.request import (
+    JSON_KINDS,
+    KINDS,
+    Options,
+    count_of,
+    flag_of,
+    layout_of,
+    listed,
+    text_of,
+    texts_of,
+)
 from dlm_runtime.generation.results import Generation
 from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import Tools
 
 KEPT = 64  # compiled constraints
-KINDS = ("schema", "regex", "grammar", "enum", "json_object", "json_lines", "csv", "xml")
-"""Arguments of ``Bundle.constraint`` that describe a text; ``tools`` is one as well."""
 MOST_RECORDS = 1_000_000  # bounds on lines and rows
-JSON_KINDS = ("schema", "json_object", "json_lines", "tools")
+RECORD_KINDS = ("json_lines", "csv", "xml")
 UNLIKELY_NATS = 1.0
 """Mean nats per token that a bundle's constraints may lose without a warning. Over 100 commands the
 second demo loses 0.013 in its own layout (worst: 1.35), 2.5 in "compact" and 3.6 in "spaced".
@@ -107,8 +115,8 @@ class Constraints:
         is_json = kind in JSON_KINDS
         of_json = {
             "json_layout": json_layout is not None,
-            "any_order": _flag("any_order", any_order),
-            "more_properties": _flag("more_properties", more_properties),
+            "any_order": flag_of("any_order", any_order),
+            "more_properties": flag_of("more_properties", more_properties),
         }
         for name, is_given in of_json.items():
             if is_given and not is_json:
@@ -129,7 +137,7 @@ class Constraints:
             made = self._kept.get(key)
         if made is None:
             wanted = Content(
-                "tree" if kind in ("tools", "json_lines", "csv", "xml") else kind,
+                "tree" if kind in ("tools", *RECORD_KINDS) else kind,
                 _text(kind, content, layout, asked.get("tools")),
                 layout if is_json else COMPACT,
                 depth,
@@ -187,7 +195,7 @@ class Constraints:
 
 def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
     """The one argument that is set, and its name. Raises RequestError."""
-    _flag("json_object", asked.get("json_object", False))
+    flag_of("json_object", asked.get("json_object", False))
     given = [
         (kind, value)
         for kind, value in asked.items()
@@ -196,12 +204,6 @@ def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
     if len(given) != 1:
         raise RequestError(f"give one of {listed((*KINDS, 'tools'))}")
     return given[0]
-
-
-def _flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} = {shown(value)}: give True or False")
-    return value
 
 
 def _content(kind: str, value: Any) -> str:
@@ -220,7 +222,7 @@ def _content(kind: str, value: Any) -> str:
         value = [value.listed, value.choice, asdict(value.written), value.is_parallel]
     elif kind == "schema":
         value = _schema(kind, value)
-    elif kind in ("json_lines", "csv", "xml"):
+    elif kind in RECORD_KINDS:
         value = _record(kind, value)
     try:
         return json.dumps(value, allow_nan=False, default=_plain)

@@ -13,7 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dlm_runtime.errors import RequestError, shown
-from dlm_runtime.generation.request import count_of, text_of
+from dlm_runtime.generation.request import KINDS, count_of, text_of
 from dlm_runtime.generation.results import Generation
 
 if TYPE_CHECKING:
@@ -24,20 +24,7 @@ HOLE = "<mask>"
 """The mark of a hole."""
 MOST_TRIED = 64
 """The most requests for all combinations of lengths."""
-_KINDS = (
-    "schema",
-    "regex",
-    "grammar",
-    "enum",
-    "json_object",
-    "json_lines",
-    "csv",
-    "xml",
-    "json_layout",
-    "max_depth",
-    "any_order",
-    "more_properties",
-)  # arguments of Bundle.constraint
+_CONSTRAINT_ARGUMENTS = (*KINDS, "json_layout", "max_depth", "any_order", "more_properties")
 
 
 class Filler(Protocol):
@@ -184,10 +171,10 @@ def _constrained(
     tried: list[tuple[int, ...]],
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
     """The request with a constraint from character ``first`` on, and the lengths with room for it."""
-    given = {name: request.pop(name) for name in _KINDS if name in request}
+    given = {name: request.pop(name) for name in _CONSTRAINT_ARGUMENTS if name in request}
     if not given:
         raise RequestError(
-            f"infill: constrain_from = {first} without a constraint: give one of {', '.join(_KINDS[:8])}"
+            f"infill: constrain_from = {first} without a constraint: give one of {', '.join(KINDS)}"
         )
     if len(between) != 2:
         raise RequestError(

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 
+KINDS = ("schema", "regex", "grammar", "enum", "json_object", "json_lines", "csv", "xml")
+"""Arguments of ``Bundle.constraint`` that describe a text; ``tools`` is one as well."""
+JSON_KINDS = ("schema", "json_object", "json_lines", "tools")
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of a request besides its prompt, tokens or chat. The defaults mean "not set".
@@ -98,8 +103,7 @@ class Options:
         for name in ("steps", "max_steps"):
             count_of(name, getattr(self, name))
         for name in ("json_object", "special_tokens"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise RequestError(f"{name} = {shown(value)}: give True or False")
+            flag_of(name, getattr(self, name))
         if self.parallel_tool_calls is not None and not isinstance(self.parallel_tool_calls, bool):
             raise RequestError(
                 f"parallel_tool_calls = {shown(self.parallel_tool_calls)}: give True, False or None"
@@ -109,20 +113,14 @@ class Options:
         milliseconds_of("deadline_ms", self.deadline_ms)
         texts_of("stop_strings", self.stop_strings)
         text_of("prefix", self.prefix)
-        is_json = (
-            self.schema is not None
-            or self.json_lines is not None
-            or self.tools is not None
-            or bool(self.json_object)
-        )
+        kinds = {*self.constrained_by} | ({"tools"} if self.tools is not None else set())
+        is_json = not kinds.isdisjoint(JSON_KINDS)
         for name in ("json_layout", "any_order", "more_properties"):
             if getattr(self, name) not in (None, False) and not is_json:
-                raise RequestError(
-                    f"{name} is for schema, json_object, json_lines and tools: give one of these as well"
-                )
+                raise RequestError(f"{name} is for {listed(JSON_KINDS)}: give one of these as well")
         if self.max_depth is not None:
             count_of("max_depth", self.max_depth)
-            if not (is_json or self.grammar is not None or self.xml is not None):
+            if not (is_json or kinds & {"grammar", "xml"}):
                 raise RequestError(
                     "max_depth is for schema, grammar, json_object, json_lines, xml and tools: give one of these "
                     "as well"
@@ -137,16 +135,8 @@ class Options:
     @property
     def constrained_by(self) -> dict[str, Any]:
         """The arguments of ``Bundle.constraint`` that are set."""
-        given = {
-            "schema": self.schema,
-            "regex": self.regex,
-            "grammar": self.grammar,
-            "enum": self.enum,
-            "json_object": self.json_object or None,
-            "json_lines": self.json_lines,
-            "csv": self.csv,
-            "xml": self.xml,
-        }
+        given = {name: getattr(self, name) for name in KINDS}
+        given["json_object"] = self.json_object or None
         return {name: value for name, value in given.items() if value is not None}
 
     def tools_for(self, tokenizer: Tokenizer | None, call_format: str | None) -> Tools | None:
@@ -424,6 +414,13 @@ def text_of(name: str, value: str) -> str:
         raise RequestError(
             f"{name} = {shown(value)}: character {err.start} is half of a surrogate pair, which UTF-8 cannot encode"
         ) from err
+    return value
+
+
+def flag_of(name: str, value: bool) -> bool:
+    """Check an option that is True or False. Raises RequestError with its name."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} = {shown(value)}: give True or False")
     return value
 
 
