@@ -19,10 +19,12 @@ from click.types import OptionHelpExtra
 
 from dlm_export.checkpoints.hub import PREFIX, HubName
 from dlm_export.engines import ENGINE_BUILDERS
+from dlm_runtime import tools
+from dlm_runtime.constraints import layout
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-LAYOUTS = click.Choice(["compact", "spaced", "indented", "lines"])
-CALL_FORMATS = click.Choice(["object", "list", "lines", "tool_call"])
+LAYOUTS = click.Choice(list(layout.LAYOUTS))
+CALL_FORMATS = click.Choice(list(tools.FORMATS))
 NAMES_WIDTH = 32
 """Columns for the names of options in help. Longer names get a line of their own."""
 

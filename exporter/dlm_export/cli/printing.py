@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dlm_export.bundle.default_loop import FEWEST_SAMPLES
+
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
 # Longest word, such as a path, and longest line, such as an error of TensorRT, in characters.
 WORD_LIMIT, LINE_LIMIT = 400, 5000
 
-FEW_SAMPLES = 32  # with fewer, effort levels may hide a loss of a tenth
 LINE_EVERY_S = 10.0  # between lines of progress if stderr is not a terminal
 
 
@@ -227,5 +228,5 @@ def print_effort(effort: Mapping[str, Any]) -> None:
         for name, point in effort["levels"].items()
     ]
     print_table(title, ["", kind, "NFE", "loop"], rows)
-    if effort["samples"] < FEW_SAMPLES:
+    if effort["samples"] < FEWEST_SAMPLES:
         click.echo(f"{effort['samples']} samples are few: `dlm-export effort` fits levels on more.")

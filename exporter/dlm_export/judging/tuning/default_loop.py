@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dlm_export.bundle.default_loop import (
+    FEWEST_SAMPLES,
     FITTED,
     PUBLISHED,
     published,
@@ -21,8 +22,6 @@ from dlm_runtime import Policy
 if TYPE_CHECKING:
     from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
 
-FEWEST_SAMPLES = 32
-"""With fewer samples, equal quality may hide a loss of a tenth."""
 LEAST_SAVING = 0.1
 """A smaller share of passes is not worth a loss that the samples are too few to show."""
 

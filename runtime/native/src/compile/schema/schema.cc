@@ -30,8 +30,6 @@ constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {
 constexpr double kComfort = 4;       // the first try takes a quarter of the limit of states
 constexpr double kWorthwhile = 0.9;  // smaller extents must reduce the size to this share
 
-void check_depth(const Options& options) { check_max_depth(options.max_depth); }
-
 WriterOptions writer_options(const Options& options, const Extent& extent) {
   WriterOptions out;
   out.layout = options.layout;
@@ -51,7 +49,7 @@ std::string cut_strings(uint32_t characters) {
 }
 
 Texts texts_of(Expressions& expressions, Document& document, const Options& options) {
-  check_depth(options);
+  check_max_depth(options.max_depth);
   Budget& budget = expressions.budget();
   Recursion recursion(document, budget);
   std::vector<Extent> extents(std::begin(kExtents), std::end(kExtents));
@@ -235,7 +233,7 @@ Texts schema_texts(Expressions& expressions, std::string_view schema, const Opti
 }
 
 Texts object_texts(Expressions& expressions, const Options& options) {
-  check_depth(options);
+  check_max_depth(options.max_depth);
   const uint32_t depth = options.max_depth.value_or(kExtents[0].any);
   Document document("{}", expressions.budget());
   Recursion recursion(document, expressions.budget());
