@@ -22,6 +22,8 @@ VALUES: tuple[Any, ...] = (
 )
 NAMES = ("a", "b", "c", "ab")
 PATTERNS = ("^a", "b$", "^[ab]$", "a|c", "^.{2}", "^(?!a)", "", "\\d", "^\\w+$")
+# additionalProperties of jsonschema ignores patternProperties whose only pattern is empty.
+NAME_PATTERNS = tuple(pattern or "(?:)" for pattern in PATTERNS)
 FORMATS = ("date", "ipv4", "email", "unknown", "uuid", "regex")
 NUMBERS = (0, 1, -1, 2, 1.5, -1.5, 10, -10, 0.5)
 STEPS = (1, 2, 3, 0.5, 0.1, 1.5, 10)
@@ -47,7 +49,7 @@ def _keywords(draft: int, inner: st.SearchStrategy[Any]) -> dict[str, st.SearchS
         **dict.fromkeys(("not", "additionalProperties"), inner),
         **dict.fromkeys(("anyOf", "oneOf", "allOf"), schemas),
         "properties": st.dictionaries(names, inner, max_size=3),
-        "patternProperties": st.dictionaries(st.sampled_from(PATTERNS), inner, max_size=2),
+        "patternProperties": st.dictionaries(st.sampled_from(NAME_PATTERNS), inner, max_size=2),
         "required": required,
         "$ref": st.sampled_from(("#/$defs/x", "#/$defs/y", "#", "#/properties/a")),
     }

@@ -15,13 +15,18 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from jsonschema.validators import validator_for
 from referencing import Registry
+from referencing.exceptions import Unresolvable
 from schema_strategies import URIS, VALUES, documents
 
 from dlm_runtime import RequestError
 from dlm_runtime.constraints.compiled import CompileLimits
 
 LIMITS = CompileLimits(seconds=1, memory_bytes=256 << 20, states=4000)
-EXAMPLES = int(os.environ.get("DLM_SCHEMA_EXAMPLES", "60"))
+WANTED = os.environ.get("DLM_SCHEMA_EXAMPLES")
+EXAMPLES = int(WANTED or 60)
+# jsonschema has defects that a search finds once in some thousand examples: in draft 2019-09, a schema
+# of additionalProperties in an anyOf does not count for unevaluatedProperties. So that such a find
+# does not fail an unrelated change, the examples are the same in each run, unless a number is asked for.
 
 
 def judged_invalid(found: Any, text: str) -> str:
@@ -33,9 +38,10 @@ def judged_invalid(found: Any, text: str) -> str:
         try:
             if not validator.is_valid(value):
                 return f"formats are {name}"
-        except (RecursionError, TypeError):
+        except (RecursionError, TypeError, Unresolvable):
             # jsonschema does not end for some schemas that refer to themselves, and fails for
-            # additionalItems beside items that are a boolean.
+            # additionalItems beside items that are a boolean. It also resolves a missing reference in
+            # an `if` without `then` and `else`, which asserts nothing.
             return ""
     return ""
 
@@ -43,7 +49,7 @@ def judged_invalid(found: Any, text: str) -> str:
 @pytest.mark.filterwarnings("ignore::dlm_runtime.errors.SchemaWarning")
 @pytest.mark.parametrize("draft", URIS)
 def test_no_text_is_accepted_that_jsonschema_rejects(draft: int) -> None:
-    @settings(max_examples=EXAMPLES, deadline=None)
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=WANTED is None)
     @given(found=documents(draft), seed=st.integers(0, 99), depth=st.sampled_from((0, 1, 2, None)))
     def check(found: Any, seed: int, depth: int | None) -> None:
         try:

@@ -87,7 +87,7 @@ def compact(instance: Any) -> bytes:
 # Signs of a schema's rejection, and the reason in docs/guides/constraints.md.
 REJECTIONS = {
     "other documents are never retrieved": "other document",
-    "holds NUL": "NUL",
+    "contains NUL": "NUL",
     "no value is valid by it": "type",  # of the types that its keywords speak of
     "leads to different schemas": "dynamic reference",
     "within a negation": "negation",
