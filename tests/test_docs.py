@@ -52,9 +52,13 @@ PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
 LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
 COLUMNS, LINES = 100, 150  # what a terminal shows of README at once, and what a first reader reads
 
-# Pages whose Python samples run on the bundle that README builds.
+# Pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs those
+# that need a server.
 SAMPLES = [
-    page for page in (README, *DOCS) if page != NEW_FAMILY and "\n```python\n" in page.read_text()
+    page
+    for page in (README, *DOCS)
+    if page not in (NEW_FAMILY, SITE / "guides" / "serving.md")
+    and "\n```python\n" in page.read_text()
 ]
 
 # What the names that pages use for a reader's own folders stand for here. README's bundle lies

@@ -24,6 +24,7 @@ from dlm_export.cli import (
     judging,
     planning,
     running,
+    serving,
 )
 from dlm_export.cli.printing import one_line, warn
 from dlm_export.signals import dying_by_signal
@@ -33,7 +34,14 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "sho
 SECTIONS = (
     cloup.Section("Build", [building.build, building.quantize, building.engine, fitting.effort]),
     cloup.Section(
-        "Run", [running.run, conversing.chat, running.bench, constraining.compile_constraint]
+        "Run",
+        [
+            running.run,
+            conversing.chat,
+            serving.serve,
+            running.bench,
+            constraining.compile_constraint,
+        ],
     ),
     cloup.Section("Check", [judging.verify, judging.compare, judging.report, capturing.capture]),
     cloup.Section(

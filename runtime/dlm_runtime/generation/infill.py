@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 HOLE = "<mask>"
 """The mark of a hole."""
+HOLE_OPTIONS: dict[str, Any] = {"max_new_tokens": 0, "stop": "none"}
+"""Options of a request for holes: an end token pads a hole, it does not end the text."""
 MOST_TRIED = 64
 """The most requests for all combinations of lengths."""
 _CONSTRAINT_ARGUMENTS = (*KINDS, "json_layout", "max_depth", "any_order", "more_properties")
@@ -65,7 +67,7 @@ class Infill:
 
 
 @dataclass(frozen=True)
-class _Canvas:
+class Canvas:
     """Given token ids by part; each part but the last is followed by a hole of some length."""
 
     parts: Sequence[Sequence[int]]
@@ -98,6 +100,38 @@ def infill(
         raise RequestError(
             "infill: max_new_tokens is for text after a prompt: give lengths, the tokens of the holes"
         )
+    between = text_of("text", text).split(HOLE)
+    if len(between) < 2:
+        raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
+    parts = parts_of(
+        bundle,
+        between,
+        request.get("special_tokens", False),
+        request.pop("prompt", None),
+        request.pop("chat", None),
+    )
+    tried = _tried(lengths, len(between) - 1)
+    if constrain_from is not None:
+        first = count_of("constrain_from", constrain_from)
+        request, tried = _constrained(bundle, between, first, request, tried)
+    canvases = [Canvas(parts, each) for each in tried]
+    tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
+    made = bundle.generate_batch(tokens=tokens, **(HOLE_OPTIONS | request))
+    found = [read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)]
+    return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
+
+
+def parts_of(
+    bundle: Filler,
+    between: Sequence[str],
+    special_tokens: bool = False,
+    prompt: Any = None,
+    chat: Any = None,
+) -> list[list[int]]:
+    """Token ids of the texts around the holes, for a ``Canvas``.
+
+    Raises RequestError if the bundle has no tokenizer, or its attention is block-causal.
+    """
     if bundle.tokenizer is None:
         raise RequestError(
             "this bundle has no tokenizer: put mask tokens among the tokens of generate, with max_new_tokens=0"
@@ -107,32 +141,9 @@ def infill(
             f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see the "
             "text after its block. Infill with a denoiser of full attention."
         )
-    between = text_of("text", text).split(HOLE)
-    if len(between) < 2:
-        raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
-    special_tokens = request.get("special_tokens", False)
-    parts = [
-        _beginning(
-            bundle.tokenizer,
-            between[0],
-            special_tokens,
-            request.pop("prompt", None),
-            request.pop("chat", None),
-        )
-    ]
-    parts += [bundle.tokenizer.encode_plain(part, special_tokens) for part in between[1:]]
-    tried = _tried(lengths, len(between) - 1)
-    if constrain_from is not None:
-        first = count_of("constrain_from", constrain_from)
-        request, tried = _constrained(bundle, between, first, request, tried)
-    canvases = [_Canvas(parts, each) for each in tried]
-    # An end token pads a hole here; it does not end the text.
-    tokens = [canvas.tokens(bundle.mask_token_id) for canvas in canvases]
-    made = bundle.generate_batch(tokens=tokens, max_new_tokens=0, **({"stop": "none"} | request))
-    found = [
-        _read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)
-    ]
-    return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
+    first = _beginning(bundle.tokenizer, between[0], special_tokens, prompt, chat)
+    others = [bundle.tokenizer.encode_plain(part, special_tokens) for part in between[1:]]
+    return [first, *others]
 
 
 def _beginning(
@@ -224,7 +235,8 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
     return list(product(*choices))
 
 
-def _read(bundle: Filler, canvas: _Canvas, between: Sequence[str], made: Generation) -> Infill:
+def read(bundle: Filler, canvas: Canvas, between: Sequence[str], made: Generation) -> Infill:
+    """The filled text, from the result of a request for ``canvas.tokens``."""
     assert bundle.tokenizer is not None
     ends, holes, said = {*bundle.eos_token_ids, bundle.mask_token_id}, [], []
     for hole in canvas.holes():

@@ -16,8 +16,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,8 @@ from dlm_runtime.generation.request import (
 from dlm_runtime.generation.results import Event, Generation
 
 if TYPE_CHECKING:
+    import asyncio
+
     from typing_extensions import Unpack
 
     from dlm_runtime.generation.handle import Handle
@@ -122,6 +124,7 @@ class Job:
         self._scheduler: Scheduler | None = scheduler
         self._text: str | None = None  # of the events so far
         self._events: queue.SimpleQueue[Event] | None = queue.SimpleQueue() if events else None
+        self._wake: Callable[[], object] | None = None  # called after an event was put
         self._result: Generation | None = None
         self._error: Exception | None = None  # raised by _step
         runner = scheduler._runner
@@ -137,6 +140,11 @@ class Job:
     def __del__(self) -> None:
         if getattr(self, "_handle", None) and self._origin.is_here:
             self._library.dlm_job_destroy(self._handle)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of given tokens, with which the canvas begins."""
+        return len(self._request.given)
 
     @property
     def done(self) -> bool:
@@ -182,21 +190,93 @@ class Job:
 
     def __iter__(self) -> Iterator[Event]:
         """Yield an event after each pass, if submitted with ``events``. The last has the result."""
-        if self._events is None:
-            raise RequestError("this job has no events: submit it with events=True")
-        while not self.done or not self._events.empty():
+        events = self._queue()
+        while not self.done or not events.empty():
             try:
-                event = self._events.get(timeout=EVENT_WAIT_S)
+                event = events.get(timeout=EVENT_WAIT_S)
             except queue.Empty:
                 continue
             if event.done:
                 yield replace(event, result=self.result())
                 return
             yield event
-        # The request failed, or its scheduler was closed.
+        yield self._event_without_step()
+
+    def __await__(self) -> Generator[Any, None, Generation]:
+        """Wait for the result in a coroutine: ``await job``. If the coroutine is cancelled, so is
+        the job. Raises the errors of ``result``.
+        """
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Generation:
+        import asyncio  # here and below, because importing it takes longer than the rest of the runtime
+
+        await self._ended(asyncio.Event())
+        return self.result()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Like iterating, in a coroutine: ``async for event in job``. If the coroutine is
+        cancelled, so is the job.
+        """
+        import asyncio
+
+        events, changed = self._queue(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._wake = lambda: loop.call_soon_threadsafe(changed.set)
+        ended = asyncio.ensure_future(self._ended(changed))
+        try:
+            while not ended.done() or not events.empty():
+                while not events.empty():
+                    event = events.get_nowait()
+                    if event.done:
+                        await ended
+                        yield replace(event, result=self.result())
+                        return
+                    yield event
+                if not ended.done():
+                    await changed.wait()
+                    changed.clear()
+            yield self._event_without_step()
+        finally:
+            self._wake = None
+            ended.cancel()
+
+    async def _ended(self, changed: asyncio.Event) -> None:
+        """Wait until the job has ended, and set ``changed`` then. Cancels the job if cancelled."""
+        import asyncio
+
+        self._origin.check()
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            ended.set()
+            changed.set()
+
+        def wait() -> None:
+            while not self.done:
+                self._library.dlm_job_wait(self._handle, 1000 * WAIT_S)
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(tell)
+
+        if not self.done:
+            threading.Thread(target=wait, name="dlm-job", daemon=True).start()
+            try:
+                await ended.wait()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        changed.set()
+
+    def _queue(self) -> queue.SimpleQueue[Event]:
+        if self._events is None:
+            raise RequestError("this job has no events: submit it with events=True")
+        return self._events
+
+    def _event_without_step(self) -> Event:
+        """The last event of a request that failed, or whose scheduler was closed."""
         result = self.result()
         length = len(result.tokens)
-        yield Event(
+        return Event(
             canvas=result.tokens,
             undecided=result.undecided,
             guess=[-1] * length,
@@ -216,6 +296,10 @@ class Job:
             event = self._request.event(step, self._text)
             self._text = event.text
             self._events.put(event)
+            wake = self._wake
+            if wake is not None:
+                with suppress(RuntimeError):  # the event loop was closed
+                    wake()
 
 
 class _Runner:
@@ -324,6 +408,10 @@ class _Runner:
             )
         if self._is_closed:
             raise ClosedError("the scheduler is closed")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._is_closed
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
@@ -442,6 +530,12 @@ class Scheduler:
         """Counts and times up to now, or up to ``close``."""
         self._runner.origin.check()
         return self._runner.stats()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the scheduler was closed, or an error ended its thread."""
+        self._runner.origin.check()
+        return self._runner.has_ended
 
     def close(self) -> None:
         """Make no more passes, and cancel requests that have not ended. May be called again.

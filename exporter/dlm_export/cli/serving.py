@@ -1,0 +1,126 @@
+"""The command ``serve``: an HTTP server for bundles."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import cloup
+
+from dlm_export.cli.options import (
+    CHECKPOINT,
+    command,
+    file,
+    flag,
+    group,
+    number,
+    opening_group,
+    option,
+    options,
+    text,
+)
+from dlm_export.cli.printing import warn
+from dlm_export.cli.values import opening
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
+
+
+def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:
+    """The folder of each model by its name. Raises click.UsageError."""
+    found = [(path.resolve().name, path) for path in bundles]
+    for given in names:
+        name, is_pair, folder = given.partition("=")
+        if not is_pair or not Path(folder).is_dir():
+            raise click.UsageError(
+                f"--name {given}: write NAME=FOLDER, with the folder of a bundle"
+            )
+        found.append((name, Path(folder)))
+    if not found:
+        raise click.UsageError("give a bundle")
+    for name, path in found:
+        if not _NAME.fullmatch(name):
+            raise click.UsageError(f"{name!r} cannot name a model: give --name NAME={path}")
+        if [each for each, _ in found].count(name) > 1:
+            raise click.UsageError(f"two bundles have the name {name}: give --name NAME={path}")
+    return dict(found)
+
+
+@command()
+@cloup.argument("bundles", nargs=-1, type=CHECKPOINT, metavar="[BUNDLE]...")
+@options(
+    group(
+        "Server",
+        text("--host", "Address to listen on; 0.0.0.0: all.", "HOST", default="127.0.0.1"),
+        number("--port", "TCP port; 0: a free one.", 0, 65535, default=8000),
+        option(
+            "--name",
+            "names",
+            multiple=True,
+            metavar="NAME=BUNDLE",
+            help="Serve a bundle under another name than its folder's.",
+        ),
+        file("--api-key-file", "Keys that clients must send, one a line.  [default: no key]"),
+        file("--tls-certificate", "Certificate chain in PEM, for HTTPS."),
+        file("--tls-key", "Private key of the certificate, in PEM."),
+        flag(
+            "--log/--no-log", "has_log", default=True, help="A line of JSON per request to stderr."
+        ),
+    ),
+    group(
+        "Limits",
+        number("--max-running", "Requests of a model that share passes.", 1, 4096, default=16),
+        number(
+            "--max-waiting", "Requests of a model that wait; more get 429.", 1, 1 << 20, default=256
+        ),
+        number("--max-body", "Size of a request's body in KiB.", 1, 1 << 20, default=4096),
+        number("--shutdown", "Seconds for running requests after SIGTERM.", 1, 86400, default=60),
+    ),
+    opening_group,
+)
+def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> None:
+    """Serve bundles over HTTP, with OpenAI's API and Mercury's additions.
+
+    The name of a model is that of its folder. SIGTERM finishes running requests and exits; SIGHUP
+    opens the bundles again.
+
+    Example: dlm-export serve build/demo --port 8000
+    """
+    paths = _named(bundles, names)
+    try:
+        from dlm_export.serving import running
+        from dlm_export.serving.app import Limits
+    except ModuleNotFoundError as err:
+        if err.name is None or err.name.split(".")[0] == "dlm_export":
+            raise
+        raise click.ClickException(
+            f"{err.name} is not installed; this command needs the serve extra: pip install 'dlm-export[serve]'"
+        ) from err
+
+    how = opening(values)
+    certificate, key = values["tls_certificate"], values["tls_key"]
+    if (certificate is None) != (key is None):
+        raise click.UsageError("--tls-certificate and --tls-key belong together: give both")
+    key_file, host = values["api_key_file"], values["host"]
+    keys = [] if key_file is None else running.read_keys(key_file)
+    if not keys and host not in ("127.0.0.1", "::1", "localhost"):
+        warn("anyone who reaches this address may use the server: give --api-key-file")
+
+    def say(port: int) -> None:
+        scheme = "http" if certificate is None else "https"
+        click.echo(f"{', '.join(paths)} at {scheme}://{host}:{port}/v1", err=True)
+
+    running.serve(
+        paths,
+        how.open,
+        running.Address(host, values["port"], certificate, key),
+        keys=keys,
+        limits=Limits(body_bytes=values["max_body"] << 10),
+        max_running=values["max_running"],
+        max_waiting=values["max_waiting"],
+        shutdown_s=values["shutdown"],
+        has_log=values["has_log"],
+        on_start=say,
+        warn=warn,
+    )

@@ -1,0 +1,443 @@
+"""The routes of the server, and what surrounds every request: keys, limits, metrics and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import json
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dlm_export.serving import conversation, fields
+from dlm_export.serving.conversation import Ask
+from dlm_export.serving.errors import ApiError, of_runtime
+from dlm_export.serving.hosting import Model, Models, describe
+from dlm_export.serving.metrics import Metrics
+from dlm_export.serving.openapi import DOCS_PAGE, document
+from dlm_export.serving.replies import (
+    Head,
+    answer,
+    chat_choice,
+    chat_logprobs,
+    text_choice,
+    text_logprobs,
+    usage,
+)
+from dlm_export.serving.streams import Writer
+from dlm_runtime import DlmError, Job
+
+OPEN_PATHS = ("/health", "/ready")
+"""Paths that need no key."""
+MOST_ID = 128
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one request.
+
+    Args:
+        body_bytes: The largest body.
+        body_s: Seconds in which the whole body must arrive.
+        compile_threads: Requests whose texts and schemas are read at once. Others wait.
+    """
+
+    body_bytes: int = 4 << 20
+    body_s: float = 30.0
+    compile_threads: int = 4
+
+
+class Server:
+    """The application of some models. ``app`` is what an ASGI server runs.
+
+    Args:
+        models: The models. They are closed when the application ends.
+        keys: The keys of which each request must carry one. Empty: no key is needed.
+        limits: Limits of one request.
+        has_log: If True, each request writes a line of JSON to stderr, without its texts.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        keys: Sequence[str] = (),
+        limits: Limits | None = None,
+        has_log: bool = False,
+    ) -> None:
+        self._models, self._keys = models, [key.encode() for key in keys]
+        self._limits, self._has_log = limits or Limits(), has_log
+        self._metrics = Metrics(models)
+        self._reading = asyncio.Semaphore(self._limits.compile_threads)
+        self.is_ready = True
+        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completion,
+            "/v1/fim/completions": self._fim,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/models": functools.partial(self._list, None),
+            "/v1/models/{name:path}": self._model,
+            "/v1/chat/completions/models": functools.partial(self._list, "chat.completions"),
+            "/v1/fim/completions/models": functools.partial(self._list, "fim.completions"),
+            "/v1/edit/completions/models": functools.partial(self._list, "edit.completions"),
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._show_metrics,
+            "/openapi.json": self._openapi,
+            "/docs": self._docs,
+        }
+        routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
+        routes += [Route(path, call, methods=["GET"]) for path, call in gets.items()]
+        starlette = Starlette(
+            routes=routes,
+            lifespan=self._lifespan,
+            exception_handlers={
+                ApiError: _api_error,
+                HTTPException: _http_error,
+                ClientDisconnect: _gone,
+                Exception: _defect,
+            },
+        )
+        self.app: ASGIApp = _Around(starlette, self._allows, self._note)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        yield
+        self.is_ready = False
+        await asyncio.to_thread(self._models.close)
+
+    # ---- Around every request ----
+
+    def _allows(self, path: str, authorization: bytes) -> bool:
+        """True if a request carries one of the keys, or needs none."""
+        if not self._keys or path in OPEN_PATHS:
+            return True
+        scheme, _, key = authorization.partition(b" ")
+        # Each key is compared, so the time does not tell which one is close.
+        matches = [hmac.compare_digest(key.strip(), each) for each in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        state = scope.get("state", {})
+        self._metrics.request(scope["path"], status, seconds)
+        if self._has_log:
+            line = {
+                "time": round(time.time(), 3),
+                "id": state.get("id"),
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "ms": round(1e3 * seconds, 1),
+            }
+            line |= state.get("about", {})
+            print(json.dumps(line), file=sys.stderr, flush=True)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body of a request. Raises ApiError if it is too large or too slow."""
+        found = bytearray()
+        try:
+            with anyio.fail_after(self._limits.body_s):
+                async for piece in request.stream():
+                    found += piece
+                    if len(found) > self._limits.body_bytes:
+                        said = f"the body has more than {self._limits.body_bytes} bytes"
+                        raise ApiError(413, said, code="body_too_large")
+        except TimeoutError as err:
+            said = f"the body did not arrive within {self._limits.body_s:g} s"
+            raise ApiError(408, said, code="body_too_slow") from err
+        return bytes(found)
+
+    # ---- Completions ----
+
+    async def _chat(self, request: Request) -> Response:
+        body: fields.ChatBody = fields.read(fields.ChatBody, await self._body(request))
+        head = Head("chatcmpl", "chat.completion", body.model)
+        choice = functools.partial(_chat_choice, has_logprobs=bool(body.logprobs))
+        return await self._complete(request, body, conversation.chat, head, choice, True)
+
+    async def _completion(self, request: Request) -> Response:
+        body: fields.CompletionBody = fields.read(fields.CompletionBody, await self._body(request))
+        head = Head("cmpl", "text_completion", body.model)
+        choice = functools.partial(_text_choice, has_logprobs=body.logprobs is not None)
+        return await self._complete(request, body, conversation.completion, head, choice, False)
+
+    async def _fim(self, request: Request) -> Response:
+        body: fields.FimBody = fields.read(fields.FimBody, await self._body(request))
+        head = Head("fim", "text_completion", body.model)
+        choice = functools.partial(_text_choice, has_logprobs=False)
+        return await self._complete(request, body, conversation.fim, head, choice, False)
+
+    async def _complete(
+        self,
+        request: Request,
+        body: Any,
+        read: Callable[[Any, Model], Ask],
+        head: Head,
+        choice: Callable[..., dict[str, Any]],
+        is_chat: bool,
+    ) -> Response:
+        """Run a request for text, at once or as a stream."""
+        model = self._models.named(body.model)
+        request.state.about = {"model": model.name}
+        model.acquire()
+        is_streaming = False
+        try:
+            async with self._reading:
+                ask = await asyncio.to_thread(read, body, model)
+                jobs = await asyncio.to_thread(_submit, model, ask, bool(body.stream))
+            if body.stream:
+                has_usage = body.stream_options is not None and body.stream_options.include_usage
+                chunk_head = Head(
+                    head.prefix, f"{head.kind}.chunk" if is_chat else head.kind, head.model
+                )
+                writer = Writer(chunk_head, ask, model, is_chat, has_usage)
+                is_streaming = True
+                return StreamingResponse(
+                    self._streamed(request, writer, jobs, ask, bool(body.diffusing), model),
+                    media_type="text/event-stream",
+                    headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+                )
+            made = await _unless_gone(request, _results(jobs))
+            answers = await asyncio.to_thread(lambda: [answer(ask, model, each) for each in made])
+            choices = await asyncio.to_thread(
+                lambda: [choice(index, model, each) for index, each in enumerate(answers)]
+            )
+            counts = usage(answers, ask)
+            self._count(request, counts)
+            return JSONResponse(head.around(choices=choices, usage=counts))
+        finally:
+            if not is_streaming:
+                model.release()
+
+    async def _streamed(
+        self,
+        request: Request,
+        writer: Writer,
+        jobs: Sequence[Job],
+        ask: Ask,
+        is_diffusing: bool,
+        model: Model,
+    ) -> AsyncIterator[bytes]:
+        """The chunks of a stream. Its model is released when the stream ends."""
+        try:
+            async with aclosing(writer.chunks(jobs, is_diffusing)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            if len(writer.answers) == len(jobs):
+                self._count(request, usage([writer.answers[at] for at in range(len(jobs))], ask))
+        finally:
+            model.release()
+
+    def _count(self, request: Request, counts: dict[str, Any]) -> None:
+        names = ("prompt_tokens", "completion_tokens", "denoising_passes")
+        self._metrics.tokens(request.state.about["model"], *(counts[name] for name in names))
+        request.state.about |= {name: counts[name] for name in names}
+
+    # ---- Tokens ----
+
+    async def _tokenize(self, request: Request) -> Response:
+        body: fields.TokenizeBody = fields.read(fields.TokenizeBody, await self._body(request))
+        with self._models.using(body.model) as model:
+            tokens = await asyncio.to_thread(_tokens, body, model)
+            return JSONResponse({"tokens": tokens, "count": len(tokens)})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body: fields.DetokenizeBody = fields.read(fields.DetokenizeBody, await self._body(request))
+        with self._models.using(body.model) as model:
+            tokenizer = _tokenizer(model)
+            try:
+                text = await asyncio.to_thread(tokenizer.decode, body.tokens)
+            except DlmError as err:
+                raise of_runtime(err, "tokens") from err
+            return JSONResponse({"prompt": text})
+
+    # ---- About the server ----
+
+    async def _list(self, endpoint: str | None, _: Request) -> Response:
+        found = [describe(model) for model in self._models]
+        data = [
+            each for each in found if endpoint is None or endpoint in each["supported_endpoints"]
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _model(self, request: Request) -> Response:
+        return JSONResponse(describe(self._models.named(request.path_params["name"])))
+
+    async def _health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, _: Request) -> Response:
+        is_open = self.is_ready and all(not model.has_failed for model in self._models)
+        return JSONResponse({"status": "ready" if is_open else "closing"}, 200 if is_open else 503)
+
+    async def _show_metrics(self, _: Request) -> Response:
+        return Response(self._metrics.text(), media_type=self._metrics.media_type)
+
+    async def _openapi(self, _: Request) -> Response:
+        return JSONResponse(document())
+
+    async def _docs(self, _: Request) -> Response:
+        return Response(DOCS_PAGE, media_type="text/html")
+
+
+class _Around:
+    """Checks the key of each request, gives it an id, and notes how it ended."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        allows: Callable[[str, bytes], bool],
+        note: Callable[[Scope, int, float], None],
+    ) -> None:
+        self._app, self._allows, self._note = app, allows, note
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")[:MOST_ID].decode("latin-1")
+        made = given if given and given.isascii() and given.isprintable() else ""
+        request_id = made or f"req_{secrets.token_hex(12)}"
+        # The lifespan's state is shared by all requests; this one's is its own.
+        scope["state"] = {**scope.get("state", {}), "id": request_id, "about": {}}
+        status, began = 499, time.perf_counter()  # nginx's number for a client that left
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id.encode()),
+                ]
+            await send(message)
+
+        try:
+            if self._allows(scope["path"], headers.get(b"authorization", b"")):
+                await self._app(scope, receive, noted)
+            else:
+                said = "the key is missing or wrong: send `Authorization: Bearer KEY`"
+                error = ApiError(401, said, code="invalid_api_key")
+                await _api_error(None, error)(scope, receive, noted)
+        finally:
+            self._note(scope, status, time.perf_counter() - began)
+
+
+def _api_error(_: Any, err: Any) -> JSONResponse:
+    return JSONResponse(err.body, err.status, err.headers)
+
+
+def _http_error(request: Request, err: Any) -> JSONResponse:
+    said = {
+        404: f"there is no {request.url.path}",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    error = ApiError(err.status_code, said.get(err.status_code, str(err.detail)))
+    return JSONResponse(error.body, error.status, err.headers)
+
+
+def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)
+
+
+def _defect(_: Request, err: Exception) -> JSONResponse:
+    return _api_error(None, ApiError(500, f"a defect of the server: {type(err).__name__}"))
+
+
+def _submit(model: Model, ask: Ask, has_events: bool) -> list[Job]:
+    """Submit all requests, or none. Raises ApiError."""
+    jobs: list[Job] = []
+    try:
+        for arguments in ask.requests():
+            jobs.append(model.scheduler.submit(**arguments, events=has_events))
+    except DlmError as err:
+        for job in jobs:
+            job.cancel()
+        raise of_runtime(err) from err
+    return jobs
+
+
+async def _results(jobs: Sequence[Job]) -> list[Any]:
+    try:
+        return list(await asyncio.gather(*jobs))
+    except DlmError as err:
+        raise of_runtime(err) from err
+    finally:
+        for job in jobs:
+            job.cancel()
+
+
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of ``work``, which is cancelled if the client leaves. Raises ClientDisconnect."""
+    running = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            raise ClientDisconnect
+        return running.result()
+    finally:
+        leaving.cancel()
+        if not running.done():
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _chat_choice(index: int, model: Model, found: Any, has_logprobs: bool) -> dict[str, Any]:
+    return chat_choice(
+        index, found, chat_logprobs(model, found.generation) if has_logprobs else None
+    )
+
+
+def _text_choice(index: int, model: Model, found: Any, has_logprobs: bool) -> dict[str, Any]:
+    return text_choice(
+        index, found, text_logprobs(model, found.generation) if has_logprobs else None
+    )
+
+
+def _tokenizer(model: Model) -> Any:
+    tokenizer = model.bundle.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer: it takes and gives token ids", "model")
+    return tokenizer
+
+
+def _tokens(body: fields.TokenizeBody, model: Model) -> list[int]:
+    """Token ids of a text or a chat. Raises ApiError."""
+    tokenizer = _tokenizer(model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give one of prompt and messages", "prompt")
+    try:
+        if body.prompt is not None:
+            found: list[int] = tokenizer.encode(body.prompt, body.special_tokens)
+        else:
+            messages = [
+                conversation.message(each, f"messages[{at}]")
+                for at, each in enumerate(body.messages or [])
+            ]
+            found = tokenizer.encode_chat(messages, None, body.special_tokens)
+    except DlmError as err:
+        raise of_runtime(err, "prompt" if body.prompt is not None else "messages") from err
+    return found

@@ -1,0 +1,278 @@
+"""Turns the bodies of requests into arguments of the runtime."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlm_export.serving.errors import ApiError, of_runtime, unsupported
+from dlm_export.serving.fields import (
+    MOST_PROMPTS,
+    MOST_STOPS,
+    Call,
+    ChatBody,
+    CompletionBody,
+    FimBody,
+    Message,
+    Prompt,
+    Sampling,
+    Tool,
+)
+from dlm_export.serving.hosting import Model
+from dlm_runtime import RequestError
+from dlm_runtime.generation.infill import HOLE_OPTIONS, Canvas, parts_of
+from dlm_runtime.tools import Tools
+
+MOST_SCHEMA_BYTES = 1 << 20
+
+
+@dataclass
+class Ask:
+    """What a request of the API asks of the runtime.
+
+    Args:
+        given: The prompt, tokens or chat of each request of the runtime.
+        options: Their options.
+        choices: How many answers each gets. They differ in their seeds.
+        tools: The functions that may be called, or None.
+        hole: The text before and after a hole that each request fills, and its canvas. None: the
+            text follows the prompt.
+        stops: Stop strings of a hole.
+    """
+
+    given: list[dict[str, Any]]
+    options: dict[str, Any]
+    choices: int = 1
+    tools: Tools | None = None
+    hole: tuple[tuple[str, str], Canvas] | None = None
+    stops: list[str] = field(default_factory=list)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The arguments of ``Scheduler.submit``, one dict per answer."""
+        first = self.options.get("seed", 0)
+        return [
+            given | self.options | {"seed": first + number}
+            for given in self.given
+            for number in range(self.choices)
+        ]
+
+
+def chat(body: ChatBody, model: Model) -> Ask:
+    """Read a chat. Compiles its constraint, so this may take long. Raises ApiError."""
+    if not model.has_chat:
+        raise ApiError(400, "this model has no chat template: use /v1/completions", "model")
+    if body.top_logprobs:
+        raise unsupported(
+            "top_logprobs", "only the probability of each chosen token is known: give 0"
+        )
+    messages = [message(each, f"messages[{at}]") for at, each in enumerate(body.messages)]
+    options = _options(body, model, body.max_completion_tokens or body.max_tokens)
+    tools = _tools(body, model)
+    if tools is not None:
+        options["tools"] = tools
+    constraint = _format(body)
+    if constraint and tools is not None and tools.is_forced:
+        raise unsupported("response_format", "a forced tool call has the format of the call")
+    if constraint and tools is None:
+        _constrain(model, options, constraint, "response_format")
+    return Ask([{"chat": messages}], options, body.n or 1, tools)
+
+
+def completion(body: CompletionBody, model: Model) -> Ask:
+    """Read a completion, with or without a suffix. Raises ApiError."""
+    if body.logprobs:
+        raise unsupported("logprobs", "only the probability of each chosen token is known: give 0")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", "it must equal n: ask for all answers")
+    prompts = _prompts(body.prompt)
+    if body.suffix is not None:
+        if len(prompts) != 1 or "prompt" not in prompts[0]:
+            raise unsupported("suffix", "give one prompt, as text")
+        return _hole(body, model, prompts[0]["prompt"], body.suffix)
+    return Ask(prompts, _options(body, model, body.max_tokens), body.n or 1)
+
+
+def fim(body: FimBody, model: Model) -> Ask:
+    """Read a request for the text between two others. Raises ApiError."""
+    return _hole(body, model, body.prompt, body.suffix)
+
+
+def _hole(body: Sampling, model: Model, before: str, after: str) -> Ask:
+    """A canvas with one hole. An end token inside it pads the rest."""
+    options = _options(body, model, None)
+    length = body.max_tokens or model.bundle.max_new_tokens
+    stops = options.pop("stop_strings", [])
+    own = body.dlm
+    if own.prefix:
+        raise unsupported("dlm.prefix", "write the text at the end of the prompt")
+    try:
+        canvas = Canvas(
+            parts_of(model.bundle, (before, after), own.special_tokens), lengths=(length,)
+        )
+    except RequestError as err:
+        raise of_runtime(err, "model") from err
+    given = {"tokens": canvas.tokens(model.bundle.mask_token_id)}
+    options.pop("max_new_tokens", None)
+    return Ask(
+        [given], HOLE_OPTIONS | options, body.n or 1, hole=((before, after), canvas), stops=stops
+    )
+
+
+# ---- Messages ----
+
+
+def message(given: Message, where: str) -> dict[str, Any]:
+    """A message for chat templates. Raises ApiError naming ``where``."""
+    found: dict[str, Any] = {"role": "system" if given.role == "developer" else given.role}
+    content = given.content
+    if isinstance(content, list):
+        for at, part in enumerate(content):
+            if part.type not in ("text", "input_text") or part.text is None:
+                raise unsupported(
+                    f"{where}.content[{at}]", f"a part of type {part.type!r} is not text"
+                )
+        content = "".join(part.text or "" for part in content)
+    if given.tool_calls:
+        if given.role != "assistant":
+            raise unsupported(f"{where}.tool_calls", "only the assistant calls functions")
+        found["tool_calls"] = [_called(call) for call in given.tool_calls]
+    elif content is None:
+        raise ApiError(400, f"{where}.content: the message has no text", f"{where}.content")
+    if content is not None:
+        found["content"] = content
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(given, name)) is not None:
+            found[name] = value
+    return found
+
+
+def _called(call: Call) -> dict[str, Any]:
+    """An earlier call. Chat templates expect an object of arguments where OpenAI has its JSON."""
+    arguments: Any = call.function.arguments
+    with suppress(ValueError, RecursionError):  # a model wrote it: it may be no JSON
+        arguments = json.loads(arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def functions(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools for the runtime and for chat templates."""
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+
+
+def _tools(body: ChatBody, model: Model) -> Tools | None:
+    chosen = body.tool_choice
+    if not body.tools:
+        if chosen not in (None, "auto", "none"):
+            raise unsupported("tool_choice", "there are no tools to choose from: give tools")
+        return None
+    name = "auto" if chosen is None else chosen
+    how = name if isinstance(name, str) else name.function.name
+    if not isinstance(name, str) and how in ("auto", "required", "none"):
+        raise unsupported("tool_choice", f"a function cannot have the name {how!r}")
+    try:
+        return model.bundle.tools(functions(body.tools), how, body.parallel_tool_calls)
+    except RequestError as err:
+        raise of_runtime(
+            err, "tool_choice" if str(err).startswith("tool_choice") else "tools"
+        ) from err
+
+
+# ---- Options ----
+
+
+def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[str, Any]:
+    """Arguments of the runtime for the fields that all completions share."""
+    own = body.dlm
+    found: dict[str, Any] = dict(own.policy)
+    for name in ("steps", "max_steps", "deadline_ms", "prefix", "special_tokens"):
+        if value := getattr(own, name):
+            found[name] = value
+    if own.preset is not None:
+        found["preset"] = own.preset
+    if max_new_tokens is not None:
+        found["max_new_tokens"] = max_new_tokens
+    if body.logit_bias:
+        raise unsupported("logit_bias", "this server cannot change single tokens")
+    if body.stream_options is not None and not body.stream:
+        raise unsupported("stream_options", "it needs stream: true")
+    if body.diffusing and not body.stream:
+        raise unsupported("diffusing", "it needs stream: true")
+    if body.reasoning_effort is not None:
+        if body.reasoning_effort not in model.efforts:
+            raise unsupported(
+                "reasoning_effort",
+                "this model has no effort levels: run `dlm-export effort` on its bundle",
+            )
+        found["effort"] = body.reasoning_effort
+    if body.temperature is not None:
+        found["temperature"] = body.temperature
+    if body.top_p is not None:
+        found["top_p"] = body.top_p
+    if body.top_k is not None:
+        found["top_k"] = max(0, body.top_k)  # -1: all tokens
+    is_random = found.get("temperature", model.bundle.policy(own.preset).temperature) > 0
+    if body.seed is not None:
+        found["seed"] = body.seed
+    elif is_random and "seed" not in found:
+        found["seed"] = secrets.randbits(48)
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > MOST_STOPS or not all(stops):
+        raise unsupported("stop", f"give at most {MOST_STOPS} texts that are not empty")
+    if stops:
+        found["stop_strings"] = stops
+    own_constraint = {
+        name: value
+        for name in ("regex", "grammar", "enum")
+        if (value := getattr(own, name)) is not None
+    }
+    if own_constraint:
+        _constrain(model, found, own_constraint, "dlm")
+    return found
+
+
+def _format(body: ChatBody) -> dict[str, Any]:
+    """The argument of ``Bundle.constraint`` for a response format; empty for text."""
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.json_schema is None:
+        where = "response_format.json_schema"
+        raise ApiError(400, f"{where}: the schema is missing", where, "missing_field")
+    schema = wanted.json_schema.schema_
+    return {"json_object": True} if schema is None else {"schema": schema}
+
+
+def _constrain(
+    model: Model, options: dict[str, Any], constraint: dict[str, Any], param: str
+) -> None:
+    """Compile a constraint, and put it among the options. Raises ApiError."""
+    if "constraint" in options:
+        raise unsupported(param, "give one of response_format, dlm.regex, dlm.grammar and dlm.enum")
+    size = len(json.dumps(constraint))
+    if size > MOST_SCHEMA_BYTES:
+        raise unsupported(param, f"it has {size} bytes, and {MOST_SCHEMA_BYTES} are allowed")
+    try:
+        options["constraint"] = model.bundle.constraint(
+            **constraint, before=options.get("prefix", ""), cache_dir=None
+        )
+    except RequestError as err:
+        raise of_runtime(err, param) from err
+
+
+def _prompts(prompt: Prompt) -> list[dict[str, Any]]:
+    """The prompts of a completion: a text or token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [{"prompt": prompt}]
+    if not prompt:
+        raise ApiError(400, "prompt: the list is empty", "prompt", "invalid_value")
+    if isinstance(prompt[0], int):
+        return [{"tokens": prompt}]
+    if len(prompt) > MOST_PROMPTS:
+        raise unsupported("prompt", f"give at most {MOST_PROMPTS} prompts")
+    return [{"prompt": each} if isinstance(each, str) else {"tokens": each} for each in prompt]

@@ -1,0 +1,69 @@
+"""Errors of the API, as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_runtime import BusyError, ClosedError, DlmError, EngineError, RequestError
+
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """An error that ends a request with a status and OpenAI's error object.
+
+    Args:
+        status: HTTP status.
+        message: What is wrong and what to do.
+        param: The field of the body that is wrong, such as "messages[0].content". None: no field.
+        code: A word for programs, such as "model_not_found".
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def kind(self) -> str:
+        """The ``type`` of OpenAI's error object."""
+        names = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        if self.status >= 500:
+            return "server_error"
+        return names.get(self.status, "invalid_request_error")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the response."""
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        return {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """The error for a field whose value this server cannot follow."""
+    return ApiError(400, f"{param}: {why}", param, "unsupported_value")
+
+
+def of_runtime(err: DlmError, param: str | None = None) -> ApiError:
+    """The error for one that the runtime raised."""
+    said = str(err)
+    if isinstance(err, BusyError):
+        return ApiError(429, said, code="server_busy")
+    if isinstance(err, ClosedError):
+        return ApiError(503, "the model is being closed or replaced: try again", code="unavailable")
+    if isinstance(err, RequestError):
+        return ApiError(400, said, param, "invalid_value")
+    if isinstance(err, EngineError):
+        return ApiError(500, said, code="engine_failed")
+    return ApiError(500, said)

@@ -1,0 +1,165 @@
+"""The bundles that the server has open, each with its scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dlm_runtime
+from dlm_export.serving.errors import ApiError
+
+
+class Model:
+    """A bundle that requests name by ``name``, and its scheduler."""
+
+    def __init__(
+        self, name: str, bundle: dlm_runtime.Bundle, max_running: int, max_waiting: int
+    ) -> None:
+        self.name, self.bundle = name, bundle
+        self.created = int(time.time())
+        self.scheduler = bundle.scheduler(max_running=max_running, max_waiting=max_waiting)
+        self._users = 0
+        self._is_retired = False
+
+    @property
+    def can_infill(self) -> bool:
+        """True if a hole sees the text after it."""
+        return self.bundle.tokenizer is not None and self.bundle.visible_block is None
+
+    @property
+    def has_chat(self) -> bool:
+        return self.bundle.tokenizer is not None and self.bundle.tokenizer.template is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the scheduler takes no more requests."""
+        return self.scheduler.has_ended
+
+    @property
+    def efforts(self) -> list[str]:
+        """The effort levels that the bundle has."""
+        return list(self.bundle.manifest["loop"].get("effort", {}).get("levels", {}))
+
+    def acquire(self) -> None:
+        self._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        self._close_if_unused()
+
+    def retire(self) -> None:
+        """Close the bundle once its last request has ended."""
+        self._is_retired = True
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._is_retired and self._users == 0:
+            self.scheduler.close()
+            self.bundle.close()
+
+
+class Models:
+    """The models by name. Only the event loop's thread may use it.
+
+    Args:
+        paths: The folder of each bundle, by name.
+        opener: Opens a folder.
+        max_running: The most requests of a model in one pass.
+        max_waiting: The most requests of a model that wait.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        opener: Callable[[Path], dlm_runtime.Bundle],
+        max_running: int,
+        max_waiting: int,
+    ) -> None:
+        self._paths, self._opener = dict(paths), opener
+        self._limits = {"max_running": max_running, "max_waiting": max_waiting}
+        self._models = {name: self._opened(name) for name in self._paths}
+
+    def _opened(self, name: str) -> Model:
+        return Model(name, self._opener(self._paths[name]), **self._limits)
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models.values())
+
+    def named(self, name: str | None) -> Model:
+        """The model of a name; None is the only one. Raises ApiError."""
+        if name is None and len(self._models) == 1:
+            return next(iter(self._models.values()))
+        found = None if name is None else self._models.get(name)
+        if found is None:
+            said = "name a model" if name is None else f"the model {name!r} does not exist"
+            raise ApiError(
+                404,
+                f"{said}: this server has {', '.join(self._models)}",
+                "model",
+                "model_not_found",
+            )
+        return found
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[Model]:
+        """A model that stays open until the block ends. Raises ApiError."""
+        model = self.named(name)
+        model.acquire()
+        try:
+            yield model
+        finally:
+            model.release()
+
+    async def reload(self) -> None:
+        """Open all bundles again. Requests that run finish with the old ones.
+
+        Raises DlmError if a bundle cannot be opened; the models that were open then stay.
+        """
+        opened: dict[str, Model] = {}
+        try:
+            for name in self._paths:
+                opened[name] = await asyncio.to_thread(self._opened, name)
+        except BaseException:
+            for model in opened.values():
+                model.retire()
+            raise
+        old, self._models = self._models, opened
+        for model in old.values():
+            model.retire()
+
+    def close(self) -> None:
+        for model in self._models.values():
+            model.retire()
+
+
+def describe(model: Model) -> dict[str, Any]:
+    """A model as ``/v1/models`` lists it, with the fields of OpenAI's API and of Mercury's."""
+    endpoints = ["completions"]
+    if model.has_chat:
+        endpoints.insert(0, "chat.completions")
+    if model.can_infill:
+        endpoints.append("fim.completions")
+    features = ["streaming", "structured_outputs", "json_mode"]
+    if model.has_chat:
+        features.append("tools")
+    free = {"prompt": "0", "completion": "0", "image": "0", "request": "0"}
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "dlm-export",
+        "name": model.name,
+        "context_length": model.bundle.max_canvas_length,
+        "max_output_length": model.bundle.max_canvas_length,
+        "input_modalities": ["text"],
+        "output_modalities": ["text"],
+        "pricing": free,
+        "supported_endpoints": endpoints,
+        "supported_features": features,
+        "supported_sampling_parameters": ["temperature", "top_p", "top_k", "stop", "seed"],
+        "effort_levels": model.efforts,
+    }

@@ -1,0 +1,92 @@
+"""Prometheus metrics of the server. ``/metrics`` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dlm_export.serving.hosting import Model
+
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/fim/completions",
+    "/tokenize",
+    "/detokenize",
+)
+"""Paths that have their own series. All others share one, so that clients cannot add series."""
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    media_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, models: Iterable[Model]) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "dlm_requests",
+            "Requests by path and status.",
+            ["path", "status"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "dlm_request_seconds",
+            "Seconds from a request to the end of its response.",
+            ["path"],
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        names = {
+            "prompt_tokens": "Tokens of prompts.",
+            "completion_tokens": "Tokens of answers.",
+            "denoising_passes": "Denoiser passes that requests took part in.",
+        }
+        self._counts = [
+            Counter(f"dlm_{name}", said, ["model"], registry=self._registry)
+            for name, said in names.items()
+        ]
+        self._registry.register(_Schedulers(models))
+
+    def request(self, path: str, status: int, seconds: float) -> None:
+        path = path if path in PATHS else "other"
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def tokens(self, model: str, prompt: int, completion: int, passes: int) -> None:
+        for counter, value in zip(self._counts, (prompt, completion, passes), strict=True):
+            counter.labels(model).inc(value)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Schedulers(Collector):
+    """What the schedulers count themselves."""
+
+    def __init__(self, models: Iterable[Model]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = {"running": "Requests in passes.", "waiting": "Requests that wait."}
+        counters = {"passes": "Denoiser passes.", "busy_s": "Seconds in passes and commits."}
+        found: dict[str, Metric] = {
+            name: GaugeMetricFamily(f"dlm_scheduler_{name}", said, labels=["model"])
+            for name, said in gauges.items()
+        }
+        found |= {
+            name: CounterMetricFamily(
+                f"dlm_scheduler_{name.replace('_s', '_seconds')}", said, labels=["model"]
+            )
+            for name, said in counters.items()
+        }
+        for model in self._models:
+            stats = model.scheduler.stats
+            for name, family in found.items():
+                family.add_metric([model.name], getattr(stats, name))  # type: ignore[attr-defined]
+        yield from found.values()

@@ -1,0 +1,151 @@
+"""Runs the server with uvicorn until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+import dlm_runtime
+from dlm_export.serving.app import Limits, Server
+from dlm_export.serving.hosting import Models
+from dlm_runtime import DlmError, RequestError
+from dlm_runtime.files import read_text
+
+MOST_KEY_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens.
+
+    Args:
+        host, port: Address and TCP port. Port 0 takes a free one.
+        certificate, key: Files of TLS, in PEM. None: plain HTTP.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def read_keys(path: Path) -> list[str]:
+    """The keys in a file, one a line. Raises RequestError."""
+    lines = [
+        line.strip() for line in read_text(path, MOST_KEY_FILE_BYTES, RequestError).splitlines()
+    ]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise RequestError(f"{path}: there is no key in it: write one key a line")
+    return keys
+
+
+class _Uvicorn(uvicorn.Server):
+    """A uvicorn server whose process exits with 0 after SIGTERM or SIGINT."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().startup(sockets)  # type: ignore[arg-type]
+        if self.started:
+            self._on_start(self.servers[0].sockets[0].getsockname()[1])
+
+
+def serve(
+    paths: Mapping[str, Path],
+    opener: Callable[[Path], dlm_runtime.Bundle],
+    address: Address,
+    *,
+    keys: Sequence[str] = (),
+    limits: Limits | None = None,
+    max_running: int = 16,
+    max_waiting: int = 256,
+    shutdown_s: int = 60,
+    has_log: bool = True,
+    on_start: Callable[[int], None] = lambda port: None,
+    warn: Callable[[str], None] = lambda said: None,
+) -> None:
+    """Serve bundles until SIGTERM or SIGINT. Requests that run then are answered first.
+
+    SIGHUP opens the bundles again.
+
+    Args:
+        paths: The folder of each bundle, by the name of its model.
+        opener: Opens a folder.
+        address: Where to listen.
+        keys: Keys that clients must send. Empty: none is needed.
+        limits: Limits of one request.
+        max_running, max_waiting: The most requests of a model in one pass, and in its queue.
+        shutdown_s: Seconds that running requests have after a signal.
+        has_log: If True, each request writes a line of JSON to stderr.
+        on_start: Called with the port when the server listens.
+        warn: Called with a sentence when SIGHUP did not work.
+
+    Raises:
+        DlmError: A bundle cannot be opened, or the address cannot be used.
+    """
+    models = Models(paths, opener, max_running, max_waiting)
+    server = Server(models, keys, limits, has_log)
+    config = uvicorn.Config(
+        server.app,
+        host=address.host,
+        port=address.port,
+        ssl_certfile=address.certificate,
+        ssl_keyfile=address.key,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=shutdown_s,
+        lifespan="on",
+    )
+    uvicorn_server = _Uvicorn(config, on_start)
+
+    async def run() -> None:
+        loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+
+        async def reload() -> None:
+            try:
+                await models.reload()
+            except DlmError as err:
+                warn(f"the bundles were not opened again, and the old ones go on: {err}")
+
+        def on_hangup() -> None:
+            task = loop.create_task(reload())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+        try:
+            await uvicorn_server.serve()
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
+
+    try:
+        asyncio.run(run())
+    except SystemExit as err:  # how uvicorn ends where it cannot listen
+        raise DlmError(
+            f"the server cannot listen on {address.host}:{address.port}: choose another --port or --host"
+        ) from err
+    if not uvicorn_server.started:
+        raise DlmError(
+            f"the server cannot listen on {address.host}:{address.port}: choose another --port or --host"
+        )

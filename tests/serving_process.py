@@ -1,0 +1,86 @@
+"""A ``dlm-export serve`` process for tests."""
+
+from __future__ import annotations
+
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_S = 120
+_ADDRESS = re.compile(r" at (https?)://([^:]+):(\d+)/v1")
+
+
+@dataclass
+class Served:
+    """A running server.
+
+    Args:
+        process: The process.
+        host, port: Its address.
+        model: The name of its first model.
+        client: An httpx client of it.
+        lines: The lines that it wrote to stderr.
+        reader: The thread that reads them.
+    """
+
+    process: subprocess.Popen[str]
+    host: str
+    port: int
+    model: str
+    client: Any
+    lines: list[str]
+    reader: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def said(self) -> str:
+        """All of stderr. The process must have ended."""
+        self.reader.join(10)
+        return "".join(self.lines)
+
+
+@contextmanager
+def serving(bundle: Path, *arguments: str) -> Iterator[Served]:
+    """Serve a bundle, with further arguments of the command, until the block ends."""
+    import httpx
+
+    command = [sys.executable, "-m", "dlm_export.cli", "serve", str(bundle), "--port", "0"]
+    process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
+    found: queue.Queue[str] = queue.Queue()
+    lines: list[str] = []
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            found.put(line)
+        found.put("")
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        while True:
+            line = found.get(timeout=START_S)
+            assert line, "".join(lines)
+            match = _ADDRESS.search(line)
+            if match:
+                break
+        host, port = match[2], int(match[3])
+        with httpx.Client(base_url=f"{match[1]}://{host}:{port}", timeout=120) as client:
+            yield Served(process, host, port, bundle.name, client, lines, reader)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

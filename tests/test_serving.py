@@ -1,0 +1,491 @@
+"""``dlm-export serve``: a real process, asked over HTTP by plain requests.
+
+tests/test_serving_clients.py asks it with the official clients.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_process import Served, serving
+
+import dlm_runtime
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+pytestmark = pytest.mark.xdist_group("serving")
+
+COMMAND = "turn on the kitchen lights"
+MESSAGES = [{"role": "user", "content": COMMAND}]
+
+
+@pytest.fixture(scope="module")
+def served(demo_bundle: Path) -> Iterator[Served]:
+    with serving(demo_bundle, "--name", f"other={demo_bundle}") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def bundle(demo_bundle: Path) -> Iterator[dlm_runtime.Bundle]:
+    with dlm_runtime.open(demo_bundle) as opened:
+        yield opened
+
+
+def chat(served: Served, **fields: Any) -> Any:
+    body = {"model": served.model, "messages": MESSAGES} | fields
+    return served.client.post("/v1/chat/completions", json=body)
+
+
+def events(served: Served, path: str, **fields: Any) -> list[Any]:
+    """The events of a stream, without ``[DONE]``, which must be the last."""
+    body = {"model": served.model, "stream": True} | fields
+    with served.client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def contents(found: list[Any]) -> list[str]:
+    return [
+        choice["delta"]["content"]
+        for event in found
+        for choice in event["choices"]
+        if choice["delta"].get("content")
+    ]
+
+
+# ---- Answers ----
+
+
+def test_a_chat_has_the_text_tokens_and_passes_of_the_runtime(
+    served: Served, bundle: dlm_runtime.Bundle
+) -> None:
+    expected = bundle.generate(chat=MESSAGES)
+    found = chat(served).json()
+    assert found["object"] == "chat.completion"
+    assert found["choices"][0]["message"]["content"] == expected.text
+    assert found["choices"][0]["finish_reason"] == "stop"
+    usage = found["usage"]
+    assert usage["prompt_tokens"] == expected.prompt_tokens
+    assert usage["completion_tokens"] == expected.completion_tokens
+    assert usage["total_tokens"] == expected.prompt_tokens + expected.completion_tokens
+    assert usage["denoising_passes"] == expected.nfe
+
+
+def test_the_deltas_of_a_stream_are_the_text(served: Served) -> None:
+    whole = chat(served).json()["choices"][0]["message"]["content"]
+    found = events(
+        served,
+        "/v1/chat/completions",
+        messages=MESSAGES,
+        stream_options={"include_usage": True},
+        dlm={"policy": {"commit": "static", "steps_per_block": 8}},
+    )
+    assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(contents(found)) == whole
+    assert found[-1]["choices"] == []
+    assert found[-1]["usage"]["denoising_passes"] > 1
+    assert all(event["usage"] is None for event in found[:-1])
+    reasons = [event["choices"][0]["finish_reason"] for event in found[:-1]]
+    assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+
+
+def test_a_denoising_stream_replaces_its_text_until_all_is_decided(served: Served) -> None:
+    whole = chat(served).json()["choices"][0]["message"]["content"]
+    found = events(
+        served,
+        "/v1/chat/completions",
+        messages=MESSAGES,
+        diffusing=True,
+        dlm={"policy": {"commit": "static", "steps_per_block": 8}},
+    )
+    snapshots = [event for event in found if "diffusion_meta" in event]
+    progress = [event["diffusion_meta"]["diffusion_progress"] for event in snapshots]
+    assert len(snapshots) > 2
+    assert progress == sorted(progress)
+    assert progress[-1] == 1
+    assert "░" in snapshots[0]["choices"][0]["delta"]["content"]
+    assert snapshots[-1]["choices"][0]["delta"]["content"] == whole
+    assert snapshots[-1]["diffusion_meta"]["diffusion_content"] == whole
+    assert found[-1]["choices"][0]["delta"] == {}
+
+
+def test_several_answers_differ_in_their_seeds_only(served: Served) -> None:
+    # The demo is so sure of itself that a temperature of 2 changes nothing.
+    sampling = {"dlm": {"policy": {"temperature": 30.0}}, "seed": 5, "max_tokens": 16}
+    first = chat(served, n=3, **sampling).json()["choices"]
+    again = chat(served, n=3, **sampling).json()["choices"]
+    assert [choice["index"] for choice in first] == [0, 1, 2]
+    assert first == again
+    assert len({choice["message"]["content"] for choice in first}) > 1
+    alone = chat(served, **(sampling | {"seed": 6})).json()["choices"][0]
+    assert alone["message"] == first[1]["message"]
+
+
+def test_log_probabilities_are_those_of_the_runtime(
+    served: Served, bundle: dlm_runtime.Bundle
+) -> None:
+    expected = bundle.generate(chat=MESSAGES)
+    found = chat(served, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert len(found) == expected.completion_tokens
+    values = expected.log_probs[expected.prompt_tokens :]
+    assert [each["logprob"] for each in found] == pytest.approx(values[: len(found)], abs=1e-5)
+    assert "".join(each["token"] for each in found) == expected.text
+
+
+def test_a_stop_string_ends_the_text(served: Served) -> None:
+    whole = chat(served).json()["choices"][0]["message"]["content"]
+    stop = whole[len(whole) // 2 :][:3]
+    found = chat(served, stop=[stop]).json()["choices"][0]
+    assert found["message"]["content"] == whole[: whole.index(stop)]
+    assert found["finish_reason"] == "stop"
+
+
+def test_a_schema_holds(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"room": {"enum": ["kitchen", "hall"]}, "level": {"type": "integer"}},
+        "required": ["room", "level"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    found = chat(served, response_format=wanted).json()["choices"][0]["message"]["content"]
+    value = json.loads(found)
+    assert value["room"] in ("kitchen", "hall")
+    assert isinstance(value["level"], int)
+
+
+def test_a_prompt_may_be_text_or_token_ids_and_one_of_several(served: Served) -> None:
+    tokens = served.client.post("/tokenize", json={"prompt": "lights", "model": "other"}).json()
+    single = {"model": "other", "prompt": "lights", "max_tokens": 8}
+    first = served.client.post("/v1/completions", json=single).json()
+    by_id = served.client.post("/v1/completions", json=single | {"prompt": tokens["tokens"]}).json()
+    both = served.client.post(
+        "/v1/completions", json=single | {"prompt": ["lights", "lights"], "n": 2}
+    ).json()
+    assert by_id["choices"] == first["choices"]
+    assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
+    assert {choice["text"] for choice in both["choices"]} == {first["choices"][0]["text"]}
+    assert both["usage"]["prompt_tokens"] == 2 * first["usage"]["prompt_tokens"]
+
+
+def test_a_hole_is_filled_as_infill_fills_it(served: Served, bundle: dlm_runtime.Bundle) -> None:
+    expected = bundle.infill("turn on <mask> lights", lengths=4)
+    body = {
+        "model": served.model,
+        "prompt": "turn on ",
+        "suffix": " lights",
+        "max_tokens": 4,
+        "seed": 0,
+    }
+    for path in ("/v1/fim/completions", "/v1/completions"):
+        found = served.client.post(path, json=body).json()
+        assert found["object"] == "text_completion"
+        assert found["choices"][0]["text"] == expected.holes[0]
+        assert found["usage"]["completion_tokens"] == 4
+    streamed = events(
+        served, "/v1/fim/completions", **{k: v for k, v in body.items() if k != "model"}
+    )
+    assert "".join(e["choices"][0]["text"] for e in streamed) == expected.holes[0]
+
+
+def test_special_tokens_in_a_prompt_are_ordinary_text(
+    served: Served, bundle: dlm_runtime.Bundle
+) -> None:
+    assert bundle.tokenizer is not None
+    mask = bundle.tokenizer.token_text(bundle.mask_token_id)
+    body = {"model": served.model, "prompt": f"a {mask} b"}
+    plain = served.client.post("/tokenize", json=body).json()["tokens"]
+    special = served.client.post("/tokenize", json=body | {"special_tokens": True}).json()["tokens"]
+    assert bundle.mask_token_id not in plain
+    assert bundle.mask_token_id in special
+    detokenized = served.client.post(
+        "/detokenize", json={"model": served.model, "tokens": plain}
+    ).json()
+    assert detokenized["prompt"] == bundle.tokenizer.decode(plain)
+
+
+# ---- Errors ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param", "said"),
+    [
+        ({"model": "nobody"}, 404, "model", "does not exist"),
+        ({"max_tokns": 3}, 400, "max_tokns", "does not know"),
+        ({"messages": []}, 400, "messages", "at least 1"),
+        ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role", "input"),
+        ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "no text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+            400,
+            "messages[0].content[0]",
+            "not text",
+        ),
+        ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
+        ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs", "chosen token"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "0"),
+        ({"logit_bias": {"3": 1}}, 400, "logit_bias", "single tokens"),
+        ({"diffusing": True}, 400, "diffusing", "stream: true"),
+        ({"reasoning_effort": "most"}, 400, "reasoning_effort", "instant"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "give tools"),
+        ({"stop": [""]}, 400, "stop", "not empty"),
+        ({"max_tokens": 1 << 20}, 400, None, "tokens"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "nothing"}},
+                }
+            },
+            400,
+            "response_format",
+            "nothing",
+        ),
+        ({"dlm": {"regex": "("}}, 400, "dlm", "without its )"),
+        ({"dlm": {"policy": {"tempo": 1}}}, 400, None, "tempo"),
+        ({"n": 1000}, 400, "n", "16"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    served: Served, changes: dict[str, Any], status: int, param: str | None, said: str
+) -> None:
+    response = chat(served, **changes)
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert error["param"] == param, error
+    assert said in error["message"], error
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"\xff\xfe", 400),
+        (b'{"model": "\xc3("}', 400),
+        (b"[" * 100_000, 400),
+        (b'{"model": "x", "messages": ' + b'[{"a":' * 5000, 400),
+        (b"x" * ((4 << 20) + 1), 413),
+    ],
+    ids=["empty", "cut", "bytes", "utf8", "deep", "deep-fields", "large"],
+)
+def test_hostile_bodies_get_an_error_object(served: Served, body: bytes, status: int) -> None:
+    response = served.client.post("/v1/chat/completions", content=body)
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+    assert chat(served).status_code == 200
+
+
+def test_unknown_paths_and_methods_get_an_error_object(served: Served) -> None:
+    assert served.client.get("/v1/none").json()["error"]["type"] == "not_found_error"
+    wrong = served.client.get("/v1/chat/completions")
+    assert wrong.status_code == 405
+    assert "GET" in wrong.json()["error"]["message"]
+    assert served.client.get("/v1/models/../../etc/passwd").status_code == 404
+
+
+def test_a_request_id_is_kept_or_made(served: Served) -> None:
+    assert (
+        served.client.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"]
+        == "mine"
+    )
+    assert served.client.get("/health").headers["x-request-id"].startswith("req_")
+
+
+def test_the_samples_of_the_page_run(
+    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("openai")
+    page = (Path(__file__).parent.parent / "docs" / "guides" / "serving.md").read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "demo").symlink_to(demo_bundle)
+    monkeypatch.chdir(tmp_path)
+    with serving(demo_bundle) as served:
+        shell = next(text for kind, text in blocks if kind == "sh" and "curl" in text)
+        words = shlex.split(shell.replace("\\\n", " "))
+        body = json.loads(words[words.index("-d") + 1])
+        assert served.client.post("/v1/chat/completions", json=body).status_code == 200
+        names: dict[str, Any] = {}
+        programs = [text for kind, text in blocks if kind == "python"]
+        assert len(programs) == 3
+        for text in programs:
+            there = text.replace("http://127.0.0.1:8000", served.url)
+            exec(compile(there, "serving.md", "exec", dont_inherit=True), names)
+        assert names["answer"].choices[0].message.content
+
+
+# ---- About the server ----
+
+
+def test_models_have_the_fields_of_both_apis(served: Served, bundle: dlm_runtime.Bundle) -> None:
+    found = served.client.get("/v1/models").json()["data"]
+    assert [each["id"] for each in found] == [served.model, "other"]
+    assert found[0]["context_length"] == bundle.max_canvas_length
+    one = served.client.get(f"/v1/models/{served.model}").json()
+    assert one["id"] == served.model
+    lists = {
+        kind: served.client.get(f"/v1/{kind}/completions/models").json()["data"]
+        for kind in ("chat", "fim", "edit")
+    }
+    assert [len(each) for each in lists.values()] == [2, 2, 0]
+
+
+def test_metrics_count_requests_tokens_and_passes(served: Served) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def sample(name: str, **labels: str) -> float:
+        text = served.client.get("/metrics").text
+        return sum(
+            each.value
+            for family in text_string_to_metric_families(text)
+            for each in family.samples
+            if each.name == name and labels.items() <= each.labels.items()
+        )
+
+    path = "/v1/chat/completions"
+    before = sample("dlm_requests_total", path=path, status="200")
+    tokens = sample("dlm_completion_tokens_total", model=served.model)
+    found = chat(served).json()
+    assert sample("dlm_requests_total", path=path, status="200") == before + 1
+    assert (
+        sample("dlm_completion_tokens_total", model=served.model)
+        == tokens + found["usage"]["completion_tokens"]
+    )
+    assert sample("dlm_scheduler_running") == 0
+
+
+def test_the_description_has_every_path(served: Served) -> None:
+    found = served.client.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/fim/completions", "/v1/models"} <= found["paths"].keys()
+    assert "ChatBody" in found["components"]["schemas"]
+    page = served.client.get("/docs").text
+    assert "/v1/chat/completions" in page
+    assert "http://" not in page
+    assert "https://" not in page
+
+
+# ---- Operation ----
+
+
+def slow(**fields: Any) -> dict[str, Any]:
+    """A body whose request takes hundreds of passes."""
+    policy = {"commit": "static", "steps_per_block": 4096, "cache": "none"}
+    return {"messages": MESSAGES, "max_tokens": 400, "dlm": {"policy": policy}} | fields
+
+
+def test_too_many_requests_get_429_and_the_others_their_answers(demo_bundle: Path) -> None:
+    with serving(demo_bundle, "--max-running", "1", "--max-waiting", "1") as served:
+
+        def ask(_: int) -> Any:
+            return served.client.post(
+                "/v1/chat/completions", json={"model": served.model, **slow()}
+            )
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            found = list(pool.map(ask, range(12)))
+        codes = [each.status_code for each in found]
+        assert set(codes) == {200, 429}
+        refused = next(each for each in found if each.status_code == 429)
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_request_ends_when_its_client_leaves(served: Served, is_streaming: bool) -> None:
+    def running() -> int:
+        lines = served.client.get("/metrics").text.splitlines()
+        line = next(
+            each
+            for each in lines
+            if each.startswith(f'dlm_scheduler_running{{model="{served.model}"')
+        )
+        return int(float(line.split()[-1]))
+
+    body = json.dumps({"model": served.model, "stream": is_streaming, **slow()}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection((served.host, served.port)) as client:
+        client.sendall(head.encode() + body)
+        end = time.monotonic() + 30
+        while running() == 0 and time.monotonic() < end:
+            pass
+        assert running() == 1
+    end = time.monotonic() + 30
+    while running() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert running() == 0
+
+
+def test_sigterm_answers_what_runs_and_exits_with_0(demo_bundle: Path) -> None:
+    with serving(demo_bundle) as served, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(
+            served.client.post, "/v1/chat/completions", json={"model": served.model, **slow()}
+        )
+        while "dlm_scheduler_running" not in (text := served.client.get("/metrics").text) or (
+            f'dlm_scheduler_running{{model="{served.model}"}} 1.0' not in text
+        ):
+            assert not answer.done()
+        served.process.send_signal(signal.SIGTERM)
+        assert answer.result(60).status_code == 200
+        assert served.process.wait(60) == 0
+
+
+def test_sighup_opens_the_bundles_again_without_losing_a_request(demo_bundle: Path) -> None:
+    with serving(demo_bundle) as served, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        created = served.client.get("/v1/models").json()["data"][0]["created"]
+        time.sleep(1.1)  # the time of a model has whole seconds
+        answers = [
+            pool.submit(
+                served.client.post, "/v1/chat/completions", json={"model": served.model, **slow()}
+            )
+            for _ in range(2)
+        ]
+        served.process.send_signal(signal.SIGHUP)
+        end = time.monotonic() + 60
+        while served.client.get("/v1/models").json()["data"][0]["created"] == created:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert [each.result(60).status_code for each in answers] == [200, 200]
+        assert chat(served).status_code == 200
+
+
+def test_a_key_is_needed_where_there_are_keys(demo_bundle: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# one a line\nfirst\n\nsecond\n")
+    with serving(demo_bundle, "--api-key-file", str(keys)) as served:
+        assert served.client.get("/health").status_code == 200
+        for header in ({}, {"authorization": "Bearer third"}, {"authorization": "first"}):
+            response = served.client.get("/v1/models", headers=header)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        for key in ("first", "second"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert served.client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_the_log_has_no_text_of_a_prompt(demo_bundle: Path) -> None:
+    with serving(demo_bundle) as served:
+        chat(served)
+        served.process.send_signal(signal.SIGTERM)
+        served.process.wait(60)
+        said = served.said()
+    line = next(json.loads(each) for each in said.splitlines() if each.startswith("{"))
+    assert {"id", "path", "status", "ms", "model", "completion_tokens"} <= line.keys()
+    assert COMMAND not in said
+    assert "kitchen" not in said

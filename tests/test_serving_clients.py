@@ -1,0 +1,234 @@
+"""The official clients of OpenAI and of Mercury against ``dlm-export serve``, unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_process import Served, serving
+
+pytest.importorskip("uvicorn")
+
+pytestmark = pytest.mark.xdist_group("serving")
+
+MESSAGES: Any = [{"role": "user", "content": "turn on the kitchen lights"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "set_lights",
+            "description": "Switch lights.",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"room": {"enum": ["kitchen", "hall"]}, "on": {"type": "boolean"}},
+                "required": ["room", "on"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "stop", "description": "Stop everything."}},
+]
+
+
+@pytest.fixture(scope="module")
+def served(demo_bundle: Path) -> Iterator[Served]:
+    with serving(demo_bundle) as process:
+        yield process
+
+
+def clients() -> list[Any]:
+    """Clients that make chat completions: their package, and the path of its base URL."""
+    return [
+        pytest.param(("openai", "OpenAI", "/v1"), id="openai"),
+        pytest.param(("inceptionai", "Inception", ""), id="inceptionai"),
+    ]
+
+
+@pytest.fixture(params=clients())
+def client(served: Served, request: pytest.FixtureRequest) -> Any:
+    package, name, path = request.param
+    module = pytest.importorskip(package)
+    return getattr(module, name)(base_url=served.url + path, api_key="none", max_retries=0)
+
+
+def test_chats_and_streams(client: Any, served: Served) -> None:
+    whole = client.chat.completions.create(model=served.model, messages=MESSAGES)
+    text = whole.choices[0].message.content
+    assert text
+    assert whole.usage.completion_tokens > 0
+    chunks = list(
+        client.chat.completions.create(model=served.model, messages=MESSAGES, stream=True)
+    )
+    deltas = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(deltas) == text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["auto", "none", "required", {"type": "function", "function": {"name": "stop"}}]
+)
+def test_tools_with_each_choice(
+    client: Any, served: Served, choice: Any, is_streaming: bool
+) -> None:
+    arguments = {"model": served.model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+    if is_streaming:
+        calls: dict[int, tuple[str, str]] = {}
+        reason = None
+        for chunk in client.chat.completions.create(**arguments, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or []:
+                name, text = calls.get(call.index, ("", ""))
+                calls[call.index] = (
+                    name + (call.function.name or ""),
+                    text + (call.function.arguments or ""),
+                )
+            reason = chunk.choices[0].finish_reason or reason
+        found = list(calls.values())
+    else:
+        made = client.chat.completions.create(**arguments).choices[0]
+        reason = made.finish_reason
+        found = [
+            (call.function.name, call.function.arguments) for call in made.message.tool_calls or []
+        ]
+    if choice == "none":
+        assert not found
+    elif choice == "required":
+        assert found
+    elif isinstance(choice, dict):
+        assert {name for name, _ in found} == {"stop"}
+    assert (reason == "tool_calls") == bool(found)
+    for name, text in found:
+        value = json.loads(text)
+        if name == "set_lights":
+            assert value["room"] in ("kitchen", "hall")
+            assert isinstance(value["on"], bool)
+
+
+def test_a_pydantic_class_is_parsed(client: Any, served: Served) -> None:
+    from pydantic import BaseModel
+
+    class Lights(BaseModel):
+        room: str
+        level: int
+
+    made = client.chat.completions.parse(
+        model=served.model, messages=MESSAGES, response_format=Lights
+    )
+    assert isinstance(made.choices[0].message.parsed, Lights)
+
+
+def test_an_earlier_call_and_its_result_reach_the_chat_template(
+    client: Any, served: Served
+) -> None:
+    """The demo's template accepts a single message, and says so."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+    ]
+    module = pytest.importorskip(type(client).__module__.split(".")[0])
+    with pytest.raises(module.BadRequestError, match="trained on single commands"):
+        client.chat.completions.create(model=served.model, messages=messages, tools=TOOLS)
+
+
+def test_messages_have_the_form_of_chat_templates() -> None:
+    from dlm_export.serving.conversation import message
+    from dlm_export.serving.fields import Message
+
+    given = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x": [1]}'}}],
+    }
+    function = {"name": "f", "arguments": {"x": [1]}}
+    assert message(Message(**given), "messages[0]") == {
+        "role": "assistant",
+        "content": "ab",
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+    assert message(Message(role="developer", content="x"), "")["role"] == "system"
+
+
+def test_models_are_listed(client: Any, served: Served) -> None:
+    assert [model.id for model in client.models.list().data] == [served.model]
+
+
+def test_errors_have_the_clients_own_classes(client: Any, served: Served) -> None:
+    module = pytest.importorskip(type(client).__module__.split(".")[0])
+    with pytest.raises(module.NotFoundError):
+        client.chat.completions.create(model="nobody", messages=MESSAGES)
+    with pytest.raises(module.BadRequestError) as raised:
+        client.chat.completions.create(
+            model=served.model, messages=MESSAGES, extra_body={"colour": "red"}
+        )
+    assert "colour" in str(raised.value)
+
+
+# ---- Only Mercury's client ----
+
+
+@pytest.fixture
+def mercury(served: Served) -> Any:
+    module = pytest.importorskip("inceptionai")
+    return module.Inception(base_url=served.url, api_key="none", max_retries=0)
+
+
+def test_mercurys_fields_are_known(mercury: Any, served: Served) -> None:
+    stream = mercury.chat.completions.create(
+        model=served.model, messages=MESSAGES, stream=True, diffusing=True, realtime=True
+    )
+    *_, last, end = stream
+    assert last.diffusion_meta["diffusion_progress"] == 1
+    assert last.choices[0].delta.content
+    assert end.choices[0].finish_reason == "stop"
+
+
+def test_mercurys_lists_of_models(mercury: Any, served: Served) -> None:
+    for method in (mercury.models.list_chat, mercury.models.list_fim):
+        assert [model.id for model in method().data] == [served.model]
+
+
+def test_mercurys_fill_in_the_middle(mercury: Any, served: Served) -> None:
+    arguments: dict[str, Any] = {
+        "model": served.model,
+        "prompt": "turn on ",
+        "suffix": " lights",
+        "max_tokens": 4,
+        "top_k": -1,
+    }
+    made = mercury.fim.completions.create(**arguments)
+    assert isinstance(made.choices[0].text, str)
+    chunks = mercury.fim.completions.create(**arguments, stream=True)
+    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == made.choices[0].text
+
+
+# ---- Only OpenAI's client ----
+
+
+def test_many_asynchronous_requests_and_a_cancelled_one(served: Served) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", max_retries=0
+        ) as client:
+
+            async def one() -> str:
+                made = await client.chat.completions.create(model=served.model, messages=MESSAGES)
+                return str(made.choices[0].message.content)
+
+            tasks = [asyncio.create_task(one()) for _ in range(24)]
+            await asyncio.sleep(0.01)
+            tasks[0].cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            return [text for text in found if isinstance(text, str)]
+
+    texts = asyncio.run(ask())
+    assert len(texts) >= 23
+    assert len(set(texts)) == 1
