@@ -29,6 +29,7 @@ from dlm_export.serving.hosting import Model, Models, describe
 from dlm_export.serving.metrics import Metrics
 from dlm_export.serving.openapi import DOCS_PAGE, document
 from dlm_export.serving.replies import (
+    Answer,
     Head,
     answer,
     chat_choice,
@@ -38,7 +39,7 @@ from dlm_export.serving.replies import (
     usage,
 )
 from dlm_export.serving.streams import Writer
-from dlm_runtime import DlmError, Job
+from dlm_runtime import DlmError, Generation, Job
 
 OPEN_PATHS = ("/health", "/ready")
 """Paths that need no key."""
@@ -198,8 +199,7 @@ class Server:
         is_streaming = False
         try:
             async with self._reading:
-                ask = await asyncio.to_thread(read, body, model)
-                jobs = await asyncio.to_thread(_submit, model, ask, bool(body.stream))
+                ask, jobs = await asyncio.to_thread(_started, read, body, model)
             if body.stream:
                 has_usage = body.stream_options is not None and body.stream_options.include_usage
                 chunk_head = Head(
@@ -213,10 +213,7 @@ class Server:
                     headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
                 )
             made = await _unless_gone(request, _results(jobs))
-            answers = await asyncio.to_thread(lambda: [answer(ask, model, each) for each in made])
-            choices = await asyncio.to_thread(
-                lambda: [choice(index, model, each) for index, each in enumerate(answers)]
-            )
+            answers, choices = await asyncio.to_thread(_choices, choice, ask, model, made)
             counts = usage(answers, ask)
             self._count(request, counts)
             return JSONResponse(head.around(choices=choices, usage=counts))
@@ -360,17 +357,26 @@ def _defect(_: Request, err: Exception) -> JSONResponse:
     return _api_error(None, ApiError(500, f"a defect of the server: {type(err).__name__}"))
 
 
-def _submit(model: Model, ask: Ask, has_events: bool) -> list[Job]:
-    """Submit all requests, or none. Raises ApiError."""
+def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tuple[Ask, list[Job]]:
+    """Read a body, and submit all of its requests, or none. Raises ApiError."""
+    ask = read(body, model)
     jobs: list[Job] = []
     try:
         for arguments in ask.requests():
-            jobs.append(model.scheduler.submit(**arguments, events=has_events))
+            jobs.append(model.scheduler.submit(**arguments, events=bool(body.stream)))
     except DlmError as err:
         for job in jobs:
             job.cancel()
         raise of_runtime(err) from err
-    return jobs
+    return ask, jobs
+
+
+def _choices(
+    choice: Callable[..., dict[str, Any]], ask: Ask, model: Model, made: Sequence[Generation]
+) -> tuple[list[Answer], list[dict[str, Any]]]:
+    """The answers of results, and their form in the response."""
+    answers = [answer(ask, model, each) for each in made]
+    return answers, [choice(index, model, each) for index, each in enumerate(answers)]
 
 
 async def _results(jobs: Sequence[Job]) -> list[Any]:
