@@ -215,7 +215,7 @@ void test_random_automata(std::mt19937& random, int rounds) {
     });
     try {
       const ByteAutomaton& texts = automata.of(node);
-      const dlm::Automaton made = token_automaton(texts, all, budget);
+      dlm::Automaton made = token_automaton(texts, all, budget);
       compare(texts, made, tokens, ends, true);
       check_classes(made);
       const dlm::Automaton shorter = token_automaton(texts, encoded, budget);
@@ -226,12 +226,13 @@ void test_random_automata(std::mt19937& random, int rounds) {
         if (const std::string text = draw(texts, source); has_text(made, tokens, text))
           CHECK(has_text(shorter, tokens, text));
       // Writing and reading the file gives the same automaton.
-      const uint8_t made_of[32] = {1, 2, 3};
-      const std::vector<uint8_t> file = dlm::write_automaton(made, made_of);
+      made.made_of = {1, 2, 3};
+      const std::vector<uint8_t> file = dlm::write_automaton(made);
       const dlm::Automaton read = dlm::read_automaton(file.data(), file.size(), "test");
-      CHECK(read.token_class == made.token_class && read.group_classes == made.group_classes &&
-            read.edge_states == made.edge_states && read.edge_groups == made.edge_groups &&
-            read.distances == made.distances && read.class_tokens == made.class_tokens);
+      CHECK(read.made_of == made.made_of && read.token_class == made.token_class &&
+            read.group_classes == made.group_classes && read.edge_states == made.edge_states &&
+            read.edge_groups == made.edge_groups && read.distances == made.distances &&
+            read.class_tokens == made.class_tokens);
       ++compared;
     } catch (const dlm::Error& error) {
       const std::string why = error.what();

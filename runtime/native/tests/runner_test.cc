@@ -127,7 +127,7 @@ class Scheduler {
   std::optional<dlm::Runner> runner_;
 };
 
-dlm::Finish finish_of(const dlm::Job& job) { return static_cast<dlm::Finish>(job.result().finish); }
+int32_t finish_of(const dlm::Job& job) { return job.result().finish; }
 
 std::vector<int32_t> canvas_of(const dlm::Job& job) {
   return {job.result().tokens, job.result().tokens + job.result().length};
@@ -390,7 +390,7 @@ void test_faults_stay_with_their_requests(bool shares, Fault fault) {
     CHECK(job.wait(dlm::Clock::duration{}));
     if (i < 2 && !fails_in_end && fault != Fault::step)
       CHECK(job.result().status == DLM_OK &&
-            finish_of(job) == (i == 0 ? dlm::Finish::cancelled : dlm::Finish::deadline));
+            finish_of(job) == (i == 0 ? DLM_FINISH_CANCELLED : DLM_FINISH_DEADLINE));
     else
       CHECK(job.result().status == wanted && job.result().message[0] != '\0');
     CHECK(job.result().length == 20);
@@ -490,12 +490,12 @@ void test_limits() {
   CHECK(!first->wait(std::chrono::milliseconds(1)));
   second->cancel();
   scheduler.run(true, kNothing);
-  CHECK(finish_of(*first) == dlm::Finish::length || finish_of(*first) == dlm::Finish::stop);
-  CHECK(finish_of(*second) == dlm::Finish::cancelled && second->result().stats->nfe == 0);
+  CHECK(finish_of(*first) == DLM_FINISH_LENGTH || finish_of(*first) == DLM_FINISH_STOP);
+  CHECK(finish_of(*second) == DLM_FINISH_CANCELLED && second->result().stats->nfe == 0);
   CHECK(canvas_of(*second) == std::vector<int32_t>(8, kEnd));
   const auto late = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   scheduler.run(true, kNothing);
-  CHECK(finish_of(*late) == dlm::Finish::deadline && late->result().stats->nfe == 0);
+  CHECK(finish_of(*late) == DLM_FINISH_DEADLINE && late->result().stats->nfe == 0);
   // A step callback that stops, and one that counts every step.
   int steps = 0;
   const auto count = [](void* user, const dlm_step* step) {
@@ -522,7 +522,7 @@ void test_limits() {
     Scheduler short_lived(of, engine, {1, 2, 64}, 30);
     abandoned = short_lived.submit(wish(8, {}).make(of, engine), {});
   }
-  CHECK(abandoned->wait({}) && finish_of(*abandoned) == dlm::Finish::cancelled);
+  CHECK(abandoned->wait({}) && finish_of(*abandoned) == DLM_FINISH_CANCELLED);
 }
 
 // Many threads submit and cancel, one runs. Requests that were neither cancelled nor stopped give
@@ -549,7 +549,7 @@ void test_threads(bool shares, int requests_a_thread) {
         job->wait({});
         ++ended;
         const auto finish = finish_of(*job);
-        const bool is_cut = finish == dlm::Finish::cancelled || finish == dlm::Finish::deadline;
+        const bool is_cut = finish == DLM_FINISH_CANCELLED || finish == DLM_FINISH_DEADLINE;
         if (is_cut ? !(is_cancelled || is_late) : !same(*job, run_alone(of, other, wish))) ++wrong;
       }
     });
@@ -618,7 +618,7 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
           continue;
         }
         const auto finish = finish_of(*job);
-        const bool is_cut = finish == dlm::Finish::cancelled || finish == dlm::Finish::deadline;
+        const bool is_cut = finish == DLM_FINISH_CANCELLED || finish == DLM_FINISH_DEADLINE;
         if (is_cut ? !(is_cancelled || is_late)
                    : fault == Fault::none && !same(*job, run_alone(of, other, wish)))
           ++wrong;
@@ -713,10 +713,10 @@ void test_ten_thousand_jobs(bool shares, int count) {
     waiting += job.wait(dlm::Clock::duration{}) ? 0 : 1;
     const dlm_status status = job.result().status;
     if (fate == is_cancelled)
-      failures[fate] += finish_of(job) == dlm::Finish::cancelled;
+      failures[fate] += finish_of(job) == DLM_FINISH_CANCELLED;
     else if (fate == is_ruled_out)
-      failures[fate] += status == DLM_OK && (finish_of(job) == dlm::Finish::constraint ||
-                                             finish_of(job) == dlm::Finish::stop);
+      failures[fate] += status == DLM_OK && (finish_of(job) == DLM_FINISH_CONSTRAINT ||
+                                             finish_of(job) == DLM_FINISH_STOP);
     else if (fate < fates)
       failures[fate] += status != DLM_OK && *job.result().message != '\0';
     else

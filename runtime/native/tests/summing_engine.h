@@ -82,12 +82,12 @@ class Summing final : public dlm::HostEngine {
 
   void keep(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
     if (pass.present_keys == nullptr) return;
-    for (size_t layer = 0; layer < cache().size(); ++layer)
-      for (int32_t head = 0; head < cache()[layer].kv_heads; ++head)
+    for (size_t layer = 0; layer < cache_.size(); ++layer)
+      for (int32_t head = 0; head < cache_[layer].kv_heads; ++head)
         for (int64_t t = part.first; t < part.first + part.tokens; ++t) {
           const float row[2] = {static_cast<float>(pass.input_ids[b * pass.tokens + t]),
                                 static_cast<float>(pass.position_ids[b * pass.tokens + t])};
-          const int64_t at = ((b * cache()[layer].kv_heads + head) * pass.tokens + t) * 2;
+          const int64_t at = ((b * cache_[layer].kv_heads + head) * pass.tokens + t) * 2;
           std::memcpy(static_cast<float*>(pass.present_keys[layer]) + at, row, sizeof row);
           std::memcpy(static_cast<float*>(pass.present_values[layer]) + at, row, sizeof row);
         }
@@ -97,13 +97,13 @@ class Summing final : public dlm::HostEngine {
   uint64_t cached_sum(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
     uint64_t found = 0;
     if (part.cached == 0) return found;
-    for (size_t layer = 0; layer < cache().size(); ++layer)
+    for (size_t layer = 0; layer < cache_.size(); ++layer)
       for (const void* const* const tensors : {pass.past_keys, pass.past_values})
-        for (int32_t head = 0; head < cache()[layer].kv_heads; ++head) {
+        for (int32_t head = 0; head < cache_[layer].kv_heads; ++head) {
           uint64_t sum = 0;
           const auto* const rows =
               static_cast<const float*>(tensors[layer]) +
-              ((b * cache()[layer].kv_heads + head) * pass.cached + part.start) * 2;
+              ((b * cache_[layer].kv_heads + head) * pass.cached + part.start) * 2;
           for (int64_t i = 0; i < part.cached; ++i)
             sum +=
                 value_of(static_cast<int64_t>(rows[2 * i]), static_cast<int64_t>(rows[2 * i + 1]));

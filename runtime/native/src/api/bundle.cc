@@ -44,53 +44,30 @@ dlm::ProviderChoice provider_of(const dlm_open_options& options) {
           options.allow_fallback != 0};
 }
 
-// The parameters for opening an engine.
-struct Opening {
-  const dlm::Manifest& manifest;
-  std::string library;
-  int threads;
-  dlm::ProviderChoice provider;
-};
+// The engine kinds of bundles. With "auto", the manifest decides.
+constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 
-std::unique_ptr<dlm::Engine> open_onnxruntime(const Opening& with) {
-  return dlm::open_onnxruntime(with.manifest.graph, with.library, with.threads, with.provider);
-}
-
-std::unique_ptr<dlm::Engine> open_tensorrt(const Opening& with) {
-  const dlm::Manifest& manifest = with.manifest;
+std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
+                                         int threads, const dlm::ProviderChoice& provider) {
+  if (manifest.engine == "none") return dlm::make_none(manifest.denoiser.cache);
+  if (manifest.engine == "onnxruntime")
+    return dlm::open_onnxruntime(manifest.graph, library, threads, provider);
   if (manifest.engines.empty())
     dlm::fail(
         DLM_UNSUPPORTED,
         "this bundle has no TensorRT engine. %s, or open it with engine \"onnxruntime\": on the "
         "CPU, or with a provider such as \"cuda\"",
         manifest.is_for_gpus ? manifest.device_advice.c_str() : "Build it with --target for GPUs");
-  return dlm::open_tensorrt(manifest.graph, manifest.engines, with.library);
-}
-
-std::unique_ptr<dlm::Engine> open_none(const Opening& with) {
-  return dlm::make_none(with.manifest.denoiser.cache);
-}
-
-// The engine kinds of bundles. With "auto", the manifest decides.
-struct EngineKind {
-  const char* name;
-  std::unique_ptr<dlm::Engine> (*open)(const Opening& with);
-};
-constexpr EngineKind kEngines[] = {
-    {"onnxruntime", open_onnxruntime}, {"tensorrt", open_tensorrt}, {"none", open_none}};
-
-const EngineKind* find_engine(const std::string& name) {
-  for (const EngineKind& kind : kEngines)
-    if (name == kind.name) return &kind;
-  return nullptr;
+  return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
 }
 
 // The requested engine, which may be "auto". Only ONNX Runtime has GPU providers.
 std::string choose_engine(const dlm_open_options& options) {
   const std::string engine = options.engine == nullptr ? "" : options.engine;
-  if (engine != "auto" && find_engine(engine) == nullptr) {
+  if (engine != "auto" &&
+      std::find(std::begin(kEngines), std::end(kEngines), engine) == std::end(kEngines)) {
     std::string names = "auto";
-    for (const EngineKind& kind : kEngines) names += std::string(", ") + kind.name;
+    for (const char* const kind : kEngines) names += std::string(", ") + kind;
     dlm::fail(DLM_UNSUPPORTED, "engine \"%.40s\" is not one of: %s", engine.c_str(), names.c_str());
   }
   const dlm::ProviderChoice provider = provider_of(options);
@@ -208,16 +185,15 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     if (options != nullptr) chosen = dlm::take(*options, chosen, "dlm_open_options");
     const std::string engine = choose_engine(chosen);
     auto opened = std::make_unique<dlm_bundle>();
-    const Opening opening{opened->manifest,
-                          chosen.engine_library == nullptr ? "" : chosen.engine_library,
-                          limit_threads(chosen.threads), provider_of(chosen)};
+    const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
+    const int threads = limit_threads(chosen.threads);
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
     // Hashes on another thread if possible, while the engine maps the files.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
-      opened->engine = find_engine(opened->manifest.engine)->open(opening);
+      opened->engine = open_engine(opened->manifest, library, threads, provider_of(chosen));
     } catch (...) {
       hashed.get();  // report a damaged file before any engine error that it caused
       throw;

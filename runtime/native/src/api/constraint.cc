@@ -127,12 +127,10 @@ VocabularyPointer vocabulary_of(dlm_bundle& bundle) {
   return bundle.vocabulary;
 }
 
-dlm_automaton* made(dlm::Automaton automaton, const std::vector<std::string>& warnings,
-                    const uint8_t* made_of) {
+dlm_automaton* made(dlm::Automaton automaton, const std::vector<std::string>& warnings) {
   auto out = std::make_unique<dlm_automaton>();
   for (const std::string& warning : warnings)
     out->warnings += (out->warnings.empty() ? "" : "\n") + warning;
-  if (made_of != nullptr) std::copy_n(made_of, out->made_of.size(), out->made_of.begin());
   dlm_automaton_info& info = out->info;
   info.struct_size = sizeof info;
   info.shortest = automaton.distances.front();
@@ -148,15 +146,9 @@ dlm_automaton* made(dlm::Automaton automaton, const std::vector<std::string>& wa
 // Reads an automaton that was compiled earlier.
 dlm_automaton* read(const dlm_constraint& given) {
   require(given.content, "content");
-  uint8_t made_of[32];
-  if (given.kind == DLM_CONSTRAINT_FILE) {
-    const std::string path(dlm::view_of(given.content, given.content_size, "content"));
-    dlm::Automaton opened = dlm::open_automaton(path, made_of);
-    return made(std::move(opened), {}, made_of);
-  }
-  dlm::Automaton found = dlm::read_automaton(given.content, given.content_size, "the constraint");
-  std::copy_n(dlm::made_of(given.content), sizeof made_of, made_of);
-  return made(std::move(found), {}, made_of);
+  const std::string_view content = dlm::view_of(given.content, given.content_size, "content");
+  if (given.kind == DLM_CONSTRAINT_FILE) return made(dlm::open_automaton(std::string(content)), {});
+  return made(dlm::read_automaton(content.data(), content.size(), "the constraint"), {});
 }
 
 }  // namespace
@@ -183,7 +175,10 @@ dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constraint* const
                                          : bundle == nullptr     ? given_vocabulary(nullptr, given)
                                                                  : kept_vocabulary(*bundle, given);
     dlm::compile::Compiled compiled = dlm::compile::compile_constraint(wanted, *vocabulary);
-    *automaton = made(std::move(compiled.automaton), compiled.warnings, given.made_of);
+    if (given.made_of != nullptr)
+      std::copy_n(given.made_of, sizeof compiled.automaton.made_of,
+                  compiled.automaton.made_of.begin());
+    *automaton = made(std::move(compiled.automaton), compiled.warnings);
   });
 }
 
@@ -196,8 +191,7 @@ dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* message,
     if (capacity > 0) require(data, "data");
     *size = dlm::file_size(*automaton->automaton);
     if (capacity == 0) return;
-    const std::vector<uint8_t> file =
-        dlm::write_automaton(*automaton->automaton, automaton->made_of.data());
+    const std::vector<uint8_t> file = dlm::write_automaton(*automaton->automaton);
     std::memcpy(data, file.data(), std::min(capacity, file.size()));
   });
 }

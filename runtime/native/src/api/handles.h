@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -45,7 +46,6 @@ struct dlm_bundle {
 // A request holds the automaton that it started with.
 struct dlm_automaton {
   std::shared_ptr<const dlm::Automaton> automaton;
-  std::array<uint8_t, 32> made_of{};
   std::string warnings;
   dlm_automaton_info info{};
 };
@@ -120,6 +120,9 @@ std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens
                                  int32_t new_tokens);
 
 constexpr double kLongestMs = 1e12;  // 31 years, which all clocks can represent
+inline Clock::duration from_ms(double ms) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
+}
 
 // A checked dlm_request, ready to submit. Throws Error.
 struct Wanted {

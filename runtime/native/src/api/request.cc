@@ -1,5 +1,4 @@
 // Turns a dlm_request into a checked request: tokens, policy, constraint, limits, text.
-#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
@@ -125,10 +124,7 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
   options.max_steps = wanted.max_steps;
   options.on_step = wanted.on_step;
   options.user = wanted.user;
-  if (wanted.deadline_ms > 0)
-    options.deadline =
-        Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                           std::chrono::duration<double, std::milli>(wanted.deadline_ms));
+  if (wanted.deadline_ms > 0) options.deadline = Clock::now() + from_ms(wanted.deadline_ms);
   const Policy policy = choose_policy(bundle, wanted.policy);
   const std::vector<int32_t> encoded = encode_given(bundle, wanted);
   const bool has_tokens = wanted.token_count > 0;

@@ -1,6 +1,5 @@
 // The C ABI of schedulers and jobs. Any thread may submit a job. One thread makes the passes.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <memory>
 #include <utility>
@@ -147,9 +146,9 @@ void dlm_scheduler_get_stats(const dlm_scheduler* scheduler, dlm_scheduler_stats
 int32_t dlm_job_wait(const dlm_job* job, double timeout_ms) {
   if (job == nullptr) return 0;
   if (timeout_ms < 0) return job->job->wait({}) ? 1 : 0;
-  const std::chrono::duration<double, std::milli> time(
-      timeout_ms > 0 ? std::min(timeout_ms, dlm::kLongestMs) : 0);  // a NaN timeout counts as 0
-  return job->job->wait(std::chrono::duration_cast<dlm::Clock::duration>(time)) ? 1 : 0;
+  // A NaN timeout counts as 0.
+  const double time_ms = timeout_ms > 0 ? std::min(timeout_ms, dlm::kLongestMs) : 0;
+  return job->job->wait(dlm::from_ms(time_ms)) ? 1 : 0;
 }
 
 dlm_status dlm_job_result(const dlm_job* job, const dlm_result** result) {

@@ -34,7 +34,6 @@ class Value {
   Value& operator=(const Value&) = delete;
 
   Kind kind() const { return kind_; }
-  bool is_null() const { return kind_ == Kind::null; }
 
   // key: of an object's member, otherwise "". line: where the value starts, from 1.
   const std::string& key() const { return key_; }
@@ -58,9 +57,6 @@ class Value {
   const Value* find(std::string_view key) const;
   const Value& at(std::string_view key) const;
   bool boolean(std::string_view key) const { return at(key).boolean(); }
-  double number(std::string_view key, double low, double high) const {
-    return at(key).number(low, high);
-  }
   int64_t integer(std::string_view key, int64_t low, int64_t high) const {
     return at(key).integer(low, high);
   }

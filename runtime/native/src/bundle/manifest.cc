@@ -487,16 +487,13 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
   if (d.eos_count > 1024)
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_count = %zu is outside 0..1024", d.eos_count);
-  Denoiser out{d.vocab_size,
-               d.mask_token_id,
-               d.max_canvas_length,
-               d.top_k,
-               d.shift,
-               d.has_cache != 0,
-               {},
-               {},
-               static_cast<int32_t>(d.visible_block),
-               d.max_new_tokens};
+  Denoiser out{};
+  out.vocab_size = d.vocab_size, out.mask_token_id = d.mask_token_id;
+  out.max_canvas_length = d.max_canvas_length;
+  out.top_k = d.top_k, out.shift = d.shift;
+  out.has_cache = d.has_cache != 0;
+  out.visible_block = static_cast<int32_t>(d.visible_block);
+  out.max_new_tokens = d.max_new_tokens;
   out.cache.assign(static_cast<size_t>(d.layers), {d.kv_heads, d.head_size, d.kv_element_bytes});
   for (size_t i = 0; i < d.eos_count; ++i) {
     in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);

@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
-#include <utility>
 
 #include "base/error.h"
 
 namespace dlm {
 
 Arena::Arena(HostEngine& engine, const CacheShape& shape, int64_t rows)
-    : engine_(engine), shape_(shape), rows_(rows), starts_(1, 0), nothing_(shape.size(), nullptr) {
+    : engine_(engine), shape_(shape), rows_(rows), starts_(1, 0), pointers_(shape.size()) {
   for (size_t i = 0; i < 2 * shape.size(); ++i) {
     const size_t row = heads(i) * row_bytes(i);
     size_t bytes = 0, end = 0;
@@ -20,12 +19,10 @@ Arena::Arena(HostEngine& engine, const CacheShape& shape, int64_t rows)
     starts_.push_back(end);
     row_sum_ += row;
   }
-  // So that make_room allocates all of it, or fails before anything.
-  past_keys_.reserve(shape.size()), past_values_.reserve(shape.size());
 }
 
 std::byte* Arena::rows_of(const Place& place, size_t tensor, size_t head) const {
-  const size_t row = head * static_cast<size_t>(rows_) + static_cast<size_t>(place.start);
+  const size_t row = head * rows_ + place.start;
   return storage_.get() + starts_[tensor] + row * row_bytes(tensor);
 }
 
@@ -63,8 +60,7 @@ Arena::Handle Arena::take(int32_t rows) {
 
 void Arena::make_room() {
   storage_.reset(new std::byte[starts_.back()]);  // make_unique would zero all of it
-  for (size_t i = 0; i < 2 * shape_.size(); ++i)
-    (i % 2 == 0 ? past_keys_ : past_values_).push_back(storage_.get() + starts_[i]);
+  for (size_t i = 0; i < 2 * shape_.size(); ++i) pointers_.set_past(i, storage_.get() + starts_[i]);
 }
 
 void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
@@ -82,36 +78,31 @@ void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
     segments_.push_back({part.cached > 0 ? part.place->start : 0, part.cached, first, part.tokens});
     first += part.tokens;
   }
-  pass.layers = static_cast<int32_t>(shape_.size());
   pass.cached = has_past ? static_cast<int32_t>(rows_) : 0;
-  pass.past_keys = has_past ? past_keys_.data() : nothing_.data();
-  pass.past_values = has_past ? past_values_.data() : nothing_.data();
-  pass.present_keys = pass.present_values = nullptr;
   if (keeps) {
-    const auto tokens = static_cast<size_t>(pass.tokens);
+    const size_t tokens = pass.tokens;
     if (fresh_bytes_ < tokens * row_sum_) {
       fresh_bytes_ = 0;
       fresh_.reset();
       fresh_.reset(new std::byte[tokens * row_sum_]);
       fresh_bytes_ = tokens * row_sum_;
     }
-    present_keys_.clear(), present_values_.clear();
     std::byte* at = fresh_.get();
     for (size_t i = 0; i < 2 * shape_.size(); ++i) {
-      (i % 2 == 0 ? present_keys_ : present_values_).push_back(at);
+      pointers_.set_present(i, at);
       at += tokens * heads(i) * row_bytes(i);
     }
-    pass.present_keys = present_keys_.data(), pass.present_values = present_values_.data();
   }
+  pointers_.put(pass, has_past, keeps);
   engine_.run(pass, segments_);
   if (keeps) keep_new(pass, parts);
 }
 
 void Arena::keep_new(const dlm_pass& pass, const std::vector<Part>& parts) {
-  const auto tokens = static_cast<size_t>(pass.tokens);
+  const size_t tokens = pass.tokens;
   size_t first = 0;
   for (const Part& part : parts) {
-    const auto own = static_cast<size_t>(part.tokens), cached = static_cast<size_t>(part.cached);
+    const size_t own = part.tokens, cached = part.cached;
     if (keeps_rows(part.use)) {
       part.place->slots.note_written(part.first, part.tokens, part.cached);
       for (size_t i = 0; i < 2 * shape_.size(); ++i) {
@@ -126,7 +117,7 @@ void Arena::keep_new(const dlm_pass& pass, const std::vector<Part>& parts) {
     first += own;
   }
   size_t held = 0;
-  for (const Place& place : places_) held += static_cast<size_t>(place.slots.length());
+  for (const Place& place : places_) held += place.slots.length();
   used_bytes_ = std::max<uint64_t>(used_bytes_, held * row_sum_);
 }
 

@@ -70,8 +70,7 @@ class Arena {
   std::vector<size_t> starts_;  // [2 * layers + 1], of the tensors in storage_: keys, values, ...
   size_t fresh_bytes_ = 0, row_sum_ = 0;  // a row of all heads of all tensors
   uint64_t used_bytes_ = 0;
-  std::vector<const void*> nothing_, past_keys_, past_values_;
-  std::vector<void*> present_keys_, present_values_;
+  KeyValues pointers_;
   std::vector<Segment> segments_;
 };
 

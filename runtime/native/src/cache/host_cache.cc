@@ -16,7 +16,7 @@ namespace {
 class HostContext final : public Context {
  public:
   HostContext(HostEngine& engine, const CacheShape& cache, int32_t longest)
-      : engine_(engine), cache_(cache), longest_(longest), nothing_(cache.size(), nullptr) {
+      : engine_(engine), cache_(cache), longest_(longest), pointers_(cache.size()) {
     for (size_t i = 0; i < cache.size(); ++i) {
       const auto alike = [&](const Group& group) { return group.kv_heads == cache[i].kv_heads; };
       auto found = std::find_if(groups_.begin(), groups_.end(), alike);
@@ -27,8 +27,6 @@ class HostContext final : public Context {
 
   void run(const dlm_pass& wanted, CacheUse use) override {
     dlm_pass pass = wanted;
-    pass.layers = static_cast<int32_t>(cache_.size());
-    pass.past_keys = pass.past_values = nothing_.data();
     const bool is_read = use != CacheUse::none && pass.cached > 0, is_written = keeps_rows(use);
     for (const Group& group : groups_)
       if (is_read && group.slots.kept() != pass.cached)
@@ -36,16 +34,12 @@ class HostContext final : public Context {
              group.slots.kept());
     if (use == CacheUse::write) lay_out(pass.batch, pass.tokens, pass.tokens);
     if (use == CacheUse::append) make_room(pass.batch, pass.cached, pass.tokens);
-    if (is_read) {
-      point(past_, pass.batch, 0);
-      pass.past_keys = past_.keys.data();
-      pass.past_values = past_.values.data();
+    for (size_t i = 0; (is_read || is_written) && i < 2 * cache_.size(); ++i) {
+      std::byte* const rows = storage_.get() + starts_[i];
+      pointers_.set_past(i, rows);
+      pointers_.set_present(i, rows + cache_[i / 2].tensor_bytes(pass.batch, pass.cached));
     }
-    if (is_written) {
-      point(present_, pass.batch, pass.cached);
-      pass.present_keys = present_.keys.data();
-      pass.present_values = present_.values.data();
-    }
+    pointers_.put(pass, is_read, is_written);
     engine_.run(pass, {});
     if (!is_written) return;
     const auto first = static_cast<int32_t>(pass.position_ids[0]);
@@ -73,10 +67,6 @@ class HostContext final : public Context {
     Slots slots;
   };
 
-  struct Tensors {
-    std::vector<void*> keys, values;  // [layers]
-  };
-
   // The start of each tensor if all have `rows` per head, followed by the total size.
   std::vector<size_t> starts_of(int32_t batch, int32_t rows) const {
     std::vector<size_t> starts(1, 0);
@@ -99,8 +89,8 @@ class HostContext final : public Context {
       storage_.reset(new std::byte[bytes]);  // make_unique would zero all of it
       storage_bytes_ = bytes;
     }
-    capacity_ = static_cast<int32_t>(
-        std::min(static_cast<size_t>(most), storage_bytes_ / (bytes / static_cast<size_t>(rows))));
+    capacity_ =
+        static_cast<int32_t>(std::min(static_cast<size_t>(most), storage_bytes_ / (bytes / rows)));
     starts_ = starts_of(batch, capacity_);
     used_bytes_ = bytes;
     lay_out_slots(batch);
@@ -108,19 +98,16 @@ class HostContext final : public Context {
 
   void lay_out_slots(int32_t batch) {
     for (Group& group : groups_)
-      group.slots.lay_out(static_cast<size_t>(batch) * static_cast<size_t>(group.kv_heads),
-                          capacity_);
+      group.slots.lay_out(static_cast<size_t>(batch) * group.kv_heads, capacity_);
   }
 
-  // Makes room for `tokens` rows after each head's `cached` ones, which stay. Room doubles, so rows
-  // are copied only a few times, but never exceeds the longest canvas.
+  // Makes room for `tokens` rows after each head's `cached` ones, which stay.
   void make_room(int32_t batch, int32_t cached, int32_t tokens) {
     const int32_t rows = cached + tokens;
     if (cached == 0) {
       lay_out(batch, rows, std::max(rows, longest_));
     } else if (rows > capacity_) {
-      const int32_t most = static_cast<int32_t>(
-          std::max<int64_t>(rows, std::min<int64_t>(2 * int64_t{capacity_}, longest_)));
+      const int32_t most = grown(capacity_, rows, longest_);
       std::vector<size_t> starts = starts_of(batch, most);
       std::unique_ptr<std::byte[]> storage(new std::byte[starts.back()]);
       for (size_t i = 0; i + 1 < starts.size(); ++i)
@@ -135,26 +122,14 @@ class HostContext final : public Context {
     used_bytes_ = std::max(used_bytes_, starts_of(batch, rows).back());
   }
 
-  // Points to the part after `cached` rows per head in each tensor.
-  void point(Tensors& tensors, int32_t batch, int32_t cached) const {
-    tensors.keys.resize(cache_.size());
-    tensors.values.resize(cache_.size());
-    for (size_t i = 0; i < cache_.size(); ++i) {
-      const size_t offset = cache_[i].tensor_bytes(batch, cached);
-      tensors.keys[i] = storage_.get() + starts_[2 * i] + offset;
-      tensors.values[i] = storage_.get() + starts_[2 * i + 1] + offset;
-    }
-  }
-
   HostEngine& engine_;
   const CacheShape& cache_;  // the engine's
   const int32_t longest_;
-  const std::vector<const void*> nothing_;  // [layers], the past of a pass without cached rows
-  std::unique_ptr<std::byte[]> storage_;    // keys and values of layer 0, of layer 1, ...
-  std::vector<size_t> starts_;              // [2 * layers + 1], the start of each in the storage
-  int32_t capacity_ = 0;                    // allocated rows per head
+  std::unique_ptr<std::byte[]> storage_;  // keys and values of layer 0, of layer 1, ...
+  std::vector<size_t> starts_;            // [2 * layers + 1], the start of each in the storage
+  int32_t capacity_ = 0;                  // allocated rows per head
   size_t storage_bytes_ = 0, used_bytes_ = 0;
-  Tensors past_, present_;  // of the last pass that used them
+  KeyValues pointers_;
   std::vector<Group> groups_;
 };
 

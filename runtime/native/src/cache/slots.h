@@ -43,8 +43,8 @@ class Slots {
 
   // Records that a pass over `cached` rows wrote the positions from `first` on.
   void note_written(int32_t first, int32_t tokens, int32_t cached) {
-    const auto from = static_cast<size_t>(first), written = static_cast<size_t>(tokens);
-    kept_ = static_cast<size_t>(cached);
+    const size_t from = first, written = tokens;
+    kept_ = cached;
     length_ = kept_ + written;
     hole_ = {from, from + written};
     size_t slot = heads_ * kept_;

@@ -36,10 +36,10 @@ class Reader {
   Reader(const uint8_t* data, std::string where) : data_(data), where_(std::move(where)) {}
 
   // Reads `count` numbers, each in lowest..highest.
-  std::vector<int32_t> take(const char* name, size_t count, int32_t lowest, int32_t highest) {
+  std::vector<int32_t> take(const char* name, int32_t count, int32_t lowest, int32_t highest) {
     std::vector<int32_t> out(count);
-    if (count > 0) std::memcpy(out.data(), data_, count * sizeof(int32_t));
-    data_ += count * sizeof(int32_t);
+    if (count > 0) std::memcpy(out.data(), data_, out.size() * sizeof(int32_t));
+    data_ += out.size() * sizeof(int32_t);
     for (const int32_t value : out)
       if (value < lowest || value > highest)
         fail(DLM_BAD_BUNDLE, "%s: %s holds %d, outside %d..%d", where_.c_str(), name, value, lowest,
@@ -48,7 +48,7 @@ class Reader {
   }
 
   // Reads `count` + 1 ascending numbers from 0 to `total` (equal ones may repeat).
-  std::vector<int32_t> take_starts(const char* name, size_t count, int32_t total) {
+  std::vector<int32_t> take_starts(const char* name, int32_t count, int32_t total) {
     std::vector<int32_t> out = take(name, count + 1, 0, total);
     if (out.front() != 0 || out.back() != total || !std::is_sorted(out.begin(), out.end()))
       fail(DLM_BAD_BUNDLE, "%s: %s do not go from 0 to %d", where_.c_str(), name, total);
@@ -62,12 +62,10 @@ class Reader {
 
 void check_groups(const Automaton& automaton, const std::string& where) {
   for (int32_t group = 0; group < automaton.groups; ++group) {
-    const auto first =
-        automaton.group_classes.begin() + automaton.group_starts[static_cast<size_t>(group)];
-    const auto last =
-        automaton.group_classes.begin() + automaton.group_starts[static_cast<size_t>(group) + 1];
-    if (first == last ||
-        std::adjacent_find(first, last, [](int32_t a, int32_t b) { return a >= b; }) != last)
+    const View<int32_t> classes = automaton.classes_of(group);
+    const auto descends = [](int32_t a, int32_t b) { return a >= b; };
+    if (classes.size == 0 ||
+        std::adjacent_find(classes.begin(), classes.end(), descends) != classes.end())
       fail(DLM_BAD_BUNDLE, "%s: the classes of group %d do not ascend", where.c_str(), group);
   }
 }
@@ -76,12 +74,10 @@ void check_groups(const Automaton& automaton, const std::string& where) {
 // reachable from every state. A state where a text may end can have edges without limit.
 void check_distances(const Automaton& automaton, const std::string& where) {
   for (int32_t state = 0; state < automaton.states; ++state) {
-    const int32_t distance = automaton.distances[static_cast<size_t>(state)];
+    const int32_t distance = automaton.distances[state];
     int32_t least = std::numeric_limits<int32_t>::max();
-    for (int32_t edge = automaton.edge_starts[static_cast<size_t>(state)];
-         edge < automaton.edge_starts[static_cast<size_t>(state) + 1]; ++edge)
-      least = std::min(least, automaton.distances[static_cast<size_t>(
-                                  automaton.edge_states[static_cast<size_t>(edge)])]);
+    for (const auto [to, group] : automaton.edges(state))
+      least = std::min(least, automaton.distances[to]);
     if (least != std::max(distance - 1, 0))
       fail(DLM_BAD_BUNDLE, "%s: state %d is not %d tokens from an end, as the file claims",
            where.c_str(), state, distance);
@@ -92,31 +88,23 @@ void check_distances(const Automaton& automaton, const std::string& where) {
 // largest group are only looked up, because many states share large groups. So checking a file
 // takes little longer than reading its edges.
 void check_edges(const Automaton& automaton, const std::string& where) {
-  std::vector<int32_t> seen(static_cast<size_t>(automaton.classes),
-                            -1);  // by class, the last state that has an edge for it
-  const auto size = [&](int32_t group) {
-    return automaton.group_starts[static_cast<size_t>(group) + 1] -
-           automaton.group_starts[static_cast<size_t>(group)];
-  };
+  // By class: the last state that has an edge for it.
+  std::vector<int32_t> seen(static_cast<size_t>(automaton.classes), -1);
   for (int32_t state = 0; state < automaton.states; ++state) {
-    const auto first =
-        automaton.edge_groups.begin() + automaton.edge_starts[static_cast<size_t>(state)];
-    const auto last =
-        automaton.edge_groups.begin() + automaton.edge_starts[static_cast<size_t>(state) + 1];
-    const auto largest =
-        std::max_element(first, last, [&](int32_t a, int32_t b) { return size(a) < size(b); });
-    for (auto group = first; group != last; ++group) {
-      if (group == largest) continue;
-      for (int32_t member = automaton.group_starts[static_cast<size_t>(*group)];
-           member < automaton.group_starts[static_cast<size_t>(*group) + 1]; ++member) {
-        const int32_t number = automaton.group_classes[static_cast<size_t>(member)];
-        if (std::exchange(seen[static_cast<size_t>(number)], state) == state ||
-            automaton.has_class(*largest, number))
+    size_t most = 0;
+    int32_t largest = -1;
+    for (const auto [to, group] : automaton.edges(state))
+      if (const size_t size = automaton.classes_of(group).size; size > most)
+        most = size, largest = group;
+    bool is_met = false;  // whether the edge of the largest group was skipped
+    for (const auto [to, group] : automaton.edges(state)) {
+      if (group == largest && !std::exchange(is_met, true)) continue;
+      for (const int32_t number : automaton.classes_of(group))
+        if (std::exchange(seen[number], state) == state || automaton.has_class(largest, number))
           fail(DLM_BAD_BUNDLE,
                "%s: state %d has two edges for class %d, so its texts are ambiguous: compile the "
                "constraint again",
                where.c_str(), state, number);
-      }
     }
   }
 }
@@ -124,37 +112,33 @@ void check_edges(const Automaton& automaton, const std::string& where) {
 }  // namespace
 
 int32_t Automaton::next(int32_t state, int32_t token) const {
-  const int32_t number = token_class[static_cast<size_t>(token)];
+  const int32_t number = token_class[token];
   if (number < 0) return -1;
-  for (int32_t edge = edge_starts[static_cast<size_t>(state)];
-       edge < edge_starts[static_cast<size_t>(state) + 1]; ++edge)
-    if (has_class(edge_groups[static_cast<size_t>(edge)], number))
-      return edge_states[static_cast<size_t>(edge)];
+  for (const auto [to, group] : edges(state))
+    if (has_class(group, number)) return to;
   return -1;
 }
 
 bool Automaton::has_class(int32_t group, int32_t number) const {
-  const auto at = static_cast<size_t>(group);
-  return std::binary_search(group_classes.begin() + group_starts[at],
-                            group_classes.begin() + group_starts[at + 1], number);
+  const View<int32_t> classes = classes_of(group);
+  return std::binary_search(classes.begin(), classes.end(), number);
 }
 
 bool Automaton::has_token(int32_t group, int32_t token) const {
-  return token >= 0 && token_class[static_cast<size_t>(token)] >= 0 &&
-         has_class(group, token_class[static_cast<size_t>(token)]);
+  return token >= 0 && token_class[token] >= 0 && has_class(group, token_class[token]);
 }
 
 void list_tokens(Automaton& automaton) {
   std::vector<int32_t>& starts = automaton.class_starts;
   starts.assign(static_cast<size_t>(automaton.classes) + 1, 0);
   for (const int32_t number : automaton.token_class)
-    if (number >= 0) ++starts[static_cast<size_t>(number) + 1];
+    if (number >= 0) ++starts[number + 1];
   std::partial_sum(starts.begin(), starts.end(), starts.begin());
-  automaton.class_tokens.resize(static_cast<size_t>(starts.back()));
+  automaton.class_tokens.resize(starts.back());
   std::vector<int32_t> next(starts);
   for (int32_t token = 0; token < automaton.vocab_size; ++token)
-    if (const int32_t number = automaton.token_class[static_cast<size_t>(token)]; number >= 0)
-      automaton.class_tokens[static_cast<size_t>(next[static_cast<size_t>(number)]++)] = token;
+    if (const int32_t number = automaton.token_class[token]; number >= 0)
+      automaton.class_tokens[next[number]++] = token;
 }
 
 size_t file_size(const Automaton& automaton) {
@@ -163,7 +147,7 @@ size_t file_size(const Automaton& automaton) {
   return kMagicBytes + numbers * sizeof(int32_t) + kMadeOfBytes + kHashBytes;
 }
 
-std::vector<uint8_t> write_automaton(const Automaton& automaton, const uint8_t* made_of) {
+std::vector<uint8_t> write_automaton(const Automaton& automaton) {
   std::vector<uint8_t> out(kMagic, kMagic + kMagicBytes - 1);
   out.reserve(file_size(automaton));
   out.push_back(kVersion);
@@ -174,17 +158,13 @@ std::vector<uint8_t> write_automaton(const Automaton& automaton, const uint8_t* 
   put({automaton.vocab_size, automaton.states, automaton.classes, automaton.groups,
        static_cast<int32_t>(automaton.group_classes.size()),
        static_cast<int32_t>(automaton.edge_states.size())});
-  out.insert(out.end(), made_of, made_of + kMadeOfBytes);
+  out.insert(out.end(), automaton.made_of.begin(), automaton.made_of.end());
   for (const auto* const numbers : arrays_of(automaton)) put(*numbers);
   Sha256 hash;
   hash.update(out.data(), out.size());
   const std::array<uint8_t, kHashBytes> digest = hash.digest();
   out.insert(out.end(), digest.begin(), digest.end());
   return out;
-}
-
-const uint8_t* made_of(const void* data) {
-  return static_cast<const uint8_t*>(data) + kMagicBytes + kSizes * sizeof(int32_t);
 }
 
 Automaton read_automaton(const void* data, size_t size, const std::string& where) {
@@ -216,15 +196,15 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
       numbers * sizeof(int32_t) != size - header - kHashBytes)
     fail(DLM_BAD_BUNDLE, "%s: its sizes do not fit its %zu bytes", where.c_str(), size);
   Automaton out{vocab_size, states, classes, groups, {}, {}, {}, {}, {}, {}, {}, {}, {}};
-  const auto count = [](int32_t value) { return static_cast<size_t>(value); };
+  std::memcpy(out.made_of.data(), bytes + header - kMadeOfBytes, kMadeOfBytes);
   Reader reader(bytes + header, where);
-  out.token_class = reader.take("token_class", count(vocab_size), -1, classes - 1);
-  out.group_starts = reader.take_starts("group_starts", count(groups), members);
-  out.group_classes = reader.take("group_classes", count(members), 0, classes - 1);
-  out.edge_starts = reader.take_starts("edge_starts", count(states), edges);
-  out.edge_states = reader.take("edge_states", count(edges), 0, states - 1);
-  out.edge_groups = reader.take("edge_groups", count(edges), 0, groups - 1);
-  out.distances = reader.take("distances", count(states), 0, states);
+  out.token_class = reader.take("token_class", vocab_size, -1, classes - 1);
+  out.group_starts = reader.take_starts("group_starts", groups, members);
+  out.group_classes = reader.take("group_classes", members, 0, classes - 1);
+  out.edge_starts = reader.take_starts("edge_starts", states, edges);
+  out.edge_states = reader.take("edge_states", edges, 0, states - 1);
+  out.edge_groups = reader.take("edge_groups", edges, 0, groups - 1);
+  out.distances = reader.take("distances", states, 0, states);
   check_groups(out, where);
   check_edges(out, where);
   check_distances(out, where);
@@ -235,7 +215,7 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   return out;
 }
 
-Automaton open_automaton(const std::string& path, uint8_t* made_of) {
+Automaton open_automaton(const std::string& path) {
   struct stat info{};
   if (stat(path.c_str(), &info) != 0)
     fail(DLM_NOT_FOUND, "%s: %s", path.c_str(), std::strerror(errno));
@@ -245,9 +225,7 @@ Automaton open_automaton(const std::string& path, uint8_t* made_of) {
   std::ifstream file(path, std::ios::binary);
   if (!file.read(data.data(), static_cast<std::streamsize>(data.size())))
     fail(DLM_BAD_BUNDLE, "%s: cannot be read", path.c_str());
-  Automaton out = read_automaton(data.data(), data.size(), path);
-  std::copy_n(dlm::made_of(data.data()), kMadeOfBytes, made_of);
-  return out;
+  return read_automaton(data.data(), data.size(), path);
 }
 
 }  // namespace dlm

@@ -29,7 +29,7 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
          "the constraint has a vocabulary of %d tokens, but the denoiser has %d: compile it for "
          "this bundle",
          automaton_->vocab_size, denoiser.vocab_size);
-  if (automaton_->token_class[static_cast<size_t>(denoiser.mask_token_id)] >= 0)
+  if (automaton_->token_class[denoiser.mask_token_id] >= 0)
     fail(DLM_UNSUPPORTED, "the constraint allows the mask token: compile it for this bundle");
   if (denoiser.eos_token_ids.empty())
     fail(DLM_UNSUPPORTED,
@@ -82,14 +82,13 @@ double Constrained::score_of_texts(const Marginal& found) const {
 }
 
 void Constrained::propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) {
-  const auto top_k = static_cast<size_t>(denoiser_.top_k),
-             width = static_cast<size_t>(denoiser_.vocab_size);
+  const size_t top_k = denoiser_.top_k, width = denoiser_.vocab_size;
   const int32_t first = std::min(turn.positions.front(), first_open(turn.undecided));
   const int32_t last = turn.positions.back() + 1;
   const std::vector<uint8_t> ends = ends_behind(last, turn.canvas, turn.undecided);
   fill_places(first, last, turn.canvas, turn.undecided);
   for (size_t row = 0; row < turn.positions.size(); ++row) {
-    Place& place = places_[static_cast<size_t>(turn.positions[row] - first)];
+    Place& place = places_[turn.positions[row] - first];
     place.logits = predictions.logits + row * width;
     place.best = predictions.tokens[row * top_k];
     if (turn.is_editing && predictions.probs[row * top_k] > policy_.edit_threshold &&
@@ -98,7 +97,7 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
   }
   find_text(turn, state_before(first, turn.canvas), ends);
   for (size_t row = 0; row < turn.positions.size(); ++row) {
-    const auto at = static_cast<size_t>(turn.positions[row] - first);
+    const int32_t at = turn.positions[row] - first;
     const Place& place = places_[at];
     const float* const probs = predictions.probs + row * top_k;
     const double prob = prob_of(path_[at], place.logits, place.best, probs[0]);
@@ -141,15 +140,14 @@ void Constrained::scaffold(const std::vector<int32_t>& canvas,
   const std::vector<uint8_t> ends = ends_behind(last, canvas, undecided);
   fill_places(first, last, canvas, undecided);
   viterbi_.find_only(state_before(first, canvas), places_, ends, only_);
-  const int32_t end = denoiser_.eos_token_ids.front(),
-                end_class = automaton_->token_class[static_cast<size_t>(end)];
+  const int32_t end = denoiser_.eos_token_ids.front(), end_class = automaton_->token_class[end];
   for (int32_t position = std::max(first, range.first); position < last; ++position) {
-    const int32_t number = only_[static_cast<size_t>(position - first)];
-    if (number < 0 || undecided[static_cast<size_t>(position)] == 0) continue;
+    const int32_t number = only_[position - first];
+    if (number < 0 || undecided[position] == 0) continue;
     if (number == end_class)  // all end tokens make the same text
       certain.push_back({position, end});
-    else if (automaton_->is_one_token(number))
-      certain.push_back({position, automaton_->first_token(number)});
+    else if (const View<int32_t> tokens = automaton_->tokens_of(number); tokens.size == 1)
+      certain.push_back({position, tokens[0]});
   }
 }
 
@@ -160,7 +158,7 @@ void Constrained::complete(const std::vector<int32_t>& canvas,
   fill_places(first, range_.last, canvas, undecided);
   for (Place& place : places_) {
     if (place.token >= 0) continue;
-    place.token = guess[static_cast<size_t>(first + (&place - places_.data()))];
+    place.token = guess[first + (&place - places_.data())];
     if (place.token < 0) place.best = denoiser_.eos_token_ids.front();
   }
   const std::vector<uint8_t> ends = viterbi_.ways().reaching({}, 0);
@@ -182,11 +180,11 @@ void Constrained::note(int32_t position, int32_t) {
 // Every position before `position` must be decided.
 int32_t Constrained::state_before(int32_t position, const std::vector<int32_t>& canvas) {
   while (static_cast<int32_t>(states_.size()) <= position - range_.first) {
-    const auto at = static_cast<size_t>(range_.first) + states_.size() - 1;
+    const int32_t at = range_.first + static_cast<int32_t>(states_.size()) - 1;
     states_.push_back(automaton_->next(states_.back(), canvas[at]));
-    if (states_.back() < 0) refuse_without_text(static_cast<int32_t>(at));
+    if (states_.back() < 0) refuse_without_text(at);
   }
-  return states_[static_cast<size_t>(position - range_.first)];
+  return states_[position - range_.first];
 }
 
 std::vector<uint8_t> Constrained::ends_behind(int32_t position, const std::vector<int32_t>& canvas,
@@ -199,7 +197,7 @@ std::vector<uint8_t> Constrained::ends_behind(int32_t position, const std::vecto
 void Constrained::fill_places(int32_t first, int32_t last, const std::vector<int32_t>& canvas,
                               const std::vector<uint8_t>& undecided) {
   places_.clear();
-  for (auto i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i)
+  for (int32_t i = first; i < last; ++i)
     places_.push_back({undecided[i] != 0 ? -1 : canvas[i], -1, nullptr, -1});
 }
 

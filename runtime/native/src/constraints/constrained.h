@@ -42,8 +42,8 @@ class Constrained final : public Proposer {
   }
   bool scores_texts(const Turn& turn) const;  // instead of the denoiser's own predictions
   double score_of_texts(const Marginal& found) const;
-  int32_t first_open(const std::vector<uint8_t>& undecided)
-      const;  // the first undecided position, or the end of the range
+  // The first undecided position, or the end of the range.
+  int32_t first_open(const std::vector<uint8_t>& undecided) const;
   int32_t state_before(int32_t position, const std::vector<int32_t>& canvas);
   std::vector<uint8_t> ends_behind(int32_t position, const std::vector<int32_t>& canvas,
                                    const std::vector<uint8_t>& undecided);

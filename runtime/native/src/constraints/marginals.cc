@@ -10,8 +10,6 @@
 namespace dlm {
 namespace {
 
-size_t at(int32_t index) { return static_cast<size_t>(index); }
-
 // Keeps the larger of two weights.
 template <class Weight>
 void raise(Weight& largest, const Weight& other, double slope) {
@@ -33,8 +31,7 @@ class TextSums<Weight>::Total {
   Weight value() const { return largest_.is_never() ? largest_ : largest_.times(std::log(sum_)); }
 
  private:
-  static constexpr double kNothing =
-      60;  // below this, even 2^32 weights are lost in a double's rounding
+  static constexpr double kNothing = 60;  // below it, even 2^32 weights are lost in the rounding
   const Weight largest_;
   const double slope_;
   double sum_ = 0;
@@ -50,51 +47,48 @@ Weight TextSums<Weight>::weigh(int32_t token) const {
 
 template <class Weight>
 Weight TextSums<Weight>::weigh_class(int32_t number) {
-  Sum& sum = classes_[at(number)];
+  Sum& sum = classes_[number];
   if (sum.number == weighing_) return sum.weight;
   sum.number = weighing_;
-  const auto first = automaton_.class_tokens.begin() + automaton_.class_starts[at(number)];
-  const auto last = automaton_.class_tokens.begin() + automaton_.class_starts[at(number) + 1];
+  const View<int32_t> tokens = automaton_.tokens_of(number);
   if (place_->logits == nullptr)
-    return sum.weight = Weight::one().times(std::log(static_cast<double>(last - first)));
-  if (!layer_->cut.is_one()) return sum.weight = weigh_whole(first, last);
+    return sum.weight = Weight::one().times(std::log(static_cast<double>(tokens.size)));
+  if (!layer_->cut.is_one()) return sum.weight = weigh_whole(tokens);
   Weight largest;
-  for (auto token = first; token != last; ++token) raise(largest, weigh(*token), slope_);
+  for (const int32_t token : tokens) raise(largest, weigh(token), slope_);
   Total total(largest, slope_);
-  for (auto token = first; token != last; ++token) total.add(weigh(*token));
+  for (const int32_t token : tokens) total.add(weigh(token));
   return sum.weight = total.value();
 }
 
 // weigh_class if nothing is cut. The token with the highest logit has the largest weight.
 template <class Weight>
-Weight TextSums<Weight>::weigh_whole(Tokens first, Tokens last) const {
+Weight TextSums<Weight>::weigh_whole(const View<int32_t>& tokens) const {
   const float* const logits = place_->logits;
   float highest = -std::numeric_limits<float>::infinity();
-  for (auto token = first; token != last; ++token) highest = std::max(highest, logits[*token]);
+  for (const int32_t token : tokens) highest = std::max(highest, logits[token]);
   const Weight largest = Weight::of(highest, base_, false, slope_);
   if (is_ruled_out(highest))
-    return largest.times(std::log(static_cast<double>(last - first)));  // all are ruled out
+    return largest.times(std::log(static_cast<double>(tokens.size)));  // all are ruled out
   Total total(largest, slope_);
-  for (auto token = first; token != last; ++token)
-    total.add_ratio((static_cast<double>(logits[*token]) - static_cast<double>(highest)) * slope_);
+  for (const int32_t token : tokens)
+    total.add_ratio((static_cast<double>(logits[token]) - static_cast<double>(highest)) * slope_);
   return total.value();
 }
 
 template <class Weight>
 Weight TextSums<Weight>::weigh_group(int32_t group) {
-  Sum& sum = groups_[at(group)];
+  Sum& sum = groups_[group];
   if (sum.number == weighing_) return sum.weight;
   sum = {Weight(), weighing_};
   if (place_->token >= 0) {
     if (automaton_.has_token(group, place_->token)) sum.weight = Weight::one();
   } else {
-    const auto first = automaton_.group_classes.begin() + automaton_.group_starts[at(group)];
-    const auto last = automaton_.group_classes.begin() + automaton_.group_starts[at(group) + 1];
+    const View<int32_t> classes = automaton_.classes_of(group);
     Weight largest;
-    for (auto number = first; number != last; ++number)
-      raise(largest, weigh_class(*number), slope_);
+    for (const int32_t number : classes) raise(largest, weigh_class(number), slope_);
     Total total(largest, slope_);
-    for (auto number = first; number != last; ++number) total.add(weigh_class(*number));
+    for (const int32_t number : classes) total.add(weigh_class(number));
     sum.weight = total.value();
   }
   if (!sum.weight.is_never()) layer_->groups.push_back({group, sum.weight});
@@ -117,15 +111,15 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
                            Sampler& sampler) {
   state_ = state, places_ = places, sampling_ = sampling;
   weighing_ = 0;
-  classes_.assign(at(automaton_.classes), {Weight(), 0});
-  groups_.assign(at(automaton_.groups), {Weight(), 0});
-  ahead_.assign(at(automaton_.states), Weight());
+  classes_.assign(automaton_.classes, {Weight(), 0});
+  groups_.assign(automaton_.groups, {Weight(), 0});
+  ahead_.assign(automaton_.states, Weight());
   layers_.resize(places.size() + 1);
   Layer& last = layers_.back();
   last.ahead.clear();
   for (const int32_t end : ways.before(places.size())) {
-    ahead_[at(end)] = ends[at(end)] != 0 ? Weight::one() : Weight();
-    last.ahead.push_back(ahead_[at(end)]);
+    ahead_[end] = ends[end] != 0 ? Weight::one() : Weight();
+    last.ahead.push_back(ahead_[end]);
   }
   const bool is_cut = sampling.top_k > 0 || sampling.top_p < 1;
   for (size_t i = places.size(); i-- > 0;) {
@@ -138,50 +132,42 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
     for (const int32_t from : ways.before(i)) {
       terms_.clear();
       Weight largest;
-      for (int32_t edge = automaton_.edge_starts[at(from)];
-           edge < automaton_.edge_starts[at(from) + 1]; ++edge) {
-        const Weight& ahead = ahead_[at(automaton_.edge_states[at(edge)])];
-        if (ahead.is_never()) continue;
-        terms_.push_back(ahead.times(weigh_group(automaton_.edge_groups[at(edge)])));
+      for (const auto [to, group] : automaton_.edges(from)) {
+        if (ahead_[to].is_never()) continue;
+        terms_.push_back(ahead_[to].times(weigh_group(group)));
         raise(largest, terms_.back(), slope_);
       }
       Total total(largest, slope_);
       for (const Weight& term : terms_) total.add(term);
       layer.ahead.push_back(total.value());
     }
-    for (const int32_t behind : ways.before(i + 1)) ahead_[at(behind)] = Weight();
+    clear_ahead(ways, i + 1);
     for (size_t from = 0; from < layer.ahead.size(); ++from)
-      ahead_[at(ways.before(i)[from])] = layer.ahead[from];
+      ahead_[ways.before(i)[from]] = layer.ahead[from];
   }
-  ahead_[at(state)] = Weight();
+  ahead_[state] = Weight();
   return !total().is_never();
 }
 
+// Sets ahead_ to the sums that sum() stored for a place. clear_ahead undoes it.
 template <class Weight>
-template <class See>
-void TextSums<Weight>::each_token(int32_t group, See see) const {
-  for (int32_t member = automaton_.group_starts[at(group)];
-       member < automaton_.group_starts[at(group) + 1]; ++member) {
-    const int32_t number = automaton_.group_classes[at(member)];
-    for (int32_t i = automaton_.class_starts[at(number)];
-         i < automaton_.class_starts[at(number) + 1]; ++i)
-      see(automaton_.class_tokens[at(i)]);
-  }
+void TextSums<Weight>::restore_ahead(const Ways& ways, size_t place) {
+  const std::vector<int32_t>& met = ways.before(place);
+  for (size_t to = 0; to < met.size(); ++to) ahead_[met[to]] = layers_[place].ahead[to];
+}
+
+template <class Weight>
+void TextSums<Weight>::clear_ahead(const Ways& ways, size_t place) {
+  for (const int32_t to : ways.before(place)) ahead_[to] = Weight();
 }
 
 // Tokens on all edges of a state; repeated ones count again.
 template <class Weight>
-int64_t TextSums<Weight>::count_tokens(int32_t state) const {
-  int64_t count = 0;
-  for (int32_t edge = automaton_.edge_starts[at(state)];
-       edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
-    const int32_t group = automaton_.edge_groups[at(edge)];
-    for (int32_t member = automaton_.group_starts[at(group)];
-         member < automaton_.group_starts[at(group) + 1]; ++member) {
-      const int32_t number = automaton_.group_classes[at(member)];
-      count += automaton_.class_starts[at(number) + 1] - automaton_.class_starts[at(number)];
-    }
-  }
+size_t TextSums<Weight>::count_tokens(int32_t state) const {
+  size_t count = 0;
+  for (const auto [to, group] : automaton_.edges(state))
+    for (const int32_t number : automaton_.classes_of(group))
+      count += automaton_.tokens_of(number).size;
   return count;
 }
 
@@ -192,16 +178,15 @@ int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const Dra
   // The most likely token has a share of at least 1 / V.
   const double farthest = kFarthest + std::log(static_cast<double>(automaton_.vocab_size));
   Winner winner(key);
-  if (count_tokens(state) > automaton_.vocab_size / 2)
+  if (count_tokens(state) > static_cast<size_t>(automaton_.vocab_size / 2))
     winner.prepare(automaton_.vocab_size, spare_);
-  for (int32_t edge = automaton_.edge_starts[at(state)];
-       edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
-    const Weight& ahead = ahead_[at(automaton_.edge_states[at(edge)])];
-    if (ahead.is_never()) continue;
-    each_token(automaton_.edge_groups[at(edge)], [&](int32_t token) {
-      const double share = weigh(token).times(ahead).ratio(all, slope_);
-      if (share > -farthest) winner.see(token, share);
-    });
+  for (const auto [to, group] : automaton_.edges(state)) {
+    if (ahead_[to].is_never()) continue;
+    for (const int32_t number : automaton_.classes_of(group))
+      for (const int32_t token : automaton_.tokens_of(number)) {
+        const double share = weigh(token).times(ahead_[to]).ratio(all, slope_);
+        if (share > -farthest) winner.see(token, share);
+      }
   }
   return winner.token();
 }
@@ -210,7 +195,7 @@ int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const Dra
 template <class Weight>
 int32_t TextSums<Weight>::next_state(int32_t state, int32_t token) const {
   const int32_t next = automaton_.next(state, token);
-  if (next < 0 || ahead_[at(next)].is_never())
+  if (next < 0 || ahead_[next].is_never())
     fail(DLM_INTERNAL, "the constraint does not allow token %d, which was drawn", token);
   return next;
 }
@@ -221,36 +206,34 @@ void TextSums<Weight>::draw(const DrawKey& key, const Ways& ways, std::vector<in
   tokens.clear();
   for (size_t i = 0; i < places_.size(); ++i) {
     weigh_place(i);
-    const std::vector<int32_t>&met = ways.before(i), &behind = ways.before(i + 1);
-    for (size_t to = 0; to < behind.size(); ++to) ahead_[at(behind[to])] = layers_[i + 1].ahead[to];
-    const Weight& all = layer_->ahead[static_cast<size_t>(
-        std::lower_bound(met.begin(), met.end(), state) - met.begin())];
+    restore_ahead(ways, i + 1);
+    const std::vector<int32_t>& met = ways.before(i);
+    const Weight& all =
+        layer_->ahead[std::lower_bound(met.begin(), met.end(), state) - met.begin()];
     tokens.push_back(
         draw_token(state, all, {key.seed, key.step, key.position + static_cast<uint32_t>(i)}));
     state = next_state(state, tokens.back());
-    for (const int32_t to : behind) ahead_[at(to)] = Weight();
+    clear_ahead(ways, i + 1);
   }
 }
 
 // Splits a state's probability among its edges' groups and next states. all: its paths' sum.
 template <class Weight>
 void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
-  const int32_t first = automaton_.edge_starts[at(state)],
-                last = automaton_.edge_starts[at(state) + 1];
   shares_.clear();
   double total = 0;
-  for (int32_t edge = first; edge < last; ++edge) {
-    const Weight& ahead = ahead_[at(automaton_.edge_states[at(edge)])];
-    const Sum& group = groups_[at(automaton_.edge_groups[at(edge)])];
-    shares_.push_back(ahead.is_never() || group.number != weighing_
+  for (const auto [to, group] : automaton_.edges(state)) {
+    const Sum& sum = groups_[group];
+    shares_.push_back(ahead_[to].is_never() || sum.number != weighing_
                           ? 0
-                          : std::exp(ahead.times(group.weight).ratio(all, slope_)));
+                          : std::exp(ahead_[to].times(sum.weight).ratio(all, slope_)));
     total += shares_.back();
   }
-  for (int32_t edge = first; edge < last; ++edge) {
-    const double share = mass * shares_[at(edge - first)] / total;
-    mass_behind_[at(automaton_.edge_states[at(edge)])] += share;
-    group_mass_[at(automaton_.edge_groups[at(edge)])] += share;
+  auto own = shares_.begin();
+  for (const auto [to, group] : automaton_.edges(state)) {
+    const double share = mass * *own++ / total;
+    mass_behind_[to] += share;
+    group_mass_[group] += share;
   }
 }
 
@@ -258,24 +241,23 @@ template <class Weight>
 void TextSums<Weight>::find_marginals(const std::vector<int32_t>& tokens, bool with_all,
                                       const Ways& ways, std::vector<Marginal>& marginals) {
   marginals.clear();
-  mass_.assign(at(automaton_.states), 0);
-  mass_behind_.assign(at(automaton_.states), 0);
-  group_mass_.assign(at(automaton_.groups), 0);
-  class_mass_.assign(at(automaton_.classes), 0);
-  mass_[at(state_)] = 1;
+  mass_.assign(automaton_.states, 0);
+  mass_behind_.assign(automaton_.states, 0);
+  group_mass_.assign(automaton_.groups, 0);
+  class_mass_.assign(automaton_.classes, 0);
+  mass_[state_] = 1;
   for (size_t i = 0; i < places_.size(); ++i) {
     weigh_place(i);
-    for (const Weighed& group : layer_->groups)
-      groups_[at(group.group)] = {group.weight, weighing_};
-    const std::vector<int32_t>&met = ways.before(i), &behind = ways.before(i + 1);
-    for (size_t to = 0; to < behind.size(); ++to) ahead_[at(behind[to])] = layers_[i + 1].ahead[to];
+    for (const Weighed& group : layer_->groups) groups_[group.group] = {group.weight, weighing_};
+    restore_ahead(ways, i + 1);
+    const std::vector<int32_t>& met = ways.before(i);
     for (size_t from = 0; from < met.size(); ++from)
-      if (const double mass = std::exchange(mass_[at(met[from])], 0); mass > 0)
+      if (const double mass = std::exchange(mass_[met[from]], 0); mass > 0)
         spread(mass, met[from], layer_->ahead[from]);
-    for (const int32_t to : behind) ahead_[at(to)] = Weight();
+    clear_ahead(ways, i + 1);
     mass_.swap(mass_behind_);
     marginals.push_back(marginal(tokens[i], with_all && place_->token < 0));
-    for (const Weighed& group : layer_->groups) group_mass_[at(group.group)] = 0;
+    for (const Weighed& group : layer_->groups) group_mass_[group.group] = 0;
   }
 }
 
@@ -285,24 +267,20 @@ Marginal TextSums<Weight>::marginal(int32_t token, bool with_all) {
   for (const Weighed& group : layer_->groups)
     if (automaton_.has_token(group.group, token))
       found.prob +=
-          group_mass_[at(group.group)] *
+          group_mass_[group.group] *
           std::exp((place_->token < 0 ? weigh(token) : Weight::one()).ratio(group.weight, slope_));
   if (!with_all) return found;
   for (const Weighed& group : layer_->groups)
-    for (int32_t member = automaton_.group_starts[at(group.group)];
-         member < automaton_.group_starts[at(group.group) + 1]; ++member) {
-      const int32_t number = automaton_.group_classes[at(member)];
-      class_mass_[at(number)] +=
-          group_mass_[at(group.group)] * std::exp(weigh_class(number).ratio(group.weight, slope_));
-    }
+    for (const int32_t number : automaton_.classes_of(group.group))
+      class_mass_[number] +=
+          group_mass_[group.group] * std::exp(weigh_class(number).ratio(group.weight, slope_));
   double best = 0, second = 0;
-  for (size_t number = 0; number < class_mass_.size(); ++number) {
+  for (int32_t number = 0; number < automaton_.classes; ++number) {
     const double mass = std::exchange(class_mass_[number], 0);
     if (mass == 0) continue;
-    const Weight sum = weigh_class(static_cast<int32_t>(number));
-    for (int32_t i = automaton_.class_starts[number]; i < automaton_.class_starts[number + 1];
-         ++i) {
-      const double prob = mass * std::exp(weigh(automaton_.class_tokens[at(i)]).ratio(sum, slope_));
+    const Weight sum = weigh_class(number);
+    for (const int32_t each : automaton_.tokens_of(number)) {
+      const double prob = mass * std::exp(weigh(each).ratio(sum, slope_));
       if (prob > 0) found.entropy += prob * std::log(prob);
       if (prob > best)
         second = std::exchange(best, prob);

@@ -85,7 +85,6 @@ class TextSums {
                       std::vector<Marginal>& marginals);
 
  private:
-  using Tokens = std::vector<int32_t>::const_iterator;
   // The sum of the token weights of a class or group at a place.
   struct Sum {
     Weight weight;
@@ -106,15 +105,15 @@ class TextSums {
   void weigh_place(size_t place);
   Weight weigh(int32_t token) const;
   Weight weigh_class(int32_t number);
-  Weight weigh_whole(Tokens first, Tokens last) const;
+  Weight weigh_whole(const View<int32_t>& tokens) const;
   Weight weigh_group(int32_t group);
-  int64_t count_tokens(int32_t state) const;
+  void restore_ahead(const Ways& ways, size_t place);
+  void clear_ahead(const Ways& ways, size_t place);
+  size_t count_tokens(int32_t state) const;
   int32_t draw_token(int32_t state, const Weight& all, const DrawKey& key);
   int32_t next_state(int32_t state, int32_t token) const;
   void spread(double mass, int32_t state, const Weight& all);
   Marginal marginal(int32_t token, bool with_all);
-  template <class See>
-  void each_token(int32_t group, See see) const;
 
   const Automaton& automaton_;
   const int32_t left_out_;
@@ -128,12 +127,11 @@ class TextSums {
   double slope_ = 1;  // the factor for differences of logits
   int32_t weighing_ = 0;
   std::vector<Sum> classes_, groups_;
-  std::vector<float> spare_;    // scratch of a draw's Winner
-  std::vector<Weight> terms_;   // by edge of a state
-  std::vector<double> shares_;  // by edge of a state
-  std::vector<Weight> ahead_;   // by state, after the place
-  std::vector<double> mass_,
-      mass_behind_;  // by state: its probability before and after the place
+  std::vector<float> spare_;                // scratch of a draw's Winner
+  std::vector<Weight> terms_;               // by edge of a state
+  std::vector<double> shares_;              // by edge of a state
+  std::vector<Weight> ahead_;               // by state, after the place
+  std::vector<double> mass_, mass_behind_;  // by state: its probability before, after the place
   std::vector<double> group_mass_, class_mass_;  // the probability of each at the place
 };
 

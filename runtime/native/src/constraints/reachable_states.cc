@@ -4,20 +4,14 @@
 #include <cstring>
 
 namespace dlm {
-namespace {
-
-size_t at(int32_t index) { return static_cast<size_t>(index); }
-
-}  // namespace
-
 void Ways::look_at(const Place& place) {
   place_ = place;
-  if (place.token >= 0) stands_.assign(at(automaton_.groups), -1);
+  if (place.token >= 0) stands_.assign(automaton_.groups, -1);
 }
 
 bool Ways::may_stand(int32_t group) {
   if (place_.token < 0) return true;
-  int8_t& stands = stands_[at(group)];
+  int8_t& stands = stands_[group];
   if (stands < 0)
     stands = automaton_.has_token(group, place_.token) || automaton_.has_token(group, place_.other)
                  ? 1
@@ -36,10 +30,10 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
   stood_.resize(known);
   if (known == places.size()) return;
   const size_t bytes =
-      (at(automaton_.states) + sizeof(uint64_t) - 1) / sizeof(uint64_t) * sizeof(uint64_t);
+      (automaton_.states + sizeof(uint64_t) - 1) / sizeof(uint64_t) * sizeof(uint64_t);
   is_met_.assign(bytes, 0);
   is_open_.assign(bytes, 0);
-  edges_to_.assign(at(automaton_.states), 0);
+  edges_to_.assign(automaton_.states, 0);
   const std::vector<int32_t> nothing, *open = &nothing;
   for (size_t i = known; i < places.size(); ++i) {
     if (places[i].token < 0) {
@@ -49,12 +43,10 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
     } else {
       look_at(places[i]);
       for (const int32_t from : met_[i])
-        for (int32_t edge = automaton_.edge_starts[at(from)];
-             edge < automaton_.edge_starts[at(from) + 1]; ++edge)
-          if (may_stand(automaton_.edge_groups[at(edge)]))
-            is_met_[at(automaton_.edge_states[at(edge)])] = 1;
+        for (const auto [to, group] : automaton_.edges(from))
+          if (may_stand(group)) is_met_[to] = 1;
       list(is_met_, met_[i + 1]);
-      for (const int32_t behind : met_[i + 1]) is_met_[at(behind)] = 0;
+      for (const int32_t behind : met_[i + 1]) is_met_[behind] = 0;
     }
     stood_.emplace_back(places[i].token, places[i].other);
   }
@@ -63,8 +55,8 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
 // An update, because few of the (perhaps hundreds of) states change from one place to the next.
 void Ways::move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
   // Writes through uint8_t may alias anything, so the inner loop's pointers are kept in locals.
-  const int32_t *const starts = automaton_.edge_starts.data(), *const states =
-                                                                   automaton_.edge_states.data();
+  const int32_t* const starts = automaton_.edge_starts.data();
+  const int32_t* const states = automaton_.edge_states.data();
   int32_t* const edges_to = edges_to_.data();
   uint8_t* const is_open = is_open_.data();
   const auto count = [&](int32_t from, int32_t step) {
@@ -95,25 +87,22 @@ void Ways::list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states)
 }
 
 std::vector<uint8_t> Ways::reaching(const std::vector<Place>& places, int32_t room) {
-  const auto states = at(automaton_.states);
   size_t last = places.size();  // any token is allowed from here on
   while (last > 0 && places[last - 1].token < 0) --last;
   const int64_t behind = int64_t{room} + static_cast<int64_t>(places.size() - last);
-  std::vector<uint8_t> out(states), next(states);
-  for (size_t state = 0; state < states; ++state)
+  std::vector<uint8_t> out(automaton_.states), next(automaton_.states);
+  for (int32_t state = 0; state < automaton_.states; ++state)
     out[state] = automaton_.distances[state] <= behind ? 1 : 0;
   while (last-- > 0) {
     next.swap(out);
     look_at(places[last]);
-    for (size_t state = 0; state < states; ++state) {
-      out[state] = 0;
-      for (int32_t edge = automaton_.edge_starts[state];
-           edge < automaton_.edge_starts[state + 1] && out[state] == 0; ++edge)
-        out[state] = next[at(automaton_.edge_states[at(edge)])] != 0 &&
-                             may_stand(automaton_.edge_groups[at(edge)])
-                         ? 1
-                         : 0;
-    }
+    std::fill(out.begin(), out.end(), 0);
+    for (int32_t state = 0; state < automaton_.states; ++state)
+      for (const auto [to, group] : automaton_.edges(state))
+        if (next[to] != 0 && may_stand(group)) {
+          out[state] = 1;
+          break;
+        }
   }
   return out;
 }

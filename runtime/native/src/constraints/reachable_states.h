@@ -47,11 +47,10 @@ class Ways {
   static void list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states);
 
   const Automaton& automaton_;
-  std::vector<std::vector<int32_t>> met_;  // by place, plus one after the last
-  std::vector<std::pair<int32_t, int32_t>>
-      stood_;  // tokens and others of the places that met_ is for
-  std::vector<uint8_t> is_met_,
-      is_open_;  // by state, padded to whole words: reachable by the allowed tokens, by any token
+  std::vector<std::vector<int32_t>> met_;           // by place, plus one after the last
+  std::vector<std::pair<int32_t, int32_t>> stood_;  // token and other of the places of met_
+  // By state, padded to whole words: reachable by the allowed tokens, by any token.
+  std::vector<uint8_t> is_met_, is_open_;
   std::vector<int32_t> edges_to_;  // by state: the number of edges to it from the current states
   Place place_;
   std::vector<int8_t> stands_;  // by group; -1: not computed yet

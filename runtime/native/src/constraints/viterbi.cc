@@ -18,10 +18,8 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr size_t kLanes = 8;      // independent maxima, one for each load in flight
 constexpr size_t kRun = 32;       // tokens per run; highest_ has the highest logit of each run
 constexpr size_t kSections = 16;  // of a row: each has a token at or above the bound
-constexpr size_t kMany =
-    16;  // looks for a row's highest tokens before reading more than one token in this many
-
-size_t at(int32_t index) { return static_cast<size_t>(index); }
+// Looks for a row's highest tokens before reading more than one token in this many.
+constexpr size_t kMany = 16;
 
 // Returns -inf for a token that the denoiser rules out.
 double weigh(const Place& place, int32_t token) {
@@ -66,12 +64,12 @@ void fetch_run(const float* logits) {
 }
 
 // The first token with the highest logit; the first of all if every logit is -inf.
-int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
+int32_t find_best(const float* logits, const View<int32_t>& tokens) {
   constexpr size_t kStretch = 32 * kLanes;  // short enough to search a second time
   float highest = kNone;
   size_t found = 0;
-  for (size_t start = 0; start < count; start += kStretch) {
-    const size_t end = std::min(start + kStretch, count);
+  for (size_t start = 0; start < tokens.size; start += kStretch) {
+    const size_t end = std::min(start + kStretch, tokens.size);
     float lanes[kLanes] = {kNone, kNone, kNone, kNone, kNone, kNone, kNone, kNone};
     size_t i = start;
     for (; i + kLanes <= end; i += kLanes)
@@ -92,7 +90,7 @@ int32_t find_best(const float* logits, const int32_t* tokens, size_t count) {
 // Finds the row's highest tokens. A class that has any of them has its best token among them.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
-  const auto vocab_size = at(automaton_.vocab_size), runs = vocab_size / kRun;
+  const auto vocab_size = static_cast<size_t>(automaton_.vocab_size), runs = vocab_size / kRun;
   if (runs < kSections) return;
   highest_.resize(runs);
   float bound = std::numeric_limits<float>::infinity();
@@ -108,7 +106,7 @@ void Viterbi::weigh_highest(const Place& place) {
   const auto see = [&](size_t first, size_t last) {
     for (size_t i = first; i < last; ++i) {
       if (!(place.logits[i] >= bound) || automaton_.token_class[i] < 0) continue;
-      Best& best = classes_[at(automaton_.token_class[i])];
+      Best& best = classes_[automaton_.token_class[i]];
       const auto token = static_cast<int32_t>(i);
       if (best.place != place_ || place.logits[i] > place.logits[best.token])
         best = {token, place_};
@@ -120,19 +118,15 @@ void Viterbi::weigh_highest(const Place& place) {
 }
 
 int32_t Viterbi::best_of_class(const Place& place, int32_t number) {
-  Best& best = classes_[at(number)];
+  Best& best = classes_[number];
   if (best.place == place_) return best.token;
-  const auto start = at(automaton_.class_starts[at(number)]),
-             end = at(automaton_.class_starts[at(number) + 1]);
+  const View<int32_t> tokens = automaton_.tokens_of(number);
   if (place.logits != nullptr && looked_at_ != place_ &&
-      (looked_up_ += end - start) * kMany > at(automaton_.vocab_size)) {
+      (looked_up_ += tokens.size) * kMany > static_cast<size_t>(automaton_.vocab_size)) {
     weigh_highest(place);
     if (best.place == place_) return best.token;
   }
-  const int32_t token =
-      place.logits == nullptr
-          ? automaton_.class_tokens[start]
-          : find_best(place.logits, automaton_.class_tokens.data() + start, end - start);
+  const int32_t token = place.logits == nullptr ? tokens[0] : find_best(place.logits, tokens);
   best = {token, place_};
   return token;
 }
@@ -148,23 +142,18 @@ int32_t Viterbi::best_of_group(const Place& place, int32_t group) {
   } else if (automaton_.has_token(group, place.best)) {
     see(place.best);
   } else {
-    for (int32_t member = automaton_.group_starts[at(group)];
-         member < automaton_.group_starts[at(group) + 1]; ++member)
-      see(best_of_class(place, automaton_.group_classes[at(member)]));
+    for (const int32_t number : automaton_.classes_of(group)) see(best_of_class(place, number));
   }
   return best;
 }
 
 // Weighs the groups on a state's edges.
 void Viterbi::weigh_edges(const Place& place, int32_t state, Layer& layer) {
-  for (int32_t edge = automaton_.edge_starts[at(state)];
-       edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
-    const int32_t group = automaton_.edge_groups[at(edge)];
-    if (weights_[at(group)] != kUnknown || ahead_[at(automaton_.edge_states[at(edge)])] == kNever)
-      continue;
+  for (const auto [to, group] : automaton_.edges(state)) {
+    if (weights_[group] != kUnknown || ahead_[to] == kNever) continue;
     const int32_t token = best_of_group(place, group);
-    weights_[at(group)] = token < 0 ? kNever : weigh(place, token);
-    layer.groups.push_back({group, token, weights_[at(group)]});
+    weights_[group] = token < 0 ? kNever : weigh(place, token);
+    layer.groups.push_back({group, token, weights_[group]});
   }
 }
 
@@ -172,16 +161,16 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
                     const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
   const size_t length = places.size();
   ways_.meet(state, places);
-  classes_.assign(at(automaton_.classes), {-1, -1});
-  weights_.assign(at(automaton_.groups), kUnknown);
-  tokens_.resize(at(automaton_.groups));
-  ahead_.assign(at(automaton_.states), kNever);
+  classes_.assign(automaton_.classes, {-1, -1});
+  weights_.assign(automaton_.groups, kUnknown);
+  tokens_.resize(automaton_.groups);
+  ahead_.assign(automaton_.states, kNever);
   layers_.resize(std::max(layers_.size(), length + 1));
   looked_at_ = -1;
   layers_[length].ahead.clear();
   for (const int32_t end : ways_.before(length)) {
-    ahead_[at(end)] = ends[at(end)] != 0 ? 0 : kNever;
-    layers_[length].ahead.push_back(ahead_[at(end)]);
+    ahead_[end] = ends[end] != 0 ? 0 : kNever;
+    layers_[length].ahead.push_back(ahead_[end]);
   }
   const int32_t *const starts = automaton_.edge_starts.data(),
                        *const states = automaton_.edge_states.data(),
@@ -206,7 +195,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
     // Prefetches the next position's row of logits while states are visited.
     const float* const next = looked_at_ == place_ + 1 && i > 0 ? places[i - 1].logits : nullptr;
     for (size_t from = 0; from < met.size(); ++from) {
-      if (next != nullptr && (from + 1) * kRun <= at(automaton_.vocab_size))
+      if (next != nullptr && (from + 1) * kRun <= static_cast<size_t>(automaton_.vocab_size))
         fetch_run(next + from * kRun);
       double best = best_of(met[from]);
       if (best == kUnknown) {
@@ -215,11 +204,11 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
       }
       layer.ahead[from] = best;
     }
-    for (const Weighed& group : layer.groups) weights_[at(group.group)] = kUnknown;
-    for (const int32_t behind : ways_.before(i + 1)) ahead_[at(behind)] = kNever;
-    for (size_t from = 0; from < met.size(); ++from) ahead_[at(met[from])] = layer.ahead[from];
+    for (const Weighed& group : layer.groups) weights_[group.group] = kUnknown;
+    for (const int32_t behind : ways_.before(i + 1)) ahead_[behind] = kNever;
+    for (size_t from = 0; from < met.size(); ++from) ahead_[met[from]] = layer.ahead[from];
   }
-  const double best = std::exchange(ahead_[at(state)], kNever);
+  const double best = std::exchange(ahead_[state], kNever);
   if (!(std::fabs(best) < kLargestRounded)) return solve_exactly(state, places, ends, tokens);
   tokens.resize(length);
   for (size_t i = 0; i < length; ++i) state = find_step(i, state, tokens[i]);
@@ -233,13 +222,12 @@ bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
     int32_t token, state;  // the best next token and the state after it; -1 if no text continues
   };
   const size_t length = places.size();
-  std::vector<std::vector<Step>> steps(
-      length);  // by place, one for each state of ways_.before(place)
-  std::vector<ExactWeight> ahead(at(automaton_.states), ExactWeight::never()),
-      weights(at(automaton_.groups)), found;
-  std::vector<int32_t> weighed_at(at(automaton_.groups), -1);
+  std::vector<std::vector<Step>> steps(length);  // by place and state of ways_.before(place)
+  std::vector<ExactWeight> ahead(automaton_.states, ExactWeight::never()),
+      weights(automaton_.groups), found;
+  std::vector<int32_t> weighed_at(automaton_.groups, -1);
   for (const int32_t end : ways_.before(length))
-    if (ends[at(end)] != 0) ahead[at(end)] = {};
+    if (ends[end] != 0) ahead[end] = {};
   for (size_t i = length; i-- > 0;) {
     place_ = static_cast<int32_t>(i);
     looked_up_ = 0;
@@ -247,34 +235,28 @@ bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
     for (const int32_t from : ways_.before(i)) {
       ExactWeight best = ExactWeight::never();
       Step step{-1, -1};
-      for (int32_t edge = automaton_.edge_starts[at(from)];
-           edge < automaton_.edge_starts[at(from) + 1]; ++edge) {
-        const auto to = at(automaton_.edge_states[at(edge)]),
-                   group = at(automaton_.edge_groups[at(edge)]);
+      for (const auto [to, group] : automaton_.edges(from)) {
         if (ahead[to].is_never()) continue;
         if (std::exchange(weighed_at[group], place_) != place_) {
-          tokens_[group] = best_of_group(places[i], static_cast<int32_t>(group));
+          tokens_[group] = best_of_group(places[i], group);
           if (tokens_[group] >= 0) weights[group] = weigh_exactly(places[i], tokens_[group]);
         }
         if (tokens_[group] < 0) continue;
         const ExactWeight own = ahead[to] + weights[group];
         if (step.token < 0 || best < own || (own == best && tokens_[group] < step.token))
-          best = own, step = {tokens_[group], static_cast<int32_t>(to)};
+          best = own, step = {tokens_[group], to};
       }
       found.push_back(best);
       steps[i].push_back(step);
     }
-    for (const int32_t after : ways_.before(i + 1)) ahead[at(after)] = ExactWeight::never();
-    for (size_t from = 0; from < found.size(); ++from)
-      ahead[at(ways_.before(i)[from])] = found[from];
+    for (const int32_t after : ways_.before(i + 1)) ahead[after] = ExactWeight::never();
+    for (size_t from = 0; from < found.size(); ++from) ahead[ways_.before(i)[from]] = found[from];
   }
-  if (ahead[at(state)].is_never()) return false;
+  if (ahead[state].is_never()) return false;
   tokens.resize(length);
   for (size_t i = 0; i < length; ++i) {
     const std::vector<int32_t>& met = ways_.before(i);
-    const Step& step =
-        steps[i]
-             [static_cast<size_t>(std::lower_bound(met.begin(), met.end(), state) - met.begin())];
+    const Step& step = steps[i][std::lower_bound(met.begin(), met.end(), state) - met.begin()];
     tokens[i] = step.token, state = step.state;
   }
   return true;
@@ -285,20 +267,17 @@ int32_t Viterbi::find_step(size_t place, int32_t state, int32_t& token) {
   const std::vector<Weighed>& groups = layers_[place].groups;
   const std::vector<int32_t>& behind = ways_.before(place + 1);
   for (const Weighed& group : groups)
-    weights_[at(group.group)] = group.weight, tokens_[at(group.group)] = group.token;
-  for (size_t to = 0; to < behind.size(); ++to)
-    ahead_[at(behind[to])] = layers_[place + 1].ahead[to];
+    weights_[group.group] = group.weight, tokens_[group.group] = group.token;
+  for (size_t to = 0; to < behind.size(); ++to) ahead_[behind[to]] = layers_[place + 1].ahead[to];
   double best = kNever;
   int32_t next = -1;
-  for (int32_t edge = automaton_.edge_starts[at(state)];
-       edge < automaton_.edge_starts[at(state) + 1]; ++edge) {
-    const auto group = at(automaton_.edge_groups[at(edge)]);
-    const double own = ahead_[at(automaton_.edge_states[at(edge)])] + weights_[group];
+  for (const auto [to, group] : automaton_.edges(state)) {
+    const double own = ahead_[to] + weights_[group];
     if (own > best || (own == best && own > kNever && tokens_[group] < token))
-      best = own, next = automaton_.edge_states[at(edge)], token = tokens_[group];
+      best = own, next = to, token = tokens_[group];
   }
-  for (const int32_t to : behind) ahead_[at(to)] = kNever;
-  for (const Weighed& group : groups) weights_[at(group.group)] = kUnknown;
+  for (const int32_t to : behind) ahead_[to] = kNever;
+  for (const Weighed& group : groups) weights_[group.group] = kUnknown;
   return next;
 }
 
@@ -310,7 +289,7 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
   leads_on_ = ends;
   std::vector<uint8_t> found;
   bool do_all = true;  // whether every visited state after the place leads on
-  for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[at(end)] != 0;
+  for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[end] != 0;
   // Writes through uint8_t may alias anything, so the inner loop's pointers are kept in locals.
   const int32_t *const starts = automaton_.edge_starts.data(),
                        *const states = automaton_.edge_states.data(),
@@ -322,8 +301,7 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
     const bool is_free = places[i].token < 0;
     const uint8_t* const leads_on = leads_on_.data();
     int32_t only = none;
-    const bool is_sure =
-        is_free && do_all;  // then all visited states here lead on, because each has an edge
+    const bool is_sure = is_free && do_all;  // all states here lead on, because each has an edge
     found.assign(met.size(), 1);
     for (size_t from = 0; from < met.size() && !(is_sure && only == several); ++from) {
       uint8_t is_found = 0;
@@ -333,15 +311,15 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
         is_found = 1;
         if (only == several) break;
         const bool is_one = group_starts[group + 1] == group_starts[group] + 1;
-        const int32_t own = is_one ? automaton_.group_classes[at(group_starts[group])] : several;
+        const int32_t own = is_one ? automaton_.group_classes[group_starts[group]] : several;
         only = only == none || only == own ? own : several;
       }
       found[from] = is_found;
     }
     classes[i] = only;
     do_all = is_sure || std::find(found.begin(), found.end(), 0) == found.end();
-    for (const int32_t behind : ways_.before(i + 1)) leads_on_[at(behind)] = 0;
-    for (size_t from = 0; from < found.size(); ++from) leads_on_[at(met[from])] = found[from];
+    for (const int32_t behind : ways_.before(i + 1)) leads_on_[behind] = 0;
+    for (size_t from = 0; from < found.size(); ++from) leads_on_[met[from]] = found[from];
   }
 }
 

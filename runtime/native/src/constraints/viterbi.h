@@ -54,8 +54,7 @@ class Viterbi {
 
   void weigh_highest(const Place& place);
   int32_t best_of_class(const Place& place, int32_t number);
-  int32_t best_of_group(const Place& place,
-                        int32_t group);  // -1 if the place allows none of its tokens
+  int32_t best_of_group(const Place& place, int32_t group);
   void weigh_edges(const Place& place, int32_t state, Layer& layer);
   bool solve_exactly(int32_t state, const std::vector<Place>& places,
                      const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens);

@@ -8,8 +8,7 @@ namespace dlm {
 
 Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predictions& conditional,
                           const float* unconditional, size_t rows) {
-  const auto width = static_cast<size_t>(denoiser.vocab_size),
-             top_k = static_cast<size_t>(denoiser.top_k);
+  const size_t width = denoiser.vocab_size, top_k = denoiser.top_k;
   logits_.resize(rows * width);
   tokens_.assign(rows * top_k, 0);
   probs_.assign(rows * top_k, 0);
@@ -31,8 +30,7 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
 }
 
 void Guided::rank(const Denoiser& denoiser, size_t row) {
-  const auto width = static_cast<size_t>(denoiser.vocab_size),
-             top_k = static_cast<size_t>(denoiser.top_k);
+  const size_t width = denoiser.vocab_size, top_k = denoiser.top_k;
   const float* const logits = logits_.data() + row * width;
   int32_t* const best = tokens_.data() + row * top_k;
   size_t count = 0;  // kept so far, best first; equal logits keep the lowest id first

@@ -46,7 +46,7 @@ struct LockstepPasses::Lane {
 };
 
 LockstepPasses::LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes)
-    : denoiser_(denoiser), engine_(engine), rows_(rows), most_lanes_(lanes) {}
+    : PassMaker(rows), denoiser_(denoiser), engine_(engine), most_lanes_(lanes) {}
 
 LockstepPasses::~LockstepPasses() = default;
 
@@ -55,26 +55,24 @@ Context& LockstepPasses::spare_context() {
   return *spare_.back();
 }
 
-const LockstepPasses::Lane* LockstepPasses::find_lane(const Request& request) const {
-  const auto takes = [&](const Lane& lane) {
+// The lane that the request can join, or lanes_.end().
+auto LockstepPasses::find_lane(const Request& request) const -> std::list<Lane>::const_iterator {
+  return std::find_if(lanes_.begin(), lanes_.end(), [&](const Lane& lane) {
     return !lane.has_begun && lane.members.size() < together_ &&
            lane.members.front()->request.fits(request);
-  };
-  const auto found = std::find_if(lanes_.begin(), lanes_.end(), takes);
-  return found == lanes_.end() ? nullptr : &*found;
+  });
 }
 
 bool LockstepPasses::has_room(const Request& request) const {
-  if (rows_taken_ + rows_of(request) > rows_) return false;
-  return lanes_.size() < most_lanes_ || find_lane(request) != nullptr;
+  if (rows_taken_ + rows_of(request) > rows()) return false;
+  return lanes_.size() < most_lanes_ || find_lane(request) != lanes_.end();
 }
 
 std::unique_ptr<Member> LockstepPasses::start(Request& request) {
-  const Lane* const found = find_lane(request);
-  auto lane =
-      std::find_if(lanes_.begin(), lanes_.end(), [&](const Lane& each) { return &each == found; });
+  const auto found = find_lane(request);
+  auto lane = lanes_.erase(found, found);  // erases nothing: makes the iterator mutable
   std::list<Lane> made;
-  if (found == nullptr) {
+  if (lane == lanes_.end()) {
     spare_context();
     spare_.reserve(spare_.size() + lanes_.size() + 1);  // so that leave() need not allocate
     lane = made.emplace(made.end());
@@ -82,7 +80,7 @@ std::unique_ptr<Member> LockstepPasses::start(Request& request) {
   lane->members.reserve(lane->members.size() + 1);
   // Taken before the member exists, because the member's destructor gives all of this back.
   auto member = std::make_unique<LaneMember>(request, *this, lane);
-  if (found == nullptr) {
+  if (!made.empty()) {
     lane->context = std::move(spare_.back());
     spare_.pop_back();
     lanes_.splice(lanes_.end(), made);

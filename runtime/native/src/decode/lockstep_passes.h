@@ -33,7 +33,6 @@ class LockstepPasses final : public PassMaker {
   // A context that no request is using, for passes outside any request.
   Context& spare_context();
 
-  int64_t rows() const override { return rows_; }
   bool has_room(const Request& request) const override;
   std::unique_ptr<Member> start(Request& request) override;
   std::vector<size_t> choose(const std::vector<Member*>& members,
@@ -46,12 +45,11 @@ class LockstepPasses final : public PassMaker {
   class LaneMember;
   struct Lane;
 
-  const Lane* find_lane(const Request& request) const;
+  std::list<Lane>::const_iterator find_lane(const Request& request) const;
   void leave(LaneMember& member) noexcept;
 
   const Denoiser& denoiser_;
   Engine& engine_;
-  const int64_t rows_;
   const size_t most_lanes_;
   size_t together_ = 1;
   int64_t rows_taken_ = 0;

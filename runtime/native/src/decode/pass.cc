@@ -22,24 +22,22 @@ dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& 
 
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs,
                     Buffers& buffers) {
-  const size_t scored = buffers.score_rows.size(),
-               candidates = scored * static_cast<size_t>(denoiser.top_k);
+  const size_t scored = buffers.score_rows.size(), candidates = scored * denoiser.top_k;
   buffers.top_tokens.resize(candidates);
   buffers.top_probs.resize(candidates);
-  pass.rows = static_cast<int32_t>(scored / static_cast<size_t>(pass.batch));
+  pass.rows = static_cast<int32_t>(scored / pass.batch);
   pass.score_rows = buffers.score_rows.data();
   pass.top_tokens = buffers.top_tokens.data();
   pass.top_probs = buffers.top_probs.data();
   if (needs.entropy) buffers.entropy.resize(scored), pass.entropy = buffers.entropy.data();
   if (!needs.logits) return;
-  buffers.logits.resize(scored * static_cast<size_t>(denoiser.vocab_size));
+  buffers.logits.resize(scored * denoiser.vocab_size);
   pass.logits = buffers.logits.data();
 }
 
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers) {
-  const size_t candidate = first * static_cast<size_t>(denoiser.top_k);
-  const auto width = static_cast<size_t>(denoiser.vocab_size);
+  const size_t candidate = first * denoiser.top_k, width = denoiser.vocab_size;
   const Predictions found{pass.top_tokens + candidate, pass.top_probs + candidate,
                           pass.entropy == nullptr ? nullptr : pass.entropy + first,
                           pass.logits == nullptr ? nullptr : pass.logits + first * width};

@@ -50,10 +50,11 @@ struct PassSeconds {
 
 class PassMaker {
  public:
+  explicit PassMaker(int64_t rows) : rows_(rows) {}
   virtual ~PassMaker() = default;
 
   // The most key/value rows that all running requests may hold together.
-  virtual int64_t rows() const = 0;
+  int64_t rows() const { return rows_; }
 
   virtual bool has_room(const Request& request) const = 0;
 
@@ -70,6 +71,9 @@ class PassMaker {
 
   // The current bytes of all running requests.
   virtual uint64_t cache_bytes() const = 0;
+
+ private:
+  const int64_t rows_;
 };
 
 // The key/value rows that a request holds, over all its canvases.

@@ -20,7 +20,7 @@ class Argmax final : public Proposer {
 
   void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override {
     for (size_t row = 0; row < turn.positions.size(); ++row) {
-      const size_t best = row * static_cast<size_t>(top_k_);
+      const size_t best = row * top_k_;
       proposals.tokens[row] = predictions.tokens[best];
       proposals.probs[row] = predictions.probs[best];
       proposals.scores[row] =
@@ -49,8 +49,7 @@ class Sampled final : public Proposer {
 
   void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) override {
     if (turn.is_editing) return best_.propose(turn, predictions, proposals);
-    const auto top_k = static_cast<size_t>(denoiser_.top_k),
-               width = static_cast<size_t>(denoiser_.vocab_size);
+    const size_t top_k = denoiser_.top_k, width = denoiser_.vocab_size;
     for (size_t row = 0; row < turn.positions.size(); ++row) {
       const float* const logits = predictions.logits + row * width;
       const DrawKey key{policy_.seed, static_cast<uint32_t>(turn.passes),
@@ -104,7 +103,7 @@ double prob_of(int32_t token, const float* logits, int32_t best, float best_prob
 double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions,
                  int32_t top_k, size_t row, double prob) {
   if (turn.is_editing) return prob;
-  const float* const probs = predictions.probs + row * static_cast<size_t>(top_k);
+  const float* const probs = predictions.probs + row * top_k;
   switch (policy.score) {
     case Score::confidence:
       return prob;

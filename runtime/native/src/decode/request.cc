@@ -115,8 +115,7 @@ PassLoad Request::usual_load(const PassCost& cost) const {
   PassLoad most;
   for (size_t number = stage_; number < plan_.size(); ++number) {
     if (!plan_[number].is_repeated) continue;
-    const PassLoad load =
-        load_of(plan_[number], static_cast<size_t>(plan_[number].decided.tokens()));
+    const PassLoad load = load_of(plan_[number], plan_[number].decided.tokens());
     if (cost.share(load) > cost.share(most)) most = load;
   }
   return most;
@@ -155,7 +154,7 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
            positions_[row]);
   };
   for (size_t row = 0; row < positions_.size(); ++row) {  // before any lookup of a token's logit
-    const size_t best = row * static_cast<size_t>(denoiser_.top_k);
+    const size_t best = row * denoiser_.top_k;
     check(row, predictions.tokens[best], predictions.probs[best], 0);
   }
   proposals.resize(positions_.size());
@@ -163,8 +162,8 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   for (size_t row = 0; row < positions_.size(); ++row)
     check(row, proposals.tokens[row], proposals.probs[row], proposals.scores[row]);
   for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
-    proposals.losses[row] = log_prob_loss(
-        predictions.probs[row * static_cast<size_t>(denoiser_.top_k)], proposals.probs[row]);
+    proposals.losses[row] =
+        log_prob_loss(predictions.probs[row * denoiser_.top_k], proposals.probs[row]);
   // With a shifted denoiser and a cache of full attention, only the block's opening pass has the
   // row that predicts the block's first position. So that position must commit in the opening pass.
   const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
@@ -213,27 +212,24 @@ void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) co
 void Request::take(const Proposals& proposals, const std::vector<int32_t>& chosen) {
   // A constraint may force a token whose probability rounds to 0. JSON has no infinity.
   constexpr double least = std::numeric_limits<double>::denorm_min();
-  for (const int32_t number : chosen) {
-    const auto row = static_cast<size_t>(number);
+  for (const int32_t row : chosen)
     take(positions_[row], proposals.tokens[row], std::log(std::max(proposals.probs[row], least)),
          proposals.losses[row]);
-  }
   committed_ = static_cast<int32_t>(chosen.size());
 }
 
 void Request::take(int32_t position, int32_t token, double log_prob, double loss) {
-  const auto at = static_cast<size_t>(position);
-  canvas_[at] = token;
-  if (guidance() > 0) unconditional_[at] = token;
-  undecided_[at] = 0;
-  log_probs_[at] = static_cast<float>(log_prob);
-  if (is_constrained_) losses_[at] = loss;
-  guess_[at] = -1;
-  score_[at] = 0;
+  canvas_[position] = token;
+  if (guidance() > 0) unconditional_[position] = token;
+  undecided_[position] = 0;
+  log_probs_[position] = static_cast<float>(log_prob);
+  if (is_constrained_) losses_[position] = loss;
+  guess_[position] = -1;
+  score_[position] = 0;
   proposer_->note(position, token);
 }
 
-void Request::end(Finish why) {
+void Request::end(int32_t why) {
   if (done()) return;
   std::vector<int32_t> guess = guess_;
   proposer_->complete(canvas_, undecided_, guess);
@@ -249,7 +245,7 @@ void Request::end(Finish why) {
 }
 
 void Request::drop() noexcept {
-  if (!done()) finish_ = Finish::cancelled, stage_ = plan_.size();
+  if (!done()) finish_ = DLM_FINISH_CANCELLED, stage_ = plan_.size();
 }
 
 dlm_result Request::result() const {
@@ -265,11 +261,11 @@ dlm_result Request::result() const {
     found.prompt_tokens += is_given_[at];
     found.completion_tokens += !is_given_[at] && !is_ended;
   }
-  const Finish finish = finish_ != Finish::none ? finish_
-                        : is_ended              ? Finish::stop
-                        : proposer_->is_whole() ? Finish::constraint
-                                                : Finish::length;
-  found.finish = static_cast<int32_t>(finish);
+  found.finish = finish_;
+  if (finish_ == DLM_FINISH_NONE)
+    found.finish = is_ended                ? DLM_FINISH_STOP
+                   : proposer_->is_whole() ? DLM_FINISH_CONSTRAINT
+                                           : DLM_FINISH_LENGTH;
   return found;
 }
 
@@ -286,9 +282,8 @@ double Request::loss_of(const Certain& certain, const Predictions* predictions) 
   const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
   if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
   if (found == positions_.end() || *found != certain.position) return 0;
-  const auto row = static_cast<size_t>(found - positions_.begin()),
-             best = row * static_cast<size_t>(denoiser_.top_k);
-  const float* const logits = predictions->logits + row * static_cast<size_t>(denoiser_.vocab_size);
+  const size_t row = found - positions_.begin(), best = row * denoiser_.top_k;
+  const float* const logits = predictions->logits + row * denoiser_.vocab_size;
   const float prob = predictions->probs[best];
   return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
 }
@@ -324,8 +319,7 @@ void Request::settle(const Predictions* predictions) {
 bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {
-    const auto at = static_cast<size_t>(i);
-    if (is_given_[at] || !denoiser_.is_end(canvas_[at])) continue;
+    if (is_given_[i] || !denoiser_.is_end(canvas_[i])) continue;
     for (size_t later = 0; later < canvas_.size(); ++later)
       if (undecided_[later] != 0)
         take(static_cast<int32_t>(later), denoiser_.eos_token_ids.front(),

@@ -18,17 +18,6 @@
 
 namespace dlm {
 
-// Why a request ended; the values of dlm_result.
-enum class Finish : int32_t {
-  none = DLM_FINISH_NONE,
-  stop = DLM_FINISH_STOP,
-  length = DLM_FINISH_LENGTH,
-  steps = DLM_FINISH_STEPS,
-  deadline = DLM_FINISH_DEADLINE,
-  cancelled = DLM_FINISH_CANCELLED,
-  constraint = DLM_FINISH_CONSTRAINT
-};
-
 // A request's canvas: selects the positions that a pass scores, and commits. Makes no passes.
 class Request {
  public:
@@ -75,7 +64,8 @@ class Request {
 
   // Ends a request early; does nothing if it is done. Each undecided position takes the last pass's
   // proposal, else the proposer's completion, else an end token. They still count as undecided.
-  void end(Finish why);
+  // why: DLM_FINISH_...
+  void end(int32_t why);
   void drop() noexcept;  // like end(), but leaves the canvas unchanged, so it needs no memory
 
   // The fields of dlm_result that a finished request knows. Its pointers belong to the request.
@@ -112,8 +102,8 @@ class Request {
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
-  std::vector<double> losses_;    // by position, see Proposals::losses; empty without a constraint
-  Finish finish_ = Finish::none;  // set if the request was ended early
+  std::vector<double> losses_;  // by position, see Proposals::losses; empty without a constraint
+  int32_t finish_ = DLM_FINISH_NONE;  // set if the request was ended early
   std::vector<Certain> certain_;
   int32_t committed_ = 0, view_start_ = 0, view_end_ = 0;
 };

@@ -21,7 +21,7 @@ void Runner::guard(Job& job, Body body) {
 }
 
 // Ends a job with its current canvas; if that throws, fails the job with the error.
-void Runner::end(Job& job, Finish why) noexcept {
+void Runner::end(Job& job, int32_t why) noexcept {
   try {
     job.request_.end(why);
   } catch (...) {
@@ -40,7 +40,7 @@ void Runner::fail_job(Job& job, const Failure& failure) noexcept {
     }
   }
   try {
-    job.request_.end(Finish::cancelled);
+    job.request_.end(DLM_FINISH_CANCELLED);
   } catch (...) {
     job.request_.drop();
   }
@@ -67,7 +67,7 @@ void Runner::drop_all() noexcept {
   while (!running_.empty()) {
     const std::shared_ptr<Job> job = running_.front();
     running_.pop_front();
-    end(*job, Finish::cancelled);
+    end(*job, DLM_FINISH_CANCELLED);
     finish(*job);
   }
 }
@@ -169,11 +169,11 @@ void Runner::stop() {
 void Runner::end_if_due(Job& job, Clock::time_point now) {
   const JobOptions& options = job.options_;
   if (job.is_cancelled_)
-    end(job, Finish::cancelled);
+    end(job, DLM_FINISH_CANCELLED);
   else if (options.max_steps > 0 && job.request_.nfe() >= options.max_steps)
-    end(job, Finish::steps);
+    end(job, DLM_FINISH_STEPS);
   else if (options.deadline && now >= *options.deadline)
-    end(job, Finish::deadline);
+    end(job, DLM_FINISH_DEADLINE);
 }
 
 bool Runner::has_room(const Job& job) const {
@@ -345,7 +345,7 @@ void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_p
 void Runner::tell(Job& job) {
   TextWriter* const writer = job.options_.writer.get();
   if (writer != nullptr && !writer->read(job.request_) && !job.request_.done())
-    job.request_.end(Finish::stop);
+    job.request_.end(DLM_FINISH_STOP);
   job.step_ = job.request_.view();
   job.was_told_done_ = job.request_.done();
   if (writer != nullptr) {

@@ -27,7 +27,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "decode/job.h"
@@ -97,7 +96,7 @@ class Runner {
   // The error boundary of a job: an exception from `body` ends that job only.
   template <class Body>
   static void guard(Job& job, Body body);
-  static void end(Job& job, Finish why) noexcept;
+  static void end(Job& job, int32_t why) noexcept;
   static void fail_job(Job& job, const Failure& failure) noexcept;
   void fail_all_with_thrown() noexcept;
   void finish(Job& job) noexcept;

@@ -42,9 +42,7 @@ class SharingMember final : public Member {
 class SharedPasses final : public PassMaker {
  public:
   SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, int64_t rows)
-      : denoiser_(denoiser), arena_(std::move(arena)), rows_(rows) {}
-
-  int64_t rows() const override { return rows_; }
+      : PassMaker(rows), denoiser_(denoiser), arena_(std::move(arena)) {}
 
   bool has_room(const Request& request) const override {
     return arena_->has_room(rows_by_canvas(request));
@@ -125,7 +123,6 @@ class SharedPasses final : public PassMaker {
  private:
   const Denoiser& denoiser_;
   const std::unique_ptr<Arena> arena_;
-  const int64_t rows_;
 };
 
 }  // namespace

@@ -23,10 +23,10 @@ class Callback final : public HostEngine {
       fail(status, "the pass callback returned %d (%s)", static_cast<int>(status),
            dlm_status_name(status));
     if (pass.logits == nullptr) return;
-    const auto rows = static_cast<size_t>(pass.batch) * static_cast<size_t>(pass.rows);
+    const size_t rows = static_cast<size_t>(pass.batch) * pass.rows;
     for (size_t row = 0; row < rows; ++row)
-      if (!is_usable(pass.logits + row * static_cast<size_t>(vocab_size_)))
-        pass.top_probs[row * static_cast<size_t>(top_k_)] = std::numeric_limits<float>::quiet_NaN();
+      if (!is_usable(pass.logits + row * vocab_size_))
+        pass.top_probs[row * top_k_] = std::numeric_limits<float>::quiet_NaN();
   }
 
   std::string description() const override { return "callback"; }

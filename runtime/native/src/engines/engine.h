@@ -22,13 +22,9 @@ namespace dlm {
 struct CacheLayer {
   int32_t kv_heads, head_size, element_bytes, scale_bytes = 0;
 
-  size_t row_bytes() const {
-    return static_cast<size_t>(head_size) * static_cast<size_t>(element_bytes) +
-           static_cast<size_t>(scale_bytes);
-  }
+  size_t row_bytes() const { return static_cast<size_t>(head_size) * element_bytes + scale_bytes; }
   size_t tensor_bytes(int32_t batch, int32_t rows) const {
-    return static_cast<size_t>(batch) * static_cast<size_t>(kv_heads) * static_cast<size_t>(rows) *
-           row_bytes();
+    return static_cast<size_t>(batch) * kv_heads * rows * row_bytes();
   }
 };
 
@@ -60,6 +56,37 @@ enum class CacheUse {
 
 // True if the new rows are stored.
 constexpr bool keeps_rows(CacheUse use) { return use != CacheUse::none && use != CacheUse::read; }
+
+// The rows to allocate if `rows` are needed. Room doubles, so rows are copied only a few times, but
+// it does not exceed the longest canvas.
+inline int32_t grown(int32_t capacity, int32_t rows, int32_t longest) {
+  return std::max(rows, capacity > longest / 2 ? longest : 2 * capacity);
+}
+
+// The pointers of a pass to the keys and values of all layers.
+class KeyValues {
+ public:
+  explicit KeyValues(size_t layers) : nothing_(layers) {
+    for (const int i : {0, 1}) past_[i].resize(layers), present_[i].resize(layers);
+  }
+
+  // Tensors 2i and 2i + 1 are the keys and the values of layer i.
+  void set_past(size_t tensor, const void* rows) { past_[tensor % 2][tensor / 2] = rows; }
+  void set_present(size_t tensor, void* rows) { present_[tensor % 2][tensor / 2] = rows; }
+
+  // Sets the fields of a pass. They stay valid until the object is destroyed.
+  void put(dlm_pass& pass, bool has_past, bool has_present) const {
+    pass.layers = static_cast<int32_t>(nothing_.size());
+    pass.past_keys = (has_past ? past_[0] : nothing_).data();
+    pass.past_values = (has_past ? past_[1] : nothing_).data();
+    pass.present_keys = has_present ? present_[0].data() : nullptr;
+    pass.present_values = has_present ? present_[1].data() : nullptr;
+  }
+
+ private:
+  std::vector<const void*> nothing_, past_[2];  // nothing_: NULL for every layer
+  std::vector<void*> present_[2];
+};
 
 class Context {
  public:
@@ -121,9 +148,6 @@ class HostEngine : public Engine {
   virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments) = 0;
 
  protected:
-  const CacheShape& cache() const { return cache_; }
-
- private:
   const CacheShape cache_;
 };
 

@@ -7,8 +7,7 @@
 namespace {
 
 constexpr float kLowest = -3.4028235e38f;
-constexpr int64_t kWidened =
-    4096;  // floats of widened rows at a time, which fit the first-level cache
+constexpr int64_t kWidened = 4096;  // floats of rows at a time, which fit the first-level cache
 
 // Normalises x [D] of a head if there is a weight, then rotates its first rotary_size numbers by a
 // position's row of the tables (rotate-half).
@@ -25,8 +24,8 @@ inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const f
   for (; d + kLanes <= half; d += kLanes) {
     const F c = simd::load(cos + d), s = simd::load(sin + d), first = simd::load(x + d),
             second = simd::load(x + half + d);
-    simd::store(out + d, simd::sub(simd::mul(first, c), simd::mul(second, s)));
-    simd::store(out + half + d, simd::add(simd::mul(second, c), simd::mul(first, s)));
+    simd::store(out + d, first * c - second * s);
+    simd::store(out + half + d, second * c + first * s);
   }
   for (; d < half; ++d) {
     const float first = x[d], second = x[half + d];
@@ -69,8 +68,8 @@ class Softmax {
     }
     for (int v = 0; v < kVectors; ++v) {
       last_seen_[v] = simd::iload(last_seen + v * kLanes);
-      largest_[v] =
-          simd::set(kLowest);  // finite, because all of the first keys may be hidden from a lane
+      // Finite, because all of the first keys may be hidden from a lane.
+      largest_[v] = simd::set(kLowest);
     }
   }
 
@@ -138,8 +137,8 @@ class Softmax {
       F sums[kSums];
       const float* rows[kBlock];
       unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
-        rows[j] =
-            keys + (from + least(j, there - 1)) * head_size_;  // missing rows repeat the last one
+        // Missing rows repeat the last one.
+        rows[j] = keys + (from + least(j, there - 1)) * head_size_;
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
       for (int64_t d = 0; d < head_size_; ++d) {
@@ -165,22 +164,22 @@ class Softmax {
           sums[i] =
               simd::select_greater(behind, simd::zero(), simd::set(-__builtin_inff()), sums[i]);
         }
-        largest[v] =
-            simd::max(sums[i], largest[v]);  // ignores a NaN; the exponential brings it back
+        // Ignores a NaN; the exponential brings it back.
+        largest[v] = simd::max(sums[i], largest[v]);
         simd::store(out + i * kLanes, sums[i]);
       });
     }
     for (int v = 0; v < kVectors; ++v) {
-      shrink_[v] = exp2(simd::sub(largest_[v], largest[v]));
-      F total = simd::mul(total_[v], shrink_[v]);
+      shrink_[v] = exp2(largest_[v] - largest[v]);
+      F total = total_[v] * shrink_[v];
       for (int64_t j = 0; j < count; ++j) {
         float* const at = scores_ + j * kQueries + v * kLanes;
         const F sum = simd::load(at);
-        F weight = exp2(simd::sub(sum, largest[v]));
+        F weight = exp2(sum - largest[v]);
         if constexpr (kHides)
           weight = simd::select_greater(simd::set(kLowest), sum, simd::zero(), weight);
         simd::store(at, weight);
-        total = simd::add(total, weight);
+        total += weight;
       }
       total_[v] = total;
       largest_[v] = largest[v];
@@ -206,7 +205,7 @@ class Softmax {
     F sums[kSums];
     float* const out = sums_ + d * kQueries;
     unroll<kSums>([&](auto i) __attribute__((always_inline)) {
-      sums[i] = simd::mul(simd::load(out + i * kLanes), shrink_[i % kVectors]);
+      sums[i] = simd::load(out + i * kLanes) * shrink_[i % kVectors];
     });
     const float* value = values + d;
     const float* weight = scores_;
@@ -273,7 +272,7 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   for (int64_t t = 0; t < T; ++t) {
     const int64_t token = part.token(a, t), from = (token * a.kv_heads + part.kv_head) * D;
     norm_and_turn(a, a.k + from, a.k_norm, a.positions[token], keys + t * D);
-    __builtin_memcpy(values + t * D, a.v + from, static_cast<size_t>(D) * sizeof(float));
+    __builtin_memcpy(values + t * D, a.v + from, D * sizeof(float));
   }
   if (a.cache == dlm::CacheType::fp32) return;
   const int64_t offset = row * a.row_bytes();
@@ -316,17 +315,16 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     most = tiles_of(number) > most ? tiles_of(number) : most;
   }
   if (most > 1) {  // all its tasks read the new rows
-    parallel.each(static_cast<size_t>(parts * a.kv_heads), [&](size_t i) {
-      const int64_t number = static_cast<int64_t>(i) / a.kv_heads;
-      if (tiles_of(number) > 1)
-        keep_new_rows(a, Part(a, number, static_cast<int64_t>(i) % a.kv_heads));
+    parallel.each(parts * a.kv_heads, [&](int64_t i) {
+      const int64_t number = i / a.kv_heads;
+      if (tiles_of(number) > 1) keep_new_rows(a, Part(a, number, i % a.kv_heads));
     });
   }
   // Scores are exponents of 2: the scale goes into the queries.
   const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
-  parallel.each(static_cast<size_t>(tiles * a.kv_heads), [&](size_t i) {
+  parallel.each(tiles * a.kv_heads, [&](int64_t i) {
     // The tiles of a request's head are contiguous.
-    int64_t number = 0, at = static_cast<int64_t>(i);
+    int64_t number = 0, at = i;
     for (; at >= tiles_of(number) * a.kv_heads; ++number) at -= tiles_of(number) * a.kv_heads;
     const int64_t own = tiles_of(number);
     const Part part(a, number, at / own);

@@ -13,3 +13,12 @@
 #include "kernels/norm.h"
 #include "kernels/nvfp4.h"
 #include "kernels/tied_head.h"
+
+namespace {
+
+constexpr dlm::Kernels make_kernels(const char* name,
+                                    decltype(dlm::Kernels::attention) attend = attention) {
+  return {name, linear, nvfp4_linear, experts, attend, add_norm, candidates, embedding, tied_head};
+}
+
+}  // namespace

@@ -17,7 +17,7 @@ template <class In, class Out, class OneVector>
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) one_vector(in + i, out + i);
   if (i == count) return;
-  const auto left = static_cast<size_t>(count - i);
+  const auto left = count - i;
   In last[kLanes] = {};
   Out made[kLanes];
   __builtin_memcpy(last, in + i, left * sizeof(In));
@@ -49,7 +49,7 @@ struct Int8Rows {
     const F scale =
         simd::set(static_cast<float>(128 + codes[size]) * power_of_two(128 + codes[size + 1]));
     each_vector(codes, size, out, [scale](const int8_t* in, float* to) {
-      simd::store(to, simd::mul(simd::load_codes(in), scale));
+      simd::store(to, simd::load_codes(in) * scale);
     });
   }
 
@@ -57,7 +57,7 @@ struct Int8Rows {
     auto* const codes = static_cast<int8_t*>(row);
     const int32_t bits = largest_bits(x, size);
     if (bits >= 0x7f800000) {
-      __builtin_memset(codes, 0, static_cast<size_t>(size) + 1);
+      __builtin_memset(codes, 0, size + 1);
       codes[size + 1] = 127;
       return;
     }
@@ -74,7 +74,7 @@ struct Int8Rows {
     if (static_cast<float>(mantissa) < multiple) ++mantissa;
     const F scale = simd::set(static_cast<float>(mantissa) * power_of_two(exponent));
     each_vector(x, size, codes, [scale](const float* in, int8_t* to) {
-      simd::Bytes::store_codes(to, simd::to_int(simd::div(simd::load(in), scale)));
+      simd::Bytes::store_codes(to, simd::to_int(simd::load(in) / scale));
     });
     codes[size] = static_cast<int8_t>(mantissa - 128);
     codes[size + 1] = static_cast<int8_t>(exponent - 128);

@@ -30,7 +30,7 @@ inline Best find_best(const float* logits, const float* bias, int64_t vocab_size
   I ids = simd::iload(numbers), first_ids = simd::izero(), second_ids = first_ids;
   int64_t i = 0;
   for (; i + kLanes <= vocab_size; i += kLanes) {
-    const F x = simd::add(simd::load(logits + i), simd::load(bias + i));
+    const F x = simd::load(logits + i) + simd::load(bias + i);
     second_ids =
         simd::select_greater(x, first, first_ids, simd::select_greater(x, second, ids, second_ids));
     second = simd::select_greater(x, first, first, simd::select_greater(x, second, x, second));
@@ -57,8 +57,8 @@ inline float sum_lanes(F x) {
 }
 
 void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
-  parallel.each(static_cast<size_t>(c.rows), [&](size_t row) {
-    const float* const logits = c.logits + static_cast<int64_t>(row) * c.vocab_size;
+  parallel.each(c.rows, [&](int64_t row) {
+    const float* const logits = c.logits + row * c.vocab_size;
     const Best best = find_best(logits, c.bias, c.vocab_size);
     const F largest = simd::set(best.logits[0]), log2e = simd::set(kLog2e);
     F total = simd::zero(), weighed = simd::zero();
@@ -70,13 +70,12 @@ void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
       for (const int64_t end = least(i + 64 * kLanes, c.vocab_size - kLanes + 1); i < end;
            i += kLanes) {
         const F logit = simd::load(logits + i);
-        const F weight =
-            exp2(simd::mul(simd::sub(simd::add(logit, simd::load(c.bias + i)), largest), log2e));
-        part = simd::add(part, weight);
-        part_weighed = simd::fma(weight, simd::sub(logit, largest), part_weighed);
+        const F weight = exp2((logit + simd::load(c.bias + i) - largest) * log2e);
+        part += weight;
+        part_weighed = simd::fma(weight, logit - largest, part_weighed);
       }
-      total = simd::add(total, part);
-      weighed = simd::add(weighed, part_weighed);
+      total += part;
+      weighed += part_weighed;
     }
     float sum = sum_lanes(total), product = sum_lanes(weighed);
     for (; i < c.vocab_size; ++i) {
@@ -85,9 +84,8 @@ void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
       product += weight * behind;
     }
     for (int rank = 0; rank < 2; ++rank) {
-      c.tokens[2 * row + static_cast<size_t>(rank)] = best.ids[rank];
-      c.probs[2 * row + static_cast<size_t>(rank)] =
-          __builtin_expf(best.logits[rank] - best.logits[0]) / sum;
+      c.tokens[2 * row + rank] = best.ids[rank];
+      c.probs[2 * row + rank] = __builtin_expf(best.logits[rank] - best.logits[0]) / sum;
     }
     c.entropy[row] = product / sum - __builtin_logf(sum);
   });

@@ -22,7 +22,7 @@ inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline F exp2(F x) {
   x = simd::max(simd::set(-126.0f), x);
   const F whole = simd::round(x);
-  const F f = simd::sub(x, whole);
+  const F f = x - whole;
   F y = simd::set(1.535336188319500e-4f);
   y = simd::fma(y, f, simd::set(1.339887440266574e-3f));
   y = simd::fma(y, f, simd::set(9.618437357674640e-3f));
@@ -30,7 +30,7 @@ inline F exp2(F x) {
   y = simd::fma(y, f, simd::set(2.402264791363012e-1f));
   y = simd::fma(y, f, simd::set(6.931472028550421e-1f));
   y = simd::fma(y, f, simd::set(1.0f));
-  return simd::mul(y, simd::power_of_two(simd::to_int(whole)));
+  return y * simd::power_of_two(simd::to_int(whole));
 }
 
 constexpr float kLog2e = 1.44269504088896340736f;
@@ -82,18 +82,35 @@ struct Tiles {
   int64_t rows(int64_t tile) const { return small + (tile < larger ? 1 : 0); }
 };
 
-// Prefetches a line `ahead` bytes away. It may be past the end of the data; that is harmless.
-template <class Stored>
-[[gnu::always_inline]] inline void fetch_ahead(const Stored* at, uintptr_t bytes) {
-  simd::prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
+// Prefetches the line `bytes` after `at`. It may be past the end of the data; that is harmless.
+// Inlined early, because GCC deletes a call as having no effects.
+[[gnu::always_inline]] inline void fetch_ahead(const void* at, uintptr_t bytes) {
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
 }
 // The same, into the second-level cache.
-template <class Stored>
-[[gnu::always_inline]] inline void fetch_far_ahead(const Stored* at, uintptr_t bytes) {
-  simd::prefetch_to_second(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
+[[gnu::always_inline]] inline void fetch_far_ahead(const void* at, uintptr_t bytes) {
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes), 0, 2);
 }
 
-constexpr int64_t kTilesTogether =
-    20;  // tiles whose codes stay in the second-level cache while panels stream by
+// Calls body with `number`, 1 to kMost, as a constant.
+template <int kMost, class Body>
+inline void with_constant(int64_t number, Body body) {
+  if constexpr (kMost > 1) {
+    if (number < kMost) return with_constant<kMost - 1>(number, body);
+  }
+  body(std::integral_constant<int, kMost>{});
+}
+
+// Copies results [rows, 32] of panel `number` to its columns of an output with `all` columns.
+inline void copy_panel(const float* results, int64_t rows, int64_t number, int64_t all,
+                       float* out) {
+  const int64_t column = number * kPanel;
+  const auto bytes = least(kPanel, all - column) * sizeof(float);
+  for (int64_t r = 0; r < rows; ++r)
+    __builtin_memcpy(out + r * all + column, results + r * kPanel, bytes);
+}
+
+// Tiles whose codes stay in the second-level cache while panels stream by.
+constexpr int64_t kTilesTogether = 20;
 
 }  // namespace

@@ -38,9 +38,8 @@ inline void look_up_int4(const dlm::Embedding& table, int64_t id, float* y) {
 inline void embedding(const dlm::Embedding& table, dlm::Parallel& parallel) {
   constexpr int64_t kTogether = 64;  // tokens per task
   const int64_t tasks = (table.tokens + kTogether - 1) / kTogether;
-  parallel.each(static_cast<size_t>(tasks), [&](size_t task) {
-    const int64_t first = static_cast<int64_t>(task) * kTogether,
-                  last = least(first + kTogether, table.tokens);
+  parallel.each(tasks, [&](int64_t task) {
+    const int64_t first = task * kTogether, last = least(first + kTogether, table.tokens);
     for (int64_t t = first; t < last; ++t) {
       float* const y = table.y + t * table.hidden;
       if (table.group_size == 0)

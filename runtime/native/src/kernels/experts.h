@@ -24,57 +24,16 @@ struct FloatProduct {
   // Multiplies panel `number` of a weight, [K, 32] floats, by the rows of tiles [first, last).
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     float results[2][kTogether * simd::kFloatRows * kPanel];
-    const int64_t top = tiles.start(first),
-                  rows = tiles.start(last - 1) + tiles.rows(last - 1) - top;
-    for (size_t i = 0; i < (layer.is_gated ? 2 : 1); ++i)
-      sum(layer.weights[weight + i], number, first, last, results[i]);
-    if (layer.is_gated)
-      for (int64_t i = 0; i < rows * kPanel; i += kLanes)
-        simd::store(results[0] + i,
-                    simd::mul(silu(simd::load(results[0] + i)), simd::load(results[1] + i)));
-    const int64_t all = layer.weights[weight].columns, column = number * kPanel,
-                  columns = least(kPanel, all - column);
-    float* const out = layer.outputs[weight] + top * all + column;
-    for (int64_t r = 0; r < rows; ++r)
-      __builtin_memcpy(out + r * all, results[0] + r * kPanel,
-                       static_cast<size_t>(columns) * sizeof(float));
-  }
-
- private:
-  void sum(const dlm::LinearWeight& weight, int64_t number, int64_t first, int64_t last,
-           float* sums) const {
-    const int64_t K = layer.inputs, top = tiles.start(first);
-    const auto* const panel = reinterpret_cast<const float*>(weight.panels) + number * K * kPanel;
-    for (int64_t i = 0; i < (last - first) * simd::kFloatRows * kPanel; ++i) sums[i] = 0;
-    for (int64_t k = 0; k < K; k += kStretch) {
-      const int64_t inputs = least(kStretch, K - k);
-      for (int64_t tile = first; tile < last; ++tile) {
-        const int64_t start = tiles.start(tile);
-        const MultiplyFloats multiply = find_multiply_floats<simd::kFloatRows>(tiles.rows(tile));
-        multiply(layer.x + start * K + k, K, panel + k * kPanel, inputs,
-                 sums + (start - top) * kPanel);
-      }
+    const int64_t K = layer.inputs, top = tiles.start(first), rows = tiles.start(last) - top;
+    for (size_t i = 0; i < (layer.is_gated ? 2 : 1); ++i) {
+      const auto* const panel =
+          reinterpret_cast<const float*>(layer.weights[weight + i].panels) + number * K * kPanel;
+      sum_floats(layer.x, K, tiles, first, last, results[i],
+                 [&](int64_t k, int64_t) { return panel + k * kPanel; });
     }
-  }
-};
-
-// A quantised layer with memory for the codes of its rows.
-template <class Codes>
-struct CodesProduct : Product<Codes> {
-  CodesProduct(const dlm::Linear& of, void* memory)
-      : Product<Codes>{of,      size_of_group(of), groups_in(of), Tiles(of.rows, Codes::kTileRows),
-                       nullptr, nullptr,           nullptr} {
-    this->scales = static_cast<float*>(memory);
-    this->offsets = reinterpret_cast<int32_t*>(this->scales + of.rows);
-    this->codes = reinterpret_cast<typename Codes::Code*>(this->offsets + of.rows * this->groups);
-  }
-
- private:
-  static int64_t size_of_group(const dlm::Linear& of) {
-    return of.group_size == 0 ? of.inputs : of.group_size;
-  }
-  static int64_t groups_in(const dlm::Linear& of) {
-    return dlm::groups_of(of.inputs, size_of_group(of));
+    if (layer.is_gated) gate(results[0], results[1], rows * kPanel);
+    const int64_t all = layer.weights[weight].columns;
+    copy_panel(results[0], rows, number, all, layer.outputs[weight] + top * all);
   }
 };
 
@@ -151,23 +110,23 @@ void run_groups(const Routed& routed, bool is_gated, dlm::Parallel& parallel) {
     routed.layer_of(group, is_gated, made);
     body(Product(made.layer, routed.codes + group.start * dlm::Experts::code_bytes(K)));
   };
-  const auto quantise = [&](size_t i) {
+  const auto quantise = [&](int64_t i) {
     with(routed.groups[i], [](const Product& product) {
       for (int64_t tile = 0; tile < product.tiles.count; ++tile) product.quantise(tile);
     });
   };
   if (m.format != dlm::ExpertFormat::fp32) {
     if (routed.slots * K < kFewNumbers)
-      for (int64_t i = 0; i < routed.count; ++i) quantise(static_cast<size_t>(i));
+      for (int64_t i = 0; i < routed.count; ++i) quantise(i);
     else
-      parallel.each(static_cast<size_t>(routed.count), quantise);
+      parallel.each(routed.count, quantise);
   }
   const int64_t panels = dlm::padded_columns(N) / kPanel;
   const int64_t chunk = most(1, least(8, panels * routed.count / kTasks)),
                 chunks = (panels + chunk - 1) / chunk;
-  parallel.each(static_cast<size_t>(routed.count * chunks), [&](size_t i) {
-    const int64_t from = static_cast<int64_t>(i) % chunks * chunk;
-    with(routed.groups[static_cast<int64_t>(i) / chunks], [&](const Product& product) {
+  parallel.each(routed.count * chunks, [&](int64_t i) {
+    const int64_t from = i % chunks * chunk;
+    with(routed.groups[i / chunks], [&](const Product& product) {
       for (int64_t n = from; n < least(from + chunk, panels); ++n)
         for (int64_t first = 0; first < product.tiles.count; first += Product::kTogether)
           product.multiply(0, n, first, least(first + Product::kTogether, product.tiles.count));
@@ -183,13 +142,12 @@ void run_experts(const dlm::Experts& mixture, void* scratch, dlm::Parallel& para
     if (routed.slots * K < kFewNumbers)
       for (int64_t row = 0; row < mixture.rows; ++row) body(row);
     else
-      parallel.each(static_cast<size_t>(mixture.rows),
-                    [&](size_t row) { body(static_cast<int64_t>(row)); });
+      parallel.each(mixture.rows, body);
   };
   each_row([&](int64_t row) {
     for (int64_t slot = row * active; slot < (row + 1) * active; ++slot)
       __builtin_memcpy(routed.inputs + routed.place[slot] * K, mixture.x + row * K,
-                       static_cast<size_t>(K) * sizeof(float));
+                       K * sizeof(float));
   });
   run_groups<Product>(routed, true, parallel);
   run_groups<Product>(routed, false, parallel);
@@ -217,9 +175,9 @@ inline void experts(const dlm::Experts& mixture, void* scratch, dlm::Parallel& p
     if (mixture.format == dlm::ExpertFormat::fp32)
       run_experts<FloatProduct>(some, scratch, parallel);
     else if (mixture.format == dlm::ExpertFormat::int8)
-      run_experts<CodesProduct<simd::Int8>>(some, scratch, parallel);
+      run_experts<Product<simd::Int8>>(some, scratch, parallel);
     else
-      run_experts<CodesProduct<simd::Int4>>(some, scratch, parallel);
+      run_experts<Product<simd::Int4>>(some, scratch, parallel);
   }
 }
 

@@ -25,15 +25,15 @@ class Parallel {
   virtual void run(size_t count, void (*task)(void* user, size_t i), void* user) = 0;
 
   template <class Task>
-  void each(size_t count, Task task) {
+  void each(int64_t count, Task task) {
     run(count, [](void* user, size_t i) { (*static_cast<Task*>(user))(i); }, &task);
   }
 };
 
 constexpr int64_t kPanel = 32;  // columns of a weight stored together
 constexpr int64_t kDot = 4;     // products that one instruction adds
-constexpr int64_t kPairs =
-    2 * kDot;  // inputs whose INT4 codes share bytes; group sizes are multiples of it
+// Inputs whose INT4 codes share bytes. Group sizes are multiples of it.
+constexpr int64_t kPairs = 2 * kDot;
 constexpr int64_t kGroup = 16;             // inputs of a column that share a scale in NVFP4
 constexpr int64_t kMostInputs = 1 << 16;   // inputs of a linear layer; sums of products fit 32 bits
 constexpr int64_t kLargestHeadSize = 512;  // largest head size for attention
@@ -107,8 +107,8 @@ struct Experts {
   int64_t group_size;  // for INT4
   float* y;
 
-  static constexpr int64_t kRowsTogether =
-      512;  // the most at once; further bands of rows reuse the scratch memory
+  // The most rows at once. Further rows reuse the scratch memory.
+  static constexpr int64_t kRowsTogether = 512;
 
   bool is_in_range() const;  // whether every choice is a valid expert; the kernel needs that
 
@@ -143,8 +143,7 @@ struct Experts {
 struct Nvfp4Linear {
   const float* x;
   int64_t rows, inputs, columns;
-  const uint8_t* panels;  // [N / 32, K, 16]: low nibbles are columns 0 to 15 of a panel, high
-                          // nibbles 16 to 31
+  const uint8_t* panels;  // [N / 32, K, 16]: low nibbles are columns 0 to 15, high ones 16 to 31
   const uint8_t* scales;  // E4M3 [N / 32, K / 16, 32]
   float global_scale;
   float* y;
@@ -167,15 +166,13 @@ struct CachedAttention {
   const int64_t* positions;             // [B, T]
   const float *cos, *sin;               // [table_rows, rotary_size / 2]
   int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block;
-  const Segment*
-      segments;  // [segment_count], in order, covering the T tokens; none: one per batch entry
+  const Segment* segments;  // [segment_count], covering T in order; none: one per entry of B
   int64_t segment_count;
-  float* y;                      // [B, T, H, D]
-  float *new_keys, *new_values;  // [B, Hkv, T, D]
-  void *present_keys,
-      *present_values;  // [B, Hkv, T] rows; for an fp32 cache, equal to new_keys and new_values
-  const float *q_norm, *k_norm;  // [D], weights of each head's RMSNorm; nullptr: no norms
-  float epsilon;                 // of both norms
+  float* y;                             // [B, T, H, D]
+  float *new_keys, *new_values;         // [B, Hkv, T, D]
+  void *present_keys, *present_values;  // [B, Hkv, T] rows; fp32: the new keys and values
+  const float *q_norm, *k_norm;         // [D], weights of each head's RMSNorm; nullptr: no norms
+  float epsilon;                        // of both norms
 
   int64_t row_bytes() const {
     return cache == CacheType::fp32   ? 4 * head_size

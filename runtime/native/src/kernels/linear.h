@@ -73,7 +73,7 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
       int32_t sum = 0;
       I sums = simd::izero();
       for (; k + kLanes <= end; k += kLanes) {
-        const I rounded = simd::to_int(simd::mul(simd::load(x + k), simd::set(inverse)));
+        const I rounded = simd::to_int(simd::load(x + k) * simd::set(inverse));
         sums = simd::iadd(sums, rounded);
         Code stored[kLanes];
         Codes::store_codes(stored, rounded);
@@ -126,8 +126,9 @@ template <class Codes, int kRows>
 
 // Multiplies kRows rows by one panel and scales the results to out [kRows, 32].
 template <class Codes, int kRows>
-void multiply_tile(const Tile<Codes>& tile, const Panel<Codes>& panel, int64_t inputs,
-                   int64_t group_size, float* out, int64_t stride) {
+[[gnu::noinline]] void multiply_tile(const Tile<Codes>& tile, const Panel<Codes>& panel,
+                                     int64_t inputs, int64_t group_size, float* out,
+                                     int64_t stride) {
   constexpr int kVectors = Codes::kVectors, kSums = kRows * kVectors;
   for (int64_t from = 0; from < kPanel; from += kVectors * kLanes) {
     const typename Codes::Code* code = tile.codes;
@@ -145,9 +146,8 @@ void multiply_tile(const Tile<Codes>& tile, const Panel<Codes>& panel, int64_t i
       sum_products<Codes, kRows>(code, weight, inputs, panel.ahead, sums);
       unroll<kSums>([&](auto i) __attribute__((always_inline)) {
         constexpr int r = i / kVectors, v = i % kVectors;
-        const F scaled = simd::mul(simd::to_float(sums[i]), simd::set(tile.scales[r]));
-        simd::store(out + r * stride + from + v * kLanes,
-                    simd::mul(scaled, load_scales(scale + v * kLanes)));
+        const F scaled = simd::to_float(sums[i]) * simd::set(tile.scales[r]);
+        simd::store(out + r * stride + from + v * kLanes, scaled * load_scales(scale + v * kLanes));
       });
     } else {
       F totals[kSums];
@@ -180,29 +180,23 @@ void multiply_tile(const Tile<Codes>& tile, const Panel<Codes>& panel, int64_t i
       }
       unroll<kSums>([&](auto i) __attribute__((always_inline)) {
         constexpr int r = i / kVectors, v = i % kVectors;
-        const F scaled = simd::mul(totals[i], simd::set(tile.scales[r]));
+        const F scaled = totals[i] * simd::set(tile.scales[r]);
         simd::store(out + r * stride + from + v * kLanes, scaled);
       });
     }
   }
 }
 
-template <class Codes>
-using MultiplyTile = void (*)(const Tile<Codes>&, const Panel<Codes>&, int64_t, int64_t, float*,
-                              int64_t);
-
-template <class Codes, int kRows>
-MultiplyTile<Codes> find_multiply_tile(int64_t rows) {
-  if constexpr (kRows > 1) {
-    if (rows < kRows) return find_multiply_tile<Codes, kRows - 1>(rows);
-  }
-  return multiply_tile<Codes, kRows>;
+inline F silu(F x) {
+  const F scaled = x * simd::set(-kLog2e);
+  // Above 2 ^ 126, the quotient is 0 for every float x.
+  return x / (simd::set(1.0f) + exp2(simd::min(simd::set(126.0f), scaled)));
 }
 
-inline F silu(F x) {
-  const F scaled = simd::mul(x, simd::set(-kLog2e));
-  // Above 2 ^ 126, the quotient is 0 for every float x.
-  return simd::div(x, simd::add(simd::set(1.0f), exp2(simd::min(simd::set(126.0f), scaled))));
+// results = silu(results) * up, for whole vectors.
+inline void gate(float* results, const float* up, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    simd::store(results + i, silu(simd::load(results + i)) * simd::load(up + i));
 }
 
 template <class Codes>
@@ -215,9 +209,19 @@ struct Product {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  typename Codes::Code* codes;  // of all tiles, like offsets and scales
-  int32_t* offsets;
+  // These arrays have all tiles. They are in scratch memory.
   float* scales;
+  int32_t* offsets;
+  typename Codes::Code* codes;
+
+  Product(const dlm::Linear& of, void* scratch)
+      : layer(of),
+        group_size(of.group_size == 0 ? of.inputs : of.group_size),
+        groups(dlm::groups_of(of.inputs, group_size)),
+        tiles(of.rows, Codes::kTileRows),
+        scales(static_cast<float*>(scratch)),
+        offsets(reinterpret_cast<int32_t*>(scales + of.rows)),
+        codes(reinterpret_cast<typename Codes::Code*>(offsets + of.rows * groups)) {}
 
   int64_t slices() const { return tiles.count; }
   void quantise(int64_t tile) const {
@@ -228,13 +232,12 @@ struct Product {
 
   // Multiplies panel `number` of the weights by the rows of tiles [first, last).
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
-    const int64_t all = layer.weights[weight].columns, column = number * kPanel,
-                  columns = least(kPanel, all - column);
+    const int64_t all = layer.weights[weight].columns, column = number * kPanel;
     for (int64_t tile = first; tile < last; ++tile) {
       const uintptr_t ahead = tile == first ? kFetchedAhead : 0;
-      float* const out = layer.outputs[weight] + tiles.start(tile) * all + column;
-      if (columns == kPanel && !layer.is_gated) {
-        multiply(weight, number, tile, ahead, out, all);
+      float* const out = layer.outputs[weight] + tiles.start(tile) * all;
+      if (column + kPanel <= all && !layer.is_gated) {
+        multiply(weight, number, tile, ahead, out + column, all);
         continue;
       }
       float results[Codes::kTileRows * kPanel];
@@ -242,12 +245,9 @@ struct Product {
       if (layer.is_gated) {
         float up[Codes::kTileRows * kPanel];
         multiply(1, number, tile, ahead, up, kPanel);
-        for (int64_t i = 0; i < tiles.rows(tile) * kPanel; i += kLanes)
-          simd::store(results + i, simd::mul(silu(simd::load(results + i)), simd::load(up + i)));
+        gate(results, up, tiles.rows(tile) * kPanel);
       }
-      for (int64_t r = 0; r < tiles.rows(tile); ++r)
-        __builtin_memcpy(out + r * all, results + r * kPanel,
-                         static_cast<size_t>(columns) * sizeof(float));
+      copy_panel(results, tiles.rows(tile), number, all, out);
     }
   }
 
@@ -258,11 +258,12 @@ struct Product {
     const dlm::LinearWeight& w = layer.weights[weight];
     const auto* const column_scales = static_cast<const Scale<Codes>*>(w.scales);
     const int64_t start = tiles.start(tile);
-    const Tile<Codes> rows{codes + start * layer.inputs, offsets + start * groups, scales + start};
+    const Tile<Codes> from{codes + start * layer.inputs, offsets + start * groups, scales + start};
     const Panel<Codes> panel{w.panels + number * (layer.inputs / Codes::kParts * kPanel),
                              column_scales + number * groups * kPanel, ahead};
-    find_multiply_tile<Codes, Codes::kTileRows>(tiles.rows(tile))(rows, panel, layer.inputs,
-                                                                  group_size, out, stride);
+    with_constant<Codes::kTileRows>(tiles.rows(tile), [&](auto rows) {
+      multiply_tile<Codes, rows>(from, panel, layer.inputs, group_size, out, stride);
+    });
   }
 };
 
@@ -282,8 +283,7 @@ void run_product(const Product& product, dlm::Parallel& parallel) {
   if (layer.rows * layer.inputs < kFewNumbers)
     for (int64_t slice = 0; slice < slices; ++slice) product.quantise(slice);
   else
-    parallel.each(static_cast<size_t>(slices),
-                  [&](size_t slice) { product.quantise(static_cast<int64_t>(slice)); });
+    parallel.each(slices, [&](int64_t slice) { product.quantise(slice); });
   const size_t products = layer.is_gated ? 1 : layer.count;
   int64_t panels = 0;
   for (size_t i = 0; i < products; ++i)
@@ -292,10 +292,9 @@ void run_product(const Product& product, dlm::Parallel& parallel) {
                 bands = (tiles + Product::kTogether - 1) / Product::kTogether;
   const int64_t chunk = most(1, least(8, panels * bands / kTasks)),
                 chunks = (panels + chunk - 1) / chunk;
-  parallel.each(static_cast<size_t>(bands * chunks), [&](size_t i) {
+  parallel.each(bands * chunks, [&](int64_t i) {
     [[maybe_unused]] const typename Product::Task task(product);
-    const int64_t band = static_cast<int64_t>(i) / chunks,
-                  from = static_cast<int64_t>(i) % chunks * chunk;
+    const int64_t band = i / chunks, from = i % chunks * chunk;
     const int64_t first = band * Product::kTogether,
                   last = least(first + Product::kTogether, tiles);
     for (int64_t n = from; n < least(from + chunk, panels); ++n) {
@@ -308,24 +307,12 @@ void run_product(const Product& product, dlm::Parallel& parallel) {
   });
 }
 
-template <class Codes>
-void multiply_layer(const dlm::Linear& layer, int64_t group_size, void* scratch,
-                    dlm::Parallel& parallel) {
-  const int64_t groups = dlm::groups_of(layer.inputs, group_size);
-  auto* const scales = static_cast<float*>(scratch);
-  auto* const offsets = reinterpret_cast<int32_t*>(scales + layer.rows);
-  auto* const codes = reinterpret_cast<typename Codes::Code*>(offsets + layer.rows * groups);
-  const Product<Codes> product{layer, group_size, groups, Tiles(layer.rows, Codes::kTileRows),
-                               codes, offsets,    scales};
-  run_product(product, parallel);
-}
-
 inline void linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   if (layer.rows == 0) return;
   if (layer.group_size == 0)
-    multiply_layer<simd::Int8>(layer, layer.inputs, scratch, parallel);
+    run_product(Product<simd::Int8>(layer, scratch), parallel);
   else
-    multiply_layer<simd::Int4>(layer, layer.group_size, scratch, parallel);
+    run_product(Product<simd::Int4>(layer, scratch), parallel);
 }
 
 }  // namespace

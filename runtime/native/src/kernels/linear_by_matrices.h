@@ -13,11 +13,10 @@
 namespace {
 
 constexpr int64_t kMatrixRows = 32;  // of a tile
-constexpr int64_t kSliceRows =
-    8;  // quantised together, so that many threads can share a single tile
+constexpr int64_t kSliceRows = 8;    // quantised together, so that threads can share a single tile
 constexpr int64_t kMatrixTogether = 8;  // tiles that a task multiplies each panel by
-constexpr int64_t kUnpackedInputs =
-    256;  // unpacked INT4 weights at a time: 8 KiB, which fit the first-level cache
+// INT4 weights are unpacked for this many inputs at a time: 8 KiB, which fit the first-level cache.
+constexpr int64_t kUnpackedInputs = 256;
 
 // Up to this many rows, vectors multiply; registers would be padded with empty rows. A row takes 16
 // cycles per 2048 weights, so 16 rows take 256. In that time a core cannot read more weights from
@@ -65,7 +64,7 @@ inline void add_products(const int8_t* codes, const uint8_t* weights, int64_t st
     matrix::load<5>(codes + kHalf * step, step);
     matrix::multiply<2, 5, 6>();
     matrix::multiply<3, 5, 7>();
-    for (int64_t i = 0; i < fetched.lines; ++i, fetched.next += 64) simd::prefetch(fetched.next);
+    for (int64_t i = 0; i < fetched.lines; ++i, fetched.next += 64) fetch_ahead(fetched.next, 0);
   }
 }
 
@@ -107,6 +106,15 @@ struct MatrixProduct {
   int32_t* offsets;  // [groups, 32]: added to the sums over a group
   float* scales;     // [32]
 
+  MatrixProduct(const dlm::Linear& of, void* scratch)
+      : layer(of),
+        group_size(of.group_size == 0 ? of.inputs : of.group_size),
+        groups(dlm::groups_of(of.inputs, group_size)),
+        tiles(of.rows, kMatrixRows),
+        codes(static_cast<int8_t*>(scratch)),
+        offsets(reinterpret_cast<int32_t*>(codes + tiles.count * kMatrixRows * products() * kStep)),
+        scales(reinterpret_cast<float*>(offsets + tiles.count * kMatrixRows * groups)) {}
+
   int64_t products() const { return (layer.inputs + kStep - 1) / kStep; }
   const int8_t* codes_of(int64_t tile) const {
     return codes + tile * products() * kStep * kMatrixRows;
@@ -125,10 +133,9 @@ struct MatrixProduct {
                                 scales + tile * kMatrixRows + row);
     for (int64_t product = 0; product < products(); ++product) {
       int8_t* const at = to + product * kMatrixRows * kStep;
-      __builtin_memset(at + rows * kStep, 0, static_cast<size_t>((kSliceRows - rows) * kStep));
+      __builtin_memset(at + rows * kStep, 0, (kSliceRows - rows) * kStep);
       if (product < products() - 1) continue;
-      for (int64_t r = 0; r < rows; ++r)
-        __builtin_memset(at + (r + 1) * kStep - left, 0, static_cast<size_t>(left));
+      for (int64_t r = 0; r < rows; ++r) __builtin_memset(at + (r + 1) * kStep - left, 0, left);
     }
   }
 
@@ -140,20 +147,12 @@ struct MatrixProduct {
       else
         multiply_int8(layer.weights[weight + i], number, first, last, results[i]);
     }
-    const int64_t all = layer.weights[weight].columns, column = number * kPanel,
-                  columns = least(kPanel, all - column);
+    const int64_t all = layer.weights[weight].columns;
     for (int64_t tile = first; tile < last; ++tile) {
-      float* const result = results[0] + (tile - first) * kMatrixRows * kPanel;
-      const int64_t rows = tiles.rows(tile);
-      if (layer.is_gated) {
-        const float* const up = result + (results[1] - results[0]);
-        for (int64_t i = 0; i < rows * kPanel; i += kLanes)
-          simd::store(result + i, simd::mul(silu(simd::load(result + i)), simd::load(up + i)));
-      }
-      float* const out = layer.outputs[weight] + tiles.start(tile) * all + column;
-      for (int64_t r = 0; r < rows; ++r)
-        __builtin_memcpy(out + r * all, result + r * kPanel,
-                         static_cast<size_t>(columns) * sizeof(float));
+      const int64_t at = (tile - first) * kMatrixRows * kPanel, rows = tiles.rows(tile);
+      if (layer.is_gated) gate(results[0] + at, results[1] + at, rows * kPanel);
+      copy_panel(results[0] + at, rows, number, all,
+                 layer.outputs[weight] + tiles.start(tile) * all);
     }
   }
 
@@ -163,10 +162,10 @@ struct MatrixProduct {
     const int64_t K = layer.inputs, bytes = K * kPanel, whole = K / kStep, left = K % kStep;
     const uint8_t* const panel = weight.panels + number * bytes;
     const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) * K;
-    alignas(64) uint8_t rest[kStep * kPanel];  // of the last product; the memory after the panel
-                                               // may not exist
-    __builtin_memcpy(rest, panel + whole * kStep * kPanel, static_cast<size_t>(left * kPanel));
-    __builtin_memset(rest + left * kPanel, 0, static_cast<size_t>((kStep - left) * kPanel));
+    // A copy of the last product's weights, because the memory after the panel may not exist.
+    alignas(64) uint8_t rest[kStep * kPanel];
+    __builtin_memcpy(rest, panel + whole * kStep * kPanel, left * kPanel);
+    __builtin_memset(rest + left * kPanel, 0, (kStep - left) * kPanel);
     Fetched fetched(panel + bytes, bytes, end, products() * (last - first));
     F column_scales[kVectors];
     load_columns(static_cast<const float*>(weight.scales) + number * kPanel, column_scales);
@@ -176,8 +175,8 @@ struct MatrixProduct {
       if (left > 0)
         add_products(codes_of(tile) + whole * kMatrixRows * kStep, rest, kStep, 1, fetched);
       each_sum(tile, 0, [&](int64_t at, int v, F sum) __attribute__((always_inline)) {
-        const F scaled = simd::mul(sum, simd::set(scales[tile * kMatrixRows + at / kPanel]));
-        simd::store(results + at, simd::mul(scaled, column_scales[v]));
+        const F scaled = sum * simd::set(scales[tile * kMatrixRows + at / kPanel]);
+        simd::store(results + at, scaled * column_scales[v]);
       });
     }
   }
@@ -194,8 +193,7 @@ struct MatrixProduct {
       const int64_t inputs = least(stretch, K - from), count = (inputs + kStep - 1) / kStep;
       const uint8_t* const packed = weight.panels + number * bytes + from / 2 * kPanel;
       unpack(packed, inputs, unpacked);
-      __builtin_memset(unpacked + inputs * kPanel, 0,
-                       static_cast<size_t>((count * kStep - inputs) * kPanel));
+      __builtin_memset(unpacked + inputs * kPanel, 0, (count * kStep - inputs) * kPanel);
       Fetched fetched(packed + inputs / 2 * kPanel, stretch / 2 * kPanel, end,
                       count * (last - first));
       for (int64_t tile = first; tile < last; ++tile) {
@@ -217,8 +215,8 @@ struct MatrixProduct {
     }
     for (int64_t tile = first; tile < last; ++tile, results += kMatrixRows * kPanel)
       for (int64_t at = 0; at < tiles.rows(tile) * kPanel; at += kLanes)
-        simd::store(results + at, simd::mul(simd::load(results + at),
-                                            simd::set(scales[tile * kMatrixRows + at / kPanel])));
+        simd::store(results + at,
+                    simd::load(results + at) * simd::set(scales[tile * kMatrixRows + at / kPanel]));
   }
 
   template <class Stored>
@@ -243,23 +241,6 @@ struct MatrixProduct {
   }
 };
 
-template <class Codes>
-void multiply_by_matrices(const dlm::Linear& layer, int64_t group_size, void* scratch,
-                          dlm::Parallel& parallel) {
-  MatrixProduct<Codes> product{layer,
-                               group_size,
-                               dlm::groups_of(layer.inputs, group_size),
-                               Tiles(layer.rows, kMatrixRows),
-                               static_cast<int8_t*>(scratch),
-                               nullptr,
-                               nullptr};
-  const int64_t rows = product.tiles.count * kMatrixRows;
-  product.offsets =
-      reinterpret_cast<int32_t*>(product.codes + rows * product.products() * Codes::kStep);
-  product.scales = reinterpret_cast<float*>(product.offsets + rows * product.groups);
-  run_product(product, parallel);
-}
-
 // Uses the same processor's vector kernels if a layer does not suit the registers.
 template <const dlm::Kernels& kVectorKernels>
 void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
@@ -267,11 +248,11 @@ void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& paral
   if (layer.rows <= kFewRows || size > kUnpackedInputs || size % 32 != 0)
     kVectorKernels.linear(layer, scratch, parallel);
   else if (size == 0)
-    multiply_by_matrices<MatrixInt8>(layer, layer.inputs, scratch, parallel);
+    run_product(MatrixProduct<MatrixInt8>(layer, scratch), parallel);
   else if (size % 64 == 0)
-    multiply_by_matrices<MatrixInt4<64>>(layer, size, scratch, parallel);
+    run_product(MatrixProduct<MatrixInt4<64>>(layer, scratch), parallel);
   else
-    multiply_by_matrices<MatrixInt4<32>>(layer, size, scratch, parallel);
+    run_product(MatrixProduct<MatrixInt4<32>>(layer, scratch), parallel);
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ inline void scale_row(const float* x, float inverse, const float* weight, int64_
   const F by = simd::set(inverse);
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes)
-    simd::store(y + i, simd::mul(simd::mul(simd::load(x + i), by), simd::load(weight + i)));
+    simd::store(y + i, simd::load(x + i) * by * simd::load(weight + i));
   for (; i < width; ++i) y[i] = x[i] * inverse * weight[i];
 }
 
@@ -35,7 +35,7 @@ template <class Read, class ReadOne>
     const F x = read(i);
     sums[0] = simd::fma(x, x, sums[0]);
   }
-  float squares = simd::total(simd::add(simd::add(sums[0], sums[1]), simd::add(sums[2], sums[3])));
+  float squares = simd::total((sums[0] + sums[1]) + (sums[2] + sums[3]));
   for (; i < width; ++i) {
     const float x = read_one(i);
     squares += x * x;
@@ -56,7 +56,7 @@ inline void add_norm_row(const dlm::AddNorm& a, int64_t row) {
   const float squares = sum_squares(
       a.width,
       [&](int64_t i) {
-        const F both = simd::add(simd::load(x + i), simd::load(y + i));
+        const F both = simd::load(x + i) + simd::load(y + i);
         simd::store(sum + i, both);
         return both;
       },
@@ -67,8 +67,8 @@ inline void add_norm_row(const dlm::AddNorm& a, int64_t row) {
 inline void add_norm(const dlm::AddNorm& a, dlm::Parallel& parallel) {
   if (a.rows == 0) return;
   const int64_t together = a.rows * a.width < kFewNumbers ? a.rows : 16;  // rows per task
-  parallel.each(static_cast<size_t>((a.rows + together - 1) / together), [&](size_t task) {
-    const int64_t first = static_cast<int64_t>(task) * together;
+  parallel.each((a.rows + together - 1) / together, [&](int64_t task) {
+    const int64_t first = task * together;
     for (int64_t row = first; row < least(first + together, a.rows); ++row) add_norm_row(a, row);
   });
 }

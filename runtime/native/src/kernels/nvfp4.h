@@ -5,8 +5,8 @@
 
 namespace {
 
-constexpr int64_t kStretch =
-    128;  // inputs whose weights are decoded at a time: 16 KiB, which fit the first-level cache
+// Inputs whose weights are decoded at a time: 16 KiB, which fit the first-level cache.
+constexpr int64_t kStretch = 128;
 
 // A scale in E4M3. Its exponent bias is 7; a float's is 127.
 inline float e4m3(uint8_t byte) {
@@ -33,7 +33,7 @@ inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, 
       unroll<kVectors>([&](auto v) __attribute__((always_inline)) {
         constexpr int column = v * kLanes;
         const F value = simd::look_up<column / kHalf * 4>(table, codes + column % kHalf);
-        simd::store(weights + column, simd::mul(value, simd::load(steps + column)));
+        simd::store(weights + column, value * simd::load(steps + column));
       });
     }
   }
@@ -42,8 +42,8 @@ inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, 
 // Adds the products of kRows rows, `stride` apart, and a panel's weights [inputs, 32] to sums
 // [kRows, 32].
 template <int kRows>
-void multiply_floats(const float* x, int64_t stride, const float* weights, int64_t inputs,
-                     float* sums) {
+[[gnu::noinline]] void multiply_floats(const float* x, int64_t stride, const float* weights,
+                                       int64_t inputs, float* sums) {
   constexpr int kVectors = simd::kFloatVectors;
   for (int64_t from = 0; from < kPanel; from += kVectors * kLanes) {
     F total[kRows * kVectors];
@@ -68,14 +68,23 @@ void multiply_floats(const float* x, int64_t stride, const float* weights, int64
   }
 }
 
-using MultiplyFloats = void (*)(const float*, int64_t, const float*, int64_t, float*);
-
-template <int kRows>
-MultiplyFloats find_multiply_floats(int64_t rows) {
-  if constexpr (kRows > 1) {
-    if (rows < kRows) return find_multiply_floats<kRows - 1>(rows);
+// Sums the products of tiles [first, last) of x [rows, K] and a panel's weights, to sums [rows,
+// 32]. weights_of(k, inputs) returns the weights [inputs, 32] of the inputs from k on.
+template <class WeightsOf>
+void sum_floats(const float* x, int64_t K, const Tiles& tiles, int64_t first, int64_t last,
+                float* sums, WeightsOf weights_of) {
+  const int64_t top = tiles.start(first);
+  for (int64_t i = 0; i < (tiles.start(last) - top) * kPanel; ++i) sums[i] = 0;
+  for (int64_t k = 0; k < K; k += kStretch) {
+    const int64_t inputs = least(kStretch, K - k);
+    const float* const weights = weights_of(k, inputs);
+    for (int64_t tile = first; tile < last; ++tile) {
+      const int64_t start = tiles.start(tile);
+      with_constant<simd::kFloatRows>(tiles.rows(tile), [&](auto rows) {
+        multiply_floats<rows>(x + start * K + k, K, weights, inputs, sums + (start - top) * kPanel);
+      });
+    }
   }
-  return multiply_floats<kRows>;
 }
 
 void nvfp4_linear(const dlm::Nvfp4Linear& layer, dlm::Parallel& parallel) {
@@ -83,28 +92,18 @@ void nvfp4_linear(const dlm::Nvfp4Linear& layer, dlm::Parallel& parallel) {
   const Tiles tiles(layer.rows, simd::kFloatRows);
   const int64_t K = layer.inputs, panels = dlm::padded_columns(layer.columns) / kPanel;
   const int64_t groups = (tiles.count + kTilesTogether - 1) / kTilesTogether;
-  parallel.each(static_cast<size_t>(groups * panels), [&](size_t i) {
-    const int64_t group = static_cast<int64_t>(i) / panels,
-                  panel = static_cast<int64_t>(i) % panels;
+  parallel.each(groups * panels, [&](int64_t i) {
+    const int64_t group = i / panels, panel = i % panels;
     const int64_t first = group * kTilesTogether, last = least(first + kTilesTogether, tiles.count);
     const int64_t top = tiles.start(first), rows = tiles.start(last) - top;
     float sums[kTilesTogether * simd::kFloatRows * kPanel], weights[kStretch * kPanel];
-    for (int64_t at = 0; at < rows * kPanel; ++at) sums[at] = 0;
-    for (int64_t k = 0; k < K; k += kStretch) {
-      const int64_t inputs = least(kStretch, K - k);
-      const uint8_t* const scales = layer.scales + (panel * K + k) / dlm::kGroup * kPanel;
-      decode(layer.panels + (panel * K + k) * (kPanel / 2), scales, inputs, layer.global_scale,
+    sum_floats(layer.x, K, tiles, first, last, sums, [&](int64_t k, int64_t inputs) {
+      decode(layer.panels + (panel * K + k) * (kPanel / 2),
+             layer.scales + (panel * K + k) / dlm::kGroup * kPanel, inputs, layer.global_scale,
              weights);
-      for (int64_t tile = first; tile < last; ++tile) {
-        const int64_t start = tiles.start(tile);
-        const MultiplyFloats multiply = find_multiply_floats<simd::kFloatRows>(tiles.rows(tile));
-        multiply(layer.x + start * K + k, K, weights, inputs, sums + (start - top) * kPanel);
-      }
-    }
-    const int64_t column = panel * kPanel, columns = least(kPanel, layer.columns - column);
-    for (int64_t r = 0; r < rows; ++r)
-      __builtin_memcpy(layer.y + (top + r) * layer.columns + column, sums + r * kPanel,
-                       static_cast<size_t>(columns) * sizeof(float));
+      return weights;
+    });
+    copy_panel(sums, rows, panel, layer.columns, layer.y + top * layer.columns);
   });
 }
 

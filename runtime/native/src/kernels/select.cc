@@ -43,7 +43,8 @@ bool Experts::is_in_range() const {
                      [&](int64_t expert) { return expert >= 0 && expert < count; });
 }
 
-extern const Kernels kAmxKernels, kAvx512Kernels, kAvxVnniKernels, kAvx2Kernels, kNeonKernels;
+extern const Kernels kAvx512Kernels, kAvxVnniKernels, kAvx2Kernels, kNeonKernels;
+extern decltype(Kernels::linear) const kAmxLinear;
 
 namespace {
 
@@ -68,9 +69,14 @@ std::vector<KernelSet> find_kernel_sets() {
   const bool has_avx2 =
       has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), has_f16c);
 #ifdef DLM_AMX
-  const AmxHost host =
-      read_amx_host(has_avx512_vnni, [] { return multiplies_rightly(kAmxKernels); });
-  sets.push_back({kAmxKernels.name, &kAmxKernels, find_amx_refusal(host)});
+  // Copied here, because code in the kernels' own files may not run on this processor.
+  static const Kernels amx = [] {
+    Kernels kernels = kAvx512Kernels;
+    kernels.name = "amx-int8", kernels.linear = kAmxLinear;
+    return kernels;
+  }();
+  const AmxHost host = read_amx_host(has_avx512_vnni, [] { return multiplies_rightly(amx); });
+  sets.push_back({amx.name, &amx, find_amx_refusal(host)});
 #else
   sets.push_back({"amx-int8", nullptr, kNotCompiled});
 #endif

@@ -11,18 +11,11 @@
 #include <string_view>
 #include <vector>
 
+#include "base/view.h"
+
 namespace dlm {
 
-// A part of the file.
-template <class T>
-struct View {
-  const T* data = nullptr;
-  size_t size = 0;
-  const T& operator[](size_t i) const { return data[i]; }
-  const T* begin() const { return data; }
-  const T* end() const { return data + size; }
-};
-using Numbers = View<int32_t>;
+using Numbers = View<int32_t>;  // a part of the file
 
 // One byte per code point, in pages of 256. Empty if there are no pages.
 struct CodePointTable {

@@ -83,8 +83,7 @@ Text::Text(const void* data, size_t size, const std::string& where)
     for (size_t i = 0; i < merges.size / 3; ++i)
       merges_.insert(hash_of(merges[3 * i], merges[3 * i + 1]), static_cast<int32_t>(i));
     const auto is_whole = [](uint8_t flags) { return (flags & TextFile::whole) != 0; };
-    wholes_.reserve(static_cast<size_t>(
-        std::count_if(file_.token_flags.begin(), file_.token_flags.end(), is_whole)));
+    wholes_.reserve(std::count_if(file_.token_flags.begin(), file_.token_flags.end(), is_whole));
     for (size_t token = 0; token < file_.tokens.size(); ++token)
       if (is_whole(file_.token_flags[token]))
         wholes_.insert(hash_of(file_.tokens[token]), static_cast<int32_t>(token));
@@ -207,8 +206,7 @@ class Encoding {
   void split(std::string_view text, size_t number) {
     if (number + 1 == file_.split_starts.size) return merge(text);
     const auto width = static_cast<size_t>(file_.class_count) + 1;
-    const int32_t* const table =
-        file_.split_tables.data + static_cast<size_t>(file_.split_starts[number]) * width;
+    const int32_t* const table = file_.split_tables.data + file_.split_starts[number] * width;
     size_t done = 0, steps = 0;
     const size_t most_steps = kStepsPerChar * (text.size() + 1);
     for (size_t at = 0; at < text.size();) {
@@ -238,8 +236,8 @@ class Encoding {
 
   int32_t merge_of(int32_t left, int32_t right) const {
     const int32_t* const merges = file_.merges.data;
-    return text_.merges_.find(hash_of(left, right), [&](int32_t number) {
-      const int32_t* const entry = merges + 3 * static_cast<size_t>(number);
+    return text_.merges_.find(hash_of(left, right), [&](size_t number) {
+      const int32_t* const entry = merges + 3 * number;
       return entry[0] == left && entry[1] == right;
     });
   }

@@ -15,7 +15,7 @@ void DeviceCache::place(std::vector<Place> places) {
 void DeviceCache::move(std::vector<Place> places, CUstream stream) {
   for (size_t i = 0; i < places.size(); ++i) {
     const CacheLayer& layer = shape_[i / 2];
-    const auto heads = static_cast<size_t>(batch_) * static_cast<size_t>(layer.kv_heads);
+    const size_t heads = static_cast<size_t>(batch_) * layer.kv_heads;
     copy_rows(places_[i].past, kept_, places[i].past, kept_, kept_, heads, layer.row_bytes(),
               stream);
   }
@@ -68,9 +68,9 @@ void DeviceCache::copy_rows(CUdeviceptr from, int32_t from_rows, CUdeviceptr to,
   what.srcMemoryType = what.dstMemoryType = CU_MEMORYTYPE_DEVICE;
   what.srcDevice = from;
   what.dstDevice = to;
-  what.srcPitch = static_cast<size_t>(from_rows) * row;
-  what.dstPitch = static_cast<size_t>(to_rows) * row;
-  what.WidthInBytes = static_cast<size_t>(rows) * row;
+  what.srcPitch = from_rows * row;
+  what.dstPitch = to_rows * row;
+  what.WidthInBytes = rows * row;
   what.Height = heads;
   cuda_.check(cuda_.cuMemcpy2DAsync_v2(&what, stream), "cuMemcpy2DAsync");
 }
@@ -81,7 +81,7 @@ void DeviceCache::move_rows(int32_t first, int32_t last, const CacheLayer& layer
   const auto& [past, present] = place;
   const int32_t length = kept_ + hole_.tokens(), kept = length - (last - first);
   const size_t row = layer.row_bytes();
-  const auto heads = static_cast<size_t>(batch_) * static_cast<size_t>(layer.kv_heads);
+  const size_t heads = static_cast<size_t>(batch_) * layer.kv_heads;
   // After present's rows, where there is room for the longest canvas.
   const size_t staged = layer.tensor_bytes(batch_, written_.tokens());
   const auto copy = [&](CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows,
@@ -93,8 +93,7 @@ void DeviceCache::move_rows(int32_t first, int32_t last, const CacheLayer& layer
   const auto take = [&, past = past](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low,
                                      int32_t high) {
     const auto part = [&](int32_t begin, int32_t end, int32_t to) {
-      copy(from + static_cast<size_t>(begin - at) * row, from_rows,
-           past + static_cast<size_t>(begin - to) * row, kept, end - begin);
+      copy(from + (begin - at) * row, from_rows, past + (begin - to) * row, kept, end - begin);
     };
     part(low, std::min(high, first), 0);
     part(std::max(low, last), high, last - first);

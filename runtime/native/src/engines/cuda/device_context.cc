@@ -15,7 +15,7 @@ class DeviceContext final : public Context {
         device_(device),
         shape_(shape),
         longest_(longest),
-        nothing_(shape.size(), nullptr),
+        pointers_(shape.size()),
         stream_(nullptr, CudaDelete{&device.cuda()}),
         cache_(device.cuda(), shape) {
     const CudaDevice::Use use(device_);
@@ -32,18 +32,9 @@ class DeviceContext final : public Context {
 
   void run(const dlm_pass& wanted, CacheUse use) override {
     dlm_pass pass = wanted;
-    pass.layers = static_cast<int32_t>(shape_.size());
-    pass.past_keys = pass.past_values = nothing_.data();
     if (use == CacheUse::write) make_room(pass.batch, pass.tokens);
     if (use == CacheUse::append) make_room_behind(pass.batch, pass.cached, pass.tokens);
-    if (use != CacheUse::none && pass.cached > 0) {
-      pass.past_keys = past_keys_.data();
-      pass.past_values = past_values_.data();
-    }
-    if (keeps_rows(use)) {
-      pass.present_keys = present_keys_.data();
-      pass.present_values = present_values_.data();
-    }
+    pointers_.put(pass, use != CacheUse::none && pass.cached > 0, keeps_rows(use));
     cache_.begin(pass, use);
     engine_.run(pass, {});
     cache_.end(pass, use);
@@ -75,14 +66,12 @@ class DeviceContext final : public Context {
     point();
   }
 
-  // Makes room for `tokens` rows after each head's `cached` ones, which stay. Room doubles, so rows
-  // are copied only a few times, but never exceeds the longest canvas.
+  // Makes room for `tokens` rows after each head's `cached` ones, which stay.
   void make_room_behind(int32_t batch, int32_t cached, int32_t tokens) {
     const int32_t rows = cached + tokens;
     if (cached == 0) return make_room(batch, rows);
     if (rows <= capacity_) return;
-    const auto most = static_cast<int32_t>(
-        std::max<int64_t>(rows, std::min<int64_t>(2 * int64_t{capacity_}, longest_)));
+    const int32_t most = grown(capacity_, rows, longest_);
     const std::vector<size_t> offsets = offsets_of(batch, most);
     const CudaDevice::Use use(device_);
     check_room(batch, most, offsets.back());
@@ -111,11 +100,10 @@ class DeviceContext final : public Context {
   }
 
   void point() {
-    past_keys_.clear(), past_values_.clear(), present_keys_.clear(), present_values_.clear();
     for (size_t i = 0; i < cache_.places().size(); ++i) {
       const auto& [past, present] = cache_.places()[i];
-      (i % 2 == 0 ? past_keys_ : past_values_).push_back(pointer(past));
-      (i % 2 == 0 ? present_keys_ : present_values_).push_back(pointer(present));
+      pointers_.set_past(i, pointer(past));
+      pointers_.set_present(i, pointer(present));
     }
   }
 
@@ -142,13 +130,11 @@ class DeviceContext final : public Context {
   const CudaDevice& device_;
   const CacheShape& shape_;  // the engine's
   const int32_t longest_;
-  int32_t capacity_ = 0;                    // allocated rows per head of each tensor
-  const std::vector<const void*> nothing_;  // [layers], the past of a pass without cached rows
+  int32_t capacity_ = 0;  // allocated rows per head of each tensor
+  KeyValues pointers_;    // on the device
   CudaStream stream_;
   std::unique_ptr<CudaMemory> memory_;
   DeviceCache cache_;
-  std::vector<const void*> past_keys_, past_values_;  // [layers], on the device
-  std::vector<void*> present_keys_, present_values_;
 };
 
 }  // namespace

@@ -1,5 +1,8 @@
-// The parts of the operators in custom_ops.h: a call's tensors, scratch memory, a node's
-// attributes, and the definition of an operator.
+// The operators of domain dlm_export for ONNX Runtime, implemented with kernels/kernels.h.
+//
+// A bundle's graph also defines them as functions of ONNX operators, so any engine can run it. If
+// this processor has kernels, the operators are registered. A registered operator takes precedence
+// over a function of the same name.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +17,9 @@
 
 namespace dlm::ops {
 
-constexpr int kUint8 = 2, kBfloat16 = 16,
-              kFloat8 = 17;  // engines/graph_contract.h has the types of ports
-constexpr size_t kMostWeights = 3;
-constexpr size_t kMostPorts = 11, kMostDims = 5;
+constexpr int kUint8 = 2, kFloat8 = 17;  // engines/graph_contract.h has the types of ports
+constexpr size_t kMostWeights = 3, kMostDims = 5;
 constexpr size_t kSegments = 8;  // attention's input with the segments; optional in a graph
-constexpr char kWhere[] = "ONNX Runtime";  // the prefix of its errors
 
 // A tensor of a pass.
 template <class Element>
@@ -46,27 +46,26 @@ class Call final : public Parallel {
   template <class Element>
   Tensor<const Element> input(size_t index) const {
     const OrtValue* value = nullptr;
-    check(api_, api_.call<ort::KernelContextGetInput>(context_, index, &value), kWhere);
+    ask<ort::KernelContextGetInput>(api_, context_, index, &value);
     if (value == nullptr) fail(DLM_BAD_BUNDLE, "input %zu is missing", index);
     Tensor<const Element> tensor{};
     Owned<OrtTensorTypeAndShapeInfo, ort::ReleaseTensorTypeAndShapeInfo> info(api_);
-    check(api_, api_.call<ort::GetTensorTypeAndShape>(value, info.out()), kWhere);
-    check(api_, api_.call<ort::GetDimensionsCount>(info.get(), &tensor.rank), kWhere);
+    ask<ort::GetTensorTypeAndShape>(api_, value, info.out());
+    ask<ort::GetDimensionsCount>(api_, info.get(), &tensor.rank);
     if (tensor.rank > tensor.dims.size())
       fail(DLM_BAD_BUNDLE, "input %zu has %zu dimensions", index, tensor.rank);
-    check(api_, api_.call<ort::GetDimensions>(info.get(), tensor.dims.data(), tensor.rank), kWhere);
+    ask<ort::GetDimensions>(api_, info.get(), tensor.dims.data(), tensor.rank);
     void* data = nullptr;
-    check(api_, api_.call<ort::GetTensorMutableData>(const_cast<OrtValue*>(value), &data), kWhere);
+    ask<ort::GetTensorMutableData>(api_, const_cast<OrtValue*>(value), &data);
     tensor.data = static_cast<const Element*>(data);
     return tensor;
   }
 
   bool has_input(size_t index) const {
     size_t count = 0;
-    check(api_, api_.call<ort::KernelContextGetInputCount>(context_, &count), kWhere);
+    ask<ort::KernelContextGetInputCount>(api_, context_, &count);
     const OrtValue* value = nullptr;
-    if (index < count)
-      check(api_, api_.call<ort::KernelContextGetInput>(context_, index, &value), kWhere);
+    if (index < count) ask<ort::KernelContextGetInput>(api_, context_, index, &value);
     return value != nullptr;
   }
 
@@ -78,17 +77,15 @@ class Call final : public Parallel {
   Element* output(size_t index, const int64_t* shape, size_t rank) {
     OrtValue* value = nullptr;
     void* data = nullptr;
-    check(api_, api_.call<ort::KernelContextGetOutput>(context_, index, shape, rank, &value),
-          kWhere);
-    check(api_, api_.call<ort::GetTensorMutableData>(value, &data), kWhere);
+    ask<ort::KernelContextGetOutput>(api_, context_, index, shape, rank, &value);
+    ask<ort::GetTensorMutableData>(api_, value, &data);
     return static_cast<Element*>(data);
   }
 
   void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
     if (count == 1) return task(user, 0);
     // One batch per task, so a thread that is late takes fewer.
-    check(api_, api_.call<ort::KernelContextParallelFor>(context_, task, count, count, user),
-          kWhere);
+    ask<ort::KernelContextParallelFor>(api_, context_, task, count, count, user);
   }
 
   const ort::Api& api() const { return api_; }
@@ -103,12 +100,11 @@ class Call final : public Parallel {
 class Scratch {
  public:
   Scratch(const Call& call, const OrtMemoryInfo* memory, size_t bytes) : api_(call.api()) {
-    check(api_, api_.call<ort::KernelContextGetAllocator>(call.context(), memory, &allocator_),
-          kWhere);
+    ask<ort::KernelContextGetAllocator>(api_, call.context(), memory, &allocator_);
     OrtStatus* const failed =
         api_.call<ort::AllocatorAlloc>(allocator_, bytes + kAlignment, &data_);
     if (failed != nullptr) api_.call<ort::ReleaseAllocator>(allocator_);
-    check(api_, failed, kWhere);
+    check(api_, failed, "ONNX Runtime");
   }
   ~Scratch() {
     OrtStatus* const reported = api_.call<ort::AllocatorFree>(allocator_, data_);
@@ -144,13 +140,8 @@ struct Node {
 
 struct Definition {
   const char* name;
-  std::array<int, kMostPorts> inputs;  // element types
-  size_t input_count;
-  std::array<int, 3> outputs;
-  size_t output_count;
-  size_t weights;  // of a linear layer
-  bool is_gated;
-  void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
+  std::vector<int> inputs, outputs;                                          // element types
+  void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);  // NULL: no attributes
   void (*compute)(const Kernels& kernels, const Node& node, Call& call);
   bool has_segments = false;
 };
@@ -172,3 +163,21 @@ std::vector<Definition> expert_operators();
 std::vector<Definition> attention_operators();
 
 }  // namespace dlm::ops
+
+namespace dlm {
+
+// The operators of one session. They must outlive it.
+class CustomOps {
+ public:
+  CustomOps(const ort::Api& api, const Kernels& kernels);
+
+  void add_to(OrtSessionOptions* options) const;
+
+ private:
+  const ort::Api api_;
+  std::vector<ops::Op> ops_;
+  Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_;
+  Owned<OrtCustomOpDomain, ort::ReleaseCustomOpDomain> domain_;
+};
+
+}  // namespace dlm

@@ -1,10 +1,8 @@
 // Connects ONNX Runtime's custom operators to the kernels. The graph is untrusted, so shapes are
 // checked here, in every pass, before a kernel gets a pointer.
-#include "engines/onnxruntime/custom_ops.h"
-
 #include <cstdio>
 #include <exception>
-#include <string>
+#include <memory>
 
 #include "engines/onnxruntime/custom_op.h"
 
@@ -56,9 +54,9 @@ ort::CustomOp make_entry() {
   entry.get_name = [](const ort::CustomOp* op) { return op_of(op).is.name; };
   entry.get_provider = [](const ort::CustomOp*) -> const char* { return nullptr; };
   entry.get_input_type = [](const ort::CustomOp* op, size_t i) { return op_of(op).is.inputs[i]; };
-  entry.get_input_count = [](const ort::CustomOp* op) { return op_of(op).is.input_count; };
+  entry.get_input_count = [](const ort::CustomOp* op) { return op_of(op).is.inputs.size(); };
   entry.get_output_type = [](const ort::CustomOp* op, size_t i) { return op_of(op).is.outputs[i]; };
-  entry.get_output_count = [](const ort::CustomOp* op) { return op_of(op).is.output_count; };
+  entry.get_output_count = [](const ort::CustomOp* op) { return op_of(op).is.outputs.size(); };
   entry.destroy_kernel = [](void* kernel) { delete static_cast<Node*>(kernel); };
   entry.get_input_kind = [](const ort::CustomOp* op, size_t i) {
     return op_of(op).is.has_segments && i == kSegments ? ort::kOptionalInput : 0;
@@ -79,35 +77,20 @@ ort::CustomOp make_entry() {
 }  // namespace
 }  // namespace ops
 
-struct CustomOps::Domain {
-  explicit Domain(const ort::Api& given) : api(given), memory(given), handle(given) {}
-
-  const ort::Api api;
-  std::vector<ops::Op> ops;
-  Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory;
-  Owned<OrtCustomOpDomain, ort::ReleaseCustomOpDomain> handle;
-};
-
 CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels)
-    : domain_(std::make_unique<Domain>(api)) {
-  check(api, api.call<ort::CreateCustomOpDomain>("dlm_export", domain_->handle.out()), ops::kWhere);
-  check(api,
-        api.call<ort::CreateCpuMemoryInfo>(ort::kDeviceAllocator, ort::kMemTypeDefault,
-                                           domain_->memory.out()),
-        ops::kWhere);
+    : api_(api), memory_(api), domain_(api) {
+  ask<ort::CreateCustomOpDomain>(api, "dlm_export", domain_.out());
+  ask<ort::CreateCpuMemoryInfo>(api, ort::kDeviceAllocator, ort::kMemTypeDefault, memory_.out());
   for (const auto& kind :
        {ops::linear_operators(), ops::expert_operators(), ops::attention_operators()})
     for (const ops::Definition& is : kind)
-      domain_->ops.push_back({ops::make_entry(), is, api, &kernels, domain_->memory.get()});
-  for (const ops::Op& op : domain_->ops)  // from here on they do not move
-    check(api, api.call<ort::CustomOpDomainAdd>(domain_->handle.get(), &op.entry), ops::kWhere);
+      ops_.push_back({ops::make_entry(), is, api, &kernels, memory_.get()});
+  for (const ops::Op& op : ops_)  // from here on they do not move
+    ask<ort::CustomOpDomainAdd>(api, domain_.get(), &op.entry);
 }
 
-CustomOps::~CustomOps() = default;
-
 void CustomOps::add_to(OrtSessionOptions* options) const {
-  check(domain_->api, domain_->api.call<ort::AddCustomOpDomain>(options, domain_->handle.get()),
-        ops::kWhere);
+  ask<ort::AddCustomOpDomain>(api_, options, domain_.get());
 }
 
 }  // namespace dlm

@@ -1,5 +1,5 @@
 // Attention over a cache, norms of residual sums, and the candidates of a row.
-#include <array>
+#include <cinttypes>
 
 #include "engines/onnxruntime/custom_op.h"
 
@@ -9,25 +9,23 @@ namespace {
 constexpr int64_t kSegmentNumbers = 4;  // of each segment
 
 void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
-  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "heads", &node.heads), kWhere);
-  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "kv_heads", &node.kv_heads), kWhere);
+  ask<ort::KernelInfoGetAttributeInt64>(api, info, "heads", &node.heads);
+  ask<ort::KernelInfoGetAttributeInt64>(api, info, "kv_heads", &node.kv_heads);
   if (node.kv_heads < 1 || node.heads < node.kv_heads || node.heads % node.kv_heads != 0 ||
       node.heads > INT32_MAX)
-    fail(DLM_BAD_BUNDLE, "%lld heads over %lld are invalid", static_cast<long long>(node.heads),
-         static_cast<long long>(node.kv_heads));
+    fail(DLM_BAD_BUNDLE, "%" PRId64 " heads over %" PRId64 " are invalid", node.heads,
+         node.kv_heads);
 }
 
 void read_block(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   read_heads(api, info, node);
-  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "visible_block", &node.visible_block),
-        kWhere);
+  ask<ort::KernelInfoGetAttributeInt64>(api, info, "visible_block", &node.visible_block);
   if (node.visible_block < 1 || node.visible_block > INT32_MAX)
-    fail(DLM_BAD_BUNDLE, "blocks of %lld tokens are invalid",
-         static_cast<long long>(node.visible_block));
+    fail(DLM_BAD_BUNDLE, "blocks of %" PRId64 " tokens are invalid", node.visible_block);
 }
 
 void read_epsilon(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
-  check(api, api.call<ort::KernelInfoGetAttributeFloat>(info, "epsilon", &node.epsilon), kWhere);
+  ask<ort::KernelInfoGetAttributeFloat>(api, info, "epsilon", &node.epsilon);
   if (!(node.epsilon >= 0)) fail(DLM_BAD_BUNDLE, "the epsilon %g is invalid", double{node.epsilon});
 }
 
@@ -65,29 +63,28 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
       !q.is({B, T, H * D}) || !k.is({B, T, G * D}) || !v.is({B, T, G * D}) ||
       !past_keys.is({B, G, S, width}) || !past_values.is({B, G, S, width}) ||
       !positions.is({B, T}) || !segments.is({segments.dims[0], kSegmentNumbers}))
-    fail(DLM_BAD_BUNDLE, "the shapes of %lld query heads and %lld key heads do not match",
-         static_cast<long long>(H), static_cast<long long>(G));
+    fail(DLM_BAD_BUNDLE,
+         "the shapes of %" PRId64 " query heads and %" PRId64 " key heads do not match", H, G);
   pass.q = q.data, pass.k = k.data, pass.v = v.data;
   pass.past_keys = past_keys.data, pass.past_values = past_values.data;
   pass.positions = positions.data;
   pass.cos = cos.data, pass.sin = sin.data;
-  if (node.op.is.input_count > kSegments + 1) {
+  if (node.op.is.inputs.size() > kSegments + 1) {
     const auto q_norm = call.input<float>(kSegments + 1), k_norm = call.input<float>(kSegments + 2);
     if (!q_norm.is({D}) || !k_norm.is({D}))
-      fail(DLM_BAD_BUNDLE, "the weights of the heads' norms do not have length %lld",
-           static_cast<long long>(D));
+      fail(DLM_BAD_BUNDLE, "the weights of the heads' norms do not have length %" PRId64, D);
     pass.q_norm = q_norm.data, pass.k_norm = k_norm.data, pass.epsilon = node.epsilon;
   }
   static_assert(sizeof(Segment) == kSegmentNumbers * sizeof(int64_t));
   pass.segments = reinterpret_cast<const Segment*>(segments.data);
   pass.segment_count = segments.dims[0];
   if (!pass.has_good_segments())
-    fail(DLM_BAD_BUNDLE, "%lld segments do not match %lld tokens over %lld cached rows",
-         static_cast<long long>(segments.dims[0]), static_cast<long long>(T),
-         static_cast<long long>(S));
+    fail(DLM_BAD_BUNDLE,
+         "%" PRId64 " segments do not match %" PRId64 " tokens over %" PRId64 " cached rows",
+         segments.dims[0], T, S);
   if (!pass.is_in_table())
-    fail(DLM_BAD_BUNDLE, "a position is outside the %lld rows of the tables",
-         static_cast<long long>(pass.table_rows));
+    fail(DLM_BAD_BUNDLE, "a position is outside the %" PRId64 " rows of the tables",
+         pass.table_rows);
   pass.y = call.output<float>(0, {B, T, H * D});
   pass.present_keys = call.output<uint8_t>(1, {B, G, T, width});
   pass.present_values = call.output<uint8_t>(2, {B, G, T, width});
@@ -137,15 +134,13 @@ constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8;
 using Read = decltype(Definition::read);
 using Compute = decltype(Definition::compute);
 
+// row: the element type of cached rows.
 Definition attention(const char* name, int row, Read read, Compute compute) {
-  return {name, {F, F, F, row, row, L, F, F, L}, 9, {F, row, row}, 3, 0, false, read, compute,
-          true};
+  return {name, {F, F, F, row, row, L, F, F, L}, {F, row, row}, read, compute, true};
 }
 
 Definition normed_attention(const char* name, int row, Read read, Compute compute) {
-  return {
-      name, {F, F, F, row, row, L, F, F, L, F, F}, 11, {F, row, row}, 3, 0, false, read, compute,
-      true};
+  return {name, {F, F, F, row, row, L, F, F, L, F, F}, {F, row, row}, read, compute, true};
 }
 
 }  // namespace
@@ -167,8 +162,8 @@ std::vector<Definition> attention_operators() {
       normed_attention("BlockNormedCachedAttention", F, kNormedBlock, kFp32),
       normed_attention("Fp16BlockNormedCachedAttention", H, kNormedBlock, kFp16),
       normed_attention("Int8BlockNormedCachedAttention", I, kNormedBlock, kInt8),
-      {"AddNorm", {F, F, F}, 3, {F, F}, 2, 0, false, read_epsilon, compute_add_norm},
-      {"Candidates", {F, F}, 2, {kInt32, F, F}, 3, 0, false, nullptr, compute_candidates},
+      {"AddNorm", {F, F, F}, {F, F}, read_epsilon, compute_add_norm},
+      {"Candidates", {F, F}, {kInt32, F, F}, nullptr, compute_candidates},
   };
 }
 

@@ -1,5 +1,5 @@
 // Mixtures of experts.
-#include <array>
+#include <cinttypes>
 
 #include "engines/onnxruntime/custom_op.h"
 
@@ -7,16 +7,9 @@ namespace dlm::ops {
 namespace {
 
 void read_experts(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
-  size_t count = 2;
-  check(
-      api,
-      api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "columns", node.columns.data(), &count),
-      kWhere);
-  size_t one = 1;
-  check(
-      api,
-      api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "out_columns", &node.columns[2], &one),
-      kWhere);
+  size_t count = 2, one = 1;
+  ask<ort::KernelInfoGetAttributeArrayInt64>(api, info, "columns", node.columns.data(), &count);
+  ask<ort::KernelInfoGetAttributeArrayInt64>(api, info, "out_columns", &node.columns[2], &one);
   if (count != 2 || one != 1 || node.columns[0] != node.columns[1])
     fail(DLM_BAD_BUNDLE, "the columns of gate, up and down are invalid");
 }
@@ -26,15 +19,16 @@ void read_int4_experts(const ort::Api& api, const OrtKernelInfo* info, Node& nod
   read_group_size(api, info, node);
 }
 
-// True if the stacks hold this many experts of these inputs and columns, in panels of a format.
+// Takes the weights of all experts from input `index` (and their scales from the next one), and
+// checks their shapes.
 template <ExpertFormat kFormat>
 ExpertWeights take_stack(const Call& call, const Experts& mixture, size_t index, int64_t inputs,
                          int64_t columns) {
   const int64_t width = padded_columns(columns), E = mixture.count, panels = width / kPanel;
   const auto refuse = [&] {
-    fail(DLM_BAD_BUNDLE, "input %zu does not have %lld experts of %lld by %lld in panels", index,
-         static_cast<long long>(E), static_cast<long long>(inputs),
-         static_cast<long long>(columns));
+    fail(DLM_BAD_BUNDLE,
+         "input %zu does not have %" PRId64 " experts of %" PRId64 " by %" PRId64 " in panels",
+         index, E, inputs, columns);
   };
   const auto codes = call.input<uint8_t>(index);
   if constexpr (kFormat == ExpertFormat::fp32) {
@@ -75,8 +69,7 @@ void compute_experts(const Kernels& kernels, const Node& node, Call& call) {
   mixture.rows = B * T;
   mixture.x = x.data, mixture.chosen = chosen.data, mixture.weights = weights.data;
   if (!mixture.is_in_range())
-    fail(DLM_BAD_BUNDLE, "a token's expert is not below %lld",
-         static_cast<long long>(mixture.count));
+    fail(DLM_BAD_BUNDLE, "a token's expert is not below %" PRId64, mixture.count);
   mixture.y = call.output<float>(0, {B, T, K});
   const Scratch scratch(call, node.op.memory, mixture.scratch_bytes());
   kernels.experts(mixture, scratch.get(), call);
@@ -89,33 +82,9 @@ constexpr int F = kFloat, L = kInt64, H = kFloat16, C = kUint8;
 std::vector<Definition> expert_operators() {
   constexpr auto kFp32 = ExpertFormat::fp32, kInt8 = ExpertFormat::int8, kInt4 = ExpertFormat::int4;
   return {
-      {"Fp32Experts",
-       {F, L, F, F, F, F},
-       6,
-       {F},
-       1,
-       3,
-       false,
-       read_experts,
-       compute_experts<kFp32>},
-      {"Int8Experts",
-       {F, L, F, C, F, C, F, C, F},
-       9,
-       {F},
-       1,
-       3,
-       false,
-       read_experts,
-       compute_experts<kInt8>},
-      {"Int4Experts",
-       {F, L, F, C, H, C, H, C, H},
-       9,
-       {F},
-       1,
-       3,
-       false,
-       read_int4_experts,
-       compute_experts<kInt4>},
+      {"Fp32Experts", {F, L, F, F, F, F}, {F}, read_experts, compute_experts<kFp32>},
+      {"Int8Experts", {F, L, F, C, F, C, F, C, F}, {F}, read_experts, compute_experts<kInt8>},
+      {"Int4Experts", {F, L, F, C, H, C, H, C, H}, {F}, read_int4_experts, compute_experts<kInt4>},
   };
 }
 

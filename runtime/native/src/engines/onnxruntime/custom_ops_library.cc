@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "dlm_runtime.h"
-#include "engines/onnxruntime/custom_ops.h"
+#include "engines/onnxruntime/custom_op.h"
 #include "kernels/kernels.h"
 
 extern "C" DLM_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,

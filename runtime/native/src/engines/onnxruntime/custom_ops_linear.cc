@@ -1,19 +1,38 @@
 // Linear layers, and embedding tables that share a tied head's weight.
 #include <array>
+#include <cinttypes>
 
 #include "engines/onnxruntime/custom_op.h"
 
 namespace dlm::ops {
 namespace {
 
+// After x, every weight has two inputs: codes and scales. NVFP4's only weight has a third one.
+size_t weights_of(const Definition& layer) { return (layer.inputs.size() - 1) / 2; }
+
+// The rows of a layer's input x [..., inputs], and its outputs [..., columns].
+struct Rows {
+  Call& call;
+  Tensor<const float> x = call.input<float>(0);
+  int64_t inputs = 0, count = 0;
+
+  explicit Rows(Call& given) : call(given) {
+    if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a scalar");
+    inputs = x.dims[x.rank - 1];
+    count = inputs > 0 ? x.count() / inputs : 0;
+  }
+  float* output(size_t index, int64_t columns) const {
+    auto shape = x.dims;
+    shape[x.rank - 1] = columns;
+    return call.output<float>(index, shape.data(), x.rank);
+  }
+};
+
 void read_columns(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
-  size_t count = node.op.is.weights;
-  check(
-      api,
-      api.call<ort::KernelInfoGetAttributeArrayInt64>(info, "columns", node.columns.data(), &count),
-      kWhere);
-  if (count != node.op.is.weights)
-    fail(DLM_BAD_BUNDLE, "columns has %zu values, expected %zu", count, node.op.is.weights);
+  size_t count = weights_of(node.op.is);
+  ask<ort::KernelInfoGetAttributeArrayInt64>(api, info, "columns", node.columns.data(), &count);
+  if (count != weights_of(node.op.is))
+    fail(DLM_BAD_BUNDLE, "columns has %zu values, expected %zu", count, weights_of(node.op.is));
 }
 
 void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
@@ -23,9 +42,8 @@ void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
 
 // True if codes and scales are a weight of these inputs and columns, in panels. INT4 if it has
 // groups.
-template <class Scale>
-bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<Scale>& scales, int64_t inputs,
-                  int64_t columns, int64_t group_size) {
+bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<const uint8_t>& scales,
+                  int64_t inputs, int64_t columns, int64_t group_size) {
   const int64_t together = group_size == 0 ? kDot : kPairs;
   if (inputs < together || inputs > kMostInputs || inputs % together != 0 || columns < 1 ||
       columns > INT32_MAX)
@@ -37,36 +55,26 @@ bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<Scale>& scale
 }
 
 void compute_linear(const Kernels& kernels, const Node& node, Call& call) {
-  const auto x = call.input<float>(0);
-  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a scalar");
-  const int64_t inputs = x.dims[x.rank - 1];
+  const Rows rows(call);
   Linear layer{};
-  layer.x = x.data;
-  layer.inputs = inputs;
-  layer.rows = inputs > 0 ? x.count() / inputs : 0;
+  layer.x = rows.x.data, layer.inputs = rows.inputs, layer.rows = rows.count;
   layer.group_size = node.group_size;
+  layer.count = weights_of(node.op.is);
+  layer.is_gated = node.op.is.outputs.size() < layer.count;
   std::array<LinearWeight, kMostWeights> weights{};
   std::array<float*, kMostWeights> outputs{};
-  auto shape = x.dims;
-  for (size_t i = 0; i < node.op.is.weights; ++i) {
+  for (size_t i = 0; i < layer.count; ++i) {
     const int64_t columns = node.columns[i];
-    const auto codes = call.input<uint8_t>(1 + 2 * i);
-    const auto take = [&](const auto& scales) {
-      weights[i] = {codes.data, scales.data, columns};
-      return is_in_panels(codes, scales, inputs, columns, node.group_size);
-    };
-    const bool fits = node.group_size == 0 ? take(call.input<float>(2 + 2 * i))
-                                           : take(call.input<uint16_t>(2 + 2 * i));
-    if (!fits || (node.op.is.is_gated && columns != node.columns[0]))
-      fail(DLM_BAD_BUNDLE, "weight %zu is not %lld by %lld in panels", i,
-           static_cast<long long>(inputs), static_cast<long long>(columns));
-    shape[x.rank - 1] = columns;
-    if (i < node.op.is.output_count) outputs[i] = call.output<float>(i, shape.data(), x.rank);
+    const auto codes = call.input<uint8_t>(1 + 2 * i), scales = call.input<uint8_t>(2 + 2 * i);
+    if (!is_in_panels(codes, scales, rows.inputs, columns, node.group_size) ||
+        (layer.is_gated && columns != node.columns[0]))
+      fail(DLM_BAD_BUNDLE, "weight %zu is not %" PRId64 " by %" PRId64 " in panels", i, rows.inputs,
+           columns);
+    weights[i] = {codes.data, scales.data, columns};
+    if (i < node.op.is.outputs.size()) outputs[i] = rows.output(i, columns);
   }
   layer.weights = weights.data();
   layer.outputs = outputs.data();
-  layer.count = node.op.is.weights;
-  layer.is_gated = node.op.is.is_gated;
   const Scratch scratch(call, node.op.memory, layer.scratch_bytes());
   kernels.linear(layer, scratch.get(), call);
 }
@@ -81,13 +89,12 @@ void compute_embedding(const Kernels& kernels, const Node& node, Call& call) {
   table.rows = panels.dims[0] * kPanel;
   table.hidden = panels.dims[1] * (node.group_size == 0 ? kDot : kPairs);
   if (!is_in_panels(panels, scales, table.hidden, table.rows, node.group_size))
-    fail(DLM_BAD_BUNDLE, "the table is not %lld rows of %lld in panels",
-         static_cast<long long>(table.rows), static_cast<long long>(table.hidden));
+    fail(DLM_BAD_BUNDLE, "the table is not %" PRId64 " rows of %" PRId64 " in panels", table.rows,
+         table.hidden);
   table.ids = ids.data, table.tokens = ids.count();
   table.panels = panels.data, table.scales = scales.data;
   if (!table.is_in_range())
-    fail(DLM_BAD_BUNDLE, "a token id is outside the %lld rows of the table",
-         static_cast<long long>(table.rows));
+    fail(DLM_BAD_BUNDLE, "a token id is outside the %" PRId64 " rows of the table", table.rows);
   auto shape = ids.dims;
   shape[ids.rank] = table.hidden;
   table.y = call.output<float>(0, shape.data(), ids.rank + 1);
@@ -95,100 +102,67 @@ void compute_embedding(const Kernels& kernels, const Node& node, Call& call) {
 }
 
 void compute_nvfp4_linear(const Kernels& kernels, const Node& node, Call& call) {
-  const auto x = call.input<float>(0), global_scale = call.input<float>(3);
+  const Rows rows(call);
   const auto codes = call.input<uint8_t>(1), scales = call.input<uint8_t>(2);
-  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a scalar");
-  const int64_t inputs = x.dims[x.rank - 1], columns = node.columns[0];
-  if (inputs < kGroup || inputs % kGroup != 0 || columns < 1 || columns > INT32_MAX) {
-    fail(DLM_BAD_BUNDLE, "the weight %lld by %lld is invalid", static_cast<long long>(inputs),
-         static_cast<long long>(columns));
-  }
+  const auto global_scale = call.input<float>(3);
+  const int64_t inputs = rows.inputs, columns = node.columns[0];
+  if (inputs < kGroup || inputs % kGroup != 0 || columns < 1 || columns > INT32_MAX)
+    fail(DLM_BAD_BUNDLE, "the weight %" PRId64 " by %" PRId64 " is invalid", inputs, columns);
   const int64_t panels = padded_columns(columns) / kPanel;
   if (!codes.is({panels, inputs, kPanel / 2}) || !scales.is({panels, inputs / kGroup, kPanel}) ||
       !global_scale.is({}))
-    fail(DLM_BAD_BUNDLE, "the weight is not %lld by %lld in panels", static_cast<long long>(inputs),
-         static_cast<long long>(columns));
-  auto shape = x.dims;
-  shape[x.rank - 1] = columns;
-  Nvfp4Linear layer{};
-  layer.x = x.data;
-  layer.rows = x.count() / inputs;
-  layer.inputs = inputs, layer.columns = columns;
-  layer.panels = codes.data, layer.scales = scales.data;
-  layer.global_scale = *global_scale.data;
-  layer.y = call.output<float>(0, shape.data(), x.rank);
-  kernels.nvfp4_linear(layer, call);
-}
-
-template <class Element>
-void compute_tied_head(const Kernels& kernels, const Node& node, Call& call, TableType type) {
-  const auto x = call.input<float>(0);
-  const auto table = call.input<Element>(1);
-  if (x.rank < 1) fail(DLM_BAD_BUNDLE, "the input is a scalar");
-  const int64_t inputs = x.dims[x.rank - 1], columns = table.dims[0];
-  if (inputs < 1 || columns < 1 || columns > INT32_MAX || !table.is({columns, inputs}))
-    fail(DLM_BAD_BUNDLE, "the table does not have rows of %lld", static_cast<long long>(inputs));
-  TiedHead head{};
-  head.x = x.data, head.table = table.data, head.type = type;
-  head.rows = x.count() / inputs, head.inputs = inputs, head.columns = columns;
-  if (node.op.is.input_count > 2) {
-    const auto scales = call.input<float>(2);
-    if (!scales.is({columns, 1}))
-      fail(DLM_BAD_BUNDLE, "the table does not have %lld scales", static_cast<long long>(columns));
-    head.scales = scales.data;
-  }
-  auto shape = x.dims;
-  shape[x.rank - 1] = columns;
-  head.y = call.output<float>(0, shape.data(), x.rank);
-  kernels.tied_head(head, call);
+    fail(DLM_BAD_BUNDLE, "the weight is not %" PRId64 " by %" PRId64 " in panels", inputs, columns);
+  kernels.nvfp4_linear({rows.x.data, rows.count, inputs, columns, codes.data, scales.data,
+                        *global_scale.data, rows.output(0, columns)},
+                       call);
 }
 
 template <TableType kType>
 void compute_tied_head(const Kernels& kernels, const Node& node, Call& call) {
-  if constexpr (kType == TableType::fp32)
-    compute_tied_head<float>(kernels, node, call, kType);
-  else if constexpr (kType == TableType::fp8)
-    compute_tied_head<uint8_t>(kernels, node, call, kType);
-  else
-    compute_tied_head<uint16_t>(kernels, node, call, kType);
+  const Rows rows(call);
+  const auto table = call.input<uint8_t>(1);  // of any element type
+  const int64_t columns = table.dims[0];
+  if (rows.inputs < 1 || columns < 1 || columns > INT32_MAX || !table.is({columns, rows.inputs}))
+    fail(DLM_BAD_BUNDLE, "the table does not have rows of %" PRId64, rows.inputs);
+  const float* scale = nullptr;
+  if (node.op.is.inputs.size() > 2) {
+    const auto scales = call.input<float>(2);
+    if (!scales.is({columns, 1}))
+      fail(DLM_BAD_BUNDLE, "the table does not have %" PRId64 " scales", columns);
+    scale = scales.data;
+  }
+  kernels.tied_head({rows.x.data, rows.count, rows.inputs, columns, kType, table.data, scale,
+                     rows.output(0, columns)},
+                    call);
 }
 
-constexpr int F = kFloat, L = kInt64, H = kFloat16, B = kBfloat16, C = kUint8, S = kFloat8;
+constexpr int F = kFloat, L = kInt64, H = kFloat16, B = kBFloat16, C = kUint8, S = kFloat8;
 
 }  // namespace
 
 void read_group_size(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
-  check(api, api.call<ort::KernelInfoGetAttributeInt64>(info, "group_size", &node.group_size),
-        kWhere);
+  ask<ort::KernelInfoGetAttributeInt64>(api, info, "group_size", &node.group_size);
   if (node.group_size < kPairs || node.group_size > kMostInputs || node.group_size % kPairs != 0)
-    fail(DLM_BAD_BUNDLE, "the group size %lld is invalid", static_cast<long long>(node.group_size));
+    fail(DLM_BAD_BUNDLE, "the group size %" PRId64 " is invalid", node.group_size);
 }
 
 std::vector<Definition> linear_operators() {
   return {
-      {"Int8Linear", {F, C, F}, 3, {F}, 1, 1, false, read_columns, compute_linear},
-      {"Int8Linear2", {F, C, F, C, F}, 5, {F, F}, 2, 2, false, read_columns, compute_linear},
-      {"Int8Linear3",
-       {F, C, F, C, F, C, F},
-       7,
-       {F, F, F},
-       3,
-       3,
-       false,
-       read_columns,
-       compute_linear},
-      {"Int8GatedLinear", {F, C, F, C, F}, 5, {F}, 1, 2, true, read_columns, compute_linear},
-      {"Int4Linear", {F, C, H}, 3, {F}, 1, 1, false, read_int4, compute_linear},
-      {"Int4Linear2", {F, C, H, C, H}, 5, {F, F}, 2, 2, false, read_int4, compute_linear},
-      {"Int4Linear3", {F, C, H, C, H, C, H}, 7, {F, F, F}, 3, 3, false, read_int4, compute_linear},
-      {"Int4GatedLinear", {F, C, H, C, H}, 5, {F}, 1, 2, true, read_int4, compute_linear},
-      {"NVFP4Linear", {F, C, S, F}, 4, {F}, 1, 1, false, read_columns, compute_nvfp4_linear},
-      {"Int8Embedding", {L, C, F}, 3, {F}, 1, 0, false, nullptr, compute_embedding},
-      {"Int4Embedding", {L, C, H}, 3, {F}, 1, 0, false, read_group_size, compute_embedding},
-      {"Fp32TiedHead", {F, F}, 2, {F}, 1, 0, false, nullptr, compute_tied_head<TableType::fp32>},
-      {"Bf16TiedHead", {F, B}, 2, {F}, 1, 0, false, nullptr, compute_tied_head<TableType::bf16>},
-      {"Fp16TiedHead", {F, H}, 2, {F}, 1, 0, false, nullptr, compute_tied_head<TableType::fp16>},
-      {"Fp8TiedHead", {F, C, F}, 3, {F}, 1, 0, false, nullptr, compute_tied_head<TableType::fp8>},
+      {"Int8Linear", {F, C, F}, {F}, read_columns, compute_linear},
+      {"Int8Linear2", {F, C, F, C, F}, {F, F}, read_columns, compute_linear},
+      {"Int8Linear3", {F, C, F, C, F, C, F}, {F, F, F}, read_columns, compute_linear},
+      {"Int8GatedLinear", {F, C, F, C, F}, {F}, read_columns, compute_linear},
+      {"Int4Linear", {F, C, H}, {F}, read_int4, compute_linear},
+      {"Int4Linear2", {F, C, H, C, H}, {F, F}, read_int4, compute_linear},
+      {"Int4Linear3", {F, C, H, C, H, C, H}, {F, F, F}, read_int4, compute_linear},
+      {"Int4GatedLinear", {F, C, H, C, H}, {F}, read_int4, compute_linear},
+      {"NVFP4Linear", {F, C, S, F}, {F}, read_columns, compute_nvfp4_linear},
+      {"Int8Embedding", {L, C, F}, {F}, nullptr, compute_embedding},
+      {"Int4Embedding", {L, C, H}, {F}, read_group_size, compute_embedding},
+      {"Fp32TiedHead", {F, F}, {F}, nullptr, compute_tied_head<TableType::fp32>},
+      {"Bf16TiedHead", {F, B}, {F}, nullptr, compute_tied_head<TableType::bf16>},
+      {"Fp16TiedHead", {F, H}, {F}, nullptr, compute_tied_head<TableType::fp16>},
+      {"Fp8TiedHead", {F, C, F}, {F}, nullptr, compute_tied_head<TableType::fp8>},
   };
 }
 

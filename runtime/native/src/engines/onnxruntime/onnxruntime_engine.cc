@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <iterator>
 #include <mutex>
 #include <optional>
@@ -23,7 +24,7 @@
 #include "engines/cuda/device_cache.h"
 #include "engines/engine.h"
 #include "engines/graph_contract.h"
-#include "engines/onnxruntime/custom_ops.h"
+#include "engines/onnxruntime/custom_op.h"
 #include "engines/onnxruntime/ort_api.h"
 #include "engines/onnxruntime/ort_handles.h"
 #include "engines/onnxruntime/ort_provider.h"
@@ -110,23 +111,10 @@ constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
 // ---- Passes ----
 
 // The inputs and outputs of one pass.
-class Values {
- public:
-  Values(const ort::Api& api, size_t input_count, size_t output_count) : api_(api) {
-    inputs.reserve(input_count), outputs.reserve(output_count);  // so that adding one cannot fail
-  }
-  ~Values() {
-    for (OrtValue* const value : inputs) api_.call<ort::ReleaseValue>(value);
-    for (OrtValue* const value : outputs) api_.call<ort::ReleaseValue>(value);
-  }
-  Values(const Values&) = delete;
-  Values& operator=(const Values&) = delete;
-
+struct Values {
+  std::deque<Owned<OrtValue, ort::ReleaseValue>> owned;  // frees the values below
   std::vector<OrtValue*> inputs, outputs;
   std::vector<const char*> output_names;
-
- private:
-  const ort::Api& api_;
 };
 
 class OnnxRuntime final : public HostEngine {
@@ -136,8 +124,8 @@ class OnnxRuntime final : public HostEngine {
       : HostEngine(graph.cache),
         graph_(graph),
         path_(provider.is_gpu() && !graph.device_path.empty() ? graph.device_path : graph.path),
+        provider_(find_provider(provider.name)),
         library_(load_library(library, provider)),
-        provider_(provider.is_gpu() ? &find_provider(provider.name) : nullptr),
         env_(api()),
         memory_(api()),
         device_memory_(api()),
@@ -164,7 +152,7 @@ class OnnxRuntime final : public HostEngine {
   }
 
   std::unique_ptr<Context> open_context(int32_t longest) override {
-    return device_ ? open_device_context(*this, *device_, cache(), longest)
+    return device_ ? open_device_context(*this, *device_, cache_, longest)
                    : HostEngine::open_context(longest);
   }
 
@@ -173,13 +161,13 @@ class OnnxRuntime final : public HostEngine {
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
     check_pass(pass);
-    Values values(api(), input_names_.size(), ports_.outputs.size());
+    Values values;
     // Keys and values are where the context is. All else is in host memory; the library copies it.
     const OrtMemoryInfo* const host = memory_.get();
     const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
     // The C API has only one kind of tensor over caller's memory. The library only reads inputs.
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
-      values.inputs.push_back(tensor(pass, port, const_cast<void*>(data), where));
+      values.inputs.push_back(tensor(values, pass, port, const_cast<void*>(data), where));
     };
     const auto read = [&](size_t port, const void* data) {
       add_input(ports_.inputs[port], data, port < kFirstPast ? host : cache);
@@ -188,7 +176,8 @@ class OnnxRuntime final : public HostEngine {
       if (data == nullptr) return;  // not requested
       const Port& port = ports_.outputs[number];
       values.output_names.push_back(port.name.c_str());
-      values.outputs.push_back(tensor(pass, port, data, number < kFirstPresent ? host : cache));
+      values.outputs.push_back(
+          tensor(values, pass, port, data, number < kFirstPresent ? host : cache));
     };
     read(0, pass.input_ids), read(1, pass.position_ids), read(2, pass.score_rows);
     write(0, pass.top_tokens), write(1, pass.top_probs), write(2, pass.entropy),
@@ -216,8 +205,7 @@ class OnnxRuntime final : public HostEngine {
                        std::to_string(pass.rows) + " rows",
                    "give fewer tokens, a smaller block_length or max_batch");
     check(api(), reported, "a pass of the denoiser failed");
-    check_finite(pass.top_probs, static_cast<size_t>(pass.batch) * static_cast<size_t>(pass.rows) *
-                                     static_cast<size_t>(graph_.top_k));
+    check_finite(pass.top_probs, static_cast<size_t>(pass.batch) * pass.rows * graph_.top_k);
   }
 
  private:
@@ -303,7 +291,7 @@ class OnnxRuntime final : public HostEngine {
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);
-    add_provider(api(), provider, options.get());
+    add_provider(api(), *provider_, provider, options.get());
     set(api().call<ort::CreateMemoryInfo>("Cuda", ort::kDeviceAllocator, int{provider.device},
                                           ort::kMemTypeDefault, device_memory_.out()));
     configure(options, kRecordPlacement, "1");
@@ -405,25 +393,25 @@ class OnnxRuntime final : public HostEngine {
   }
 
   // A tensor over `data` with the port's shape in this pass.
-  OrtValue* tensor(const dlm_pass& pass, const Port& port, void* data,
+  OrtValue* tensor(Values& values, const dlm_pass& pass, const Port& port, void* data,
                    const OrtMemoryInfo* where) const {
     const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
     const size_t bytes = port.bytes(shape);
     if (data == nullptr && bytes > 0)
       fail(DLM_INTERNAL, "a pass without \"%s\"", port.name.c_str());
-    OrtValue* value = nullptr;
+    auto& value = values.owned.emplace_back(api());
     OrtStatus* const reported = api().call<ort::CreateTensorWithDataAsOrtValue>(
-        where, data, bytes, shape.data(), port.dims.size(), port.type, &value);
+        where, data, bytes, shape.data(), port.dims.size(), port.type, value.out());
     if (reported != nullptr)
       check(api(), reported, "a pass of the denoiser failed at \"" + port.name + "\"");
-    return value;
+    return value.get();
   }
 
   // Destroyed from last to first: session, memory, environment, device.
   const GraphSpec graph_;
-  const std::string path_;  // of the graph that runs
-  const Library library_;
+  const std::string path_;          // of the graph that runs
   const Provider* const provider_;  // nullptr: the CPU's
+  const Library library_;
   std::optional<CudaDevice> device_;
   std::string left_;  // nodes that the provider does not run
   Owned<OrtEnv, ort::ReleaseEnv> env_;
@@ -440,7 +428,6 @@ class OnnxRuntime final : public HostEngine {
 
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
                                          int threads, const ProviderChoice& provider) {
-  check_provider_name(provider.name);
   return std::make_unique<OnnxRuntime>(graph, library, threads, provider);
 }
 

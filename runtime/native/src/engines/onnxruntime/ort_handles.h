@@ -19,6 +19,12 @@ inline void check(const ort::Api& api, OrtStatus* reported, std::string_view con
   throw Error(status, std::string(context) + ": " + message);
 }
 
+// Calls an entry of the library, and throws the error that it returns, if any.
+template <class Entry, class... Arguments>
+void ask(const ort::Api& api, Arguments... arguments) {
+  check(api, api.call<Entry>(arguments...), "ONNX Runtime");
+}
+
 // Owns an object of the library; Release is the entry that frees it.
 template <class Object, class Release>
 class Owned {

@@ -64,26 +64,20 @@ void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};
   add<ort::CreateCudaProviderOptions, ort::UpdateCudaProviderOptions, ort::AppendCudaProvider,
-      ort::ReleaseCudaProviderOptions, OrtCUDAProviderOptionsV2>(api, find_provider("cuda"), given,
+      ort::ReleaseCudaProviderOptions, OrtCUDAProviderOptionsV2>(api, kProviders[0], given,
                                                                  options);
 }
 
 }  // namespace
 
-void check_provider_name(const std::string& name) {
+const Provider* find_provider(const std::string& name) {
   std::string all = "cpu";
-  bool is_known = name == "cpu";
+  if (name == all) return nullptr;
   for (const Provider& provider : kProviders) {
+    if (name == provider.name) return &provider;
     all += std::string(", ") + provider.name;
-    is_known = is_known || name == provider.name;
   }
-  if (!is_known)
-    fail(DLM_UNSUPPORTED, "provider \"%.40s\" is not one of: %s", name.c_str(), all.c_str());
-}
-
-const Provider& find_provider(const std::string& name) {
-  return *std::find_if(std::begin(kProviders), std::end(kProviders),
-                       [&](const Provider& one) { return name == one.name; });
+  fail(DLM_UNSUPPORTED, "provider \"%.40s\" is not one of: %s", name.c_str(), all.c_str());
 }
 
 void check_provider_there(const ort::Api& api, const std::string& version,
@@ -106,8 +100,8 @@ void check_provider_there(const ort::Api& api, const std::string& version,
                                       (is(provider, "nv_tensorrt_rtx") ? kFromBuild : kFromWheel));
 }
 
-void add_provider(const ort::Api& api, const ProviderChoice& choice, OrtSessionOptions* options) {
-  const Provider& provider = find_provider(choice.name);
+void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
+                  OrtSessionOptions* options) {
   if (is(provider, "cuda")) return add_cuda(api, choice.device, options);
   const Options given = {{"device_id", std::to_string(choice.device)}};
   if (is(provider, "nv_tensorrt_rtx")) {

@@ -12,19 +12,18 @@ struct Provider {
   const char *name, *registered, *label;  // ours, the library's, and for people
 };
 
-// Throws Error(DLM_UNSUPPORTED), with the known names, for an unknown one.
-void check_provider_name(const std::string& name);
-
-// Finds the provider of a checked name.
-const Provider& find_provider(const std::string& name);
+// The provider of this name; NULL for "cpu". Throws Error(DLM_UNSUPPORTED), with the known names,
+// for an unknown one.
+const Provider* find_provider(const std::string& name);
 
 // Throws Error(DLM_ENGINE_MISSING), with what to install, if the library lacks the provider.
 void check_provider_there(const ort::Api& api, const std::string& version,
                           const Provider& provider);
 
-// Adds the chosen provider; with allow_fallback, also the CUDA provider after TensorRT's. Throws
+// Adds the provider; with allow_fallback, also the CUDA provider after TensorRT's. Throws
 // Error(DLM_ENGINE_MISSING), with what to install, if a dependency cannot be loaded.
-void add_provider(const ort::Api& api, const ProviderChoice& choice, OrtSessionOptions* options);
+void add_provider(const ort::Api& api, const Provider& provider, const ProviderChoice& choice,
+                  OrtSessionOptions* options);
 
 // The nodes that another provider runs, in a session made with kRecordPlacement: "12 of 95 nodes: 8
 // BitShift (unpack_0, ...), 4 Shape (...)". Empty if there are no such nodes.

@@ -33,17 +33,14 @@ inline bool holds(const Sizes& sizes, int32_t value) {
   return value >= sizes.smallest && value <= sizes.largest;
 }
 
-inline bool holds(const Profile& profile, int32_t tokens, int32_t cached) {
-  return holds(profile.tokens, tokens) && holds(profile.cached, cached);
-}
-
 // The profile for a pass of T tokens over S cached ones: 0 (prefill), 1 (block), or -1 if neither
 // fits. If both do, full passes use prefill, whose kernels are tuned for their length.
 inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t cached) {
   const Profile* const profiles[] = {&engine.prefill, &engine.block};
   const int32_t preferred = cached == 0 ? 0 : 1;
   for (const int32_t index : {preferred, 1 - preferred})
-    if (holds(*profiles[index], tokens, cached)) return index;
+    if (holds(profiles[index]->tokens, tokens) && holds(profiles[index]->cached, cached))
+      return index;
   return -1;
 }
 

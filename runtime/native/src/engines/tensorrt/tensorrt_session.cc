@@ -24,9 +24,9 @@ struct PassKey {
   }
 };
 
-// A session's data on the device. The device's context is current in every call.
-class Session {
+class Session final : public Context {
  public:
+  // The device's context must be current.
   explicit Session(TensorRt& engine)
       : engine_(engine),
         cuda_(engine.device().cuda()),
@@ -44,11 +44,15 @@ class Session {
     synchronize();
   }
 
-  ~Session() { cuda_.cuStreamSynchronize(stream_.get()); }
+  ~Session() override {
+    current_.emplace(engine_.device(), std::nothrow);
+    cuda_.cuStreamSynchronize(stream_.get());
+  }
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  void run(const dlm_pass& pass, CacheUse use) {
+  void run(const dlm_pass& pass, CacheUse use) override {
+    const CudaDevice::Use current(engine_.device());
     check_pass(pass);
     const EngineSpec& spec = engine_.spec();
     PassKey key{choose_profile(spec, pass.tokens, pass.cached), pass.tokens, pass.cached, 0};
@@ -62,11 +66,9 @@ class Session {
     cache_.begin(pass, use);
     fill_staging(pass, key.rows);
     launch(key);
-    const auto rows = static_cast<size_t>(pass.rows),
-               top_k = static_cast<size_t>(engine_.graph().top_k);
+    const size_t rows = pass.rows, top_k = engine_.graph().top_k;
     if (pass.logits != nullptr) {
-      const size_t bytes =
-          rows * static_cast<size_t>(engine_.graph().vocab_size) * sizeof *pass.logits;
+      const size_t bytes = rows * engine_.graph().vocab_size * sizeof *pass.logits;
       cuda_.check(cuda_.cuMemcpyDtoHAsync_v2(pass.logits, output(kLogits), bytes, stream_.get()),
                   "cuMemcpyDtoHAsync");
     }
@@ -81,11 +83,12 @@ class Session {
     cache_.end(pass, use);
   }
 
-  void keep_outside(int32_t first, int32_t last) {
+  void keep_outside(int32_t first, int32_t last) override {
+    const CudaDevice::Use current(engine_.device());
     cache_.keep_outside(first, last, stream_.get());
   }
 
-  uint64_t cache_bytes() const { return cache_.bytes(); }
+  uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
   // A captured pass is bound to its execution context, and changing that context afterwards is
@@ -165,8 +168,7 @@ class Session {
   // Copies the pass's inputs to the staging memory. Surplus rows repeat the first.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
     const auto put = [&](Staged part, const int64_t* from, int32_t count) {
-      std::memcpy(staging_.host(staging_offsets_[part]), from,
-                  static_cast<size_t>(count) * sizeof *from);
+      std::memcpy(staging_.host(staging_offsets_[part]), from, count * sizeof *from);
     };
     put(kIds, pass.input_ids, pass.tokens);
     put(kPositions, pass.position_ids, pass.tokens);
@@ -177,8 +179,7 @@ class Session {
 
   // All work of a pass on the stream, so that one graph can hold it.
   void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
-    const auto tokens = static_cast<size_t>(key.tokens), rows = static_cast<size_t>(key.rows);
-    const auto candidates = rows * static_cast<size_t>(engine_.graph().top_k);
+    const size_t tokens = key.tokens, rows = key.rows, candidates = rows * engine_.graph().top_k;
     const auto put = [&](Staged part, size_t bytes) {
       cuda_.check(cuda_.cuMemcpyHtoDAsync_v2(input(part), staging_.host(staging_offsets_[part]),
                                              bytes, stream_.get()),
@@ -249,7 +250,10 @@ class Session {
 
   TensorRt& engine_;
   const Cuda& cuda_;
-  CudaStream stream_;  // must be freed last
+  // Set by the destructor, so that the device's context is current until all members below are
+  // freed.
+  std::optional<CudaDevice::Use> current_;
+  CudaStream stream_;  // must be freed after the others
   const std::vector<size_t> offsets_, staging_offsets_;
   const CudaMemory memory_, staging_;
   DeviceCache cache_;
@@ -257,36 +261,11 @@ class Session {
   std::list<Repeated> repeated_;                              // most recently used first
 };
 
-class TensorRtContext final : public Context {
- public:
-  explicit TensorRtContext(TensorRt& engine) : device_(engine.device()) {
-    const CudaDevice::Use use(device_);
-    session_.emplace(engine);
-  }
-  ~TensorRtContext() override {
-    const CudaDevice::Use use(device_, std::nothrow);
-    session_.reset();
-  }
-
-  void run(const dlm_pass& pass, CacheUse use_of_cache) override {
-    const CudaDevice::Use use(device_);
-    session_->run(pass, use_of_cache);
-  }
-  void keep_outside(int32_t first, int32_t last) override {
-    const CudaDevice::Use use(device_);
-    session_->keep_outside(first, last);
-  }
-  uint64_t cache_bytes() const override { return session_->cache_bytes(); }
-
- private:
-  const CudaDevice& device_;
-  std::optional<Session> session_;
-};
-
 }  // namespace
 
 std::unique_ptr<Context> open_session(TensorRt& engine) {
-  return std::make_unique<TensorRtContext>(engine);
+  const CudaDevice::Use current(engine.device());
+  return std::make_unique<Session>(engine);
 }
 
 }  // namespace dlm::trt

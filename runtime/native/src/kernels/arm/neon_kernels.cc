@@ -6,7 +6,6 @@
 namespace dlm {
 
 extern const Kernels kNeonKernels;
-const Kernels kNeonKernels = {"neon-dotprod", linear,     nvfp4_linear, experts,  attention,
-                              add_norm,       candidates, embedding,    tied_head};
+constexpr Kernels kNeonKernels = make_kernels("neon-dotprod");
 
 }  // namespace dlm

@@ -9,9 +9,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 4;
-constexpr int kFloatRows = 5,
-              kFloatVectors = 4;  // in a product of floats: 20 sums, 4 vectors of weights
-constexpr int kQueryVectors = 4;  // in attention
+constexpr int kFloatRows = 5, kFloatVectors = 4;  // products of floats: 20 sums, 4 weight vectors
+constexpr int kQueryVectors = 4;                  // in attention
 constexpr int kKeyBlock = 4;
 
 using F = float32x4_t;
@@ -21,11 +20,7 @@ inline F load(const float* from) { return vld1q_f32(from); }
 inline void store(float* to, F x) { vst1q_f32(to, x); }
 inline F set(float x) { return vdupq_n_f32(x); }
 inline F zero() { return vdupq_n_f32(0.0f); }
-inline F add(F a, F b) { return vaddq_f32(a, b); }
-inline F sub(F a, F b) { return vsubq_f32(a, b); }
-inline F mul(F a, F b) { return vmulq_f32(a, b); }
 inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
-inline F div(F a, F b) { return vdivq_f32(a, b); }
 inline F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b if either is NaN
 inline F min(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }  // b if either is NaN
 inline F round(F x) { return vrndnq_f32(x); }
@@ -67,7 +62,7 @@ inline F load_e4m3(const uint8_t* from) {
   const uint32x4_t sign = vshlq_n_u32(vandq_u32(codes, vdupq_n_u32(0x80)), 24);
   const F value = vreinterpretq_f32_u32(vorrq_u32(vshlq_n_u32(size, 20), sign));
   return vbslq_f32(vceqq_u32(size, vdupq_n_u32(0x7f)), set(__builtin_nanf("")),
-                   mul(value, set(0x1p120f)));
+                   value * set(0x1p120f));
 }
 
 // The sum of all lanes.
@@ -129,13 +124,6 @@ inline F look_up(Table table, const uint8_t* from) {
   __builtin_memcpy(&bytes, from, sizeof bytes);
   const uint8x8_t nibbles = vcreate_u8(bytes >> kShift & 0x0f0f0f0fu);
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vqtbl1_s8(table, nibbles)))));
-}
-
-// Inlined early, because GCC deletes a call as having no effects.
-[[gnu::always_inline]] inline void prefetch(const void* at) { __builtin_prefetch(at); }
-// The same, into the second-level cache.
-[[gnu::always_inline]] inline void prefetch_to_second(const void* at) {
-  __builtin_prefetch(at, 0, 2);
 }
 
 }  // namespace simd

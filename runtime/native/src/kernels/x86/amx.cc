@@ -49,12 +49,11 @@ bool multiplies_rightly(const Kernels& kernels, int64_t group_size) {
   };  // a byte; the generator of Numerical Recipes
   std::vector<float> x(kRows * kInputs), y(kRows * kColumns);
   for (int64_t i = 0; i < kRows * kInputs; ++i)
-    x[static_cast<size_t>(i)] =
-        i % kInputs == i / kInputs ? 127.0f : static_cast<float>(draw() % 255) - 127.0f;
-  std::vector<uint8_t> panels(static_cast<size_t>(kWidth * kInputs / parts));
+    x[i] = i % kInputs == i / kInputs ? 127.0f : static_cast<float>(draw() % 255) - 127.0f;
+  std::vector<uint8_t> panels(kWidth * kInputs / parts);
   for (uint8_t& code : panels) code = static_cast<uint8_t>(draw());
-  const std::vector<float> ones(static_cast<size_t>(kWidth), 1.0f);
-  const std::vector<uint16_t> halves(static_cast<size_t>(kWidth * kInputs), 0x3c00);  // 1 in fp16
+  const std::vector<float> ones(kWidth, 1.0f);
+  const std::vector<uint16_t> halves(kWidth * kInputs, 0x3c00);  // 1 in fp16
   const void* const scales =
       group_size == 0 ? static_cast<const void*>(ones.data()) : halves.data();
   const LinearWeight weight{panels.data(), scales, kColumns};
@@ -71,12 +70,11 @@ bool multiplies_rightly(const Kernels& kernels, int64_t group_size) {
       for (int64_t k = 0; k < kInputs; ++k) {
         const int64_t together = kDot * parts,
                       line = column / kPanel * (kInputs / together) + k / together;
-        const int byte =
-            panels[static_cast<size_t>((line * kPanel + column % kPanel) * kDot + k % kDot)];
+        const int byte = panels[(line * kPanel + column % kPanel) * kDot + k % kDot];
         const int code = parts == 1 ? byte : k % kPairs < kDot ? byte & 15 : byte >> 4;
-        sum += static_cast<int64_t>(x[static_cast<size_t>(row * kInputs + k)]) * (code - offset);
+        sum += static_cast<int64_t>(x[row * kInputs + k]) * (code - offset);
       }
-      if (y[static_cast<size_t>(row * kColumns + column)] != static_cast<float>(sum)) return false;
+      if (y[row * kColumns + column] != static_cast<float>(sum)) return false;
     }
   return true;
 }

@@ -1,5 +1,5 @@
-// The kernels for x86-64 with AMX for bytes: linear layers use its registers, all else AVX-512 with
-// VNNI, which all such processors have.
+// Linear layers for x86-64 with AMX for bytes. All such processors also have AVX-512 with VNNI,
+// which the other kernels use (kernels/select.cc).
 #include "kernels/x86/matrix_amx.h"
 #include "kernels/x86/simd_avx512.h"
 // needs the registers and vectors defined above
@@ -7,15 +7,8 @@
 
 namespace dlm {
 
-extern const Kernels kAvx512Kernels, kAmxKernels;
-const Kernels kAmxKernels = {"amx-int8",
-                             matrix_linear<kAvx512Kernels>,
-                             kAvx512Kernels.nvfp4_linear,
-                             kAvx512Kernels.experts,
-                             kAvx512Kernels.attention,
-                             kAvx512Kernels.add_norm,
-                             kAvx512Kernels.candidates,
-                             kAvx512Kernels.embedding,
-                             kAvx512Kernels.tied_head};
+extern const Kernels kAvx512Kernels;
+extern decltype(Kernels::linear) const kAmxLinear;
+constexpr decltype(Kernels::linear) kAmxLinear = matrix_linear<kAvx512Kernels>;
 
 }  // namespace dlm

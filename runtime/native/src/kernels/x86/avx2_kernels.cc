@@ -7,24 +7,14 @@ namespace dlm {
 
 #if defined(__AVXVNNI__)
 extern const Kernels kAvxVnniKernels;
-const Kernels kAvxVnniKernels = {"avx-vnni", linear,     nvfp4_linear, experts,  attention,
-                                 add_norm,   candidates, embedding,    tied_head};
-#elif defined(__AVX512VNNI__)  // the same instruction in its older encoding, for tests on
-                               // processors that have only that
+constexpr Kernels kAvxVnniKernels = make_kernels("avx-vnni");
+#elif defined(__AVX512VNNI__)
+// The same instruction in its older encoding, for tests on processors that have only that.
 extern const Kernels kAvxVnniStandIn;
-const Kernels kAvxVnniStandIn = {"avx-vnni's stand-in",
-                                 linear,
-                                 nvfp4_linear,
-                                 experts,
-                                 attention,
-                                 add_norm,
-                                 candidates,
-                                 embedding,
-                                 tied_head};
+constexpr Kernels kAvxVnniStandIn = make_kernels("avx-vnni's stand-in");
 #else
 extern const Kernels kAvx2Kernels;
-const Kernels kAvx2Kernels = {"avx2",   linear,     nvfp4_linear, experts,  attention,
-                              add_norm, candidates, embedding,    tied_head};
+constexpr Kernels kAvx2Kernels = make_kernels("avx2");
 #endif
 
 }  // namespace dlm

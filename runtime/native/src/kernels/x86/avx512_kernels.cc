@@ -24,8 +24,6 @@ void attention_by_width(const dlm::CachedAttention& a, dlm::Parallel& parallel) 
 
 namespace dlm {
 
-const Kernels kAvx512Kernels = {"avx512-vnni",      linear,   nvfp4_linear, experts,
-                                attention_by_width, add_norm, candidates,   embedding,
-                                tied_head};
+constexpr Kernels kAvx512Kernels = make_kernels("avx512-vnni", attention_by_width);
 
 }  // namespace dlm

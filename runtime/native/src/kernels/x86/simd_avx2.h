@@ -10,9 +10,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 8;
-constexpr int kFloatRows = 6,
-              kFloatVectors = 2;  // in a product of floats: 12 sums, 2 vectors of weights
-constexpr int kQueryVectors = 2;  // in attention
+constexpr int kFloatRows = 6, kFloatVectors = 2;  // products of floats: 12 sums, 2 weight vectors
+constexpr int kQueryVectors = 2;                  // in attention
 constexpr int kKeyBlock = 4;
 
 using F = __m256;
@@ -22,11 +21,7 @@ inline F load(const float* from) { return _mm256_loadu_ps(from); }
 inline void store(float* to, F x) { _mm256_storeu_ps(to, x); }
 inline F set(float x) { return _mm256_set1_ps(x); }
 inline F zero() { return _mm256_setzero_ps(); }
-inline F add(F a, F b) { return _mm256_add_ps(a, b); }
-inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
-inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-inline F div(F a, F b) { return _mm256_div_ps(a, b); }
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }  // b if either is NaN
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }  // b if either is NaN
 inline F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -71,7 +66,7 @@ inline F load_e4m3(const uint8_t* from) {
   const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(codes, iset(0x80)), 24);
   const __m256i bits = _mm256_or_si256(_mm256_slli_epi32(size, 20), sign);
   const __m256i is_nan = _mm256_cmpeq_epi32(size, iset(0x7f));
-  return _mm256_blendv_ps(mul(_mm256_castsi256_ps(bits), set(0x1p120f)), set(__builtin_nanf("")),
+  return _mm256_blendv_ps(_mm256_castsi256_ps(bits) * set(0x1p120f), set(__builtin_nanf("")),
                           _mm256_castsi256_ps(is_nan));
 }
 
@@ -157,8 +152,7 @@ struct Int8 : Products {
 // Products of bytes saturate at 16 bits, so both sides are widened first: a weight's even and odd
 // bytes here, codes when they are stored.
 struct Int8 {
-  static constexpr int kTileRows = 4,
-                       kVectors = 2;  // in registers: 8 sums, 4 vectors of weights, 2 of codes
+  static constexpr int kTileRows = 4, kVectors = 2;  // 8 sums, 4 vectors of weights, 2 of codes
   static constexpr int kParts = 1;
   static constexpr int64_t kMostInputs = 0;
   static constexpr int32_t kWeightOffset = 128;
@@ -208,15 +202,6 @@ inline F look_up(Table table, const uint8_t* from) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
   const __m128i nibbles = _mm_and_si128(_mm_srli_epi16(bytes, kShift), _mm_set1_epi8(15));
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
-}
-
-// Inlined early, because GCC deletes a call as having no effects.
-[[gnu::always_inline]] inline void prefetch(const void* at) {
-  _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
-}
-// The same, into the second-level cache.
-[[gnu::always_inline]] inline void prefetch_to_second(const void* at) {
-  _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1);
 }
 
 }  // namespace simd

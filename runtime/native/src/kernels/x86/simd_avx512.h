@@ -9,9 +9,8 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 16;
-constexpr int kFloatRows = 12,
-              kFloatVectors = 2;  // in a product of floats: 24 sums, 2 vectors of weights
-constexpr int kQueryVectors = 2;  // in attention
+constexpr int kFloatRows = 12, kFloatVectors = 2;  // products of floats: 24 sums, 2 weight vectors
+constexpr int kQueryVectors = 2;                   // in attention
 constexpr int kKeyBlock = 8;
 
 using F = __m512;
@@ -21,11 +20,7 @@ inline F load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, F x) { _mm512_storeu_ps(to, x); }
 inline F set(float x) { return _mm512_set1_ps(x); }
 inline F zero() { return _mm512_setzero_ps(); }
-inline F add(F a, F b) { return _mm512_add_ps(a, b); }
-inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
-inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-inline F div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }  // b if either is NaN
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }  // b if either is NaN
 inline F round(F x) {
@@ -71,8 +66,7 @@ inline F load_e4m3(const uint8_t* from) {
   const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(codes, iset(0x80)), 24);
   const __m512i bits = _mm512_or_si512(_mm512_slli_epi32(size, 20), sign);
   return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(size, iset(0x7f)),
-                              mul(_mm512_castsi512_ps(bits), set(0x1p120f)),
-                              set(__builtin_nanf("")));
+                              _mm512_castsi512_ps(bits) * set(0x1p120f), set(__builtin_nanf("")));
 }
 
 // The sum of all lanes.
@@ -137,15 +131,6 @@ inline F look_up(Table table, const uint8_t* from) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   const __m128i nibbles = _mm_and_si128(_mm_srli_epi16(bytes, kShift), _mm_set1_epi8(15));
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_shuffle_epi8(table, nibbles)));
-}
-
-// Inlined early, because GCC deletes a call as having no effects.
-[[gnu::always_inline]] inline void prefetch(const void* at) {
-  _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
-}
-// The same, into the second-level cache.
-[[gnu::always_inline]] inline void prefetch_to_second(const void* at) {
-  _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1);
 }
 
 }  // namespace simd
